@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from plait.checkpoint import HuggingFaceFiles, Reader
 from plait.comm import Mesh, World, connect, raise_on_all
+from plait.engine.arguments import check_types
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
 from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
-from plait.models import Blocks, Chain
+from plait.models import Blocks
 from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.loss_scaling import LossScaling
@@ -63,8 +64,8 @@ def parallelize(
 
     Parameters become new objects; unused ones get a zero gradient and are updated. Raises PlaitError.
     """
-    model = model if isinstance(model, nn.Module) else Chain(model)
-    plan = check_arguments(plan, optimizer, clip_norm, clip_value)  # before ranks wait for each other
+    model = check_types(model, locals())  # before ranks wait for each other
+    plan = check_arguments(plan, optimizer, clip_norm, clip_value)
     world = world or connect()
     spec = validate(
         model,

@@ -289,6 +289,17 @@ def check_path(path: P) -> P:
     return path
 
 
+def to_path(value: object, name: str) -> Path:
+    """Return an argument that names a file or folder. Raises ConfigError."""
+    try:
+        return check_path(Path(value))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        expected = error if isinstance(error, ValueError) else "a path"
+        raise ConfigError(
+            f"{name} is not a valid path", given=f"{value!r:.200}", expected=expected
+        ) from error
+
+
 def regular_file_bytes(path: Path) -> int | None:
     """The file's size; None for a folder or a symbolic link. Raises OSError if it is missing."""
     status = path.lstat()

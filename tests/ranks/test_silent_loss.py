@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import plait
+from plait.errors import ModelError
 from plait.models import forward_inputs
 from support import programs, silent_error_models
 from support.pool import Pool
@@ -277,3 +278,29 @@ def _rotated_gradients(plan: str, number: int) -> dict[str, Tensor]:
     micros[number] = share
     engine.step(micros)
     return engine.full_gradients()
+
+
+def _negative_count_on_one_rank(plan: str) -> list[str]:
+    """The errors of a step in which one rank's loss counts its targets below zero, and of the next one."""
+
+    def loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        count = (batch["labels"] != -100).sum()
+        is_wrong = engine.data_rank == 1 and engine.num_steps == 0 and not raised
+        return outputs.logits.square().sum(), -count if is_wrong else count
+
+    raised: list[str] = []
+    engine = engine_of("llama", plan, loss=loss)
+    for batch in programs.batches(2):
+        try:
+            engine.step(programs.share_of(batch, engine))
+        except ModelError as error:
+            raised.append(error.fact)
+    return raised
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("dp=2 micro=2", 2), ("pp=2 dp=2 micro=2", 4)])
+def test_a_negative_number_of_targets_on_one_rank_is_an_error_on_all(
+    pool: Pool, plan: str, ranks: int
+) -> None:
+    for raised in pool.run(_negative_count_on_one_rank, ranks, plan):
+        assert raised == ["a loss's number of targets is negative or not finite"]

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from plait.checkpoint.safetensors_format import DTYPES, HEADER_LIMIT_BYTES, is_valid_shape
 from plait.errors import CheckpointError
-from plait.fileio import NOT_REGULAR, open_descriptor, regular_file_bytes
+from plait.fileio import NOT_REGULAR, open_descriptor, parse_json, regular_file_bytes
 from plait.plan import Box
 
 MANIFEST = "manifest.json"
@@ -121,6 +121,20 @@ class Manifest(_Strict):
     def num_bytes(self) -> int:
         """Total size of all files except the manifest."""
         return sum(facts.bytes for facts in self.files.values())
+
+
+def json_facts(facts: object) -> dict[str, Any]:
+    """Return the facts that a user saves. Raises CheckpointError unless they are a dict of JSON values."""
+    try:
+        if not isinstance(facts, Mapping) or not all(isinstance(key, str) for key in facts):
+            raise ValueError(f"a {type(facts).__name__}, or keys of another type")
+        return dict(parse_json(json.dumps(dict(facts))))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "the facts of a checkpoint are not JSON",
+            given=f"{error}: {facts!r:.100}" if not isinstance(facts, Mapping) else error,
+            expected="a dict with texts as keys, of texts, numbers, lists and dicts",
+        ) from error
 
 
 def _table(name: str, values: dict[str, Any]) -> str:

@@ -87,6 +87,11 @@ class Reader:
         """The full shape of every tensor, by key."""
         return {key: facts.shape for key, facts in self.manifest.tensors.items()}
 
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of every tensor, by key."""
+        return {key: facts.torch_dtype for key, facts in self.manifest.tensors.items()}
+
     def read(self, key: str, boxes: Boxes, start: int, into: Tensor, *, counted: bool = True) -> None:
         """Fill flat `into` from element `start` on of the tensor that holds the boxes of tensor `key`.
         `counted`: of the ranks in `finish`, only this one reads these elements."""

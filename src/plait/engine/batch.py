@@ -1,5 +1,6 @@
 """Inputs and results of a step: batches, micro-batches, losses."""
 
+import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from plait.comm import Group, all_gather
 from plait.errors import ModelError, PlanError
+
+_MAX_COUNT = 2**53
 
 
 @dataclass(frozen=True)
@@ -141,14 +144,27 @@ def check_is_batch(batch: object) -> None:
             given=f"a {type(batch).__name__}",
             expected="the model's forward arguments by name, and labels, which only the loss receives",
         )
-    invalid = [key for key, value in batch.items() if not isinstance(value, Tensor) or not value.ndim]
+    invalid = next((_describe(*entry) for entry in batch.items() if not _is_entry(*entry)), None)
     if invalid or not batch:
         raise ModelError(
             "a batch is a dict of tensors with samples along dim 0",
-            given=f"{invalid[0]}: {type(batch[invalid[0]]).__name__} without one"
-            if invalid
-            else "an empty dict",
+            given=invalid or "an empty dict",
+            expected="dense tensors with values and at least one sample, by name",
         )
+
+
+def _is_entry(key: object, value: object) -> bool:
+    if not isinstance(key, str) or not isinstance(value, Tensor) or not value.ndim or not value.shape[0]:
+        return False
+    return value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+
+
+def _describe(key: object, value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"{key!r}: {type(value).__name__}"
+    return (
+        f"{key!r}: a tensor of {value.dtype}, shape {tuple(value.shape)}, {value.layout}, on {value.device}"
+    )
 
 
 def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
@@ -194,9 +210,12 @@ def _checksum(batch: Mapping[str, Tensor]) -> int:
     return checksum
 
 
-def check_loss(loss: object) -> None:
-    """Raise ModelError unless backward can start from it."""
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+def check_loss(loss: object, *, trains: bool = True) -> None:
+    """Raise ModelError unless it is one real number and, if it `trains`, backward can start from it."""
+    if not trains and isinstance(loss, int | float):
+        return
+    is_number = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
+    if is_number and (loss.requires_grad or not trains):  # type: ignore[attr-defined]
         return
     given = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
@@ -206,3 +225,32 @@ def check_loss(loss: object) -> None:
         given=given,
         expected="the sum over targets of a forward with gradients",
     )
+
+
+def valid_count(count: object) -> float | Tensor:
+    """Return the number of targets of a loss, or NaN if it is negative: all ranks find it in `update`, where
+    they read the sum, without a synchronization of their devices here. Raises ModelError if it is no number.
+    """
+    if isinstance(count, Tensor) and count.numel() == 1 and not (count.is_complex() or count.is_meta):
+        number = count.detach().reshape(()).double()
+        return torch.where(number >= 0, number, math.nan)
+    if isinstance(count, int | float) and abs(count) < _MAX_COUNT:
+        return count if count >= 0 else math.nan
+    if isinstance(count, float):  # not finite
+        return math.nan
+    given = f"shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else f"{count!r:.100}"
+    raise ModelError(
+        "a loss's number of targets must be a number",
+        given=given,
+        expected="an int, or a tensor with one real element",
+    )
+
+
+def check_total_count(count: float) -> None:
+    """Raise ModelError for a step's number of targets that includes an invalid one. See `valid_count`."""
+    if not math.isfinite(count):
+        raise ModelError(
+            "a loss's number of targets is negative or not finite",
+            given="of a micro-batch of this step, on one of the ranks",
+            expected="the number of targets that the loss is a sum over: 0 or more",
+        )

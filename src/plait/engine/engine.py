@@ -13,10 +13,11 @@ step is skipped follows from the reduced loss and norm, which are the same bits 
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from plait.checkpoint import Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.checkpoint.directory import step_path
+from plait.checkpoint.manifest import json_facts
 from plait.comm import Group, Mesh, all_reduce, broadcast, start_all_reduce
 from plait.engine.batch import (
     Batch,
@@ -32,19 +34,23 @@ from plait.engine.batch import (
     ProbeResult,
     StepResult,
     check_loss,
+    check_total_count,
     split_batch,
+    valid_count,
 )
 from plait.engine.build import build_engine_parts
 from plait.engine.loss_scale import SumLossScale
+from plait.engine.misuse import InputFacts, one_thread
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.shares import Shares, share_of
 from plait.engine.spec import TrainingSpec
 from plait.engine.step_count import StepCount
 from plait.engine.trace import Trace
-from plait.errors import CheckpointError, ModelError, PlanError, RunError
+from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, RunError
+from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
 from plait.optim.clip import clip_factor, clip_values
-from plait.optim.groups import check_options, load_options, options_state
+from plait.optim.groups import check_hyperparameters, check_options, load_options, options_state
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.shard_map import persistent_buffers
@@ -67,6 +73,7 @@ class Engine:
     device      this rank's device, to which batches are moved
     seed        of initial weights and dropout
     layout      layout of the shards that this rank holds
+    in_use      lock of the methods that one thread at a time may call
     probed      result of the self-check, if `probe` was set
     """
 
@@ -84,8 +91,10 @@ class Engine:
         self.num_steps = 0
         self.probed: ProbeResult | None = None
         self._spec = spec
+        self.in_use = threading.RLock()  # see `one_thread`
         self._flops = FlopFacts.from_model(model)
         inputs = forward_names(model)
+        self._inputs = InputFacts.from_model(model)
         self._parts = build_engine_parts(model, spec, mesh)
         self._groups = self._parts.context.groups
         self._precision = self._parts.context.precision
@@ -103,6 +112,13 @@ class Engine:
         self._trace: Trace | None = None
         self._batches = BatchPreparer(
             self.device, self._precision.compute, self._groups.model, self.plan.micro, inputs
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ModelError(
+            "an engine cannot be pickled or copied",
+            given="it holds the communication of this process",
+            expected="engine.save and load for its state, or engine.state()",
         )
 
     def __repr__(self) -> str:
@@ -150,6 +166,7 @@ class Engine:
         """Trainable elements of the full model, each counted once."""
         return self._parts.shard_map.num_parameters
 
+    @one_thread
     def step(self, batch: Batch | Sequence[Batch]) -> StepResult:
         """Run one optimizer step on this data rank's share of the batch.
 
@@ -166,7 +183,8 @@ class Engine:
                 self.world.barrier()
                 barrier_s = time.perf_counter()
             seed, records = (self.seed, self.num_steps), self._trace is not None
-            spans = self._runner.train(micros, self._add_loss, seed, self.data_rank, records=records)
+            with self._inputs.explained(micros):
+                spans = self._runner.train(micros, self._add_loss, seed, self.data_rank, records=records)
             if self._trace is not None:
                 self._trace.add(self.num_steps, spans, barrier_s)
             self._micros_done = self.plan.micro
@@ -175,6 +193,7 @@ class Engine:
             raise
         return self.update()
 
+    @one_thread
     def loss(self, micro: Batch) -> tuple[Tensor, int | Tensor]:
         """(summed loss, number of targets) of a micro-batch, for `backward`. With a causal language model's
         built-in loss, logits stay sharded over the columns of `tp`; `model` itself returns full ones. Dropout
@@ -182,11 +201,13 @@ class Engine:
         stage = self._runner.only_stage("engine.loss")
         batch = self._batches.checked(micro)
         with (
+            self._inputs.explained([batch]),
             seeded_rng(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
             stage.measured(),
         ):
             return stage.summed_loss(batch)
 
+    @one_thread
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
         """Add a micro-batch's gradient to the step's; call `plan.micro` times before `update`. Only under
         pp=1.
@@ -223,6 +244,7 @@ class Engine:
             )
         self._step_count.begin()
         self._check_consistent()
+        check_hyperparameters(self.optimizer)
         for stage in self._stages:
             stage.check_unchanged()
 
@@ -235,9 +257,11 @@ class Engine:
         """Add a micro-batch's loss and targets to the totals; return what backward starts from."""
         check_loss(loss)
         self._totals[0] += loss.detach()
-        self._totals[1] += 1 if num_targets is None else num_targets
-        return self._scale.scale_loss(loss, num_targets, self._groups.dp)
+        count = 1 if num_targets is None else valid_count(num_targets)
+        self._totals[1] += count
+        return self._scale.scale_loss(loss, count, self._groups.dp)
 
+    @one_thread
     def update(self) -> StepResult:
         """Finish the reductions, clip, and update the weights. See [Note: a single division per step]."""
         if not self._micros_done:
@@ -246,6 +270,7 @@ class Engine:
                 expected="engine.backward(loss) before it, not loss.backward()",
             )
         try:
+            check_hyperparameters(self.optimizer)
             return self._update()
         except BaseException:
             self.discard_step()
@@ -262,6 +287,7 @@ class Engine:
         *totals, begun, of_squares, square_sum = (values := torch.cat([self._totals, sums]).tolist())[:6]
         self._totals.zero_()
         self._step_count.check(begun, of_squares, self._groups.world, self.device)
+        check_total_count(totals[1])
         self._parts.sharded.check_digests(values[6:])
         loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
         self._scale.unit = units / self._groups.dp.size
@@ -310,6 +336,7 @@ class Engine:
         """fp16's current loss scale, for a mean loss; None for other precisions."""
         return self._scale.value
 
+    @one_thread
     def evaluate(self, batch: Batch) -> EvalResult:
         """The loss over all data ranks, each evaluating its share of the batch; the training state is
         unchanged.
@@ -322,20 +349,28 @@ class Engine:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def add(loss: Tensor, count: int | Tensor) -> None:
+            check_loss(loss, trains=False)
             totals[0] += loss
-            totals[1] += count
+            totals[1] += valid_count(count)
 
-        self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
+        with self._inputs.explained(micros):
+            self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
         all_reduce(totals, self._groups.dp)
         broadcast(totals, self._groups.pp, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
+        check_total_count(num_targets)
         return EvalResult(loss_sum, int(num_targets))
 
+    @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
         """The model's outputs for the batch, in eval mode and without gradients, on every rank: all of them,
         or the result of `pick`, which runs on the last stage (under pp > 1 it returns tensors, or containers
         of tensors). Every rank must call it, with its share."""
-        return self._runner.outputs(self._batches.checked(batch, trains=False), pick)
+        if pick is not None and not callable(pick):
+            raise ModelError("pick must be a function of the model's outputs", given=f"{pick!r:.100}")
+        checked = self._batches.checked(batch, trains=False)
+        with self._inputs.explained([checked]):
+            return self._runner.outputs(checked, pick)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
@@ -355,6 +390,7 @@ class Engine:
         squared norm of that shard of `full`. None if the rank owns nothing of it."""
         return self._parts.state.gradient_error(name, full)
 
+    @one_thread
     def probe_gradients(self, batch: Batch, scale: float) -> dict[str, Tensor]:
         """The full gradients of the mean loss over `batch`, in eval mode, on rank 0; elsewhere {}. Every rank
         passes the same batch, before a step's first micro-batch. No step is taken. Within backward they are
@@ -382,7 +418,7 @@ class Engine:
         trace, self._trace = self._trace, None
         if trace is None:
             raise RunError("there is no trace", hint="engine.start_trace() before the steps")
-        trace.write(Path(path), is_first=self.world.rank == 0)
+        trace.write(to_path(path, "path"), is_first=self.world.rank == 0)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The full shapes of all weights, by their keys in `state`. No communication."""
@@ -414,6 +450,7 @@ class Engine:
         own = self._own_state().items() if self.world.rank == 0 else ()
         return [*self._parts.state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
 
+    @one_thread
     def load_from(self, source: StateReader, *, weights_only: bool = False, options: bool = True) -> None:
         """Restore this rank's shards from `source`, saved under any plan. `weights_only`: weights and
         buffers; the optimizer starts fresh. `options`: also the hyper-parameters of the optimizer's groups,
@@ -431,7 +468,7 @@ class Engine:
         try:
             self._parts.state.load(source, weights_only=weights_only)
             self._scale.load(() if weights_only else source.shapes, source.read_full)
-            self.num_steps = 0 if weights_only else int(source.read_full(_NUM_STEPS))
+            self.num_steps = 0 if weights_only else _read_count(source, _NUM_STEPS)
             load_options(self.optimizer, option_keys, lambda key: source.read_full(f"{_OPTIONS}{key}"))
         except CheckpointError as error:
             problem = error
@@ -446,17 +483,18 @@ class Engine:
         and synced to disk, or not at all. `facts`: additional JSON; the plan, the seed and the configuration
         of a Hugging Face model are added. Every rank must call it. Raises CheckpointError, which leaves
         earlier checkpoints intact; RunError, see `check_replicas`."""
+        folder, own_facts = to_path(folder, "folder"), json_facts(facts or {})
         self.check_replicas()
         config = config_of_model(self.model)
         model = {} if config is None else {"model": {"config": config}}
-        all_facts = {**model, **(facts or {}), "plan": str(self.plan), "seed": self.seed}
-        Saver(Path(folder), self.world).save(self.num_steps, self.state_shards(), all_facts)
-        return step_path(Path(folder), self.num_steps)
+        all_facts = {**model, **own_facts, "plan": str(self.plan), "seed": self.seed}
+        Saver(folder, self.world).save(self.num_steps, self.state_shards(), all_facts)
+        return step_path(folder, self.num_steps)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Continue from a checkpoint, saved under any plan, and return its facts. Each rank reads only what
         it needs. See `load_from`."""
-        checkpoint = open_on_all_ranks(Path(path), self.world)
+        checkpoint = open_on_all_ranks(to_path(path, "path"), self.world)
         with checkpoint.reader() as reader:
             self.load_from(reader, weights_only=weights_only)
         return checkpoint.facts
@@ -477,6 +515,10 @@ class Engine:
 
         Activations are None for a model that cannot run on the meta device.
         """
+        is_shape = isinstance(batch_shape, Sequence) and len(batch_shape) == 2
+        if not is_shape or not all(isinstance(size, int) and size >= 0 for size in batch_shape):
+            given = f"{batch_shape!r:.100}"
+            raise ConfigError("not the shape of a micro-batch", given=given, expected="(samples, tokens)")
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
         return estimated_bytes(
             self.layout,
@@ -497,3 +539,13 @@ class Engine:
             stage.reset()
         self._totals.zero_()
         self._micros_done = 0
+
+
+def _read_count(source: StateReader, key: str) -> int:
+    """Read a counter of an engine. Raises CheckpointError."""
+    value = source.read_full(key).item()
+    if not isinstance(value, int | float) or not 0 <= value < 2**53:
+        raise CheckpointError(
+            "this is not the state of an engine", given=f"{key} = {value}", expected="a count"
+        )
+    return int(value)

@@ -33,7 +33,7 @@ class SumLossScale:
         """The scale for a summed loss."""
         return 1.0 if self._scale is None else self._scale.value / max(1.0, self.unit)
 
-    def scale_loss(self, loss: Tensor, num_targets: int | Tensor | None, ranks: Group) -> Tensor:
+    def scale_loss(self, loss: Tensor, num_targets: float | Tensor | None, ranks: Group) -> Tensor:
         """Scale the loss. `ranks`: the data ranks, which determine the unit together."""
         if self._scale is None:
             return loss

@@ -90,8 +90,8 @@ def validate(
 
 
 def check_arguments(plan: Plan | str, optimizer: object, norm: float | None, value: float | None) -> Plan:
-    """Return the plan. Raises PlanError for its text, ConfigError for an optimizer that is not a class or for
-    invalid clipping limits."""
+    """Return the plan. Raises PlanError for its text, or for anything else; ConfigError for an optimizer that
+    is not a class or for invalid clipping limits."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(
             "optimizer must be a class: it is built over the shards that each rank owns",
@@ -109,7 +109,7 @@ def check_arguments(plan: Plan | str, optimizer: object, norm: float | None, val
             given=f"clip_norm={norm} and clip_value={value}",
             expected="one of the two",
         )
-    return Plan.parse(plan) if isinstance(plan, str) else plan
+    return plan if isinstance(plan, Plan) else Plan.parse(plan)
 
 
 def _check_device(plan: Plan, device: torch.device) -> None:
@@ -220,6 +220,8 @@ def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> d
     group_index: dict[int, int] = {}
     for index, group in enumerate(groups):
         params = group.get("params", ())
+        if not isinstance(params, Iterable):
+            raise ConfigError("a group's params are not parameters", given=f"params={params!r:.100}")
         for entry in [params] if isinstance(params, Tensor) else params:
             parameter = entry[1] if isinstance(entry, tuple) else entry  # torch takes (name, parameter) too
             if group_index.setdefault(id(parameter), index) != index:

@@ -6,6 +6,7 @@ saved (lr, betas, weight_decay, and initial_lr or max_lr, which schedulers add),
 `1.betas.0`.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, ConfigError
 
 _KEY = re.compile(r"(?P<group>\d+)\.(?P<option>\w+)(?:\.(?P<index>\d+))?")
 # Choices of a kernel, which depend on the device and not on the training.
@@ -35,6 +36,42 @@ def options_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                     key = f"{number}.{option}.{index}" if is_tuple else f"{number}.{option}"
                     state[key] = torch.tensor(entry, dtype=_DTYPES[type(entry)])
     return state
+
+
+def check_hyperparameters(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError unless the numbers of all groups are finite and not negative, as those that the
+    optimizer's class has by default: torch checks them only as it builds the optimizer. Tensors on a GPU are
+    not read, which would wait for it."""
+    for number, group in enumerate(optimizer.param_groups):
+        for option, default in optimizer.defaults.items():
+            expected = _real_numbers(default)
+            if not expected or not all(map(_is_sound, expected)):
+                continue
+            value = group.get(option)
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                continue
+            is_tuple = isinstance(value, tuple | list)
+            numbers = _real_numbers(value) if is_tuple == isinstance(default, tuple | list) else []
+            if len(numbers) != len(expected) or not all(map(_is_sound, numbers)):
+                raise ConfigError(
+                    f"the optimizer cannot step with this {option}",
+                    given=f"param_groups[{number}][{option!r}] = {value!r:.100}",
+                    expected=f"finite numbers of 0 or more, such as {default}",
+                )
+
+
+def _real_numbers(value: object) -> list[Any]:
+    """The value, or the entries of a tuple; [] if one is not a real number."""
+    entries = value if isinstance(value, tuple | list) else [value]
+    numbers = [
+        entry.item() if isinstance(entry, Tensor) and entry.numel() == 1 else entry for entry in entries
+    ]
+    is_real = all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
+    return numbers if is_real else []
+
+
+def _is_sound(number: float) -> bool:
+    return math.isfinite(number) and number >= 0
 
 
 def check_options(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:

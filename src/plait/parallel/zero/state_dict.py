@@ -28,6 +28,7 @@ from plait.parallel.zero.state_io import StateReader, StateShard, slice_boxes, w
 from plait.plan import Boxes, Overlap, UnitLayout
 
 _Value = TypeVar("_Value")
+_COUNTERS = ("scalar.", "number.")
 _NOT_OPTIMIZER = ("weights", "buffers", "engine")
 _MIN_CHUNK_BYTES = 2**16  # smaller replicated tensors are saved by one rank instead of in chunks
 
@@ -188,6 +189,7 @@ class ShardedState:
                     "this is not the state of an engine", given=f"{key}: {shape}", expected="numbers"
                 )
         self._check(_without_counters(shapes), weights_only=weights_only)
+        self._check_dtypes(source.dtypes, weights_only=weights_only)
 
     def load(self, source: StateReader, *, weights_only: bool = False) -> None:
         """Load this rank's part of a state that has passed `check`. `weights_only`: the optimizer starts
@@ -378,7 +380,7 @@ class ShardedState:
             if tensor.kind == "buffers"
         }
         for kind in set() if weights_only else self._kinds_in(shapes):
-            is_flat = not kind.startswith(("scalar.", "number."))
+            is_flat = not kind.startswith(_COUNTERS)
             for piece, trains in self._shard_map.pieces():
                 if trains:
                     expected[f"{kind}/{piece.name}"] = piece.full_shape if is_flat else ()
@@ -391,6 +393,26 @@ class ShardedState:
                     given=f"{key}: {shapes.get(key, 'missing')}",
                     expected=f"{key}: {expected.get(key, 'nothing')}",
                     hint=None if key.startswith("weights/") else "weights_only=True loads only the weights",
+                )
+
+    def _check_dtypes(self, dtypes: Mapping[str, torch.dtype], *, weights_only: bool) -> None:
+        """Raise CheckpointError for a dtype whose values the state cannot hold."""
+        standalone = {f"{of.kind}/{name}": of.dtype for name, of in self._shard_map.standalone.items()}
+        for key, dtype in dtypes.items():
+            kind = key.partition("/")[0]
+            if kind.startswith(("engine", *_COUNTERS)) or (
+                weights_only and kind not in ("weights", "buffers")
+            ):
+                continue
+            expected = standalone.get(key, torch.float32)
+            if (dtype.is_floating_point, dtype.is_complex) != (
+                expected.is_floating_point,
+                expected.is_complex,
+            ):
+                raise CheckpointError(
+                    "a tensor of the state has another kind of dtype",
+                    given=f"{key}: {dtype}",
+                    expected=f"such as {expected}",
                 )
 
     def _kinds_in(self, keys: Iterable[str]) -> set[str]:

@@ -109,6 +109,10 @@ class StateReader(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all full tensors."""
 
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """Dtypes of all full tensors."""
+
     def read(self, key: str, boxes: Boxes, start: int, into: Tensor, *, counted: bool = True) -> None:
         """Fill `into`, flat, with the elements from `start` on of the tensor that consists of the boxes.
         `counted`: only this one of the ranks that hold one copy of the state reads them."""
@@ -123,15 +127,35 @@ class StateReader(Protocol):
         ranks that hold one copy of the state."""
 
 
+def _is_entry(key: object, tensor: object) -> bool:
+    is_tensor = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+    return isinstance(key, str) and is_tensor and not (tensor.is_meta or tensor.is_quantized)  # type: ignore[attr-defined]
+
+
 class InMemoryState:
     """A StateReader over tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointError for anything but tensors with values, by name."""
         self._tensors = tensors
+        invalid = f"a {type(tensors).__name__}"
+        if isinstance(tensors, Mapping):
+            entries = (f"{key!r:.100}: {of!r:.100}" for key, of in tensors.items() if not _is_entry(key, of))
+            invalid = next(entries, "")
+        if invalid:
+            raise CheckpointError(
+                "this is not the state of an engine",
+                given=invalid,
+                expected="what engine.state() returned: a dict of tensors by name",
+            )
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {key: tuple(tensor.shape) for key, tensor in self._tensors.items()}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {key: tensor.dtype for key, tensor in self._tensors.items()}
 
     def read(
         self,

@@ -1,0 +1,129 @@
+"""Mistakes in the use of an engine: inputs that the model's code fails on, threads, copies.
+
+[Note: inputs explained after a failure]
+A model's inputs are not checked before it runs: only the model knows what it accepts, and the values on a GPU
+are not read, which would wait for it. If its code fails, the batch is compared with what most models need; a
+mistake that is found is the error, and the model's own its cause.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from plait.errors import ModelError, PlaitError, RunError
+from plait.models import Task, label_keys, pretrained_base, task_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_IDS = (torch.int64, torch.int32)
+_OF_TOKENS = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
+
+
+class _Lock(Protocol):
+    def acquire(self, blocking: bool = True) -> bool: ...
+    def release(self) -> None: ...
+
+
+class _Locked(Protocol):
+    @property
+    def in_use(self) -> _Lock: ...
+
+
+E = TypeVar("E", bound=_Locked)
+
+
+def one_thread(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    """Let the method raise RunError while another thread is in a method of the same object."""
+
+    @functools.wraps(method)
+    def run(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not self.in_use.acquire(blocking=False):
+            raise RunError(
+                "an engine cannot be used by two threads at once",
+                given=f"engine.{method.__name__} while another thread is in a method of this engine",
+                expected="one thread at a time, in the same order on every rank",
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.in_use.release()
+
+    return run
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """Properties of a model's inputs. See [Note: inputs explained after a failure].
+
+    vocabulary  rows of the embedding of `input_ids`; None if unknown
+    """
+
+    labels: tuple[str, ...]
+    task: Task | None
+    vocabulary: int | None
+    is_pretrained: bool
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> "InputFacts":
+        base = pretrained_base(model)
+        embedding: Any = None
+        if base is not None:
+            try:
+                embedding = base.get_input_embeddings()
+            except (NotImplementedError, AttributeError):
+                embedding = None
+        vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+        return cls(label_keys(model), task_of(model), vocabulary, base is not None)
+
+    @contextmanager
+    def explained(self, micros: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
+        """Raise ModelError for an exception inside the context that a mistake in the inputs explains."""
+        try:
+            yield
+        except PlaitError:
+            raise
+        except Exception as error:
+            for batch in micros:
+                problem = self._problem(batch)
+                if problem is not None:
+                    raise problem from error
+            raise
+
+    def _problem(self, batch: Mapping[str, Tensor]) -> ModelError | None:
+        if self.is_pretrained and not batch.keys() - set(self.labels):
+            return ModelError(
+                "the batch has no inputs for the model",
+                given=f"only {', '.join(batch)}",
+                expected="input_ids",
+            )
+        if (ids := batch.get("input_ids")) is not None and (problem := self._problem_of_ids(ids)) is not None:
+            return problem
+        labels = batch.get("labels")
+        if labels is not None and self.task in _OF_TOKENS and labels.dtype not in _IDS:
+            given = f"labels of {labels.dtype}"
+            return ModelError("labels of tokens must be integers", given=given, expected="torch.long")
+        return None
+
+    def _problem_of_ids(self, ids: Tensor) -> ModelError | None:
+        given = f"input_ids of {ids.dtype} and shape {tuple(ids.shape)}"
+        if ids.dtype not in _IDS:
+            return ModelError("token ids must be integers", given=given, expected="torch.long")
+        if not ids.numel() or (self.task is not None and ids.ndim != 2):
+            return ModelError(
+                "token ids of another shape than the model's", given=given, expected="(samples, tokens)"
+            )
+        if ids.device.type != "cpu" or self.vocabulary is None:
+            return None
+        outside = ids[(ids < 0) | (ids >= self.vocabulary)]
+        if not outside.numel():
+            return None
+        return ModelError(
+            "a token id is not in the model's vocabulary",
+            given=f"input_ids with {int(outside[0])}",
+            expected=f"0 to {self.vocabulary - 1}",
+        )
