@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from plait.comm import launch_local
 from plait.errors import CommError
@@ -81,7 +82,9 @@ def run_here(script: Path, num_ranks: int, *argv: object) -> int:
 
 @pytest.fixture(params=["fresh", "forked"])
 def how(request: pytest.FixtureRequest) -> str:
-    """How the ranks are started."""
+    """How the ranks are started. With an accelerator they are never forked."""
+    if request.param == "forked" and torch.accelerator.is_available():
+        pytest.skip("ranks with an accelerator are fresh processes")
     return str(request.param)
 
 

@@ -150,7 +150,7 @@ def test_every_key_takes_effect_on_the_value() -> None:
             "algorithm=ring reduce=int8",
             ["cannot use a named", "algorithm=ring reduce=int8", "algorithm=ring reduce=bf16"],
         ),
-        ("reduce=fp8", ["reduce=fp8", "fp32, bf16, fp16, int8, powersgd or powersgd:r"]),
+        ("reduce=fp8", ["reduce=fp8", "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s"]),
         ("reduce=powersgd:0", ["reduce=powersgd:0", "a rank r from 1"]),
         ("reduce=powersgd:", ["reduce=powersgd:"]),
         ("reduce=int8:4", ["reduce=int8:4"]),

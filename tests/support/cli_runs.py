@@ -175,7 +175,14 @@ def listening(pid: int) -> list[str]:
 def ranks_of(launcher: int) -> list[int]:
     """The processes of a launcher's ranks, by rank."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return [int(pid) for pid in children if "rank" in Path(f"/proc/{pid}/comm").read_text()]
+    return [int(pid) for pid in children if _is_rank(pid)]
+
+
+def _is_rank(pid: str) -> bool:
+    """Forked ranks are named so; fresh ones, where there is an accelerator, have a command line of their
+    own."""
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return "rank" in Path(f"/proc/{pid}/comm").read_text() or b"rank" in arguments
 
 
 def family(pid: int) -> list[int]:

@@ -19,9 +19,11 @@ import signal
 import socket
 import struct
 import sys
-import traceback
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from plait.comm.launch import run_and_exit
 
 PRELOADED = (
     "matplotlib.figure",
@@ -73,52 +75,39 @@ def serve(path: str) -> None:
             job, files, _, _ = socket.recv_fds(client, JOB_BYTES, MOST_FILES)
             pid = os.fork()
             if not pid:
-                run(json.loads(job), files)
+                run_and_exit(partial(run, json.loads(job), files))
             client.sendall(struct.pack("i", pid))
             clients[pid] = client
             for file in files:
                 os.close(file)
 
 
-def run(job: dict[str, Any], files: list[int]) -> NoReturn:
+def run(job: dict[str, Any], files: list[int]) -> None:
     """Be the process of `python -m plait *argv`, or of `python script *argv`.
 
     `leads`: whether it leads a session; `targets`: the numbers of the files in the process.
     """
-    code: object = 1
-    try:
-        atexit._clear()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if job["leads"]:
-            os.setsid()
-        high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
-        os.closerange(3, 1000)
-        for target, file in zip(job["targets"], high, strict=True):
-            os.dup2(file, target)
-        os.closerange(1000, os.sysconf("SC_OPEN_MAX"))
-        os.environ.clear()
-        os.environ.update(job["env"])
-        if "PLAIT_LAUNCHER_PID" in job["env"]:
-            os.environ["PLAIT_LAUNCHER_PID"] = str(os.getppid())  # with which the process is to end
-        os.chdir(job["cwd"])
-        if job["script"]:
-            sys.argv, sys.path[0] = [job["script"], *job["argv"]], str(Path(job["script"]).parent)
-            runpy.run_path(job["script"], run_name="__main__")
-        else:
-            sys.argv, sys.path[0] = ["plait", *job["argv"]], job["cwd"]
-            importlib.import_module("plait.__main__").main()
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(BaseException):
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
+    atexit._clear()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if job["leads"]:
+        os.setsid()
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, 1000) for file in files]
+    os.closerange(3, 1000)
+    for target, file in zip(job["targets"], high, strict=True):
+        os.dup2(file, target)
+    os.closerange(1000, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(job["env"])
+    if "PLAIT_LAUNCHER_PID" in job["env"]:
+        os.environ["PLAIT_LAUNCHER_PID"] = str(os.getppid())  # with which the process is to end
+    os.chdir(job["cwd"])
+    if job["script"]:
+        sys.argv, sys.path[0] = [job["script"], *job["argv"]], str(Path(job["script"]).parent)
+        runpy.run_path(job["script"], run_name="__main__")
+    else:
+        sys.argv, sys.path[0] = ["plait", *job["argv"]], job["cwd"]
+        importlib.import_module("plait.__main__").main()
 
 
 if __name__ == "__main__":

@@ -314,23 +314,11 @@ class _ForkedRank:
             os.close(end)
 
     def run(self) -> NoReturn:
-        code: object = 1
-        try:
+        def program() -> None:
             self._become_rank()
             self._function()
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        except KeyboardInterrupt:  # before `main` handles it
-            code = 128 + signal.SIGINT
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(Exception):
-                atexit._run_exitfuncs()
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code if isinstance(code, int) else int(code is not None))
+
+        run_and_exit(program)
 
     def _become_rank(self) -> None:
         """Set up what a fresh process has: its session, signals, output, threads, malloc, arguments."""
@@ -351,6 +339,26 @@ class _ForkedRank:
             sys.stdout.reconfigure(line_buffering=True)
         Path("/proc/self/comm").write_text(f"plait rank {os.environ['RANK']}")  # for `top` and `pgrep`
         sys.argv = ["plait", *self._argv]
+
+
+def run_and_exit(program: Callable[[], object]) -> NoReturn:
+    """Run the program of a forked process, and end the process as the interpreter does."""
+    code: object = 1
+    try:
+        program()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:  # before `main` handles it
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _run_command() -> None:
