@@ -302,7 +302,9 @@ def _has_outer_store() -> bool:
 def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
     path = os.environ.get(RENDEZVOUS_FILE)
     if path is not None:
-        return dist.FileStore(path, size)
+        file_store = dist.FileStore(path, size)
+        file_store.set_timeout(timeout)
+        return file_store
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
     except (RuntimeError, ValueError) as error:
