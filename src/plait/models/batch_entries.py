@@ -9,11 +9,11 @@ entries that a loss reads are recorded in its first call with these keys. Any ot
 receives every entry.
 """
 
-import functools
 import inspect
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -96,10 +96,18 @@ def _arguments(model: nn.Module) -> tuple[frozenset[str] | None, tuple[str, ...]
     """The names that forward takes (None: any), and those of them without a default."""
     while isinstance(model, Chain):
         model = next(model.children())
-    return _arguments_of(type(model).forward)  # an instance's own may be ours, of other names
+    kind = type(model)
+    if kind not in _ARGUMENTS:
+        _ARGUMENTS[kind] = _arguments_of(kind.forward)  # an instance's own may be ours, of other names
+    return _ARGUMENTS[kind]
 
 
-@functools.lru_cache(maxsize=64)
+# Weak, as a class refers to the globals of its module, an engine perhaps among them.
+_ARGUMENTS: WeakKeyDictionary[type[nn.Module], tuple[frozenset[str] | None, tuple[str, ...]]] = (
+    WeakKeyDictionary()
+)
+
+
 def _arguments_of(forward: Callable[..., Any]) -> tuple[frozenset[str] | None, tuple[str, ...]]:
     if forward is nn.Module.forward:
         return None, ()
