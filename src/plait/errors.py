@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable
 
 # What a terminal obeys, what reorders a line, and what UTF-8 cannot encode; tabs and newlines are kept.
@@ -10,6 +11,8 @@ _CONTROL = re.compile(
 )
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
 _MAX_PART = 4000  # characters of one part of an error
 
 
@@ -94,6 +97,14 @@ class ProfileError(PlaitError):
 
 class RunError(PlaitError):
     """A run that cannot start or cannot continue."""
+
+
+def shown(value: object) -> str:
+    """Return a short `repr` of any value, however long, deep or broken its own is."""
+    try:
+        return _SHORT.repr(value)
+    except Exception:  # of the value's own code, or an integer with too many digits
+        return f"a {type(value).__name__}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

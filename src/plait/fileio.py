@@ -29,7 +29,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, shown
 
 TEXT_LIMIT_BYTES = 1 << 26
 MAX_DEPTH = 64  # of nested JSON and TOML
@@ -296,7 +296,7 @@ def to_path(value: object, name: str) -> Path:
     except (TypeError, ValueError) as error:
         expected = error if isinstance(error, ValueError) else "a path"
         raise ConfigError(
-            f"{name} is not a valid path", given=f"{value!r:.200}", expected=expected
+            f"{name} is not a valid path", given=f"{shown(value)}", expected=expected
         ) from error
 
 

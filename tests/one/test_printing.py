@@ -1,6 +1,8 @@
 """Names and keys in files reach the terminal as text: never as control characters or markup."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from plait.errors import PlaitError
 from plait.tables import facts_table, table
 from support import checkpoints
 from support.checkpoints import seal, values_of
-from support.cli_runs import write_recipe
+from support.cli_runs import environment, write_recipe
 
 EVIL = "[/red]\x1b]0;title\x07\x9b31m\x7f\r\u202e\u2066:ship:"
 NAME = EVIL.partition("/")[2]  # of a file
@@ -85,3 +87,13 @@ def test_a_note_on_data_with_markup_in_its_folder_is_printed(tmp_path: Path) -> 
     output("data", "build", recipe, *folder)
     (tmp_path / "text" / "more.txt").write_text("more")
     assert "have changed" in output("data", "build", recipe, *folder)
+
+
+def test_what_libraries_log_and_warn_of_is_escaped(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import logging, warnings; from plait.cli.streams import prepare_streams; prepare_streams()"
+    text = repr(f"x %s {EVIL}")
+    words = f"logging.warning({text}, 5); logging.warning('%d', 'a'); warnings.warn({text})"
+    subprocess.run([sys.executable, "-W", "default", "-c", f"{code}; {words}"], check=True, env=environment())
+    said = capfd.readouterr().err
+    assert said.count(r"[/red]\x1b]0;title") == 2
+    assert not CONTROL.search(said), ascii(said)

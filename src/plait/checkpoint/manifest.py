@@ -26,7 +26,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from plait.checkpoint.safetensors_format import DTYPES, HEADER_LIMIT_BYTES, is_valid_shape
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, shown
 from plait.fileio import NOT_REGULAR, open_descriptor, parse_json, regular_file_bytes
 from plait.plan import Box
 
@@ -132,7 +132,7 @@ def json_facts(facts: object) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "the facts of a checkpoint are not JSON",
-            given=f"{error}: {facts!r:.100}" if not isinstance(facts, Mapping) else error,
+            given=f"{error}: {shown(facts)}" if not isinstance(facts, Mapping) else error,
             expected="a dict with texts as keys, of texts, numbers, lists and dicts",
         ) from error
 

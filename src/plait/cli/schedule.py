@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _NAMES = f"{', '.join(GENERATORS)}, or {FILE}PATH, a CSV file"
 _SHORTEST, _LONGEST = 1e-6, 1e6  # durations
 _WIDEST = 10_000
+_MOST_DRAWN, _MOST_ROWS = 10_000, 256  # actions and ranks in a picture
 
 
 def _time(what: str) -> Any:
@@ -69,6 +70,7 @@ def schedule(
     _show(view, Console(file=report), text)
     timelines, titles = list(view.timelines.values()), list(view.timelines)
     if png is not None or html is not None:
+        _check_drawable(view.schedule)
         from plait.cli.schedule_plot import draw_html, draw_png
 
         write_output(png, lambda path: draw_png(timelines, path, titles, unit=view.unit), report=report)
@@ -77,6 +79,18 @@ def schedule(
         sys.stdout.write(view.schedule.to_csv())
     else:
         write_output(csv, lambda path: write_text(path, view.schedule.to_csv()), report=report)
+
+
+def _check_drawable(planned: Schedule) -> None:
+    """Raise ConfigError for a schedule whose picture would take minutes, or be too high for any file."""
+    num_actions = sum(map(len, planned.ranks))
+    if num_actions > _MOST_DRAWN or planned.num_ranks > _MOST_ROWS:
+        raise ConfigError(
+            "the schedule is too large to draw",
+            given=f"{planned.num_ranks:,} ranks, {num_actions:,} actions",
+            expected=f"at most {_MOST_ROWS:,} ranks, {_MOST_DRAWN:,} actions",
+            hint="no --png and --html: the tables and --csv have all of it",
+        )
 
 
 @dataclass(frozen=True)

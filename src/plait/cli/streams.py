@@ -16,13 +16,19 @@ The streams are wrapped below their buffers, where every write ends up, also the
 import contextlib
 import errno
 import io
+import logging
 import os
 import signal
 import sys
+import warnings
 from typing import Any, TextIO
+
+from plait.errors import printable
 
 _OUTPUT, _ERROR = 1, 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE  # what a shell shows for a program that SIGPIPE has ended
+
+_format_warning = warnings.formatwarning  # Python's
 
 _outlives = False  # see `outlive_output`
 
@@ -36,6 +42,20 @@ def prepare_streams() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
     sys.stdout, sys.stderr = _checked(sys.stdout, _OUTPUT), _checked(sys.stderr, _ERROR)
+    # What libraries log and warn of may quote names and keys of files.
+    logging.setLogRecordFactory(_printable_record)
+    warnings.formatwarning = _printable_warning
+
+
+def _printable_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    record = logging.LogRecord(*args, **kwargs)
+    with contextlib.suppress(TypeError, ValueError):  # of a wrong format, which the handler reports
+        record.msg, record.args = printable(record.getMessage()), None
+    return record
+
+
+def _printable_warning(*args: Any, **kwargs: Any) -> str:
+    return printable(_format_warning(*args, **kwargs))
 
 
 def outlive_output() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.comm import World
-from plait.errors import ConfigError, ModelError
+from plait.errors import ConfigError, ModelError, shown
 from plait.fileio import to_path
 from plait.models import Chain
 from plait.plan.loss_scaling import LossScaling
@@ -63,7 +63,7 @@ def check_types(model: object, arguments: Mapping[str, object]) -> nn.Module:
     for name, (is_valid, expected) in _TYPES.items():
         value = arguments[name]
         if (value is None and name in _REQUIRED) or (value is not None and not is_valid(value)):
-            raise ConfigError(f"{name} is not valid", given=f"{name}={value!r:.200}", expected=expected)
+            raise ConfigError(f"{name} is not valid", given=f"{name}={shown(value)}", expected=expected)
         if name in ("offload_dir", "weights") and value is not None:
             to_path(value, name)
     return _module(model)
@@ -76,7 +76,7 @@ def _module(model: object) -> nn.Module:
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
             raise ModelError(
                 "the model is not a module",
-                given=f"{model!r:.100}, a {type(model).__name__}",
+                given=f"{shown(model)}, a {type(model).__name__}",
                 expected="an nn.Module, or a list of modules that receive each other's outputs",
             )
         model = Chain(modules)

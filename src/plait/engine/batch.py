@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, all_gather
-from plait.errors import ModelError, PlanError
+from plait.errors import ModelError, PlanError, shown
 
 _MAX_COUNT = 2**53
 
@@ -238,7 +238,7 @@ def valid_count(count: object) -> float | Tensor:
         return count if count >= 0 else math.nan
     if isinstance(count, float):  # not finite
         return math.nan
-    given = f"shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else f"{count!r:.100}"
+    given = f"shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else f"{shown(count)}"
     raise ModelError(
         "a loss's number of targets must be a number",
         given=given,

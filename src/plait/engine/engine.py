@@ -46,7 +46,7 @@ from plait.engine.shares import Shares, share_of
 from plait.engine.spec import TrainingSpec
 from plait.engine.step_count import StepCount
 from plait.engine.trace import Trace
-from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, RunError
+from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, RunError, shown
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
 from plait.optim.clip import clip_factor, clip_values
@@ -367,7 +367,7 @@ class Engine:
         or the result of `pick`, which runs on the last stage (under pp > 1 it returns tensors, or containers
         of tensors). Every rank must call it, with its share."""
         if pick is not None and not callable(pick):
-            raise ModelError("pick must be a function of the model's outputs", given=f"{pick!r:.100}")
+            raise ModelError("pick must be a function of the model's outputs", given=f"{shown(pick)}")
         checked = self._batches.checked(batch, trains=False)
         with self._inputs.explained([checked]):
             return self._runner.outputs(checked, pick)
@@ -517,7 +517,7 @@ class Engine:
         """
         is_shape = isinstance(batch_shape, Sequence) and len(batch_shape) == 2
         if not is_shape or not all(isinstance(size, int) and size >= 0 for size in batch_shape):
-            given = f"{batch_shape!r:.100}"
+            given = f"{shown(batch_shape)}"
             raise ConfigError("not the shape of a micro-batch", given=given, expected="(samples, tokens)")
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
         return estimated_bytes(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.loss import Loss
-from plait.errors import ConfigError, PlanError, ScheduleError
+from plait.errors import ConfigError, PlanError, ScheduleError, shown
 from plait.models import Blocks, blocks_of, build_tp_plan, plan_stages
 from plait.optim.flat import DEFAULT_GROUPS
 from plait.plan import Plan, StageAssignment, TPPlan, compile_conflict, single_stage
@@ -221,7 +221,7 @@ def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> d
     for index, group in enumerate(groups):
         params = group.get("params", ())
         if not isinstance(params, Iterable):
-            raise ConfigError("a group's params are not parameters", given=f"params={params!r:.100}")
+            raise ConfigError("a group's params are not parameters", given=f"params={shown(params)}")
         for entry in [params] if isinstance(params, Tensor) else params:
             parameter = entry[1] if isinstance(entry, tuple) else entry  # torch takes (name, parameter) too
             if group_index.setdefault(id(parameter), index) != index:

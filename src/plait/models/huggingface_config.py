@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from plait.errors import ModelError, unknown_key_hint
+from plait.errors import ModelError, shown, unknown_key_hint
 from plait.fileio import read_json
 from plait.models.activation_memory import running_on_meta
 
@@ -266,7 +266,7 @@ def _invalid(
         others = {other: value for other, value in values.items() if other != key}
         if key != "model_type" and time.monotonic() < deadline_s and not _fails(run, others):
             at_fault.append(key)
-    given = ", ".join(f"{key} = {values[key]!r:.200}" for key in at_fault)
+    given = ", ".join(f"{key} = {shown(values[key])}" for key in at_fault)
     return ModelError(
         f"the model's configuration has an invalid {' or '.join(at_fault) or 'key'}",
         given=f"{given or 'model_type=' + values['model_type']}: {reason}",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.errors import CheckpointError, ConfigError
+from plait.errors import CheckpointError, ConfigError, shown
 
 _KEY = re.compile(r"(?P<group>\d+)\.(?P<option>\w+)(?:\.(?P<index>\d+))?")
 # Choices of a kernel, which depend on the device and not on the training.
@@ -55,7 +55,7 @@ def check_hyperparameters(optimizer: torch.optim.Optimizer) -> None:
             if len(numbers) != len(expected) or not all(map(_is_sound, numbers)):
                 raise ConfigError(
                     f"the optimizer cannot step with this {option}",
-                    given=f"param_groups[{number}][{option!r}] = {value!r:.100}",
+                    given=f"param_groups[{number}][{option!r}] = {shown(value)}",
                     expected=f"finite numbers of 0 or more, such as {default}",
                 )
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from plait.errors import PlanError, unknown_key_hint
+from plait.errors import PlanError, shown, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.schedule.generators import GENERATORS
 
@@ -86,7 +86,7 @@ def check_type(key: str, kind: Any, value: object) -> None:
     if kind is bool and type(value) is not bool:
         raise PlanError(f"{key} is not a boolean", given=f"{key}={value}", expected="true or false")
     if kind is str and not isinstance(value, str):
-        raise PlanError(f"{key} is not text", given=f"{key}={value!r}", expected="a str")
+        raise PlanError(f"{key} is not text", given=f"{key}={shown(value)}", expected="a str")
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
@@ -318,7 +318,7 @@ class Plan:
         Raises PlanError for an unknown or repeated key and for an invalid value.
         """
         if not isinstance(text, str):
-            raise PlanError("a plan is text", given=repr(text), hint='"dp=2 precision=bf16"')
+            raise PlanError("a plan is text", given=shown(text), hint='"dp=2 precision=bf16"')
         types = {field.name: field.type for field in fields(cls)}
         values: dict[str, Any] = {}
         for word in re.split(r"[\s,]+(?=[^\s,]*=)|\s+", text.strip().strip(",")) if text.strip() else []:

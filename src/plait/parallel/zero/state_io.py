@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, raise_on_all
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, shown
 from plait.plan import Box, Boxes, boxes_of_range
 
 
@@ -140,7 +140,7 @@ class InMemoryState:
         self._tensors = tensors
         invalid = f"a {type(tensors).__name__}"
         if isinstance(tensors, Mapping):
-            entries = (f"{key!r:.100}: {of!r:.100}" for key, of in tensors.items() if not _is_entry(key, of))
+            entries = (f"{shown(key)}: {shown(of)}" for key, of in tensors.items() if not _is_entry(key, of))
             invalid = next(entries, "")
         if invalid:
             raise CheckpointError(
