@@ -89,7 +89,7 @@ def test_a_note_on_data_with_markup_in_its_folder_is_printed(tmp_path: Path) -> 
     assert "have changed" in output("data", "build", recipe, *folder)
 
 
-def test_what_libraries_log_and_warn_of_is_escaped(capfd: pytest.CaptureFixture[str]) -> None:
+def test_logs_and_warnings_of_libraries_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import logging, warnings; from plait.cli.streams import prepare_streams; prepare_streams()"
     text = repr(f"x %s {EVIL}")
     words = f"logging.warning({text}, 5); logging.warning('%d', 'a'); warnings.warn({text})"
