@@ -220,6 +220,12 @@ def open_regular(path: Path) -> BufferedReader:
     return os.fdopen(open_descriptor(path), "rb")
 
 
+def copy_regular(source: str, target: str) -> None:
+    """Copy a regular file, for `shutil.copytree`: what else may have its name is not read. Raises OSError."""
+    with open_regular(Path(source)) as file, Path(target).open("xb") as copy:
+        shutil.copyfileobj(file, copy)
+
+
 def read_regular(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> bytes:
     """Read a regular file. Raises OSError, also for one that is larger than the limit."""
     with open_regular(path) as file:

@@ -224,6 +224,23 @@ def test_other_hyperparameters_are_checked_too(engine: Engine, option: str, valu
     group["lr"] = 1e-3
 
 
+def test_an_option_too_large_for_an_integer_of_64_bits_is_saved_as_a_real_number(engine: Engine) -> None:
+    group = engine.optimizer.param_groups[0]
+    rate = group["lr"]
+    group["lr"], group["other"] = 2**64, 10**400
+    assert engine.state()["engine/param_groups.0.lr"] == 2.0**64
+    group["lr"] = rate
+    del group["other"]
+
+
+@pytest.mark.parametrize("size", [2**40, 2**60], ids=["this memory", "any memory"])
+def test_a_model_too_large_for_memory_is_an_error(size: int) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2**10, size // 2**10)
+    with pytest.raises(ModelError, match="does not fit into memory"):
+        parallelize(model, "dp=1", loss=lambda *_: (torch.ones(()), 1))
+
+
 def test_a_state_of_other_dtypes_or_types_is_refused_before_anything_changes(engine: Engine) -> None:
     engine.step(GOOD)
     state = engine.state()

@@ -1,6 +1,7 @@
 """Files are written whole or not at all."""
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_only_a_regular_file_is_read_and_nothing_is_waited_for(tmp_path: Path, o
         fileio.open_descriptor(tmp_path / "link", follow=False)
     with pytest.raises(OSError, match="larger than 4 bytes"):
         fileio.read_regular(plain, 4)
+
+
+def test_a_folder_is_copied_with_its_regular_files_only(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_bytes(b"12345")
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=fileio.copy_regular)
+    assert (tmp_path / "b" / "file").read_bytes() == b"12345"
+    (tmp_path / "a" / "zero").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not a regular file"):
+        shutil.copytree(tmp_path / "a", tmp_path / "c", copy_function=fileio.copy_regular)
 
 
 DEEP = 100_000

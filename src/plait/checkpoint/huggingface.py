@@ -24,7 +24,7 @@ from plait.checkpoint.reader import Reader
 from plait.checkpoint.safetensors_format import DTYPES, Entry, Header, encode_header, read_header
 from plait.checkpoint.writer import bytes_of
 from plait.errors import CheckpointError, RunError
-from plait.fileio import read_json, sync_folder, sync_tree, temporary_folder, write_json
+from plait.fileio import copy_regular, read_json, sync_folder, sync_tree, temporary_folder, write_json
 from plait.models import SavedGroup, SaveFormat, StateNames, map_file_keys
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def write_hugging_face(
     try:
         with temporary_folder(out) as partial:
             if tokenizer is not None:
-                shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+                shutil.copytree(tokenizer, partial, dirs_exist_ok=True, copy_function=copy_regular)
             _write_configuration(model, dtype, generation, partial)
             with checkpoint.reader() as reader:
                 read = functools.partial(_read_full, reader, names)

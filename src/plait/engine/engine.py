@@ -40,7 +40,7 @@ from plait.engine.batch import (
 )
 from plait.engine.build import build_engine_parts
 from plait.engine.loss_scale import SumLossScale
-from plait.engine.misuse import InputFacts, one_thread
+from plait.engine.misuse import InputFacts, one_thread, too_large_explained
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.shares import Shares, share_of
 from plait.engine.spec import TrainingSpec
@@ -95,7 +95,8 @@ class Engine:
         self._flops = FlopFacts.from_model(model)
         inputs = forward_names(model)
         self._inputs = InputFacts.from_model(model)
-        self._parts = build_engine_parts(model, spec, mesh)
+        with too_large_explained():
+            self._parts = build_engine_parts(model, spec, mesh)
         self._groups = self._parts.context.groups
         self._precision = self._parts.context.precision
         self.layout = self._parts.layout

@@ -7,6 +7,7 @@ mistake that is found is the error, and the model's own its cause.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +55,23 @@ def one_thread(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E
             self.in_use.release()
 
     return run
+
+
+@contextmanager
+def too_large_explained() -> Iterator[None]:
+    """Raise ModelError for memory that cannot be allocated inside the context. On a GPU, torch's own error
+    says more, and programs wait for it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or not re.search("allocate memory|overflow", str(error)):
+            raise
+        raise ModelError(
+            "the model does not fit into memory",
+            given=str(error).splitlines()[0],
+            expected="parameters, gradients and optimizer states in the memory of each rank",
+            hint="plait explain shows the memory of a plan; zero=3, tp or pp shard the model",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ def _number(value: object) -> bool | int | float | None:
     """The value as a number of Python's; None if it is none."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return float(value) if abs(value) < 2**1023 else None
     return value if isinstance(value, bool | int | float) else None
 
 

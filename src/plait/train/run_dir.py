@@ -19,7 +19,15 @@ from pathlib import Path
 from plait.data.dataset import TokenStore
 from plait.data.tokenizer import file_hashes
 from plait.errors import RunError
-from plait.fileio import file_lock, read_json, sync_folder, sync_tree, temporary_folder, write_json
+from plait.fileio import (
+    copy_regular,
+    file_lock,
+    read_json,
+    sync_folder,
+    sync_tree,
+    temporary_folder,
+    write_json,
+)
 from plait.train.config import Recipe, override_recipe
 from plait.train.resume import Check, start_from
 from plait.train.saved_recipe import SavedRecipe
@@ -108,7 +116,7 @@ def create_run_dir(run: RunDir, recipe: Recipe, store: TokenStore, start: Path |
     try:
         with temporary_folder(run.path) as folder:
             partial = RunDir(folder)
-            shutil.copytree(store.tokenizer_dir, partial.tokenizer)
+            shutil.copytree(store.tokenizer_dir, partial.tokenizer, copy_function=copy_regular)
             _write_recipe(partial, recipe, store)
             write_json(partial.job, _current_job())
             if start is not None:

@@ -125,7 +125,7 @@ class Schedule:
         """(stage, micro-batch) of backwards that are split into B and W."""
         return frozenset((a.stage, a.micro) for _, a in self if a.kind is Kind.W)
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """True if there are backwards."""
         return any(action.kind is not Kind.F for _, action in self)
