@@ -169,7 +169,7 @@ def test_hooks_of_a_model_with_unknown_inputs_need_an_example() -> None:
     model = net(lambda *_: None, lambda _: 0.0, tokens=False)
     model.blocks[0].register_forward_hook(lambda *_: None)
     engine = plait.parallelize(model, PLAN, loss=summed)
-    with pytest.raises(ModelError, match="what the hooks of the model's modules collect cannot be found out"):
+    with pytest.raises(ModelError, match="cannot trace the values that the hooks"):
         engine.step(batch_of(tokens=False))
 
 

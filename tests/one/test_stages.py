@@ -296,9 +296,9 @@ class Ways(nn.Module):
 @pytest.mark.parametrize(
     ("order", "met"),
     [
-        ([0, 1, 2, 0], "stage 2 met blocks.0 out of order"),
-        ([1, 0, 2], "stage 0 met blocks.1 out of order"),
-        ([0, 2], "stage 1 met blocks.2 out of order"),
+        ([0, 1, 2, 0], "stage 2 called blocks.0 out of order"),
+        ([1, 0, 2], "stage 0 called blocks.1 out of order"),
+        ([0, 2], "stage 1 called blocks.2 out of order"),
         ([0], "stage 1 did not call all of its blocks"),
     ],
 )

@@ -2,11 +2,11 @@
 
 [Note: entries of a batch]
 Entries that forward names are its arguments. The others, and the labels, are for the loss: sample weights,
-a teacher's logits. What the loss does not read either is a mistake (a misspelled mask, or an entry that only
-transformers' own loss would read), which a forward with `**kwargs` would ignore without a word: so a model of
-transformers is given only the keywords that it names or declares (`Unpack[TransformersKwargs]`), and the
-entries that a loss reads are recorded in its first call with these keys. Any other forward with `**kwargs`
-receives every entry.
+a teacher's logits. An entry that the loss does not read either is a mistake (a misspelled mask, or an entry
+that only transformers' own loss would read), which a forward with `**kwargs` would ignore silently. So a
+model of transformers receives only the keywords that it names or declares (`Unpack[TransformersKwargs]`), and
+the entries that a loss reads are recorded in its first call with these keys. Any other forward with
+`**kwargs` receives every entry but the labels.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, nearest
 from plait.models.blocks import Chain
 
-# Of transformers' own loss, which is not called: a step divides by the number of its targets.
+# Read by transformers' own loss, which is not called: a step divides by its own number of targets.
 _OF_MODELS_LOSS = ("num_items_in_batch",)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -35,7 +35,7 @@ def check_present(model: nn.Module, inputs: Collection[str], batch: Collection[s
     missing = [name for name in _arguments(model)[1] if name not in inputs]
     if missing:
         raise ModelError(
-            "forward needs an argument that the batch does not have for it",
+            "forward needs an argument that the batch does not have",
             given=f"{type(model).__name__} and a batch with {', '.join(batch)}",
             expected=", ".join(missing),
             hint="a batch with forward's arguments by name; labels are for the loss alone",
@@ -98,11 +98,13 @@ def _arguments(model: nn.Module) -> tuple[frozenset[str] | None, tuple[str, ...]
         model = next(model.children())
     kind = type(model)
     if kind not in _ARGUMENTS:
-        _ARGUMENTS[kind] = _arguments_of(kind.forward)  # an instance's own may be ours, of other names
+        _ARGUMENTS[kind] = _arguments_of(
+            kind.forward
+        )  # not the instance's, which may be ours and name others
     return _ARGUMENTS[kind]
 
 
-# Weak, as a class refers to the globals of its module, an engine perhaps among them.
+# Weak: a class keeps the globals of its module alive, and an engine may be among them.
 _ARGUMENTS: WeakKeyDictionary[type[nn.Module], tuple[frozenset[str] | None, tuple[str, ...]]] = (
     WeakKeyDictionary()
 )

@@ -43,15 +43,14 @@ _TASKS = {
     "ForQuestionAnswering": Task.QUESTION_ANSWERING,
 }
 
-# Their own loss does not shift the labels; neither does that of the decoders of encoder-decoder families.
+# Families whose own loss does not shift the labels, as in the decoders of encoder-decoder families.
 _ALIGNED_DECODERS = ("cpmant", "trocr", "whisper", "xlnet")
-_OTHER_LOSS = ("prophetnet",)  # of several tokens per position
+_OTHER_LOSS = ("prophetnet",)  # predicts several tokens per position
 
 
 def task_of(model: nn.Module) -> Task | None:
-    """The task of a model, also of one in PEFT's wrapper; None if it has none, or one that is not known.
-
-    Raises no error: a model without a task can be trained with `loss=`.
+    """The task of a model, which may be in PEFT's wrapper. None if it has no known task: such a model can be
+    trained with `loss=`.
     """
     base = pretrained_base(model)
     if base is None or hasattr(base, "_loss_function"):  # set by the user
@@ -64,20 +63,20 @@ def task_of(model: nn.Module) -> Task | None:
 
 
 def pretrained_base(model: nn.Module) -> "PreTrainedModel | None":
-    """The model itself, or the one in PEFT's wrapper, if it is of transformers."""
+    """The model of transformers: this one, or the one in PEFT's wrapper. None for other modules."""
     unwrap = getattr(model, "get_base_model", None)
     base = model if unwrap is None else unwrap()
     return base if is_pretrained_model(base) else None
 
 
 def label_keys(model: nn.Module) -> tuple[str, ...]:
-    """The batch's entries that only the loss receives."""
+    """The entries of a batch that only the loss receives."""
     return _ANSWER if task_of(model) is Task.QUESTION_ANSWERING else _LABELS
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments of the model's forward: the entries that it takes, without the labels, and no KV
-    cache. See [Note: entries of a batch] in `batch_entries.py`.
+    """Return the arguments of the model's forward: the entries that it takes except the labels, and
+    `use_cache=False` for a model of transformers. See [Note: entries of a batch] in `batch_entries.py`.
 
     The decoder of an encoder-decoder receives the labels shifted to the right, by the model's own method,
     unless the batch has its inputs. Raises ModelError if an argument is missing.
@@ -100,7 +99,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
         shift: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
         if shift is None:
             raise ModelError(
-                "the model does not say how its decoder's inputs follow from the labels",
+                "the model cannot derive its decoder's inputs from the labels",
                 given=f"{type(base).__name__} and a batch with {', '.join(batch)}",
                 expected="decoder_input_ids in the batch",
             )
@@ -112,8 +111,8 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
 def _language_modeling(
     name: str, family: str, loss_type: str | None, *, is_encoder_decoder: bool
 ) -> Task | None:
-    """The task of a language model. Class names of some do not say it, and their decoders' do not say
-    whether the loss shifts the labels; transformers' tables do."""
+    """The task of a language model, by transformers' tables: some class names do not contain the task, and
+    those of decoders do not show whether the loss shifts the labels."""
     from transformers.models.auto import modeling_auto
 
     encoder_decoders = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES

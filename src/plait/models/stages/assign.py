@@ -105,9 +105,9 @@ def untraceable(error: Exception) -> ModelError:
     """The error of a model whose flow of values between blocks is unknown."""
     text = " ".join(str(error).split())[:200]
     return ModelError(
-        "which values the stages would need of each other cannot be found out",
+        "cannot trace which values the stages need from each other",
         given=f"the model or the loss cannot run on meta tensors: {type(error).__name__}: {text}",
-        expected="code that does not read values of tensors, such as .numpy() and .tolist() do",
+        expected="code that does not read values of tensors, as .numpy() and .tolist() do",
         hint="no pipeline, or a plait.Chain of modules",
     )
 

@@ -1,10 +1,10 @@
 """Trace which parameters a model uses between which of its blocks, in a run on meta.
 
 [Note: run on borrowed modules]
-The model itself runs, with its tensors replaced by ones on meta, not a copy: a loss or a hook may hold a
-reference to the model or to a list, and what blocks leave there has to be seen. Afterwards all attributes of
-its modules are restored, and the contents of their lists, dicts and sets. When ranks are built the model is
-split; then only a copy can run, for a batch with other entries. Hooks do not run on the copy.
+The model itself runs, not a copy, with its tensors replaced by ones on meta: a loss or a hook may hold a
+reference to the model or to a list, and the values that blocks store there must be traced too. Afterwards all
+attributes of its modules are restored, and the contents of their lists, dicts and sets. Once the model is
+split for ranks, only a copy can run, for a batch with other entries. Hooks do not run on the copy.
 
 [Note: gaps]
 A model with L blocks has L + 1 gaps: gap g is before block g, the last one after the last block. A stage runs
@@ -47,7 +47,7 @@ class Dataflow:
                 those that flow into the result or the loss
     skips       (k, g): block g reads a result of block k other than through the output of g - 1
     changing    names of the blocks' attributes that their forwards set
-    error       the exception that ended the run: what is known is incomplete
+    error       the exception that ended the run: the other fields are incomplete
     """
 
     into: list[set[str]]
@@ -85,7 +85,7 @@ def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, 
         block.register_forward_pre_hook(partial(tracer.enter, number), prepend=True)
         block.register_forward_hook(partial(tracer.leave, number))
     plain = [dict(vars(block)) for _, block in blocks]
-    # Operators whose output has a row for each true condition return one for every condition.
+    # nonzero and masks: on meta, as if every condition were true.
     config: Any = torch.fx.experimental._config
     assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
     with assumed, running_on_meta(torch.device("cpu")), tracer:

@@ -1,7 +1,6 @@
 """Check the assignment of a model to stages against the batches that it is given."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 class DataflowCheck:
     """Traces each new kind of batch through a copy of the model on meta, before the stages run it.
 
-    What a model does depends on which inputs it is given: a mask may be built, a loss of experts returned.
-    Ranks of a pipeline have the same batches, so all of them raise, or none.
+    A model may compute differently with other inputs: build a mask, or return a loss of its experts. Ranks of
+    a pipeline have the same batches, so all of them raise, or none.
     """
 
     def __init__(
@@ -38,13 +37,13 @@ class DataflowCheck:
         self._has_hooks = any(_remove_hooks(module) for module in self.meta_model.modules())
 
     def check(self, batch: Mapping[str, Tensor], loss: Callable[..., Any] | None) -> None:
-        """Raise ModelError if stages would compute something else than the model for this kind of batch."""
+        """Raise ModelError if the stages would not compute the same as the model for this kind of batch."""
         inputs = frozenset(self._inputs(batch))
         if inputs in self._checked:
             return
         if self._has_hooks and not self._assignment.is_traced:
             raise ModelError(
-                "what the hooks of the model's modules collect cannot be found out",
+                "cannot trace the values that the hooks of the model's modules collect",
                 given=f"forward hooks, and inputs {', '.join(sorted(inputs))}",
                 expected="an example of a batch before the model is split",
                 hint="parallelize(..., example_batch=batch), or remove the hooks",
@@ -64,7 +63,7 @@ class DataflowCheck:
         return [key for key in batch if key not in labels]
 
     def _check_parameters(self, flow: Dataflow) -> None:
-        stops = list(accumulate(stop - start for start, stop in self._assignment.blocks))
+        stops = [stop for _, stop in self._assignment.blocks]
         for name, _ in self.meta_model.named_parameters():
             for gap in flow.gaps_of(name):
                 stage = next((s for s, stop in enumerate(stops) if gap < stop), len(stops) - 1)

@@ -262,14 +262,14 @@ class PassThrough(nn.Module):
         raise ElsewhereError(
             "an attribute of a block on another stage is read outside of the block",
             given=f"{self.__dict__['_stage_block']}.{name}, on stage {self.__dict__['_stage_inbox'].stage}",
-            expected="a forward that does no more with blocks than call them",
-            hint="the value in an attribute of the model, set before parallelize; or no pipeline",
+            expected="a forward that only calls the blocks",
+            hint="copy the value to an attribute of the model before parallelize; or no pipeline",
         )
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]
         if inbox.is_taken or not inbox.is_filled:
-            raise _out_of_order(inbox.stage, f"met {self.__dict__['_stage_block']} out of order")
+            raise _out_of_order(inbox.stage, f"called {self.__dict__['_stage_block']} out of order")
         inbox.is_taken = self.__dict__["_stage_feeds"]
         return inbox.received if inbox.is_taken else inbox.nans()
 
