@@ -1,7 +1,7 @@
 """The loss of a step: a sum over targets and their count, so that it is divided once, by the count of all
 ranks.
 
-# S sequence  V vocabulary  B batch  C classes;  lower case = this rank's shard
+# B batch  S sequence  V vocabulary  C classes  T targets;  lower case = this rank's shard
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +30,11 @@ def choose_loss(
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
 ) -> Loss:
-    """The user's loss, else that of the task of a Hugging Face model: the sum over targets of what the model
-    itself returns the mean of. Raises ModelError if neither applies.
+    """The user's loss, or that of a Hugging Face model's task: the loss that the model itself returns, but
+    summed over targets instead of averaged. Raises ModelError if neither applies.
 
-    Those of language models take logits sharded over the vocabulary: `columns` are (start, stop) of each rank
-    of `group`. None: full logits.
+    Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
+    of each rank of `group`. None: full logits.
     """
     if loss is not None:
         return loss
@@ -69,11 +69,11 @@ def token_loss(
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of tokens, summed. `labels` (B, S), which are not targets where they are -100.
+    """Cross entropy of tokens, summed. `labels` (B, S): positions with -100 are not targets.
 
     `shift`: each position predicts the label of the next one. Computed in float32 or wider, for any dtype of
-    logits; see `choose_loss` for sharded ones. Raises ModelError without labels, for labels of another shape
-    than the logits', or outside the vocabulary.
+    logits; see `choose_loss` for sharded ones. Raises ModelError for labels that are missing, have another
+    shape than the logits, or are outside the vocabulary.
     """
     logits_BSV, labels_BS = outputs.logits, _labels(batch)
     _check_shape(labels_BS, logits_BSV.shape[:-1], "one per position of the logits")
@@ -86,8 +86,7 @@ def token_loss(
 
 
 def token_classification_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the classes of tokens, summed. `labels` (B, S), which are not targets where they are
-    -100."""
+    """Cross entropy of tokens' classes, summed. `labels` (B, S): positions with -100 are not targets."""
     logits_BSC, labels_BS = outputs.logits, _labels(batch)
     _check_shape(labels_BS, logits_BSC.shape[:-1], "one per position of the logits")
     return _cross_entropy(logits_BSC.flatten(0, -2), labels_BS.reshape(-1))
@@ -122,14 +121,12 @@ def answer_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tens
     """Cross entropy of the positions at which answers start and end, summed over both. A position after the
     end of the sequence is not a target.
 
-    Where as many starts as ends are targets, the mean is that of transformers, the mean of two means.
+    If as many starts as ends are targets, the mean is the same as in transformers, the mean of two means.
     """
     total, count = torch.zeros(()), torch.zeros((), dtype=torch.long)
     for key in ("start", "end"):
-        logits_BS, positions = (
-            getattr(outputs, f"{key}_logits"),
-            _labels(batch, f"{key}_positions").reshape(-1),
-        )
+        logits_BS = getattr(outputs, f"{key}_logits")
+        positions = _labels(batch, f"{key}_positions").reshape(-1)
         _check_shape(positions, logits_BS.shape[:1], "one per sample")
         is_inside = positions.clamp(min=0) < logits_BS.shape[1]
         targets = torch.where(is_inside, positions.clamp(min=0), IGNORED)

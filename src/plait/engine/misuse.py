@@ -1,9 +1,9 @@
-"""Mistakes in the use of an engine: inputs that the model's code fails on, threads, copies.
+"""Errors for mistakes in the use of an engine: wrong inputs, and calls from two threads.
 
 [Note: inputs explained after a failure]
-A model's inputs are not checked before it runs: only the model knows what it accepts, and the values on a GPU
-are not read, which would wait for it. If its code fails, the batch is compared with what most models need; a
-mistake that is found is the error, and the model's own its cause.
+A model's inputs are not checked before it runs: only the model knows which inputs it accepts, and reading
+values on a GPU would synchronize with it. If the model's code fails, the batch is compared with what most
+models need. A mistake that is found becomes the error, with the model's own error as its cause.
 """
 
 import functools
@@ -39,7 +39,7 @@ E = TypeVar("E", bound=_Locked)
 
 
 def one_thread(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Let the method raise RunError while another thread is in a method of the same object."""
+    """Make the method raise RunError while another thread is in a method of the same object."""
 
     @functools.wraps(method)
     def run(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,7 +133,9 @@ class InputFacts:
             return ModelError("token ids must be integers", given=given, expected="torch.long")
         if not ids.numel() or (self.task is not None and ids.ndim != 2):
             return ModelError(
-                "token ids of another shape than the model's", given=given, expected="(samples, tokens)"
+                "token ids have the wrong shape",
+                given=given,
+                expected="(samples, tokens)",
             )
         if ids.device.type != "cpu" or self.vocabulary is None:
             return None

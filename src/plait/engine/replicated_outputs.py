@@ -1,8 +1,8 @@
-"""Check that what a loss reads of a model's outputs is the same on all ranks of `tp`.
+"""Check that the outputs of a model that a loss reads are the same on all ranks of `tp`.
 
-Logits are gathered, and the hidden states between layers are full where only columns shard them. But
-attention scores are those of a rank's heads, and with rows the hidden states are a rank's features: a loss of
-these would be another one on each rank, and no curve would show it.
+Logits are gathered, and hidden states between layers are full unless `row` shards them. But attention scores
+are those of a rank's heads, and with rows the hidden states are a rank's features: a loss of these would
+differ between ranks, and no loss curve would show it.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from plait.comm import Group, all_gather
 from plait.errors import ModelError
 
-_SAME = (
-    1e-2  # difference of projections relative to the norm: about 1 for other values, rounding for equal ones
-)
+# Difference of projections relative to the norm: about 1 for different values, rounding for equal ones.
+_SAME = 1e-2
 
 
 class RecordedReads(TorchDispatchMode):
@@ -35,7 +34,7 @@ class RecordedReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def of(self, outputs: Any) -> dict[str, Tensor]:
-        """Those of these outputs that have been read, by their names."""
+        """The tensors of these outputs that operators have read, by their names."""
         named = named_tensors(outputs).items()
         return {name: t for name, t in named if t.untyped_storage()._cdata in self._storages}
 
@@ -66,7 +65,7 @@ def named_tensors(outputs: Any) -> dict[str, Tensor]:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """The size, the projection on a fixed direction, and the norm, without NaN."""
+    """The size, the projection on a fixed direction, and the norm; NaN counts as 0."""
     flat = torch.nan_to_num(tensor.detach().double().flatten())
     direction = torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=torch.float64))
     return torch.stack([torch.tensor(float(flat.numel())).to(flat), flat @ direction, flat.norm()])

@@ -1,4 +1,4 @@
-"""Shares of global batches: of the same batch that every rank has, each data rank takes a part."""
+"""Shares of global batches: every rank loads the same batch, and each data rank takes a part of it."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,8 +13,8 @@ from plait.errors import PlanError
 class Shares:
     """A data rank's share of each batch of a loader.
 
-    Every rank iterates over it, as often as over the loader, whose batches are the same on all ranks: the
-    first ones of each pass are compared.
+    Every rank iterates over it equally often. The loader's batches must be the same on all ranks: the first
+    one of each pass is compared.
     """
 
     def __init__(
@@ -37,15 +37,16 @@ class Shares:
                 raise PlanError(
                     "ranks load different batches",
                     given=f"rank {others[0]} has other values or shapes than rank 0",
-                    expected="a loader that gives the same batches in the same order on every rank",
-                    hint="torch.manual_seed with one seed on all ranks, or a loader of each rank's own share",
+                    expected="a loader that yields the same batches in the same order on every rank",
+                    hint="torch.manual_seed with the same seed on all ranks, or a loader without engine.shard",
                 )
             yield share
 
 
 def share_of(batch: Batch, unit: int, ranks: Group) -> dict[str, Tensor]:
-    """Return this rank's samples of a global batch: consecutive, a multiple of `unit`, and as many as any
-    other rank's but for one `unit`. Raises PlanError, on all ranks, if one would have none."""
+    """Return this rank's samples of a global batch: consecutive, and a multiple of `unit`; the shares of two
+    ranks differ by at most one `unit`. Raises PlanError if the batch is not a multiple of `unit`, or a rank
+    would have no sample; on all ranks, as they have the same batch."""
     check_is_batch(batch)
     sizes = {key: value.shape[0] for key, value in batch.items()}
     num_samples, least = next(iter(sizes.values())), unit * ranks.size

@@ -1,11 +1,11 @@
 """Check that all ranks are in the same step.
 
 [Note: ranks in different steps]
-If a step raises an error on one rank alone, and the program catches it and goes on, that rank's next step
-meets the others' present one: with equal shapes every collective succeeds, and from then on batches,
-counters and schedules are one step apart. So each rank counts the steps that it has begun, also those that
-failed. Count and squared count are summed over ranks along with the loss, at no cost: the sum of the squares
-of n numbers is an n-th of the square of their sum only if all are equal.
+If a step raises an error on one rank alone, and the program catches it and continues, that rank's next step
+communicates with the other ranks' current one: with equal shapes every collective succeeds, and from then on
+batches, counters and schedules are one step apart. So each rank counts the steps that it has begun, also
+those that failed. Count and squared count are summed over ranks in the all-reduce of the loss, at no cost:
+n counts are equal if and only if n times the sum of their squares is the square of their sum.
 """
 
 import torch
@@ -43,8 +43,8 @@ class StepCount:
         of_ranks = counts.tolist()
         other = next(rank for rank, count in enumerate(of_ranks) if count != of_ranks[0])
         raise RunError(
-            "the ranks are in different steps: this step's result is of other batches than it should be",
+            "the ranks are in different steps: this step has combined their batches",
             given=f"rank 0 is in its step {of_ranks[0]}, rank {other} in its step {of_ranks[other]}",
             expected="as many calls of engine.step on all ranks, also of calls that raise an error",
-            hint="a rank whose step raises an error alone must exit; engine.load on all ranks starts again",
+            hint="let a rank exit if its step raises an error; engine.load on all ranks resets the count",
         )
