@@ -3,8 +3,8 @@
 [Note: forked functions]
 The ranks are forks of this process, so that the function may be defined anywhere, also in a notebook's cell,
 and reads the variables around it. Other threads may be running (a notebook's kernel has several), and torch
-may have computed: a fork has no OpenMP threads, and its main thread would wait for them; but a new thread has
-a pool of its own, so each rank runs the function in one. A process that has used CUDA cannot be forked.
+may have computed: a fork has no OpenMP threads, and its main thread would wait for them. A new thread has a
+pool of its own, so each rank runs the function in one. A process that has used CUDA cannot be forked.
 Results and exceptions come back pickled, through files without a name: no other process can write to them.
 """
 
@@ -37,8 +37,8 @@ def launch(function: Callable[..., _T], ranks: int, *args: Any) -> _T:
     """Run `function(*args)` on `ranks` local ranks, and return the result of rank 0.
 
     For notebooks and scripts that torchrun does not start. In the function, `parallelize` and
-    `plait.comm.connect` join the ranks. Each rank uses a GPU if there are any, which this process must not
-    have used before; else the ranks share the CPU's cores. Needs Linux, which can fork.
+    `plait.comm.connect` join the ranks. Each rank uses a GPU if there are any, and this process must not have
+    used CUDA before; else the ranks share the CPU's cores. Needs Linux: other systems cannot fork safely.
 
     Raises the exception of the rank that failed first, with the rank's traceback as a note; CommError if a
     rank was killed, or if ranks cannot be started here; KeyboardInterrupt after Ctrl-C, which ends all ranks.
@@ -140,8 +140,8 @@ class _Rank:
 
 
 def _pickled(outcome: _Outcome) -> bytes:
-    """The outcome; its error with the traceback as a note, or an error with its text if it cannot be
-    pickled."""
+    """The outcome, its error with the traceback as a note. If it cannot be pickled, a CommError with the
+    error's text."""
     rank = f"rank {os.environ['RANK']}"
     error = outcome.error
     if error is not None:
@@ -152,7 +152,7 @@ def _pickled(outcome: _Outcome) -> bytes:
         pickle.loads(content)
         return content
     except Exception as problem:
-        fact, given = f"{rank} returned what cannot be pickled", str(problem)
+        fact, given = f"{rank} returned a value that cannot be pickled", str(problem)
         if error is not None:
             fact, given = f"{rank} raised {type(error).__name__}", "".join(traceback.format_exception(error))
         return pickle.dumps(_Outcome(None, CommError(fact, given=given), outcome.at_s))

@@ -2,21 +2,22 @@
 
 [Note: unresponsive store]
 The store lives in one process, maybe on another host. A call to it is a request and a reply, without a time
-limit: if the network or that process is gone, the caller would block forever, deaf to signals. So a daemon
-thread makes the calls, one after the other, and callers wait for the thread for at most the timeout of
-communications.
+limit: if the network or that process is gone, the caller would block forever, and could not handle signals.
+So a daemon thread makes the calls, one after the other, and callers wait for the thread for at most the
+timeout of communications.
 
 [Note: lost ranks]
 A rank that waits for another rank's key cannot tell whether that rank is slow, dead or stopped, and work such
-as a save or an export may take longer than any timeout. So the thread of every rank counts in the store,
-several times within the timeout, whatever the rank itself does. A rank is lost if its count does not change
-for the timeout, or, on one host, as soon as its file lock is free (`is_gone`). Time in which the waiting
-process did not run does not count: a job that was suspended goes on.
+as a save or an export may take longer than any timeout. So the thread of every rank writes a growing count to
+the store, several times within the timeout, whatever the rank itself does. A rank is lost if its count does
+not change for the timeout, or, on one host, as soon as its file lock is free (`is_gone`). Time in which the
+waiting process did not run is not included: a job that was suspended continues.
 
 [Note: end of the store]
-Without torchrun or our launcher the store is a server in rank 0's process. If that ended first, the others
-would lose what they still wait for, such as the result of the last save. So every rank records when it
-leaves, and the server's rank waits for the others, for a while: a rank that has crashed records nothing.
+Without torchrun or our launcher the store is a server in rank 0's process. If that process ended first, the
+others would lose values that they still wait for, such as the result of the last save. So every rank records
+that it leaves, and the server's rank waits for the others, for a limited time: a rank that has crashed
+records nothing.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from plait.errors import CommError
 T = TypeVar("T")
 _POLL_S = 0.005  # initial interval
 _MAX_POLL_S = 0.1
-_COUNTS = 8  # within the timeout
+_COUNTS = 8  # written within the timeout
 _MAX_COUNT_S = 60.0  # between two counts
 _LEAVE_S = 10.0  # limit of the server's wait for the others to leave
 
@@ -74,12 +75,12 @@ class JobStore:
         return self._cache.get(key)
 
     def wait_for(self, key: str, rank: int = 0) -> str:
-        """Block until `rank` sets the key, for as long as it lives. Raises CommError if that rank is lost."""
+        """Block until `rank` sets the key. Raises CommError if that rank is lost; there is no other limit."""
         return self.wait_until(lambda: self.get(key), rank)
 
     def wait_until(self, read: Callable[[], T | None], rank: int) -> T:
-        """Block until `read` returns a value. Raises CommError if `rank`, whose work that is, is lost: see
-        [Note: lost ranks]."""
+        """Block until `read` returns a value, which `rank` provides. Raises CommError if that rank is lost:
+        see [Note: lost ranks]."""
         watch, poll_s = _Watch(self, rank), _POLL_S
         while True:
             loss = watch.loss()  # before `read`: the rank may end after it has done its work
@@ -91,7 +92,7 @@ class JobStore:
             poll_s = min(2 * poll_s, _MAX_POLL_S)
 
     def claim(self, key: str) -> bool:
-        """Return True on exactly one of the calling ranks: the first. The key's value is its number."""
+        """Return True on the first rank that calls it, else False. The key's value is that rank."""
         if (store := self._store) is None:
             return True
         rank = str(self._rank)
@@ -185,9 +186,9 @@ class _Watch:
             return None
         return CommError(
             f"rank {self._rank} does not respond",
-            given=f"no sign of it for {store._timeout_s:g} s, and rank {store._rank} waits for it",
-            expected="a process that runs",
-            hint="whether it was stopped or killed, or its host is gone",
+            given=f"no new count from it for {store._timeout_s:g} s, and rank {store._rank} waits for it",
+            expected="a running process",
+            hint="check whether it was stopped or killed, and whether its host is reachable",
         )
 
 

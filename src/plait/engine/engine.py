@@ -104,9 +104,8 @@ class Engine:
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
         self._scale = SumLossScale(spec.loss_scaling)
-        self._totals = torch.zeros(
-            5, dtype=torch.float64, device=self.device
-        )  # loss, targets, unit of the loss scale, the terms of the step count
+        # Loss, targets, unit of the loss scale, the terms of the step count.
+        self._totals = torch.zeros(5, dtype=torch.float64, device=self.device)
         self._step_count = StepCount()
         self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0

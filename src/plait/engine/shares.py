@@ -38,7 +38,7 @@ class Shares:
                     "ranks load different batches",
                     given=f"rank {others[0]} has other values or shapes than rank 0",
                     expected="a loader that yields the same batches in the same order on every rank",
-                    hint="torch.manual_seed with the same seed on all ranks, or a loader without engine.shard",
+                    hint="the same torch.manual_seed on all ranks, or a loader without engine.shard",
                 )
             yield share
 

@@ -1,6 +1,6 @@
 """A differentiable all-gather, for losses that compare the samples of all data ranks.
 
-[Note: the gradient is that of the sum over ranks]
+[Note: gradient of the sum over ranks]
 An engine trains on the sum of what `loss=` returns on the data ranks, divided by the sum of the numbers of
 targets. A rank's features are in the losses of all ranks, so their gradient is the sum over these losses: the
 backward pass is a reduce-scatter of sums. It does not matter then whether every rank returns the loss of all
@@ -26,8 +26,8 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """Concatenate the tensors of a group's ranks along dim 0, in order of rank; backward reaches all of them.
 
     For a loss over the samples of all data ranks, such as CLIP's: `group` is `engine.data_group`. Ranks may
-    have different numbers of samples. The gradient is that of the sum of all ranks' losses, so `loss=`
-    returns, on every rank, either the loss summed over all samples and their number, or the loss summed over
+    have different numbers of samples. See [Note: gradient of the sum over ranks]: so `loss=` returns, on
+    every rank, either the loss summed over all samples and their number, or the loss summed over
     the rank's own samples and their number; a step's loss is the mean over all samples in both cases. With
     `micro` above 1, the samples are those of one micro-batch of every rank. In a group of one rank, the
     result is `tensor` itself.

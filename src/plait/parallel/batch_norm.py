@@ -2,9 +2,9 @@
 
 # N samples and positions of this rank  C channels
 
-torch's SyncBatchNorm gathers a mean, a variance and a count of each rank, on accelerators. Here sums are
-all-reduced, in the order of ranks: first of the values, then of the squared distances from the mean, which
-loses no digits. Their backward is an all-reduce too, as every rank's output depends on every rank's input.
+torch's SyncBatchNorm, for accelerators, gathers a mean, a variance and a count of each rank. Here sums are
+all-reduced: first of the values, then of the squared distances from the mean, which avoids cancellation.
+Their backward is an all-reduce too, as every rank's output depends on every rank's input.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ def sync_batch_norms(model: nn.Module, group: Group) -> None:
 
 
 class SyncedBatchNorm:
-    """The forward of a BatchNorm; for `types.MethodType`."""
+    """The forward of a BatchNorm over all ranks of a group; bound to the module by `types.MethodType`."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], group: Group) -> None:
         self._local: Any = getattr(forward, "__func__", forward)
@@ -46,7 +46,7 @@ class SyncedBatchNorm:
 
     @torch.compiler.disable
     def __call__(self, module: _BatchNorm, x: Tensor) -> Tensor:
-        """(B, C, ...) to the same shape, in its dtype; statistics are in float32 at least."""
+        """Normalize `x` (B, C, ...), in its dtype; statistics are in float32 at least."""
         if not module.training:
             return self._local(module, x)
         wide = x.transpose(0, 1).flatten(1).to(torch.promote_types(x.dtype, torch.float32))  # (C, N)

@@ -1,11 +1,11 @@
-"""Buffers and attributes that a module's forward changes, put back for a recomputation.
+"""Record the buffers and attributes that a module's forward changes, and restore them for a recomputation.
 
 [Note: state that a forward changes]
-BatchNorm's running statistics, counters, the vectors of spectral norm: a second forward would change them
-twice, and compute with other values than the first. So a recomputation runs with the values from before the
-forward, and afterwards those of now are put back. The first forward shows which buffers and attributes
-change, mostly none; later ones copy only these. A buffer that changes for the first time later is an error:
-its old value is lost.
+A forward may change BatchNorm's running statistics, counters or the vectors of spectral norm. A second
+forward would change them twice, and compute with other values than the first. So a recomputation runs with
+the values from before the forward, and the current ones are restored afterwards. The first forward shows
+which buffers and attributes change, mostly none; later ones copy only these. A buffer that changes for the
+first time later is an error: its old value is lost.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class ModuleState:
-    """Follows the buffers and attributes that the forward of a module changes, also in the modules in it."""
+    """Records the buffers and attributes of a module and its submodules that a forward changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -31,8 +31,8 @@ class ModuleState:
 
     @contextmanager
     def recorded(self) -> Iterator[Mapping[_Cell, Any]]:
-        """Run a forward inside the context. Yields what it changes, with the values from before, which are
-        filled in at its end."""
+        """Run a forward inside the context. Yields a mapping that is filled at its end: the buffers and
+        attributes that change, with their values from before."""
         modules = list(self._module.modules())
         buffers = {(m, key): b for m in modules for key, b in m._buffers.items() if b is not None}
         versions = {cell: buffer._version for cell, buffer in buffers.items()}
@@ -45,7 +45,7 @@ class ModuleState:
         yield recorded
         changed = [c for c, b in buffers.items() if _read(c) is not b or b._version != versions[c]]
         if self._changing is None:
-            # BatchNorm's kernel does not count versions.
+            # BatchNorm's kernel does not increase `_version`.
             changed += [c for c, b in buffers.items() if c not in changed and not _equal(b, before[c])]
             changed += [c for c in cells if c not in buffers and _differs(_read(c), before[c])]
             self._changing = tuple(changed)
@@ -61,7 +61,7 @@ class ModuleState:
 
 @contextmanager
 def put_back(recorded: Mapping[_Cell, Any]) -> Iterator[None]:
-    """Inside the context, buffers and attributes have the recorded values."""
+    """Set buffers and attributes to the recorded values inside the context."""
     now = {cell: _read(cell) for cell in recorded}
     for (module, key), value in recorded.items():
         _values(module, key)[key] = _copied(value, is_buffer=key in module._buffers)
