@@ -64,7 +64,7 @@ def test_an_end_token_that_is_also_in_texts_is_an_error(
     tokenizer = TokenizerConfig(path=first.tokenizer_dir, end_of_document=a_word)
     data = DataConfig(dir=tmp_path / "more", sources=[str(tmp_path / "a.jsonl")], sequence=8)
     store = build(data, tokenizer, progress=False)
-    with pytest.raises(DataError, match="also inside of documents") as caught:
+    with pytest.raises(DataError, match="also occurs inside documents") as caught:
         check_documents(store)
     assert "in 60 documents" in str(caught.value.given)
 

@@ -1,16 +1,16 @@
-"""Standard output and error of a command: what becomes of text that they cannot take.
+"""Standard output and error of a command: how text is handled that cannot be written.
 
 [Note: output that ends before the command]
-A pipe's reader may end (`plait explain | head`), a disk fill up under a log, and a shell start a command
-without standard output (`>&-`). For most commands the output is the result: a closed pipe ends them quietly,
-as it ends `cat`, with the code of SIGPIPE; any other error of the stream is an error of the command. For a
-run, `outlive_output`, the output is a convenience, unlike metrics.jsonl and the checkpoints: the run goes on,
-after one line on standard error. Standard error itself may always end.
+A pipe's reader may end (`plait explain | head`), a disk may fill up, and a shell may start a command without
+standard output (`>&-`). For most commands the output is the result: a closed pipe ends them without a
+message, as it ends `cat`, with the exit code of SIGPIPE; any other error of the stream is an error of the
+command. A training run (`outlive_output`) does not need it, as it writes metrics.jsonl and checkpoints: the
+run continues, after one line on standard error. Errors of standard error itself are ignored.
 
-In all cases the descriptor is replaced by /dev/null, so that text that is still buffered, and what libraries
-print, finds it. A descriptor that is closed at start is opened on /dev/null before a file takes its number.
+In all cases the descriptor is replaced by /dev/null, for text that is still buffered and for the output of
+libraries. A descriptor that is closed at start is opened on /dev/null before a file takes its number.
 
-The streams are wrapped below their buffers, where every write ends up, also the last one at exit.
+The streams are wrapped below their buffers, which all writes reach, also the last one at exit.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from plait.errors import printable
 
 _OUTPUT, _ERROR = 1, 2
-_CLOSED_PIPE = 128 + signal.SIGPIPE  # what a shell shows for a program that SIGPIPE has ended
+_CLOSED_PIPE = 128 + signal.SIGPIPE  # a shell's exit code for a program that SIGPIPE has ended
 
 _format_warning = warnings.formatwarning  # Python's
 
@@ -35,14 +35,14 @@ _outlives = False  # see `outlive_output`
 
 def prepare_streams() -> None:
     """Set up standard output and error of this process, once. Characters that they cannot encode are
-    replaced, and errors handled as the note at the top says."""
+    replaced. See [Note: output that ends before the command]."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
     sys.stdout, sys.stderr = _checked(sys.stdout, _OUTPUT), _checked(sys.stderr, _ERROR)
-    # What libraries log and warn of may quote names and keys of files.
+    # Log records and warnings of libraries may contain names and keys of files.
     logging.setLogRecordFactory(_printable_record)
     warnings.formatwarning = _printable_warning
 
@@ -59,13 +59,13 @@ def _printable_warning(*args: Any, **kwargs: Any) -> str:
 
 
 def outlive_output() -> None:
-    """Let this process go on when its standard output ends."""
+    """Let this process continue after its standard output has ended."""
     global _outlives
     _outlives = True
 
 
 def finish_output() -> None:
-    """Write what is buffered. Raises SystemExit if the output has ended, as the note at the top says."""
+    """Flush standard output. Raises SystemExit if it has ended, except after `outlive_output`."""
     sys.stdout.flush()
 
 
@@ -95,7 +95,7 @@ def _buffered(descriptor: int) -> io.BufferedWriter:
 
 
 class _Descriptor(io.FileIO):
-    """A standard stream's descriptor, whose writes end as the note at the top says."""
+    """A standard stream's descriptor. See [Note: output that ends before the command]."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -126,6 +126,6 @@ def _print_error(text: str) -> None:
 
 
 def print_interrupted() -> None:
-    """Say on standard error that Ctrl-C ended the command; a rank's launcher says it for the rank."""
+    """Print on standard error that Ctrl-C ended the command; not on a rank, whose launcher prints it."""
     if "PLAIT_LAUNCHER_PID" not in os.environ:
         _print_error("interrupted")

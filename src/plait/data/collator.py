@@ -1,7 +1,7 @@
 """Batches of samples of unequal length, padded on the right.
 
-Causal attention never looks to the right, so padding changes no output at a sample's own positions; the
-attention mask says so to models that need it. Labels are -100 at padding, which losses ignore.
+In causal attention no position depends on later ones, so padding changes no output at a sample's own
+positions; the attention mask is for models that need it. Labels are -100 at padding, which losses ignore.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class PaddingCollator:
         """Return {"input_ids", "attention_mask", "labels"}: (samples, padded length) int64.
 
         A sample is its token ids, or a dict of `input_ids` and `labels` (with -100 at positions without a
-        target, e.g. of a prompt). By default the labels are the ids: models shift them inside.
+        target, e.g. of a prompt). By default the labels are the ids: the loss shifts them.
         """
         rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
         ids = [self._row(row["input_ids"]) for row in rows]

@@ -1,9 +1,9 @@
 """Samples that are one document each, of unequal length.
 
 [Note: finding documents]
-Token files contain documents one after the other, each with its end token. The tokenizer never makes this
-token of text, if it is a special one; if it is an ordinary one, it may also be inside of documents. The index
-has the number of documents, so this is found out before a run.
+Token files contain documents one after the other, each with its end token. If this token is a special one,
+the tokenizer never produces it from text; an ordinary one may also occur inside documents. The index records
+the number of documents, so the end tokens are counted before a run.
 """
 
 import numpy as np
@@ -19,12 +19,12 @@ from plait.errors import DataError
 class Documents:
     """The documents of a stream, with their end tokens, truncated to the collator's `max_length`.
 
-    lengths    of all samples in tokens, after truncation
+    lengths  number of tokens of each sample, after truncation
     """
 
     def __init__(self, stream: TokenStream, end_of_document: int, collator: PaddingCollator) -> None:
         """Reads the stream once. See [Note: finding documents]."""
-        assert collator.max_length is not None, "documents of any length"
+        assert collator.max_length is not None, "samples of documents have a maximum length"
         self.name = f"{stream.name} documents"
         self._stream = stream
         self._collator = collator
@@ -42,13 +42,13 @@ class Documents:
 
 
 def check_documents(store: TokenStore) -> None:
-    """Raise DataError if there are end tokens inside of documents. See [Note: finding documents]."""
+    """Raise DataError if end tokens occur inside documents. See [Note: finding documents]."""
     end = store.index.end_of_document
     found = sum(len(stream.positions(end)) for stream in (store.train, store.validation))
     built = sum(source.documents for source in store.index.sources)
     if found != built:
         raise DataError(
-            "the token that ends documents is also inside of documents",
+            "the token that ends documents also occurs inside documents",
             given=f"token {end} {found:,} times, in {built:,} documents",
             expected="a token that no text contains",
             hint="another tokenizer.end_of_document, and a new data.dir",

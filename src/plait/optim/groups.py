@@ -1,8 +1,8 @@
 """Hyper-parameters of an optimizer's groups, as numbers in a checkpoint.
 
-Restored like torch's `load_state_dict` does, so that a scheduler goes on where it stopped: it computes the
-next learning rate from the present one. Every option of a group that is a number, or a tuple of numbers, is
-saved (lr, betas, weight_decay, and initial_lr or max_lr, which schedulers add), by keys such as `0.lr` and
+They are restored as by torch's `load_state_dict`, so that a scheduler continues where it stopped: it computes
+the next learning rate from the current one. Every option of a group that is a number, or a tuple of numbers,
+is saved (lr, betas, weight_decay, and initial_lr or max_lr, which schedulers add), by keys such as `0.lr` and
 `1.betas.0`.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.errors import CheckpointError, ConfigError, shown
 
 _KEY = re.compile(r"(?P<group>\d+)\.(?P<option>\w+)(?:\.(?P<index>\d+))?")
-# Choices of a kernel, which depend on the device and not on the training.
+# They choose a kernel: they depend on the device, not on the training.
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -39,9 +39,9 @@ def options_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def check_hyperparameters(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError unless the numbers of all groups are finite and not negative, as those that the
-    optimizer's class has by default: torch checks them only as it builds the optimizer. Tensors on a GPU are
-    not read, which would wait for it."""
+    """Raise ConfigError if an option of a group is not finite and at least 0, where its default is: torch
+    checks options only when it builds the optimizer. Tensors on a GPU are not read, which would synchronize
+    with it."""
     for number, group in enumerate(optimizer.param_groups):
         for option, default in optimizer.defaults.items():
             expected = _real_numbers(default)
@@ -75,7 +75,7 @@ def _is_sound(number: float) -> bool:
 
 
 def check_options(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
-    """Raise CheckpointError if there are saved options, and not for the optimizer's number of groups."""
+    """Raise CheckpointError if options are saved of another number of groups than the optimizer has."""
     saved, present = len({_match(key)["group"] for key in keys}), len(optimizer.param_groups)
     if saved and saved != present:
         raise CheckpointError(
@@ -89,7 +89,7 @@ def check_options(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None
 def load_options(
     optimizer: torch.optim.Optimizer, keys: Iterable[str], read: Callable[[str], Tensor]
 ) -> None:
-    """Set the options whose keys these are; the others stay as they are. See `check_options`."""
+    """Set the options with these keys. Others keep their values. Call `check_options` before."""
     tuples: dict[tuple[int, str], dict[int, Any]] = {}
     for key in keys:
         match, value = _match(key), read(key).item()
@@ -105,7 +105,7 @@ def load_options(
 
 
 def _number(value: object) -> bool | int | float | None:
-    """The value as a number of Python's; None if it is none."""
+    """The value as a Python number; None if it is not a number."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, int) and abs(value) >= 2**63:

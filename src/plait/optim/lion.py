@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Lion(torch.optim.Optimizer):
-    """An element-wise optimizer with one state per element, half of AdamW's.
+    """An element-wise optimizer with one state per element; AdamW has two.
 
     Every update has the size of the learning rate, so the rate is usually 3 to 10 times smaller than
     AdamW's, and the weight decay as many times larger (section 5 of the paper).
@@ -31,7 +31,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Returns the result of `closure`, as torch's do."""
+        """Update all parameters that have a gradient. Returns the result of `closure`, as in torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

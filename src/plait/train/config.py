@@ -214,7 +214,7 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
         raise ConfigError(f"the recipe is not valid {form}", given=f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError("the recipe is not a JSON object", given=f"{path}: a {type(values).__name__}")
-    if SavedRecipe.is_one(values):
+    if SavedRecipe.is_saved(values):
         values = SavedRecipe.from_document(values, path).values
     return override_recipe(values, sets, plan, source=str(path))
 

@@ -2,17 +2,18 @@
 
 [Note: protocol]
 Every token of a document is predicted once, the first one from the tokenizer's bos token (or eos, where there
-is none): documents do not see each other. The loss is summed over tokens; a perplexity is its exponential
-after division by the number of tokens, or of words (of text between white space, which tokenizers do not
-change). Last words are those of LAMBADA (Paperno et al. 2016): a document counts if each token of its last
-word, with the space before it, is the most likely one, given the true tokens before it.
+is none): no document is context of another. The loss is summed over tokens; a perplexity is its exponential
+after division by the number of tokens, or of words (separated by white space, so that their number does not
+depend on the tokenizer). The accuracy of last words is that of LAMBADA (Paperno et al. 2016): a document is
+correct if each token of its last word, with the space before it, is the most likely one, given the true
+tokens before it.
 
 [Note: windows]
 A document longer than `context` is read in windows of `context` tokens. The first predicts all of its tokens
 but the first; each later one ends `stride` tokens after the one before, or where the document ends, and
 predicts the tokens that are new in it, with at least `context - stride` tokens before them. The default
-stride, `context - 1`, is the fastest; a shorter one gives every token more context. The last word is judged
-in the last window.
+stride, `context - 1`, is the fastest; a shorter one gives every token more context. The last word is
+predicted in the last window; one that does not fit into it is not correct.
 """
 
 import math
@@ -113,7 +114,7 @@ class Window:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model: a checkpoint of ours, or a Hugging Face folder."""
+    """The files of a model: a checkpoint of plait, or a Hugging Face folder."""
 
     path: Path
     saved: Checkpoint | None
@@ -121,7 +122,7 @@ class ModelFiles:
 
     @classmethod
     def find(cls, model: str, tokenizer: str | None) -> "ModelFiles":
-        """Raises RunError or CheckpointError for another kind of path."""
+        """Find a model's files. Raises RunError or CheckpointError for another kind of path."""
         path, given_tokenizer = Path(model), Path(tokenizer) if tokenizer else None
         if (path / "config.json").is_file():
             return cls(path, None, given_tokenizer or path)
@@ -140,13 +141,13 @@ class ModelFiles:
             raise RunError(
                 "the checkpoint is not in the directory of a run, which would have its tokenizer",
                 given=path,
-                hint="--tokenizer with its directory",
+                hint="--tokenizer with the directory of its tokenizer",
             )
         return cls(path, saved, given_tokenizer or run.tokenizer)
 
     def model(self) -> tuple[PreTrainedModel, Path | None]:
-        """Return the model, and the folder that each rank reads its weights from if it is on meta and
-        not of a checkpoint. Raises ModelError, CheckpointError."""
+        """Return the model, and the folder from which each rank reads its weights: None if the model has
+        them, or a checkpoint is loaded. Raises ModelError, CheckpointError."""
         if self.saved is None:
             return initial_model(ModelConfig(path=self.path, pretrained=True))
         return causal_lm_on_meta(recorded_config(self.saved)), None
@@ -216,7 +217,7 @@ def _spans(request: EvaluationRequest, positions: int | None, longest: int) -> t
     stride = request.stride or context - 1
     if not 1 <= stride < context:
         raise ConfigError(
-            "a window has to overlap the one before",
+            "windows must overlap by at least one token",
             given=f"--stride {stride}",
             expected=f"1 to {context - 1}",
         )
@@ -224,8 +225,8 @@ def _spans(request: EvaluationRequest, positions: int | None, longest: int) -> t
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], range]:
-    """Return the tokens of a document after the one that it is predicted from, and which of them are its last
-    word's."""
+    """Return a document's tokens, after the token from which the first one is predicted, and the indices of
+    its last word's tokens."""
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, spans = [int(start), *found["input_ids"]], found["offset_mapping"]
@@ -255,14 +256,14 @@ def _run(engine: Engine, windows: Sequence[Window], size: int) -> tuple[float, i
     loss_sum, correct = 0.0, 0
     for start in track(starts, "evaluating", console=Console(stderr=True), disable=not is_shown):
         own = by_length[start + engine.data_rank * share :][:share]
-        no_targets = Window(by_length[0].ids[:2], first=2)  # for ranks without a share of the rest
+        no_targets = Window(by_length[0].ids[:2], first=2)  # for ranks without windows in the last batch
         result = engine.evaluate(_batch(own or [no_targets]))
         loss_sum, correct = loss_sum + result.loss_sum, correct + result.num_tokens
     return loss_sum, correct
 
 
 def _batch(windows: Sequence[Window]) -> dict[str, Tensor]:
-    """Return the windows, padded. Labels (B, S, 2) are those of the loss and those of last words."""
+    """Return the windows, padded. Labels (B, S, 2): for the loss, and for last words."""
 
     def masked(window: Window, indices: range) -> list[int]:
         return [token if index in indices else IGNORED_LABEL for index, token in enumerate(window.ids)]

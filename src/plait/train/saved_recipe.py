@@ -1,7 +1,7 @@
 """recipe.json of a run directory: the resolved recipe, the hashes of the tokenizer's files, a hash of both.
 
-A resumed run continues with these values, and an export gets this tokenizer: one changed bit must not pass
-for a decision. A change that is meant is made with `--set` on resume, which writes the file again.
+A resumed run continues with these values, and an export contains this tokenizer: so damage must not look like
+a choice of the user. To change a value, use `--set` on resume, which writes the file again.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class SavedRecipe:
 
     @classmethod
     def read(cls, path: Path) -> "SavedRecipe":
-        """Raises RunError, also for a file without a hash."""
+        """Read and verify the file. Raises RunError, also for a file without a hash."""
         try:
             document = read_json(path)
         except (OSError, ValueError) as error:
@@ -38,7 +38,7 @@ class SavedRecipe:
 
     @classmethod
     def from_document(cls, document: Any, path: Path) -> "SavedRecipe":
-        """Raises RunError for another content than was written. `path`: for the error."""
+        """Verify the JSON content of a file. Raises RunError if it was changed. `path`: for the error."""
         if not isinstance(document, dict) or document.keys() != {_HASH, _RECIPE, _TOKENIZER}:
             raise _damaged(path, f"its keys are not {_HASH}, {_RECIPE} and {_TOKENIZER}")
         content = {key: document[key] for key in (_RECIPE, _TOKENIZER)}
@@ -49,8 +49,8 @@ class SavedRecipe:
         return cls(document[_RECIPE], document[_TOKENIZER])
 
     @staticmethod
-    def is_one(document: object) -> bool:
-        """Return whether a JSON value is one of these, perhaps a damaged one, and not a recipe by itself."""
+    def is_saved(document: object) -> bool:
+        """Return whether a JSON value is a saved recipe, even a damaged one, rather than a user's recipe."""
         return isinstance(document, dict) and bool(document.keys() & {_HASH, _RECIPE, _TOKENIZER})
 
 
