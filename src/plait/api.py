@@ -119,14 +119,14 @@ def _warn_of_batch_statistics(model: nn.Module, plan: Plan) -> None:
         way += "micro=1" if plan.micro > 1 else ""
         warnings.warn(
             f"{names[0]}{others}: BatchNorm computes with the statistics of one of {parts} parts of the "
-            f"batch, so numbers are not those of one process ({plan}). Try {way.rstrip(', ')}, or GroupNorm",
+            f"batch, so results differ from one process ({plan}). Try {way.rstrip(', ')}, or GroupNorm",
             stacklevel=3,
         )
 
 
 def _warn_if_widened(model: nn.Module, plan: Plan) -> None:
-    """Warn of weights that the plan's default precision makes wider: transformers loads most models in the
-    dtype of their files, which is bfloat16."""
+    """Warn of weights that the plan's default precision makes wider: transformers loads models in the dtype
+    of their files, which is bfloat16 for most."""
     narrow = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
     if not narrow or plan.precision != "fp32":
         return
@@ -136,7 +136,7 @@ def _warn_if_widened(model: nn.Module, plan: Plan) -> None:
     warnings.warn(
         f"the model's weights are {dtype}, and a plan without precision= computes in float32: "
         f"{format_bytes(before)} become {format_bytes(2 * before)}. precision={option} computes in {dtype}, "
-        "with float32 master weights; model.float() before parallelize means float32",
+        "with float32 master weights; model.float() before parallelize keeps float32 without this warning",
         stacklevel=4,
     )
 

@@ -5,11 +5,10 @@ import re
 import reprlib
 from collections.abc import Iterable
 
-# What a terminal obeys, what reorders a line, and what UTF-8 cannot encode; tabs and newlines are kept.
+# Characters that control a terminal, reorder a line, or cannot be encoded in UTF-8. Not tab and newline.
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
@@ -76,7 +75,7 @@ class DataError(PlaitError):
 
 
 class ModelError(PlaitError):
-    """A model that cannot be built, sharded or initialized as requested."""
+    """A model that cannot be built, sharded, initialized or run as requested, or an unsuitable batch."""
 
 
 class CommError(PlaitError):
@@ -100,7 +99,7 @@ class RunError(PlaitError):
 
 
 def shown(value: object) -> str:
-    """Return a short `repr` of any value, however long, deep or broken its own is."""
+    """Return a short `repr` of any value, even if its own is long, deeply nested or raises an error."""
     try:
         return _SHORT.repr(value)
     except Exception:  # of the value's own code, or an integer with too many digits

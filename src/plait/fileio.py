@@ -5,9 +5,9 @@ a unique name, synced, and renamed; the folder is synced too, because a power fa
 rename.
 
 [Note: reads of untrusted files]
-Reads take time and memory in proportion to the file's size, which is bounded, and never wait: only regular
+Reads take time and memory in proportion to the file's size, which is bounded, and never block: only regular
 files are opened, not pipes or devices. JSON and TOML are refused if they are nested deeper than any file of
-ours, as parsers, encoders and copies recurse over them; so are integers of more than 64 bits, and TOML keys
+plait, as parsers, encoders and copies recurse over them; so are integers of more than 64 bits, and TOML keys
 of many parts, on which `tomllib` spends quadratic time.
 """
 
@@ -83,12 +83,12 @@ def json_hash(value: Any) -> str:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON, as `object_pairs_hook` of `json.loads`. Raises ValueError for a key that is
-    there twice, of which parsers silently take the last."""
+    """Return a JSON object; an `object_pairs_hook` of `json.loads`. Raises ValueError for a repeated key, of
+    which `json` silently keeps the last value."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r:.100} is there twice")
+            raise ValueError(f"the key {key!r:.100} is repeated")
         found[key] = value
     return found
 
@@ -283,7 +283,7 @@ def _too_deep() -> ValueError:
 
 
 def check_path(path: P) -> P:
-    """Return the path. Raises ValueError if no file can have it."""
+    """Return the path. Raises ValueError, with the expected kind of path, if no file can have it."""
     try:
         encoded = os.fsencode(path)
     except UnicodeEncodeError as error:

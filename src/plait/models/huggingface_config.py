@@ -1,17 +1,17 @@
-"""Hugging Face configurations: read, checked, and built into models on meta; their mistakes named.
+"""Read and check Hugging Face configurations, and build models on meta from them.
 
 [Note: code named by configurations]
-transformers downloads and runs code that a configuration names: attention and experts that are not its own,
-of a repository (`org/name`, with a prefix `paged|`, or as the replacement of a package that is not
-installed), and classes in `auto_map`, unless it is given trust_remote_code. A configuration comes with a
-checkpoint or a folder of weights, which must not run code. So only transformers' own implementations are
-accepted, and installed packages, wherever in a configuration they are named.
+transformers downloads and runs code that a configuration names: implementations of attention and experts
+from a repository (`org/name`, also with a prefix `paged|`, or to replace a package that is not installed),
+and, with trust_remote_code, classes in `auto_map`. A configuration comes with a checkpoint or a folder of
+weights, which must not run code. So only transformers' own implementations and installed packages are
+accepted, wherever in a configuration they are named.
 
 [Note: errors of configurations]
-Models raise whatever their code happens to: KeyError for an unknown activation, ZeroDivisionError for a size
-of zero. The key at fault is found by trial: the one whose default makes the model build. A forward finds
-more. It is run on meta, where it costs little; as not every valid model runs there, one that fails is run on
-the CPU, and only a failure there is an error.
+Models raise errors of all kinds: KeyError for an unknown activation, ZeroDivisionError for a size of zero.
+The key at fault is found by trial: without it, the model can be built. A forward finds more mistakes. It runs
+on meta, where it costs little. Not every valid model runs there, so one that fails is run on the CPU, and
+only a failure there is an error.
 """
 
 import functools
@@ -65,7 +65,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def check_config_values(values: Any) -> None:
     """Raise ModelError for a configuration that must not be given to transformers: without a valid type, with
-    code to download (see [Note: code named by configurations]), or of too many modules."""
+    code to download (see [Note: code named by configurations]), or with too many layers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if not isinstance(values, Mapping):
@@ -86,13 +86,15 @@ def check_config_values(values: Any) -> None:
         )
     for key, value in _entries(values):
         _check_implementation(key, value)
-        if "layer" in key and isinstance(value, int) and value > _MAX_LAYERS:  # configurations list them
+        # Checked here, as configurations create lists with an entry per layer.
+        if "layer" in key and isinstance(value, int) and value > _MAX_LAYERS:
             given, expected = f"{key} = {value}", f"at most {_MAX_LAYERS}"
             raise ModelError("the model is too large", given=given, expected=expected)
 
 
 def _entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a configuration, at any depth, with the innermost key that is not empty."""
+    """Yield the values of a configuration, at any depth, with their innermost key, or with the key of an
+    implementation that contains them."""
     if isinstance(value, Mapping):
         for inner, each in value.items():
             yield from _entries(each, key if _kind(key) else str(inner))
@@ -134,8 +136,8 @@ def _check_implementation(key: str, value: Any) -> None:
 
 
 def build_on_meta(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreTrainedModel":
-    """Build the causal language model of a configuration on meta, or with `of_architecture` a model of the
-    class that it names, if it names one of transformers. Raises ModelError."""
+    """Build the causal language model of a configuration on meta; with `of_architecture`, a model of the
+    class that it names instead, if that is one of transformers. Raises ModelError."""
     check_config_values(values)
     build = functools.partial(_build, of_architecture=of_architecture)
     try:
@@ -195,7 +197,7 @@ def _build(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreT
 
 
 def _architecture(values: Mapping[str, Any]) -> "type[PreTrainedModel] | None":
-    """The class of transformers that a saved configuration names."""
+    """The class of transformers that a saved configuration names, if any."""
     import transformers
 
     names = values.get("architectures")
@@ -205,7 +207,7 @@ def _architecture(values: Mapping[str, Any]) -> "type[PreTrainedModel] | None":
 
 @contextmanager
 def _limited_modules() -> Iterator[None]:
-    """Limit the modules that are created in the context, whichever key is their number."""
+    """Limit the number of modules that are created in the context, whichever keys determine it."""
     count = 0
 
     def hook(*_: object) -> None:
@@ -259,7 +261,7 @@ def _quiet() -> Iterator[None]:
 def _invalid(
     values: Mapping[str, Any], error: Exception, run: Callable[[Mapping[str, Any]], object]
 ) -> ModelError:
-    """The error for a configuration with which `run` fails; it names the keys without which it does not."""
+    """The error for a configuration with which `run` fails. It names the keys without which `run` succeeds."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     deadline_s, at_fault = time.monotonic() + _TRIAL_S, []
     for key in values:
@@ -270,7 +272,7 @@ def _invalid(
     return ModelError(
         f"the model's configuration has an invalid {' or '.join(at_fault) or 'key'}",
         given=f"{given or 'model_type=' + values['model_type']}: {reason}",
-        expected=f"keys and values that fit each other and model_type={values['model_type']}",
+        expected=f"keys and values that are valid together for model_type={values['model_type']}",
     )
 
 

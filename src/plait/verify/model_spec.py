@@ -67,9 +67,9 @@ class ModelSpec:
 class ModelSource:
     """The source of a model, as plain data that can be sent to ranks.
 
-    config      of a Hugging Face model, with its model_type; or
-    build       `module:function` of the user, also searched in `folder`
-    left_out    keys of the given configuration that say more than a size, and that a small model cannot keep
+    config      of a Hugging Face model, with its model_type
+    build       `module:function` of the user, instead of `config`; the module may be in `folder`
+    left_out    keys of the given configuration, other than sizes, that the small model does not have
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)

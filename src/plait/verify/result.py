@@ -12,8 +12,8 @@ from plait.verify.trajectory import Step, Trajectory
 
 MAX_SHOWN = 10  # parameters that are listed
 DEPENDS_ON_DIVISION = (
-    "the numbers depend on how the batch is divided: batch statistics, or a loss that is not a sum over "
-    "samples; one process that divides it in the same way computes those of the ranks"
+    "results depend on how the batch is divided, because of batch statistics, or of a loss that is not a sum "
+    "over samples; one process that divides it in the same way matches the ranks"
 )
 
 
@@ -57,10 +57,10 @@ class Verdict:
     steps              losses and gradient norms of the ranks
     reference_steps    those of the one-process reference
     worst_parameters   the parameters with the largest errors, the largest first
-    num_parameters     how many parameters and buffers were compared
+    num_parameters     number of parameters and buffers that were compared
     suspects           parts of the plan without which it matches the reference
     traffic            of rank 0 in the last step: (operation, calls, bytes)
-    message            the error that refused the plan or ended the ranks, or why numbers differ
+    message            the error that refused the plan or ended the ranks, or the reason for different results
     evaluation         losses of an evaluation after the last step: of the ranks, and of the reference
     """
 

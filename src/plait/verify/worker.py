@@ -65,7 +65,7 @@ class Case:
         return TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
 
     def example(self, spec: ModelSpec) -> Mapping[str, Tensor] | None:
-        """A batch of the user's, to trace a model with; None: token ids will do."""
+        """A batch of the user's, to trace the model with; None: trace with token ids."""
         return None if spec.batch is None else spec.batch(0, self.samples)
 
     @classmethod
@@ -103,12 +103,11 @@ class Verifier:
         """Return the verdict on rank 0. Collective over the plan's ranks. `folder`: for offload=disk."""
         try:
             spec = check(case)
-        except PlaitError as error:  # found by all ranks; an error that only one finds later ends all of them
+        except PlaitError as error:  # raised on all ranks; an error on one rank later ends all of them
             return case.verdict(Outcome.REFUSED, message=error.message())
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", ".*BatchNorm computes with the statistics"
-            )  # the verdict says it
+            # The verdict reports it.
+            warnings.filterwarnings("ignore", ".*BatchNorm computes with the statistics")
             engine = _engine(case, spec, world, folder)
         weights = engine.full_parameters()
         if world.rank:
