@@ -33,7 +33,7 @@ def _are_blocks(value: object) -> bool:
     return all(isinstance(each, type | nn.Module) for each in value)
 
 
-# Besides None, where that is the default: what each argument may be, and how that is said.
+# A check of each argument that is not None, and the description of its valid values.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer_args": (_names, "a dict of the optimizer's arguments: {'lr': 1e-3}"),
     "param_groups": (
@@ -75,7 +75,7 @@ def _module(model: object) -> nn.Module:
         modules = list(model) if is_list else []  # type: ignore[call-overload]
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
             raise ModelError(
-                "the model is not a module",
+                "the model is not an nn.Module",
                 given=f"{shown(model)}, a {type(model).__name__}",
                 expected="an nn.Module, or a list of modules that receive each other's outputs",
             )

@@ -75,9 +75,8 @@ class BatchPreparer:
         return on_device(batch, self.device, self.compute, self.inputs)
 
     def checked(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
-        """The batch on the device. Batches of training and of evaluation are counted separately; which are
-        compared does not depend on what a rank has seen. Raises PlanError for a batch without samples, as
-        its rank alone would run nothing."""
+        """The batch on the device. Batches of training and of evaluation are counted separately, to be
+        compared at the same calls on all ranks. Raises PlanError for a batch without samples."""
         moved = self.moved(batch)
         if not any(value.shape[0] for value in moved.values()):
             raise PlanError(

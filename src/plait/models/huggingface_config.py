@@ -261,7 +261,7 @@ def _quiet() -> Iterator[None]:
 def _invalid(
     values: Mapping[str, Any], error: Exception, run: Callable[[Mapping[str, Any]], object]
 ) -> ModelError:
-    """The error for a configuration with which `run` fails. It names the keys without which `run` succeeds."""
+    """The error for a configuration with which `run` fails. It names the keys without which it succeeds."""
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     deadline_s, at_fault = time.monotonic() + _TRIAL_S, []
     for key in values:
