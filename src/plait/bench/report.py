@@ -140,7 +140,7 @@ def _name(row: Row) -> str:
 
 
 def _series(row: Row) -> tuple[str, str]:
-    """Rows that differ in their sizes only have the same."""
+    """The key of a row's series: equal for rows that differ only in size."""
     return _name(row), row.storage
 
 

@@ -9,8 +9,8 @@ from plait.errors import ConfigError, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS, is_power_of_two
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 
-# Those of each collective besides "auto", the transport's own. Halving needs a power of two of ranks, except
-# for an all-reduce.
+# Algorithms of each collective besides "auto", the transport's own. Halving needs a power of two of ranks,
+# except for an all-reduce.
 ALGORITHMS_OF = {
     "all-reduce": ALGORITHMS,
     "reduce-scatter": ("ring", "halving"),

@@ -23,7 +23,7 @@ _RANK_0_SHOWS_S = 10.0  # for rank 0 to print the same error, and for its launch
 
 def check_limits() -> None:
     """Raise the limit of open files as far as this process may: each file of tokens needs one. Raises
-    ConfigError if this limit or that of addresses is too small for any rank, before torch meets it."""
+    ConfigError if this limit or that of addresses is too small for any rank, before torch fails."""
     files, hard_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     most_files = _MANY_FILES if hard_files == resource.RLIM_INFINITY else min(hard_files, _MANY_FILES)
     if files != resource.RLIM_INFINITY and files < most_files:

@@ -90,7 +90,7 @@ def launch_local(
     save_s: float = 60.0,
 ) -> int:
     """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host; or
-    `function()`, on ranks that are forked whatever [Note: forked ranks] says.
+    `function()`, on ranks that are always forked, see [Note: forked ranks].
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are

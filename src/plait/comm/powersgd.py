@@ -36,7 +36,7 @@ class PowerSGDReduce:
         self, name: str, numel: int, factors: Factors, group: Group, scratch: Tensor, uncompressed: int = 0
     ) -> None:
         """`name`: seeds the right factors. `scratch`: of `Factors.left_bytes`, shared by the group's sums.
-        `uncompressed`: number of first sums that are sent whole, while the gradient changes fast."""
+        `uncompressed`: number of initial sums that are not compressed, while the gradient changes fast."""
         self._uncompressed = uncompressed
         self._group = group
         self._factors = factors

@@ -16,7 +16,12 @@ from plait.models.huggingface import (
     pretrained_causal_lm,
     saved_model_on_meta,
 )
-from plait.models.huggingface_config import check_config_values, check_forward, read_config
+from plait.models.huggingface_config import (
+    check_config_values,
+    check_forward,
+    read_config,
+    without_warnings,
+)
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
 from plait.models.sharding.plan import build_tp_plan
@@ -70,4 +75,5 @@ __all__ = [
     "task_of",
     "unit_facts",
     "watch_activations",
+    "without_warnings",
 ]

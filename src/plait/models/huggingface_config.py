@@ -162,7 +162,7 @@ def check_forward(values: Mapping[str, Any]) -> None:
     if sum(parameter.numel() for parameter in model.parameters()) > _MAX_TRIAL_PARAMETERS:
         return
     try:
-        with _quiet():
+        with without_warnings():
             _run(model.to_empty(device="cpu"), "cpu")
     except Exception as error:
         raise _invalid(values, error, _run_on_meta) from error
@@ -236,7 +236,7 @@ def _run(model: nn.Module, device: str) -> object:
 
 def _fails(run: Callable[[Mapping[str, Any]], object], values: Mapping[str, Any]) -> bool:
     try:
-        with _quiet():
+        with without_warnings():
             run(values)
     except Exception:
         return True
@@ -244,8 +244,8 @@ def _fails(run: Callable[[Mapping[str, Any]], object], values: Mapping[str, Any]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the warnings of a trial."""
+def without_warnings() -> Iterator[None]:
+    """Suppress the warnings and log messages of a trial."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

@@ -5,15 +5,13 @@ the id of the padding token. The given keys are kept as far as the small model b
 first all, then only flags and names, then only the model type.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from plait.errors import ModelError, PlaitError
-from plait.models import causal_lm_on_meta
+from plait.models import causal_lm_on_meta, without_warnings
 
 _MAX_PARAMETERS = 3_000_000
 _HEADS, _KV_HEADS, _HEAD_DIM, _EXPERTS, _WIDTH = 4, 2, 8, 4, 32
@@ -53,7 +51,6 @@ _VARIANTS = (
     {key: value for key, value in _WITHOUT_HEAD_DIM.items() if key != "q_lora_rank"},
     {**_WITHOUT_HEAD_DIM, "num_key_value_heads": _HEADS},
 )
-_SILENT = 60  # above errors: fitting configurations are found by trial
 _NOT_SHAPES = ("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
@@ -63,9 +60,7 @@ def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> d
     Raises ModelError if none builds and runs.
     """
     failure: Exception | None = None
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(_SILENT)
-    try:
+    with without_warnings():
         for kept in _kept_keys(values):
             for sizes in _VARIANTS:
                 config = {**kept, **sizes, "num_hidden_layers": layers}
@@ -76,8 +71,6 @@ def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> d
                     return config
                 except Exception as error:  # the model's code may raise anything
                     failure = failure or error
-    finally:
-        logging.set_verbosity(verbosity)
     reason = failure.fact if isinstance(failure, PlaitError) else str(failure).strip().split("\n")[0]
     raise ModelError(
         "cannot shrink the model",
@@ -103,11 +96,9 @@ def _kept_keys(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _try(config: Mapping[str, Any], length: int) -> None:
     """Raise an error unless the model is small and runs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model: Any = causal_lm_on_meta(config)
-        num_parameters = sum(p.numel() for p in model.parameters())
-        if num_parameters > _MAX_PARAMETERS:
-            raise ModelError("the model is still large", given=f"{num_parameters:,} parameters")
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            type(model)(model.config)(torch.arange(length)[None] % 61 + 3, use_cache=False)
+    model: Any = causal_lm_on_meta(config)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    if num_parameters > _MAX_PARAMETERS:
+        raise ModelError("the model is still large", given=f"{num_parameters:,} parameters")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        type(model)(model.config)(torch.arange(length)[None] % 61 + 3, use_cache=False)

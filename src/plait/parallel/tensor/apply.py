@@ -109,7 +109,7 @@ class _Application:
                 pass  # unchanged: the engine reduces its weight's gradient
 
     def shard_input_embeddings(self) -> None:
-        """Make the model take its shard of embeddings that it is given in place of token ids."""
+        """Make the model shard the embeddings that it receives in place of token ids."""
         base = pretrained_base(self.model)
         table = None if base is None else base.get_input_embeddings()
         for layer in self.plan.layers:
