@@ -71,7 +71,7 @@ def test_numbers_that_depend_on_the_division_of_the_batch_are_reported_as_such(
     assert verdict_of(pool, 1, source, "dp=1").outcome is Outcome.SAME
     verdict = verdict_of(pool, ranks, source, plan)
     assert verdict.outcome is Outcome.DIFFERS
-    assert "results depend on how the batch is divided, because of batch statistics" in verdict.message
+    assert "numbers depend on how the batch is divided: batch statistics" in verdict.message
     wrong = verdict_of(pool, 2, source, "dp=2 zero=1", "all replicas")
     assert (wrong.outcome, wrong.message) == (Outcome.DIFFERS, "")
 

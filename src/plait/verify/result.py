@@ -12,8 +12,8 @@ from plait.verify.trajectory import Step, Trajectory
 
 MAX_SHOWN = 10  # parameters that are listed
 DEPENDS_ON_DIVISION = (
-    "results depend on how the batch is divided, because of batch statistics, or of a loss that is not a sum "
-    "over samples; one process that divides it in the same way matches the ranks"
+    "numbers depend on how the batch is divided: batch statistics, or a loss that is not a sum over samples; "
+    "one process that divides it in the same way matches the ranks"
 )
 
 
