@@ -120,7 +120,7 @@ def _warn_of_batch_statistics(model: nn.Module, plan: Plan) -> None:
         warnings.warn(
             f"{names[0]}{others}: BatchNorm computes with the statistics of one of {parts} parts of the "
             f"batch, so results differ from one process ({plan}). Try {way.rstrip(', ')}, or GroupNorm",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -195,9 +195,9 @@ def file_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
             else:
                 break
         yield
+    finally:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may hold the descriptor too
-    finally:
         os.close(descriptor)
 
 

@@ -125,3 +125,8 @@ def test_shares_of_ranks_and_micro_batches_are_those_of_the_global_batch(tmp_pat
 
     assert documents(1, None) == documents(2, 2) == documents(4, 1) == documents(1, 4)
     assert isinstance(Batches(samples, order, BatchSizes(8), micro=1)[0], list)
+
+
+def test_labels_of_another_length_than_the_tokens_are_an_error() -> None:
+    with pytest.raises(DataError, match=r"do not fit its tokens\n.*3 tokens and 2 labels"):
+        plait.PaddingCollator()([{"input_ids": [1, 2, 3], "labels": [1, 2]}])

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from plait.errors import DataError
+
 IGNORED_LABEL = -100  # as in torch.nn.functional.cross_entropy and transformers
 
 Ids = Tensor | Sequence[int]
@@ -38,6 +40,12 @@ class PaddingCollator:
         rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
         ids = [self._row(row["input_ids"]) for row in rows]
         labels = [self._row(row.get("labels", row["input_ids"])) for row in rows]
+        if different := [(len(i), len(j)) for i, j in zip(ids, labels, strict=True) if len(i) != len(j)]:
+            raise DataError(
+                "a sample's labels do not fit its tokens",
+                given="{} tokens and {} labels".format(*different[0]),
+                expected="a label for each token, -100 where it is not a target",
+            )
         longest = max(len(row) for row in ids)
         width = -(-longest // self.multiple_of) * self.multiple_of
         width = width if self.max_length is None else min(width, self.max_length)

@@ -56,7 +56,7 @@ class Windows:
         return max(0, (self._stream.num_tokens - 1) // (self._sequence - 1))
 
     def batch(self, indices: Int64s) -> Batch:
-        """{"input_ids", "labels"}: (b, S) int64, the same tensor twice: models shift labels inside."""
+        """{"input_ids", "labels"}: (b, S) int64, the same tensor twice: the loss shifts the labels."""
         tokens = torch.from_numpy(self._stream.read_windows(indices * (self._sequence - 1), self._sequence))
         return {"input_ids": tokens, "labels": tokens}
 

@@ -102,7 +102,7 @@ def class_loss(config: Any, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[
     logits_BC, labels = outputs.logits, _labels(batch)
     problem = config.problem_type
     if problem is None:
-        is_single = not labels.is_floating_point()
+        is_single = labels.dtype in (torch.long, torch.int)
         problem = "single_label_classification" if is_single else "multi_label_classification"
         problem = "regression" if config.num_labels == 1 else problem
     if problem == "single_label_classification":

@@ -65,7 +65,7 @@ def named_tensors(outputs: Any) -> dict[str, Tensor]:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """The size, the projection on a fixed direction, and the norm; NaN counts as 0."""
-    flat = torch.nan_to_num(tensor.detach().double().flatten())
+    """The size, the projection on a fixed direction, and the norm. NaN counts as 0, infinity as 1."""
+    flat = torch.nan_to_num(tensor.detach().double().flatten(), posinf=1.0, neginf=-1.0)
     direction = torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=torch.float64))
     return torch.stack([torch.tensor(float(flat.numel())).to(flat), flat @ direction, flat.norm()])

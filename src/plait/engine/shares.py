@@ -32,7 +32,7 @@ class Shares:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for number, batch in enumerate(self._loader):
-            share = share_of(batch, self._unit, self._ranks)
+            check_is_batch(batch)
             if number == 0 and (others := ranks_with_another_batch(batch, self._everyone, self._device)):
                 raise PlanError(
                     "ranks load different batches",
@@ -40,7 +40,7 @@ class Shares:
                     expected="a loader that yields the same batches in the same order on every rank",
                     hint="the same torch.manual_seed on all ranks, or a loader without engine.shard",
                 )
-            yield share
+            yield share_of(batch, self._unit, self._ranks)
 
 
 def share_of(batch: Batch, unit: int, ranks: Group) -> dict[str, Tensor]:

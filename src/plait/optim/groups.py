@@ -76,11 +76,11 @@ def _is_sound(number: float) -> bool:
 
 def check_options(optimizer: torch.optim.Optimizer, keys: Iterable[str]) -> None:
     """Raise CheckpointError if options are saved of another number of groups than the optimizer has."""
-    saved, present = len({_match(key)["group"] for key in keys}), len(optimizer.param_groups)
-    if saved and saved != present:
+    saved, present = {int(_match(key)["group"]) for key in keys}, len(optimizer.param_groups)
+    if saved and saved != set(range(present)):
         raise CheckpointError(
             "the checkpoint is of another optimizer",
-            given=f"{saved} param_groups, here {present}",
+            given=f"{len(saved)} param_groups, here {present}",
             expected="the param_groups that it was saved with",
             hint="weights_only=True loads only the weights",
         )

@@ -207,14 +207,14 @@ def evaluate(request: EvaluationRequest, world: World) -> Scores:
 
 def _spans(request: EvaluationRequest, positions: int | None, longest: int) -> tuple[int, int]:
     """Return context and stride. Raises ConfigError."""
-    context = request.context or positions or max(2, longest)
+    context = (positions or max(2, longest)) if request.context is None else request.context
     if context < 2 or (positions is not None and context > positions):
         raise ConfigError(
             "the context does not fit the model",
             given=f"--context {context}",
             expected=f"2 to {positions} tokens" if positions else "2 tokens or more",
         )
-    stride = request.stride or context - 1
+    stride = context - 1 if request.stride is None else request.stride
     if not 1 <= stride < context:
         raise ConfigError(
             "windows must overlap by at least one token",
@@ -228,7 +228,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], ra
     """Return a document's tokens, after the token from which the first one is predicted, and the indices of
     its last word's tokens."""
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    plain = {"add_special_tokens": False, "split_special_tokens": True}  # as in the data for training
+    found = tokenizer(text, **plain, return_offsets_mapping=True, verbose=False)
     ids, spans = [int(start), *found["input_ids"]], found["offset_mapping"]
     stop, parts = len(text.rstrip()), text.rsplit(None, 1)
     before = len(parts[0]) if len(parts) > 1 else 0  # end of the text before the last word
