@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 
 from plait.engine.loss import choose_loss
 from plait.errors import ModelError
-from plait.models import forward_inputs
+from plait.models import check_attends_backwards, forward_inputs
 from plait.verify.tiny_config import _SIZES
 
 VOCABULARY = 64
@@ -234,3 +234,10 @@ def _try_to_build(name: str, model_type: str) -> Any:
         except Exception:  # these sizes do not fit the family
             continue
     return None
+
+
+def test_an_encoder_as_a_causal_language_model_is_an_error() -> None:
+    with pytest.raises(ModelError, match="attends to the tokens that it is to predict"):
+        check_attends_backwards(small_model("BertLMHeadModel", "bert"))
+    check_attends_backwards(small_model("BertLMHeadModel", "bert", is_decoder=True))
+    check_attends_backwards(small_model("LlamaForCausalLM", "llama"))

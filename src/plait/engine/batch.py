@@ -94,6 +94,8 @@ class BatchPreparer:
         """The micro-batches of a step. Raises PlanError unless there are `plan.micro`, or the batch divides
         into so many."""
         if not isinstance(batch, Mapping) and isinstance(batch, Sequence):
+            for other in (micro for micro in batch if not isinstance(micro, Mapping)):
+                check_is_batch(other)
             if len(batch) != self.micro:
                 raise PlanError(
                     "the number of micro-batches is not plan.micro",

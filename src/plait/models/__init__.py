@@ -28,7 +28,14 @@ from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
 from plait.models.stages.dataflow_check import DataflowCheck
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
-from plait.models.task import Task, forward_inputs, label_keys, pretrained_base, task_of
+from plait.models.task import (
+    Task,
+    check_attends_backwards,
+    forward_inputs,
+    label_keys,
+    pretrained_base,
+    task_of,
+)
 from plait.models.transformers_types import is_model_output_class, is_pretrained_model, linear_forwards
 
 __all__ = [
@@ -48,6 +55,7 @@ __all__ = [
     "blocks_of",
     "build_tp_plan",
     "causal_lm_on_meta",
+    "check_attends_backwards",
     "check_config_values",
     "check_forward",
     "config_of_model",

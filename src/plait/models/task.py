@@ -107,6 +107,22 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
     return inputs
 
 
+def check_attends_backwards(model: "PreTrainedModel") -> None:
+    """Raise ModelError for an encoder that is built as a causal language model: it attends to the tokens that
+    it predicts."""
+    from transformers.models.auto import modeling_auto
+
+    family = model.config.model_type
+    is_encoder = family in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if is_encoder and not getattr(model.config, "is_decoder", False):
+        raise ModelError(
+            "the model attends to the tokens that it is to predict",
+            given=f"model_type={family} without is_decoder",
+            expected="a causal language model",
+            hint="is_decoder = true in the model's configuration",
+        )
+
+
 @functools.lru_cache
 def _language_modeling(
     name: str, family: str, loss_type: str | None, *, is_encoder_decoder: bool

@@ -38,7 +38,7 @@ from plait.data.readers import read_documents
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, DataError, RunError
-from plait.models import causal_lm_on_meta
+from plait.models import causal_lm_on_meta, check_attends_backwards
 from plait.plan import Plan
 from plait.tables import counted, facts_table
 from plait.train.config import ModelConfig
@@ -173,6 +173,7 @@ def evaluate(request: EvaluationRequest, world: World) -> Scores:
     found = ModelFiles.find(request.model, request.tokenizer)
     tokenizer = read_tokenizer(found.tokenizer)
     model, weights = found.model()
+    check_attends_backwards(model)
     texts = list(read_documents(request.data, request.text_key))
     encoded = [encode(tokenizer, text) for text in texts]
     longest = max((len(ids) for ids, _ in encoded), default=1)

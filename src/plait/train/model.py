@@ -11,6 +11,7 @@ from plait.engine.spec import validate
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import (
     causal_lm_on_meta,
+    check_attends_backwards,
     check_config_values,
     check_forward,
     pretrained_causal_lm,
@@ -67,6 +68,7 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan, *, is_saved: boo
             _check_keys(values)
         check_weights(model)
     on_meta = model_on_meta(model)
+    check_attends_backwards(on_meta)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
     validate(on_meta, plan, tensor_plan=model.tensor_plan)
     check_forward(values)

@@ -96,7 +96,9 @@ def check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
                 f"{reader} uses a result of block {earlier}, bypassing the blocks between them",
                 given="stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges),
                 expected="stages that receive only the output of the previous stage's last block",
-                hint=f"blocks {earlier} to {min(later, num_blocks - 1)} on one stage, by stages=...; or "
+                hint="no pipeline, or blocks that return what later ones need"
+                if earlier == 0 and later >= num_blocks - 1
+                else f"blocks {earlier} to {min(later, num_blocks - 1)} on one stage, by stages=...; or "
                 "blocks that return what later ones need",
             )
 
