@@ -150,12 +150,12 @@ def check_is_batch(batch: object) -> None:
         raise ModelError(
             "a batch is a dict of tensors with samples along dim 0",
             given=invalid or "an empty dict",
-            expected="dense tensors with values and at least one sample, by name",
+            expected="dense tensors with values, by name",
         )
 
 
 def _is_entry(key: object, value: object) -> bool:
-    if not isinstance(key, str) or not isinstance(value, Tensor) or not value.ndim or not value.shape[0]:
+    if not isinstance(key, str) or not isinstance(value, Tensor) or not value.ndim:
         return False
     return value.layout is torch.strided and not (value.is_meta or value.is_quantized)
 
