@@ -8,7 +8,6 @@ are looked up by identity.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -115,8 +114,7 @@ class _Application:
         for layer in self.plan.layers:
             out = self._sharded_dim(layer.out)
             if self.model.get_submodule(layer.module) is table and out is not None and out.group.size > 1:
-                hook = partial(_shard_input_embeddings, out)
-                self.model.register_forward_pre_hook(hook, with_kwargs=True)
+                self.model.register_forward_pre_hook(_shard_input_embeddings(out), with_kwargs=True)
 
     def apply_sequence_parallel(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
         sequence, side_inputs = self.sequence_shard, SideInputs(self.sequence_shard)
@@ -241,9 +239,14 @@ def _check_linear(layer: LayerSharding, module: nn.Module, forward: Callable[...
     )
 
 
-def _shard_input_embeddings(
-    features: ShardedDim, _: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward pre-hook. `inputs_embeds` (B, S, H) becomes (B, S, h)."""
-    embeddings = inputs.get("inputs_embeds")
-    return args, inputs if embeddings is None else {**inputs, "inputs_embeds": split(embeddings, features)}
+def _shard_input_embeddings(features: ShardedDim) -> Callable[..., Any]:
+    """A forward pre-hook: `inputs_embeds` (B, S, H) becomes (B, S, h). Copies of the model share it."""
+
+    def hook(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        embeddings = inputs.get("inputs_embeds")
+        return args, inputs if embeddings is None else {
+            **inputs,
+            "inputs_embeds": split(embeddings, features),
+        }
+
+    return hook
