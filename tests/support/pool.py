@@ -29,7 +29,7 @@ TESTS = Path(__file__).resolve().parents[1]
 WORKER = TESTS / "support" / "pool_worker.py"
 MAX_RANKS = 16
 AFTER_FAILURE_S = 5.0  # time for the other ranks to end by themselves after a failure
-STACK_S = 2.0  # time for a stuck worker to write its stack; only stopped processes need all of it
+STACK_S = 8.0  # time for a stuck worker to write its stack; only stopped processes need all of it
 OUTPUT_CHARS = 4000  # part of a rank's output in error messages
 
 # Gloo's errors on a rank whose peer is gone: consequences, shown after the causes.
