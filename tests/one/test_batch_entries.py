@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import plait
@@ -122,3 +123,14 @@ def test_a_loss_that_takes_the_whole_batch_uses_all_of_it() -> None:
         return weighted(outputs, {**batch})
 
     assert not engine_of(loss=loss).step(batch_of(weights=torch.ones(8, 1))).skipped
+
+
+def test_an_error_of_forward_names_the_entries_that_it_does_not_take() -> None:
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    engine = plait.parallelize(transformers.BertForMaskedLM(config), "dp=1")
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="input_ids") as error:
+        engine.step({"input_id": ids, "labels": ids})
+    assert any("does not take these entries of the batch: input_id" in note for note in error.value.__notes__)

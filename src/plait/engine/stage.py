@@ -70,11 +70,20 @@ class StageRunner:
             self.zero.unsharder.watch_outside_uses(),
             contextlib.nullcontext() if is_first else receiving(self.part.module, received),
         ):
-            outputs = self.part.module(**inputs)
+            outputs = self._forward(inputs, micro)
         if not self._is_checked:
             self.part.check_taint(outputs, inputs if is_first else received)
             self._is_checked = True
         return outputs
+
+    def _forward(self, inputs: Mapping[str, Any], micro: Mapping[str, Tensor]) -> Any:
+        try:
+            return self.part.module(**inputs)
+        except Exception as error:
+            ignored = [key for key in micro if key not in (*inputs, *label_keys(self.part.module))]
+            if ignored:  # such as a misspelt argument, without which forward fails
+                error.add_note(f"(forward does not take these entries of the batch: {', '.join(ignored)})")
+            raise
 
     def summed_loss(self, micro: Mapping[str, Tensor], received: Any = None) -> tuple[Tensor, int | Tensor]:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
