@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plait.data import readers, sources
 from plait.data.readers import ReadOptions, read_chunks
 from plait.data.sources import Shard, Slice, list_shards, list_source
-from plait.data.tokenizer import split_long_words, train_tokenizer
+from plait.data.tokenizer import file_hashes, split_long_words, train_tokenizer
 from plait.errors import DataError
 
 TEXT = st.text(st.sampled_from("ab \n\r\té漢🙂"), max_size=200)
@@ -250,3 +250,10 @@ def test_hf_without_datasets_is_an_error_that_names_the_package(monkeypatch: pyt
     with pytest.raises(DataError, match="needs the package `datasets`") as error:
         list_shards(["hf:wikitext"])
     assert error.value.hint == "pip install 'plait[datasets]'"
+
+
+def test_a_tokenizer_file_too_large_to_be_one_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    os.truncate(tmp_path / "tokenizer.json", 2**40)
+    with pytest.raises(DataError, match="too large for a tokenizer"):
+        file_hashes(tmp_path)

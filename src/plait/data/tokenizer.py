@@ -12,11 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from plait.data.config import END_OF_DOCUMENT, TokenizerConfig
 from plait.errors import DataError
-from plait.fileio import sync_folder, sync_tree
+from plait.fileio import open_regular, sync_folder, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_MAX_FILE_BYTES = 1 << 30
 _MAX_WORD = 256  # characters
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_WORD},}}+|(?<!\s)\s{{{_MAX_WORD},}}+")
 
@@ -117,7 +118,15 @@ def encoder(folder: Path) -> Tokenizer:
 def file_hashes(path: Path) -> dict[str, str]:
     """sha256 of each file of a tokenizer, by name: of a directory, or of one tokenizer.json."""
     files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {file.name: _file_hash(file) for file in files}
+
+
+def _file_hash(path: Path) -> str:
+    """Raises DataError for a file that is too large for a tokenizer, OSError."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _MAX_FILE_BYTES:
+            raise DataError(f"{path} is too large for a tokenizer", given=f"{size:,} bytes")
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_spec(config: TokenizerConfig) -> dict[str, object]:
