@@ -81,6 +81,7 @@ MIXTRAL = (
         (sets("run.stpes=3"), ["ConfigError", "'stpes'", "try     : run.steps"]),
         (["--plan", "pd=2"], ["PlanError", "'pd'", "dp"]),
         (["--ranks", "3"], ["PlanError", "3 ranks", "dp=3"]),
+        (["--plan", "dp=100000", *sets("run.batch=100000")], ["ConfigError", "more ranks than this host"]),
         (sets("run.batch=6"), ["PlanError", "does not divide", "run.batch=8"]),
         (sets("optimizer.name=Adan"), ["ConfigError", "optimizer.name"]),
         (sets("run.device=cuda"), ["ConfigError", "GPUs"]),
@@ -311,6 +312,16 @@ def test_another_number_of_ranks_than_torchruns_is_named(here: Path, monkeypatch
     assert "PlanError" in said
     assert "--ranks 3, WORLD_SIZE=2" in said
     assert not (here / "other").exists()
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5000, "-1", ""])
+def test_a_rank_that_is_not_a_number_is_named(
+    here: Path, number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": number, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("plait.cli.multirank._RANK_0_SHOWS_S", 0.0)
+    assert "RANK is not a number" in message("train", here / "recipe.toml", *sets(f"run.dir={here}/other"))
 
 
 def test_errors_are_the_same_in_a_process_of_their_own(here: Path) -> None:

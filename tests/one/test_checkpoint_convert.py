@@ -381,6 +381,9 @@ def test_a_damaged_checkpoint_is_not_exported(checkpoints: Checkpoints, tmp_path
 
 def test_a_checkpoint_without_a_model_name_takes_the_given_one(tmp_path: Path, world: World) -> None:
     engine = parallelize(causal_lm_on_meta(MODELS["llama"]), "dp=1", world=world)
+    found = open_checkpoint(engine.save(tmp_path / "other", {"model": {"path": 5}}))
+    with pytest.raises(CheckpointError, match="does not record its model"):
+        convert(found, tmp_path / "out")
     found = open_checkpoint(engine.save(tmp_path / "saved", {"model": None}))
     with pytest.raises(CheckpointError, match="does not record its model"):
         convert(found, tmp_path / "out")

@@ -3,6 +3,7 @@
 import atexit
 import datetime
 import os
+import re
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -257,7 +258,7 @@ _RANK_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
 def _env_int(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise CommError(f"{name} is not a number", given=f"{name}={text}", hint="start with torchrun")
     return int(text)
 

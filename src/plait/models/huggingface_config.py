@@ -177,23 +177,27 @@ def _build(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreT
     config: PretrainedConfig = AutoConfig.for_model(given.pop("model_type"), **given)
     architecture = _architecture(values) if of_architecture else None
     if architecture is not None and isinstance(config, architecture.config_class or ()):
+        _check_flash(config, architecture)
         with torch.device("meta"), _limited_modules():
             return architecture._from_config(config)  # as AutoModelForCausalLM.from_config calls it
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
             "the configuration is not of a causal language model", given=f"model_type={config.model_type}"
         )
-    flash = getattr(
-        AutoModelForCausalLM._model_mapping[type(config)], "_compatible_flash_implementations", None
-    )
+    _check_flash(config, AutoModelForCausalLM._model_mapping[type(config)])
+    with torch.device("meta"), _limited_modules():
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def _check_flash(config: "PretrainedConfig", model_class: Any) -> None:
+    """Raise ModelError for attention that transformers would replace by what it downloads for the class."""
+    flash = getattr(model_class, "_compatible_flash_implementations", None)
     if flash and config._attn_implementation in _PACKAGES and config._attn_implementation not in flash:
-        raise ModelError(  # transformers would download one of them instead
+        raise ModelError(
             f"the model does not support {config._attn_implementation}",
             given=f"model_type={config.model_type}, attn_implementation = {config._attn_implementation!r}",
             hint="attn_implementation = 'sdpa', or the configuration without this key",
         )
-    with torch.device("meta"), _limited_modules():
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def _architecture(values: Mapping[str, Any]) -> "type[PreTrainedModel] | None":

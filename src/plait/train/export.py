@@ -125,7 +125,7 @@ def generate(
 def recorded_config(saved: Checkpoint) -> dict[str, Any] | Path:
     """Return the Hugging Face configuration of a checkpoint's model, or its path. Raises CheckpointError."""
     model = saved.facts.get("model")
-    if isinstance(model, dict) and (model.get("config") or model.get("path")):
+    if isinstance(model, dict) and (model.get("config") or isinstance(model.get("path"), str)):
         return model.get("config") or Path(model["path"])
     raise CheckpointError(
         "the checkpoint does not record its model configuration",

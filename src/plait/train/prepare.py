@@ -43,6 +43,8 @@ from plait.train.optimizer import check_optimizer_args, optimizer_class, param_g
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
 
+_MAX_LOCAL_RANKS = 1024  # each is a process
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -314,6 +316,13 @@ def _check_offload(config: RunConfig) -> None:
 def check_devices(ranks: int, device: str) -> None:
     """Raise ConfigError unless there is a GPU per rank, or all ranks run on the CPU."""
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if ranks > _MAX_LOCAL_RANKS:
+        raise ConfigError(
+            "more ranks than this host can start",
+            given=f"{ranks:,} local ranks",
+            expected=f"at most {_MAX_LOCAL_RANKS:,}",
+            hint="torchrun on several hosts; plait explain needs no ranks",
+        )
     if (device == "cuda" and gpus == 0) or 0 < gpus < ranks:
         raise ConfigError(
             "more ranks than GPUs",
