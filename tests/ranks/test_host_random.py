@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,6 +245,9 @@ def _play(num_turns: int, seed: int) -> tuple[dict[str, int], dict[str, int], in
     used = arena.used_bytes
     del arena
     world.close()
+    until_s = time.monotonic() + 5.0
+    while len(os.listdir("/proc/self/task")) > before["threads"] and time.monotonic() < until_s:  # noqa: PTH208
+        time.sleep(0.001)  # Python joins a thread slightly before the system ends it
     return before, _held(), used
 
 

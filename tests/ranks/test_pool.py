@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from plait.comm import connect
 from plait.errors import PlanError
+from plait.train.signals import SignalHandler
 from support.pool import Pool, RankError, RankTimeout
 
 
@@ -157,8 +158,14 @@ def test_an_exception_on_one_rank_is_raised_when_the_others_are_well(pool: Pool)
     assert len(caught.value.failures) == 1
 
 
+def handle_signals_as_training() -> None:
+    with SignalHandler():
+        pass
+
+
 def test_the_time_limit_shows_the_stack_of_every_rank(pool: Pool) -> None:
     before = pool.run(pid, 2)
+    pool.run(handle_signals_as_training, 1)
     with pytest.raises(RankTimeout) as caught:
         pool.run(hang_in_a_collective, 2, timeout_s=3.0)
     by_rank = {failure.rank: str(failure) for failure in caught.value.failures}

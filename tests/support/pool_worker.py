@@ -29,9 +29,12 @@ def serve(pool: connection.Connection, stacks: Path) -> None:
     """Run jobs until the pool closes the connection."""
     end_with_parent()
     faulthandler.enable()
-    # A stuck rank cannot answer requests: a signal handler in C writes its stack. The pool empties the file.
-    faulthandler.register(signal.SIGUSR1, file=stacks.open("a"), all_threads=True)
+    stacks_file = stacks.open("a")  # the pool empties it
     while True:
+        # A stuck rank cannot answer requests: a signal handler in C writes its stack. A training run restores
+        # Python's handler after its own, not this one.
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
         try:
             job = pool.recv()
         except EOFError:

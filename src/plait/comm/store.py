@@ -38,6 +38,7 @@ _MAX_POLL_S = 0.1
 _COUNTS = 8  # written within the timeout
 _MAX_COUNT_S = 60.0  # between two counts
 _LEAVE_S = 10.0  # limit of the server's wait for the others to leave
+_END_S = 1.0  # limit of the wait for the thread at the end; only a call without a reply needs all of it
 
 
 class JobStore:
@@ -59,8 +60,12 @@ class JobStore:
         self._count_s = min(timeout_s / _COUNTS, _MAX_COUNT_S)
         self._cache: dict[str, str] = {}
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         if store is not None:
-            threading.Thread(target=self._serve, args=(store,), name="plait-store", daemon=True).start()
+            self._thread = threading.Thread(
+                target=self._serve, args=(store,), name="plait-store", daemon=True
+            )
+            self._thread.start()
 
     def set(self, key: str, text: str = "") -> None:
         """Set a key for all ranks to read; release those that `wait_for` it."""
@@ -104,6 +109,8 @@ class JobStore:
             self._leave()
         self._store = None
         self._calls.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
 
     def _leave(self) -> None:
         until_s = time.monotonic() + _LEAVE_S
