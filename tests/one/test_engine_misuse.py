@@ -278,6 +278,9 @@ def test_facts_that_are_not_json_are_refused(engine: Engine, tmp_path: Path) -> 
     for facts in wrong:
         with pytest.raises(CheckpointError, match="not JSON"):
             engine.save(tmp_path, facts)
+    with pytest.raises(CheckpointError, match="the engine's own") as error:
+        engine.save(tmp_path, {"plan": "mine"})
+    assert error.value.given == "facts={'plan': ...}"
     assert not list(tmp_path.iterdir())
 
 

@@ -256,9 +256,12 @@ class _Counting(nn.Module):
         self.register_buffer("mean", torch.zeros(6))  # replaced by a new tensor
         self.calls = 0
         self.means: list[float] = []
+        self.scales = {"input": 1.0}  # as long as before
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
+        x = x * self.scales["input"]
+        self.scales["input"] *= 1.5
         with torch.no_grad():
             self.direction.copy_(F.normalize(self.linear.weight @ self.direction, dim=0))
             self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
@@ -275,7 +278,7 @@ def test_state_that_a_forward_changes_is_that_of_none(how: str) -> None:
         for micro in torch.randn(4, 8, 6).unbind():
             model(micro).square().sum().backward()
         gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
-        attributes = {f"{n}": torch.tensor([m.calls, *m.means]) for n, m in enumerate(model)}
+        attributes = {f"{n}": torch.tensor([m.calls, *m.means, m.scales["input"]]) for n, m in enumerate(model)}
         return dict(model.named_buffers()) | gradients | attributes
 
     expected, found = trained("none"), trained(how)

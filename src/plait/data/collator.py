@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from plait.errors import DataError
-
-IGNORED_LABEL = -100  # as in torch.nn.functional.cross_entropy and transformers
+from plait.models import IGNORED_LABEL
 
 Ids = Tensor | Sequence[int]
 

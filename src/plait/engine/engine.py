@@ -484,6 +484,12 @@ class Engine:
         of a Hugging Face model are added. Every rank must call it. Raises CheckpointError, which leaves
         earlier checkpoints intact; RunError, see `check_replicas`."""
         folder, own_facts = to_path(folder, "folder"), json_facts(facts or {})
+        if taken := {"plan", "seed"} & own_facts.keys():
+            raise CheckpointError(
+                "a checkpoint's facts have keys of the engine's own",
+                given=f"facts={{{sorted(taken)[0]!r}: ...}}",
+                expected="other keys than 'plan' and 'seed'",
+            )
         self.check_replicas()
         config = config_of_model(self.model)
         model = {} if config is None else {"model": {"config": config}}

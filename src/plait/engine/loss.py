@@ -14,13 +14,17 @@ from torch import Tensor, nn
 
 from plait.comm import Group
 from plait.errors import ModelError
-from plait.models import Task, pretrained_base, task_of
+from plait.models import IGNORED_LABEL, Task, pretrained_base, task_of
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, cross_entropy
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
 
-IGNORED = -100  # labels with this value are not targets, as in transformers
+
+_EXPECTED_LABELS = {
+    "labels": "labels as the model itself takes them; for a causal language model the input_ids, "
+    "with -100 at positions without a target"
+}
 
 
 def choose_loss(
@@ -78,11 +82,11 @@ def token_loss(
     logits_BSV, labels_BS = outputs.logits, _labels(batch)
     _check_shape(labels_BS, logits_BSV.shape[:-1], "one per position of the logits")
     if shift:
-        labels_BS = F.pad(labels_BS, (0, 1), value=IGNORED)[:, 1:]
+        labels_BS = F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]
     targets = labels_BS.reshape(-1)
     columns = columns or [(0, logits_BSV.shape[-1])]
-    total = cross_entropy(logits_BSV.flatten(0, 1), targets, group, columns, ignore_index=IGNORED)
-    return total, (targets != IGNORED).sum()
+    total = cross_entropy(logits_BSV.flatten(0, 1), targets, group, columns, ignore_index=IGNORED_LABEL)
+    return total, (targets != IGNORED_LABEL).sum()
 
 
 def token_classification_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -129,7 +133,7 @@ def answer_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tens
         positions = _labels(batch, f"{key}_positions").reshape(-1)
         _check_shape(positions, logits_BS.shape[:1], "one per sample")
         is_inside = positions.clamp(min=0) < logits_BS.shape[1]
-        targets = torch.where(is_inside, positions.clamp(min=0), IGNORED)
+        targets = torch.where(is_inside, positions.clamp(min=0), IGNORED_LABEL)
         summed, targets_of_key = _cross_entropy(logits_BS, targets)
         total, count = total.to(summed) + summed, count.to(targets_of_key) + targets_of_key
     return total, count
@@ -137,8 +141,8 @@ def answer_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tens
 
 def _cross_entropy(logits_TC: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
     columns = [(0, logits_TC.shape[-1])]
-    total = cross_entropy(logits_TC, targets_T, SINGLE_RANK, columns, ignore_index=IGNORED)
-    return total, (targets_T != IGNORED).sum()
+    total = cross_entropy(logits_TC, targets_T, SINGLE_RANK, columns, ignore_index=IGNORED_LABEL)
+    return total, (targets_T != IGNORED_LABEL).sum()
 
 
 def _widened(logits: Tensor) -> Tensor:
@@ -150,9 +154,8 @@ def _labels(batch: Mapping[str, Tensor], key: str = "labels") -> Tensor:
         raise ModelError(
             f"the batch has no {key} to compute a loss from",
             given=f"a batch with {', '.join(batch)}",
-            expected="for a causal language model: the input_ids, with -100 at positions without a target"
-            if key == "labels"
-            else "start_positions and end_positions",
+            expected=_EXPECTED_LABELS.get(key, "start_positions and end_positions"),
+            hint="loss=, for a loss that needs no labels",
         )
     return batch[key]
 

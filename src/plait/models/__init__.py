@@ -29,6 +29,7 @@ from plait.models.stages.assign import plan_stages
 from plait.models.stages.dataflow_check import DataflowCheck
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
+    IGNORED_LABEL,
     Task,
     check_attends_backwards,
     forward_inputs,
@@ -39,6 +40,7 @@ from plait.models.task import (
 from plait.models.transformers_types import is_model_output_class, is_pretrained_model, linear_forwards
 
 __all__ = [
+    "IGNORED_LABEL",
     "BlockOutputs",
     "Blocks",
     "Chain",

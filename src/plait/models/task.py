@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+IGNORED_LABEL = -100  # not a target, as in torch.nn.functional.cross_entropy and transformers
+
+
 class Task(Enum):
     """A task whose loss is a sum over targets.
 

@@ -93,4 +93,13 @@ def _equal(buffer: Tensor, before: Tensor) -> bool:
 
 
 def _differs(value: Any, before: Any) -> bool:
-    return len(value) != len(before) if type(value) in _CONTAINERS else value is not before
+    if type(value) is not type(before) or type(value) not in _CONTAINERS:
+        return value is not before
+    return _identities(value) != _identities(before)
+
+
+def _identities(container: Any) -> Any:
+    """The items of a container, compared as objects: comparing tensors gives tensors."""
+    if type(container) is dict:
+        return {key: id(value) for key, value in container.items()}
+    return container if type(container) is set else [id(item) for item in container]

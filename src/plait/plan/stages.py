@@ -7,6 +7,12 @@ from itertools import accumulate
 from plait.plan.layout import ParamInfo, UnitInfo
 
 
+def stage_of_gap(blocks: Sequence[tuple[int, int]], gap: int) -> int:
+    """The stage, of those with blocks [start, stop), that runs the modules before block `gap`; the last one
+    for those after the last block."""
+    return next((stage for stage, (_, stop) in enumerate(blocks) if gap < stop), len(blocks) - 1)
+
+
 @dataclass(frozen=True)
 class StageAssignment:
     """The stages of a model, in forward order. Stage s has blocks [start, stop), at least one.

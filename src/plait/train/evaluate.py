@@ -33,12 +33,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from plait.api import parallelize
 from plait.checkpoint import Checkpoint, open_checkpoint
 from plait.comm import World
-from plait.data.collator import IGNORED_LABEL, PaddingCollator
+from plait.data.collator import PaddingCollator
 from plait.data.readers import read_documents
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, DataError, RunError
-from plait.models import causal_lm_on_meta, check_attends_backwards
+from plait.models import IGNORED_LABEL, causal_lm_on_meta, check_attends_backwards
 from plait.plan import Plan
 from plait.tables import counted, facts_table
 from plait.train.config import ModelConfig

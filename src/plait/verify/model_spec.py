@@ -14,7 +14,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from plait.engine.loss import Loss
 from plait.engine.reference import copy_with_values
 from plait.errors import ModelError, PlaitError, nearest
-from plait.models import Blocks, Chain, blocks_of, causal_lm_on_meta, initialize_weights, read_config
+from plait.models import (
+    IGNORED_LABEL,
+    Blocks,
+    Chain,
+    blocks_of,
+    causal_lm_on_meta,
+    initialize_weights,
+    read_config,
+)
 from plait.verify.float64 import compute_in_float64, default_dtype
 from plait.verify.tiny_config import left_out, shrink_config
 
@@ -127,7 +135,7 @@ def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: i
     ids = torch.randint(0, vocabulary, (samples, length), generator=generator)
     share = torch.linspace(0.0, 0.9, samples)[torch.randperm(samples, generator=generator), None]
     masked = torch.rand(samples, length, generator=generator) < share
-    return {"input_ids": ids, "labels": ids.masked_fill(masked, -100)}
+    return {"input_ids": ids, "labels": ids.masked_fill(masked, IGNORED_LABEL)}
 
 
 def _module(built: object) -> nn.Module:

@@ -75,7 +75,7 @@ def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> d
     raise ModelError(
         "cannot shrink the model",
         given=f"{values.get('model_type')}: {reason}",
-        hint="--full with a small config.json of your own",
+        hint="plait verify --model MODULE:FUNCTION, a function that builds a small one",
     ) from failure
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlanError
 from plait.models.blocks import config_int
 from plait.models.stages.dataflow import Dataflow, trace_dataflow
-from plait.plan.stages import StageAssignment, balance_blocks
+from plait.plan.stages import StageAssignment, balance_blocks, stage_of_gap
 
 # The loss and its backward read the logits a few times in float32. In multiplications, as all costs here,
 # that equals the head's cost for this many additional hidden units.
@@ -43,17 +43,16 @@ def plan_stages(
     counts = given or _balance(model, len(blocks), gaps_of, num_stages, ranks)
     stops = [sum(counts[: stage + 1]) for stage in range(num_stages)]
     ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
-    stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]  # by gap
-    stage_of.append(num_stages - 1)
     check_skips(flow, ranges)
-    stages = {name: sorted({stage_of[gap] for gap in gaps}) for name, gaps in gaps_of.items()}
+    stages = {name: sorted({stage_of_gap(ranges, gap) for gap in gaps}) for name, gaps in gaps_of.items()}
     homes = {name: users[0] for name, users in stages.items()}
     gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow)
     first_names: dict[int, str] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):  # under each of its names
         first = first_names.setdefault(id(buffer), name)
         index = indices[name.rpartition(".")[0]]  # a block's buffers belong to its stage
-        homes[name] = stage_of[index if 0 <= index < len(blocks) else min(gaps_of[first])]
+        gap = index if 0 <= index < len(blocks) else min(gaps_of[first])
+        homes[name] = stage_of_gap(ranges, gap)
     shared = {name: tuple(users) for name, users in stages.items() if len(users) > 1}
     is_traced = flow.error is None
     return StageAssignment(ranges, homes, shared, frozenset(flow.changing), is_traced=is_traced)

@@ -9,7 +9,7 @@ from plait.errors import ModelError
 from plait.models.stages.assign import check_skips, untraceable
 from plait.models.stages.dataflow import Dataflow, trace_dataflow
 from plait.models.task import label_keys
-from plait.plan.stages import StageAssignment
+from plait.plan.stages import StageAssignment, stage_of_gap
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -63,10 +63,9 @@ class DataflowCheck:
         return [key for key in batch if key not in labels]
 
     def _check_parameters(self, flow: Dataflow) -> None:
-        stops = [stop for _, stop in self._assignment.blocks]
         for name, _ in self.meta_model.named_parameters():
             for gap in flow.gaps_of(name):
-                stage = next((s for s, stop in enumerate(stops) if gap < stop), len(stops) - 1)
+                stage = stage_of_gap(self._assignment.blocks, gap)
                 if stage not in self._assignment.stages_with(name):
                     raise ModelError(
                         f"stage {stage} computes with {name}, which was assigned to another stage",
