@@ -222,6 +222,22 @@ def test_tensors_in_keywords_are_held_and_counted(how: str) -> None:
     assert watch.total - without.total == sum(scale.nbytes for scale in scales)
 
 
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_torch_is_given_the_device_of_a_tensor_in_keywords(how: str, monkeypatch: Any) -> None:
+    """torch keeps the random state of the devices of positional tensors only; here on meta."""
+    devices = []
+    infer = torch.utils.checkpoint._infer_device_type
+    monkeypatch.setattr(
+        torch.utils.checkpoint,
+        "_infer_device_type",
+        lambda *args: devices.append(infer(*args)) or infer(*args),
+    )
+    block = _Wide().to("meta")
+    recompute_blocks([block], how)
+    block(x=torch.randn(4, 32, device="meta"))
+    assert devices == ["meta"]
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_hooks_stay_outside_and_run_once(how: str) -> None:
     model = wide_blocks(how)

@@ -10,6 +10,12 @@ equal both times and the results are those of `none`, bit for bit. A block's `fo
 call: module hooks stay outside and do not run again. Buffers that it changes are put back first: see
 parallel/module_state.py.
 
+[Note: random state of the device]
+torch's checkpoint keeps the random state of the CPU, and of the devices of its positional tensors. Of a block
+called as `block(hidden_states=x)` it would keep the CPU's alone, and on a GPU the recomputed dropout mask
+would be another one, without an error. So the function gets an empty tensor of the device as its first
+argument.
+
 [Note: own modes for saved products]
 torch's selective contexts raise, in backward, for a saved output that was changed in place. That is common
 (`ReLU(inplace=True)` after a linear layer; a bias that `F.linear` adds in place if its input is not
@@ -93,7 +99,9 @@ class RecomputedForward:
             return self.forward(*args, **kwargs)
         with self._state.recorded() as before:
             contexts = functools.partial(self._contexts, before)
-            return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            run = functools.partial(_run_without_marker, self.forward)
+            marker = _device_marker(args, kwargs)
+            return checkpoint(run, marker, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def _contexts(
         self, before: Mapping[Any, Any]
@@ -119,6 +127,18 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+def _device_marker(args: Any, kwargs: Any) -> Tensor | None:
+    """Return an empty tensor of the accelerator among the arguments' devices; None if all are on the CPU. See
+    [Note: random state of the device]."""
+    on_device = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type != "cpu")
+    first = next(on_device, None)
+    return None if first is None else torch.empty(0, device=first.device)
+
+
+def _run_without_marker(forward: Callable[..., Any], _: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _run_in(
