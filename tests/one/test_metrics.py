@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from plait.errors import CheckpointError, RunError
 from plait.plan import MemoryUse
-from plait.train.metrics import Metrics, StepMetrics, matmul_peak, read_metrics, truncate_metrics
+from plait.train.metrics import Metrics, StepMetrics, read_metrics, truncate_metrics
+from plait.train.peak_flops import PeakFlops, data_sheet_peak, matmul_peak
 from plait.train.report import draw_losses, memory_table
 from plait.train.run_dir import RunDir
 
@@ -35,6 +36,8 @@ def facts(
         tokens=step * 100,
         tokens_per_s=5000.0,
         mfu=0.25,
+        mfu_full_attention=0.3,
+        mfu_of_matmul=0.35,
         seconds=0.02,
         loss_scale=loss_scale,
     )
@@ -245,3 +248,37 @@ def test_the_measured_peak_is_a_speed_that_a_processor_can_have(dtype: torch.dty
     began_s = time.monotonic()
     assert 1e8 < matmul_peak(torch.device("cpu"), dtype) < 1e14
     assert time.monotonic() - began_s < 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA H100 80GB HBM3", torch.float16, 989.4),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756.0),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312.0),
+        ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, None),
+        ("", torch.bfloat16, None),
+    ],
+)
+def test_the_data_sheet_is_found_by_the_devices_name(
+    name: str, dtype: torch.dtype, teraflops: float | None
+) -> None:
+    found = data_sheet_peak(name, dtype)
+    assert (found and found / 1e12) == (teraflops and pytest.approx(teraflops))
+
+
+def test_float32_products_in_tf32_have_a_peak_of_their_own() -> None:
+    assert data_sheet_peak("NVIDIA H200", torch.float32, uses_tf32=True) == pytest.approx(494.7e12)
+    assert data_sheet_peak("NVIDIA H200", torch.float32) == pytest.approx(66.9e12)
+
+
+def test_mfu_is_relative_to_the_data_sheet_and_without_one_to_the_measured_product() -> None:
+    known, unknown = PeakFlops(700e12, 989e12), PeakFlops(700e12, None)
+    assert (known.for_mfu, unknown.for_mfu) == (989e12, 700e12)
+    assert str(known) == (
+        "989,000.0 GFLOP/s per rank (data sheet), 700,000.0 GFLOP/s per rank (measured matrix product)"
+    )
+    assert "data sheet" not in str(unknown)

@@ -155,6 +155,7 @@ def test_flops_of_a_llama_token_follow_the_formula() -> None:
     norms = 5 * 32
     matmul = 2 * (attention + ffn) + head + norms
     assert FlopFacts.from_model(model).per_token(16) == 6 * matmul + 6 * 2 * 32 * 16
+    assert FlopFacts.from_model(model).per_token(16, causal=False) == 6 * matmul + 12 * 2 * 32 * 16
 
 
 def test_a_tied_head_counts_as_the_product_that_it_is() -> None:

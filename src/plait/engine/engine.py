@@ -534,10 +534,10 @@ class Engine:
             activation_bytes=activation_bytes,
         )
 
-    def flops_per_token(self, sequence: int) -> float:
+    def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of forward and backward for one token; see `training_flops_per_token` in
         `plan/cost_model.py`."""
-        return self._flops.per_token(sequence)
+        return self._flops.per_token(sequence, causal=causal)
 
     def discard_step(self) -> None:
         """Discard the micro-batches of an unfinished step; also called after an exception."""

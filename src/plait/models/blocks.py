@@ -159,9 +159,9 @@ class FlopFacts:
         layers = config_int(config, "num_hidden_layers", "n_layer")
         return cls(total - sum(tables.values()), layers, width)
 
-    def per_token(self, sequence: int) -> float:
+    def per_token(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of forward and backward for one token; counted as in `plan/cost_model.py`."""
-        return training_flops_per_token(**asdict(self), sequence=sequence)
+        return training_flops_per_token(**asdict(self), sequence=sequence, causal=causal)
 
 
 def config_int(config: Any, *names: str) -> int:

@@ -106,16 +106,17 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def training_flops_per_token(
-    *, matmul_parameters: int, num_layers: int, attention_width: int, sequence: int
+    *, matmul_parameters: int, num_layers: int, attention_width: int, sequence: int, causal: bool = True
 ) -> float:
-    """FLOPs of forward and backward for one token of a causal decoder.
+    """FLOPs of forward and backward for one token of a decoder.
 
     6 per parameter used in a matrix product (2 forward, 4 backward; not the embedding look-up, but the head),
-    and for attention 12 x layers x width x sequence for scores and values, halved because a causal token
-    attends to half the sequence on average. Recomputation is not counted: this is model FLOPs, not hardware
-    FLOPs (MFU, not HFU; Chowdhery et al. 2204.02311, appendix B, who count attention in full).
+    and for attention 12 x layers x width x sequence for scores and values, halved if `causal`: a token
+    then attends to half the sequence on average. Recomputation is not counted: this is model FLOPs, not
+    hardware FLOPs (MFU, not HFU; Chowdhery et al. 2204.02311, appendix B, who count attention in full).
     """
-    return 6.0 * matmul_parameters + 6.0 * num_layers * attention_width * sequence
+    per_attention = 6.0 if causal else 12.0
+    return 6.0 * matmul_parameters + per_attention * num_layers * attention_width * sequence
 
 
 @dataclass(frozen=True, slots=True)

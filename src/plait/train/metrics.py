@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -26,7 +25,8 @@ from plait.tables import plain
 from plait.train.run_dir import RunDir
 
 _CURVES = {
-    "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "skipped_steps", "loss_scale",
+    "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",
+    "mfu_of_matmul", "skipped_steps", "loss_scale",
 }  # fmt: skip
 
 
@@ -37,7 +37,10 @@ class StepMetrics:
     skipped_steps  skipped since step 1
     batch          samples in the step
     tokens         target tokens since step 1
-    mfu            model FLOP/s over the measured peak of a matrix product
+    mfu            model FLOP/s over the peak of the devices' data sheet; where it is unknown, over the
+                   measured peak of a matrix product
+    mfu_full_attention  the same, with attention counted as if it were not causal, as in other reports
+    mfu_of_matmul  model FLOP/s over the measured peak of a matrix product
     loss_scale     fp16: the scale of this step's loss; None for other precisions
     """
 
@@ -51,6 +54,8 @@ class StepMetrics:
     tokens: int
     tokens_per_s: float
     mfu: float
+    mfu_full_attention: float
+    mfu_of_matmul: float
     seconds: float
     loss_scale: float | None = None
 
@@ -242,23 +247,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _json_line(record: Mapping[str, Any]) -> str:
     return json.dumps(finite_json(dict(record))) + "\n"
-
-
-def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of a square matrix product on this device, with this process's threads: MFU's peak.
-
-    The best of several tries, so that noise from other processes does not count. All ranks of a host must
-    call it at the same time, to share the host as in training.
-    """
-    size = 8192 if device.type == "cuda" else 1024
-    if device.type == "cpu" and dtype is torch.float16:
-        size = 256  # most CPUs have no fp16 arithmetic: a product of the size above takes seconds
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best_s = math.inf
-    for _ in range(6):
-        start_s = time.perf_counter()
-        torch.mm(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return 2.0 * size**3 / best_s

@@ -14,6 +14,7 @@ from plait.plan import MemoryUse, format_bytes, used_categories
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.metrics import read_metrics
+from plait.train.peak_flops import PeakFlops
 
 
 def estimated_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
@@ -38,7 +39,7 @@ def largest_memory(recipe: Recipe, engine: Engine) -> tuple[int, MemoryUse]:
 
 
 def start_table(
-    recipe: Recipe, engine: Engine, sizes: BatchSizes, peak_flops: float, memory: tuple[int, MemoryUse]
+    recipe: Recipe, engine: Engine, sizes: BatchSizes, peak_flops: PeakFlops, memory: tuple[int, MemoryUse]
 ) -> Table:
     """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`."""
     rank, predicted = memory
@@ -53,7 +54,7 @@ def start_table(
         "probe": str(engine.probed),
         "step": f"{run.batch} {samples} = {run.batch * sequence:,} tokens{growth}",
         "steps": f"{run.steps:,}: {at_most}{sizes.span(run.steps)[0] * sequence:,} tokens",
-        "peak": f"{peak_flops / 1e9:,.1f} GFLOP/s per rank (measured matrix product)",
+        "peak": str(peak_flops),
         "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": str(predicted),
     }
     if engine.probed is None:

@@ -39,9 +39,10 @@ from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.health.stragglers import Stragglers
 from plait.train.measurements import StepRecorder, write_measured
-from plait.train.metrics import Metrics, StepMetrics, matmul_peak
+from plait.train.metrics import Metrics, StepMetrics
 from plait.train.model import initial_model, model_on_meta
 from plait.train.optimizer import lr_lambda
+from plait.train.peak_flops import PeakFlops
 from plait.train.prepare import ResolvedRun
 from plait.train.report import draw_losses, estimated_memory, largest_memory, memory_table, start_table
 from plait.train.resume import load_newest
@@ -77,7 +78,7 @@ class _LoopParts:
     heartbeat: Heartbeat
     stragglers: Stragglers
     batches: Iterator[Batch | list[Batch]]
-    peak_flops: float
+    peak_flops: PeakFlops
     first_step: int  # steps done before
 
 
@@ -120,7 +121,7 @@ class Trainer:
         """Train to the last step, a loss spike that needs a rollback, or a stop signal, which is returned."""
         config, run, engine, first_step = self._config, self._run, self._engine, self._step
         self._world.barrier()  # ranks of a host measure at the same time: they share it in training too
-        peak_flops = matmul_peak(engine.device, DTYPES[engine.plan.precision])
+        peak_flops = PeakFlops.of_device(engine.device, DTYPES[engine.plan.precision])
         self._show_start(peak_flops)
         offset = self.spikes.num_skipped  # see [Note: batch numbering] in health/loss_spikes.py
         left = range(first_step + offset, config.steps + offset)
@@ -216,7 +217,14 @@ class Trainer:
         self._skipped += result.skipped
         seconds = time.perf_counter() - start_s
         num_inputs = result.num_tokens + batch_size  # the last token of a sample is no input to a target
-        flops = self._engine.flops_per_token(num_inputs // batch_size) * num_inputs
+        causal_flops, full_flops = (
+            self._engine.flops_per_token(num_inputs // batch_size, causal=causal) * num_inputs
+            for causal in (True, False)
+        )
+        peaks = parts.peak_flops
+        possible, possible_matmul = (
+            self._world.size * peak * seconds for peak in (peaks.for_mfu, peaks.measured)
+        )
         return result, StepMetrics(
             step=self._step,
             loss=result.loss,
@@ -227,7 +235,9 @@ class Trainer:
             batch=batch_size,
             tokens=self._tokens,
             tokens_per_s=result.num_tokens / seconds,
-            mfu=flops / (self._world.size * parts.peak_flops) / seconds,
+            mfu=causal_flops / possible,
+            mfu_full_attention=full_flops / possible,
+            mfu_of_matmul=causal_flops / possible_matmul,
             seconds=seconds,
             loss_scale=loss_scale,
         )
@@ -313,7 +323,7 @@ class Trainer:
             "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
         }
 
-    def _show_start(self, peak_flops: float) -> None:
+    def _show_start(self, peak_flops: PeakFlops) -> None:
         memory = largest_memory(self._recipe, self._engine)
         if self._console is None:
             return
