@@ -15,6 +15,7 @@ from plait.comm import Mesh, World, connect, raise_on_all
 from plait.engine.arguments import check_types
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
+from plait.engine.numerics import set_numerics
 from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
@@ -66,7 +67,7 @@ def parallelize(
     """
     model = check_types(model, locals())  # before ranks wait for each other
     plan = check_arguments(plan, optimizer, clip_norm, clip_value)
-    world = world or connect()
+    world = _connect(plan, world)
     spec = validate(
         model,
         plan,
@@ -85,6 +86,11 @@ def parallelize(
     folder = None if offload_dir is None else Path(offload_dir)
     spec = replace(spec, arguments=optimizer_args or {}, seed=seed, draws=not weights, offload_dir=folder)
     return _start(model, spec, world, probe, weights)
+
+
+def _connect(plan: Plan, world: World | None) -> World:
+    set_numerics(plan)  # first: NCCL reads its settings when it connects
+    return world or connect()
 
 
 def _start(

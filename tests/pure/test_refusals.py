@@ -37,6 +37,8 @@ OPTIONS: dict[str, list[Any]] = {
     "recompute": ["none", "full", "selective", "every=2"],
     "compile": [False, False, True],
     "sync_batchnorm": [False, False, True],
+    "tf32": [False, False, False, True],
+    "deterministic": [False, False, True],
 }
 
 Values = dict[str, Any]
@@ -70,6 +72,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "fp64 cannot be combined with a narrower reduce or optim_dtype": lambda v: (
         v["precision"] == "fp64" and (v["reduce"], v["optim_dtype"]) != ("fp32", "fp32")
     ),
+    "tf32 has an effect only with precision=fp32": lambda v: v["tf32"] and v["precision"] != "fp32",
     "a compiled block's backward cannot be split": lambda v: v["compile"] and v["schedule"] in FIXED,
     "compressed gradients cannot use a named all-reduce algorithm": lambda v: (
         v["algorithm"] != "auto" and v["reduce"] not in ("fp32", "bf16")

@@ -1,5 +1,6 @@
 """Ranks that hold the same weights compare them: equal ones pass, one bit on one rank is found and named."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -49,7 +50,14 @@ def test_equal_replicas_pass_with_the_expected_messages(
 
 
 def _one_bit_off(
-    plan: str, family: str, name: str, culprit: int, *, of_master: bool = False, is_deaf: bool = False
+    plan: str,
+    family: str,
+    name: str,
+    culprit: int,
+    *,
+    of_master: bool = False,
+    is_deaf: bool = False,
+    expects_equal_grids: bool = True,
 ) -> str:
     """The ranks' errors when one has changed the last bit of the last element that it has of a parameter, on
     the last of its stages that have it."""
@@ -61,6 +69,7 @@ def _one_bit_off(
         at = next(o.at + o.stop - o.start for o in last if o.shard.name == name)
         flat[at - 1 : at].view({2: torch.int16, 4: torch.int32}[flat.itemsize]).bitwise_xor_(1)
     engine.world.barrier()  # memory may be shared
+    engine._parts.replicas.expects_equal_grids = expects_equal_grids
     try:
         with programs.muted("all_reduce") if is_deaf else nullcontext():
             engine.check_replicas()
@@ -119,6 +128,30 @@ def test_a_bit_of_a_master_weight_is_found_before_the_weights_differ(pool: Pool)
     said = pool.run(_one_bit_off, 2, "dp=2 precision=bf16", "llama", UP, 1, of_master=True)
     assert said == [said[0]] * 2
     assert "given   : master weights: different bits on rank 1 (replicate=1)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "is_error"),
+    [("tp=2", 2, False), ("dp=2 tp=2", 4, True), ("dp=2 zero=3 tp=2", 4, False)],
+)
+def test_on_gpus_copies_may_drift_over_a_tensor_parallel_grid_only(
+    pool: Pool, plan: str, ranks: int, is_error: bool
+) -> None:
+    said = pool.run(_drift_on_gpus, ranks, plan)
+    if is_error:
+        assert all("are no longer the same" in error for error, _ in said)
+        return
+    assert [error for error, _ in said] == ["nothing"] * ranks
+    assert [len(texts) for _, texts in said] == [1] + [0] * (ranks - 1)
+    assert f"copies of {NORM} differ in bits between ranks of a tensor-parallel grid" in said[0][1][0]
+
+
+def _drift_on_gpus(plan: str) -> tuple[str, list[str]]:
+    """The error, and the warnings, with the tolerance of GPUs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = _one_bit_off(plan, "llama", NORM, 1, expects_equal_grids=False)
+    return error, [str(w.message) for w in caught if "differ in bits" in str(w.message)]
 
 
 def test_without_its_message_no_rank_finds_anything(pool: Pool) -> None:

@@ -182,7 +182,7 @@ PLAN_VALUES = {
     "zero": "0 1 2 3 4 two",
     "stages": "1 1,1 2,1 1,1,1,1 0 , 9999999",
     "schedule": "1f1b gpipe interleaved bfs zb-h1 zbv dualpipev inference file:case.csv file:/dev/zero",
-    **dict.fromkeys(("sp", "compile", "sync_batchnorm"), "true false 1"),
+    **dict.fromkeys(("sp", "compile", "sync_batchnorm", "tf32", "deterministic"), "true false 1"),
     "accumulate": "auto sharded unsharded cut",
     "reshard": "use step always",
     "precision": "fp32 bf16 fp16 fp64 fp8",

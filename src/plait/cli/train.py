@@ -151,7 +151,9 @@ def _discard_unused(run: "RunDir", start: Path | None) -> None:
 
 def _connect(recipe: "Recipe") -> "World":
     from plait.comm.world import connect
+    from plait.engine.numerics import set_numerics
 
+    set_numerics(Plan.parse(recipe.plan))
     run = recipe.run
     device = None if run.device == "auto" else run.device
     return connect(timeout_s=run.timeout_s, device=device, transport=run.transport)

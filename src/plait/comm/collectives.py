@@ -1,8 +1,9 @@
 """The collectives of a group. `start_*` returns at once, and `.wait()` on its result completes it; without
 `start_`, they run to completion.
 
-Tensors may be strided: transports need contiguous storage, so strided ones are copied. Reductions have a
-fixed rank order: every rank gets the same bits. In a group of one rank a collective only copies locally.
+Tensors may be strided: transports need contiguous storage, so strided ones are copied. Every rank
+gets the same bits of a reduction; on CPUs they are summed in rank order, while NCCL chooses the order, which
+may differ from run to run. In a group of one rank a collective only copies locally.
 `label` names the data in the error of a failed communication. Meta tensors are not communicated: their
 collectives do nothing, and are logged in a dry run only.
 """

@@ -8,8 +8,9 @@ clipping: a factor that fused optimizers apply as they read.
 
 [Note: reproducible steps]
 Inside `step` the random generators are seeded from (seed, step, micro-batch, data rank, stage), so dropout
-needs no state in a checkpoint, and are restored afterwards. Gradients are summed in a fixed order. Whether a
-step is skipped follows from the reduced loss and norm, which are the same bits on every rank.
+needs no state in a checkpoint, and are restored afterwards. On CPUs gradients are summed in a fixed order;
+for GPUs see [Note: reproducible bits] in numerics.py. Whether a step is skipped follows from the reduced
+loss and norm, which are the same bits on every rank.
 """
 
 import math

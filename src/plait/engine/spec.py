@@ -120,6 +120,8 @@ def _check_device(plan: Plan, device: torch.device) -> None:
             given=f"algorithm={plan.algorithm} on {device}",
             hint="algorithm=auto; NCCL_ALGO=Ring or NCCL_ALGO=Tree in the environment",
         )
+    if plan.tf32 and device.type == "cpu":
+        raise PlanError("tf32 needs GPUs", given=f"{plan} on {device}", hint="no tf32")
     if plan.offload == "disk" and device.type != "cpu":  # optimizers need gradients and states on one device
         raise PlanError(
             "offload=disk needs CPU ranks",

@@ -165,6 +165,9 @@ class Plan:
                 every k-th block
     compile     torch.compile each block
     sync_batchnorm  BatchNorm computes with the statistics of all data ranks' micro-batches
+    tf32        on GPUs, compute float32 matrix products in TF32: with 10 bits of mantissa instead of 23
+    deterministic  use only kernels, and algorithms of NCCL, that give the same bits in every run on the same
+                ranks. On CPUs all do
     """
 
     dp: int = 1
@@ -188,6 +191,8 @@ class Plan:
     recompute: str = "none"
     compile: bool = False
     sync_batchnorm: bool = False
+    tf32: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.dp, str) and "=" in self.dp:
@@ -300,6 +305,13 @@ class Plan:
                 "fp64 cannot be combined with a narrower reduce or optim_dtype",
                 given=f"precision=fp64 {pairs}",
                 hint=f"{' and '.join(f'no {key}' for key in narrow)}, or precision=bf16 {pairs}",
+            )
+
+        if self.tf32 and self.precision != "fp32":
+            raise PlanError(
+                "tf32 has an effect only with precision=fp32",
+                given=f"tf32=true precision={self.precision}",
+                hint="precision=fp32 tf32=true, or no tf32",
             )
 
     def _check_compile(self) -> None:

@@ -183,9 +183,9 @@ def _logit_gradient(
         return grad_Tv
     is_local_T, local_T = options.local_targets(logits_Tv, targets_T)
     token_grad_T = upstream.to(factor_T.dtype) * (targets_T != options.ignore_index)
-    onehot_grad_T1 = (token_grad_T * is_local_T).mul_(options.label_smoothing - 1)[:, None]
+    onehot_grad_T = (token_grad_T * is_local_T).mul_(options.label_smoothing - 1)
     smoothing_grad_T1 = (token_grad_T * (-options.label_smoothing / options.vocab_size))[:, None]
-    scale_T1, local_T1 = (factor_T * token_grad_T)[:, None], local_T[:, None]
+    scale_T1 = (factor_T * token_grad_T)[:, None]
     unused_T1 = scale_T1 == 0  # the softmax of columns that are all -inf is NaN
     has_unused = grad_Tv.device.type != "cpu" or bool(unused_T1.any())
     for rows, z_tv, scratch_tv in _chunks(logits_Tv, options):
@@ -196,7 +196,9 @@ def _logit_gradient(
             buffer_tv.masked_fill_(unused_T1[rows], 0)
         if options.label_smoothing:
             buffer_tv.add_(smoothing_grad_T1[rows])
-        buffer_tv.scatter_add_(1, local_T1[rows], onehot_grad_T1[rows])
+        # One index per row: unlike scatter_add_, deterministic on GPUs.
+        at = torch.arange(len(z_tv), device=z_tv.device), local_T[rows]
+        buffer_tv[at] += onehot_grad_T[rows]
         if options.softcap is not None:  # 1 - tanh^2
             buffer_tv.mul_(z_tv.div_(options.softcap).square_().neg_().add_(1))
         if buffer_tv is not out_tv:

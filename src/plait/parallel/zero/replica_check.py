@@ -7,6 +7,12 @@ tensor-parallel grid if no axis shards a tensor; and on stages that share a para
 boxes of every rank, so all of these are one case: equal boxes of one tensor. The ranks along `shard` first
 sum their digests of tensors that are sharded over it.
 
+[Note: copies computed apart]
+Copies along `replicate` and `shard` get the same reduced gradient, bit for bit. On a tensor-parallel grid
+each rank computes the gradient of its copy itself, from the same inputs. A GPU's kernels may add in a
+different order on each, so that copies drift apart by rounding errors, without a fault. So on GPUs a
+difference that is not between data ranks is a warning, given once, unless the plan has deterministic=true.
+
 [Note: digests]
 The bits are read as 64-bit integers, each multiplied by an odd factor that depends on its position in the
 tensor, and summed modulo 2 ** 64. A change of a single integer is always detected; digests of parts can be
@@ -18,6 +24,7 @@ two are complements exactly if all d are equal, so every rank gets the same resu
 the ranks' digests gathered.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm import all_gather, all_reduce
+from plait.comm import Group, all_gather, all_reduce
 from plait.errors import RunError
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
@@ -68,6 +75,9 @@ class ReplicaCheck:
         self._groups = groups = context.groups
         self._grid = context.mesh.grid
         self._device = context.device
+        # See [Note: copies computed apart]
+        self.expects_equal_grids = context.device.type != "cuda" or context.plan.deterministic
+        self._has_warned = False
         self._has_unsharded = context.keeps_params_unsharded and not context.shares_params
         data_copies = groups.dp.size if self._has_unsharded else groups.replicate.size
         copies: Counter[ReplicatedTensor] = Counter()
@@ -83,7 +93,8 @@ class ReplicaCheck:
         self._row_of = {tensor: row for row, tensor in enumerate(replicated)}
 
     def check(self) -> None:
-        """Raise RunError on all ranks if copies differ. Every rank must call it, between steps."""
+        """Raise RunError on all ranks if copies differ. Every rank must call it, between steps. On GPUs, warn
+        on rank 0 if they differ only over a tensor-parallel grid."""
         if not self._row_of:
             return
         num_rows = len(self._row_of)
@@ -92,17 +103,40 @@ class ReplicaCheck:
             row = self._row_of[tensor]
             local[row] = max(local[row], digest)
             local[num_rows + row] = max(local[num_rows + row], ~digest)
+        differing = self._differing(local, self._groups.world)
+        if not differing:
+            return
+        if not self.expects_equal_grids and not self._differ_between_data_ranks(local):
+            self._warn(differing)
+            return
+        row = self._row_of[differing[0]]
+        raise _replica_error(differing, self._ranks_by_value(local[row], local[num_rows + row]), self._grid)
+
+    def _differing(self, local: list[int], group: Group) -> list[ReplicatedTensor]:
+        """The tensors of which two ranks of the group have different copies. See [Note: one collective]."""
         table = torch.tensor(local, device=self._device)
-        all_reduce(table, self._groups.world, "max", label="digests of weights")
-        highest = table.tolist()
-        differing = [
-            tensor for tensor, row in self._row_of.items() if highest[row] != ~highest[num_rows + row]
+        all_reduce(table, group, "max", label="digests of weights")
+        highest, num_rows = table.tolist(), len(self._row_of)
+        return [
+            tensor
+            for tensor, row in self._row_of.items()
+            if highest[row] != _NOT_HELD and highest[row] != ~highest[num_rows + row]
         ]
-        if differing:
-            row = self._row_of[differing[0]]
-            raise _replica_error(
-                differing, self._ranks_by_value(local[row], local[num_rows + row]), self._grid
+
+    def _differ_between_data_ranks(self, local: list[int]) -> bool:
+        """True, on all ranks, if any two ranks at the same place of the model have different copies."""
+        any_differs = torch.tensor([len(self._differing(local, self._groups.dp))], device=self._device)
+        all_reduce(any_differs, self._groups.world, "max", label="digests of weights")
+        return bool(any_differs.item())
+
+    def _warn(self, differing: Sequence[ReplicatedTensor]) -> None:
+        if self._groups.world.rank == 0 and not self._has_warned:
+            warnings.warn(
+                f"copies of {differing[0].name} differ in bits between ranks of a tensor-parallel grid: "
+                "kernels add in different orders. deterministic=true keeps copies equal, and is slower",
+                stacklevel=2,
             )
+        self._has_warned = True
 
     def _digests(self) -> Iterator[tuple[ReplicatedTensor, int]]:
         """Digests of the replicated tensors that this rank has."""
