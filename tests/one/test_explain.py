@@ -51,6 +51,9 @@ def test_16384_ranks_are_explained_in_seconds() -> None:
     assert sorted(rank for row in found.rank_classes for rank in row.ranks) == list(range(16_384))
     assert len(found.rank_classes) == 16
     assert all(row.memory.activations for row in found.rank_classes)
+    first, middle = (found.of_rank(rank).memory for rank in (0, 8_192))
+    assert middle.runtime - first.runtime == 2 * 200 * 2**20  # two communicators more: it has two neighbours
+    assert first.allocator > 0
 
 
 def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:

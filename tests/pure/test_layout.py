@@ -244,3 +244,20 @@ def _lengths(unit: UnitLayout, wanted: tuple[int, ...]) -> list[int]:
 
 def _piece(layout: Layout, name: str) -> ParamShard:
     return next(piece for unit in layout.units for piece in unit.params if piece.name == name)
+
+
+def test_a_gpu_holds_more_than_tensors_and_pins_powers_of_two() -> None:
+    plan = Plan.parse("dp=2 zero=3 precision=bf16 offload=cpu")
+    layout = Layout.build([UnitInfo("u", (ParamInfo("w", (3, 128, 128), 0),))], 2)
+    cpu, gpu, with_more = (
+        model_state_bytes(layout, plan, states_per_element=2, grad_itemsize=4, num_communicators=number)
+        for number in (None, 0, 3)
+    )
+    assert (cpu.runtime, cpu.allocator) == (0, 0)
+    assert gpu.runtime > 500 * 2**20
+    assert with_more.runtime - gpu.runtime == 3 * 200 * 2**20
+    assert gpu.allocator == cpu.total // 10
+    assert gpu.total == cpu.total + gpu.runtime + gpu.allocator
+    owned = 3 * 128 * 128 // 2
+    rounded = {size: 1 << (size - 1).bit_length() for size in (4 * owned, 2 * owned)}
+    assert gpu.host - cpu.host == 2 * (rounded[4 * owned] - 4 * owned) + rounded[2 * owned] - 2 * owned > 0

@@ -21,6 +21,11 @@ class Mesh:
         self.coord = grid.coord(world.rank)
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
 
+    @property
+    def num_groups(self) -> int:
+        """The number of groups created so far that communicate."""
+        return sum(group.size > 1 for group in self._groups.values())
+
     def group(self, *axes: str, channel: str = "") -> Group:
         """Return the group of the ranks that differ from this one along `axes` only.
 

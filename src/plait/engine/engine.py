@@ -533,6 +533,7 @@ class Engine:
             states_per_element=self._parts.optimizer.states_per_element,
             scratch_bytes=sum(stage.reduction.scratch_bytes for stage in self._stages),
             activation_bytes=activation_bytes,
+            num_communicators=self._parts.context.mesh.num_groups if self.device.type == "cuda" else None,
         )
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:

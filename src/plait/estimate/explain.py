@@ -224,6 +224,7 @@ class _PlanView:
             states_per_element=self.per_element,
             scratch_bytes=scratch_bytes(facts),
             activation_bytes=peak_activation_bytes(self.spec.schedule, facts.pp_coord, activation_bytes),
+            num_communicators=self._num_communicators(context, own),
         )
         return RankClass(
             ranks,
@@ -236,6 +237,14 @@ class _PlanView:
             memory,
             step_traffic(facts),
         )
+
+    def _num_communicators(self, context: RankContext, own: Sequence[int]) -> int | None:
+        """Those of the dry run, and two to each rank with an adjacent stage, which it has no channels to."""
+        if self.cluster.device.type != "cuda":
+            return None
+        rank_of = self.spec.schedule.rank_of
+        adjacent = {rank_of[other] for stage in own for other in (stage - 1, stage + 1) if other in rank_of}
+        return context.mesh.num_groups + 2 * len(adjacent - {rank_of[stage] for stage in own})
 
     def _names(self, stage: int) -> tuple[str, str]:
         start, stop = self.spec.stages.blocks[stage]

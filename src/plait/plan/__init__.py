@@ -2,7 +2,13 @@
 
 from plait.plan.comm_log import CommCount, CommKey, Traffic, subtract_traffic, sum_traffic
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all
-from plait.plan.estimate.memory import MemoryUse, format_bytes, model_state_bytes, used_categories
+from plait.plan.estimate.memory import (
+    MemoryUse,
+    format_bytes,
+    model_state_bytes,
+    pinned_bytes,
+    used_categories,
+)
 from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Layout, Overlap, ParamInfo, ParamShard, TPCoord, UnitInfo, UnitLayout
 from plait.plan.plan import Plan, compile_conflict
@@ -36,6 +42,7 @@ __all__ = [
     "format_bytes",
     "message_buffer_bytes",
     "model_state_bytes",
+    "pinned_bytes",
     "reduces_over_all",
     "single_stage",
     "subtract_traffic",

@@ -31,6 +31,7 @@ from plait.data.loader import Batch, Batches, Samples, loader
 from plait.data.sampler import BatchSizes, Order
 from plait.engine.engine import StepResult
 from plait.errors import RunError
+from plait.parallel.zero.memory_stats import num_allocator_retries
 from plait.tables import plain
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
@@ -50,6 +51,10 @@ from plait.train.signals import SignalHandler
 
 MAX_STEPS_BETWEEN_FLAGS = 10
 _FINISHED = "plait: finished"
+_RETRIED = (
+    "a GPU had no free memory: its allocator waited for all kernels and freed its cache, which takes long. "
+    "Try PYTORCH_ALLOC_CONF=expandable_segments:True, more recompute, a higher zero, or more micro-batches"
+)
 
 
 def train(recipe: Recipe, world: World) -> signal.Signals | None:
@@ -104,6 +109,7 @@ class Trainer:
         self._step = 0  # steps done
         self._tokens = 0  # target tokens trained on
         self._skipped = 0  # steps skipped
+        self._retries = 0  # of the allocator
         self._bad_steps_in_a_row = 0  # see [Note: skipped steps that end a run]
         newest, self._warnings = load_newest(self._engine, run.dir.checkpoints, run.check_checkpoint)
         if newest is not None:
@@ -175,7 +181,7 @@ class Trainer:
                 flags_every = self._flags_every(step_metrics.seconds)
             stop_signal, to_save = None, False
             if self._step % flags_every == 0:
-                stop_signal, to_save = self._agree_on_requests(signals, saving)
+                stop_signal, to_save = self._agree_on_requests(signals, saving, metrics)
             last = stop_signal is not None or self._step == config.steps
             to_save = last or to_save or _due(self._step, config.checkpoint_every, config.steps)
             if config.check_replicas_every and (to_save or self._step % config.check_replicas_every == 0):
@@ -243,17 +249,21 @@ class Trainer:
         )
 
     def _agree_on_requests(
-        self, signals: SignalHandler, saving: Checkpointing
+        self, signals: SignalHandler, saving: Checkpointing, metrics: Metrics
     ) -> tuple[signal.Signals | None, bool]:
         """Return the signal with which any rank has to stop, and whether any has to save. Collects a finished
-        save."""
+        save, and warns of a GPU without free memory."""
         stop = signals.stop_signal
-        is_interrupted, is_terminated, to_save, has_ended = self._world.any_flags(
+        retries, self._retries = self._retries, num_allocator_retries(self._engine.device)
+        is_interrupted, is_terminated, to_save, has_ended, has_retried = self._world.any_flags(
             stop is signal.SIGINT,
             stop is signal.SIGTERM,
             signals.save_requested or saving.is_due,
             saving.has_ended,
+            self._retries > retries,
         )
+        if has_retried:
+            metrics.warn(self._step, _RETRIED)
         if has_ended:
             saving.wait()
         if is_interrupted or is_terminated:

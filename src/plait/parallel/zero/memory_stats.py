@@ -1,10 +1,13 @@
 """Bytes on this rank by category: measured on the tensors themselves, and estimated from the plan."""
 
+import torch
+from torch import Tensor
+
 from plait.comm import shares_memory
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.sharded_model import ShardedModel
 from plait.parallel.zero.sharded_optim import ShardedOptimizer
-from plait.plan import Layout, MemoryUse, model_state_bytes
+from plait.plan import Layout, MemoryUse, model_state_bytes, pinned_bytes
 from plait.plan.estimate.traffic import TransportFacts
 
 
@@ -20,7 +23,7 @@ def allocated_bytes(
         use["parameters"] += (unit.unsharded.nbytes if own_unsharded else 0) + (
             0 if offloads else shard_bytes
         )
-        host += shard_bytes if offloads else 0
+        host += _host_bytes(unit.shard) if offloads and shard_bytes else 0
         if not unit.trains:
             continue
         buffer_bytes = unit.grad_buffer.memory.nbytes if unit.grad_buffer.memory.persistent else 0
@@ -29,10 +32,10 @@ def allocated_bytes(
             buffer is not None and buffer.untyped_storage()._cdata == unit.grad_shard.untyped_storage()._cdata
         )
         use["gradients"] += buffer_bytes + (0 if offloads or in_place else unit.grad_shard.nbytes)
-        host += unit.grad_shard.nbytes if offloads else 0
+        host += _host_bytes(unit.grad_shard) if offloads else 0
         separate = unit.master is not unit.shard
         use["master"] += unit.master.nbytes if separate and context.plan.offload == "none" else 0
-        host += unit.master.nbytes if separate and offloads else 0
+        host += _host_bytes(unit.master) if separate and offloads else 0
     compressors = [c for stage in model.stages.values() for c in stage.reduction.compressors]
     use["gradients"] += sum(tensor.nbytes for compressor in compressors for tensor in compressor.state)
     if offloads:
@@ -43,7 +46,29 @@ def allocated_bytes(
         activations=activation_bytes,
         host=host,
         disk=optimizer.disk_bytes,
+        **_besides_tensors(context.device),
     )
+
+
+def _host_bytes(tensor: Tensor) -> int:
+    return pinned_bytes(tensor.nbytes) if tensor.is_pinned() else tensor.nbytes
+
+
+def _besides_tensors(device: torch.device) -> dict[str, int]:
+    """Measure what a GPU holds besides tensors. See [Note: memory of a GPU besides tensors] in
+    plan/estimate/memory.py. `runtime` includes other processes on the GPU, which has one rank."""
+    if device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = stats.get("reserved_bytes.all.current", 0)
+    unused = stats.get("reserved_bytes.all.peak", 0) - stats.get("allocated_bytes.all.peak", 0)
+    return {"runtime": max(0, total - free - reserved), "allocator": max(0, unused)}
+
+
+def num_allocator_retries(device: torch.device) -> int:
+    """How often this process's GPU had no free memory before unused memory was freed; 0 without a GPU."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 def estimated_bytes(
@@ -53,10 +78,12 @@ def estimated_bytes(
     states_per_element: int,
     scratch_bytes: int,
     activation_bytes: int | None,
+    num_communicators: int | None,
 ) -> MemoryUse:
     """Estimate what `allocated_bytes` returns after a step.
 
     `states_per_element`: of the optimizer. `scratch_bytes`: receive buffers of a named algorithm.
+    `num_communicators`: of NCCL; None on CPUs.
     """
     groups, exchanges = context.groups, context.exchanges_contributions
     reads_in_place = shares_memory(groups.replicate if exchanges else groups.reduce_scatter)
@@ -70,6 +97,7 @@ def estimated_bytes(
         shares=context.shares_params,
         scratch_bytes=scratch_bytes,
         activation_bytes=activation_bytes,
+        num_communicators=num_communicators,
     )
 
 

@@ -4,9 +4,16 @@ ZeRO's table (Rajbhandari et al. 1910.02054, section 3): mixed-precision Adam ke
 gradient and 12 of master weight and moments per element, sharded by stage. Here gradients are summed in fp32,
 which takes 4 bytes per element of the range that a rank owns; full gradients, at stages that keep them, take
 2 bytes when reduced in bf16, else 4 including the owned range.
+
+[Note: memory of a GPU besides tensors]
+The CUDA context with torch's kernels takes 0.5 to 0.8 GB, cuBLAS 32 MB (on Hopper) for each of the two
+threads that call it, a communicator of NCCL 100 to 400 MB by its channels. The caching allocator rounds
+blocks, and holds what it cannot use for the next request: 5 to 15 % without expandable segments. These are
+constants here, from NCCL's and torch's documentation; the last step's real ones are in the measured memory.
+Pinned host memory is rounded up to a power of two for each tensor.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all, residual_bytes
 from plait.plan.layout import Layout
@@ -15,6 +22,11 @@ from plait.plan.prefetch import MAX_IN_FLIGHT
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of master weights and gradient sums
+# See [Note: memory of a GPU besides tensors]
+_CONTEXT_BYTES = 600 * 2**20
+_WORKSPACE_BYTES = 2 * 32 * 2**20
+_COMMUNICATOR_BYTES = 200 * 2**20
+_ALLOCATOR_FRACTION = 0.1
 _OFFLOADED = ("host", "disk")
 
 
@@ -25,6 +37,8 @@ class MemoryUse:
 
     buffers       peak of gathered parameters and gradients in flight
     activations   peak of what micro-batches keep from their forwards to their backwards
+    runtime       on GPUs: context, kernels, workspaces of libraries, communicators
+    allocator     on GPUs: what the caching allocator holds besides tensors
     host, disk    offloaded bytes: not on the device, and in no other category
     """
 
@@ -34,6 +48,8 @@ class MemoryUse:
     optimizer: int
     buffers: int
     activations: int | None
+    runtime: int = 0
+    allocator: int = 0
     host: int = 0
     disk: int = 0
 
@@ -78,6 +94,7 @@ def model_state_bytes(
     shares: bool = False,
     scratch_bytes: int = 0,
     activation_bytes: int | None = 0,
+    num_communicators: int | None = None,
 ) -> MemoryUse:
     """Estimate the bytes of a rank. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
 
@@ -87,6 +104,7 @@ def model_state_bytes(
     shares              the ranks of a shard group share one parameter memory
     scratch_bytes       buffer of a named algorithm for received data that is not yet added
     activation_bytes    peak of activations; None: unknown
+    num_communicators   of NCCL, on this rank; None: the rank has no GPU
     """
     compute, master = COMPUTE_BYTES[plan.precision], MASTER_BYTES[plan.precision]
     shards = plan.shard_degree
@@ -110,7 +128,29 @@ def model_state_bytes(
         layout, plan, grad_itemsize, exchanges=exchanges, receives=receives, persistent=persistent
     )
     buffers += scratch_bytes
-    return _offloaded(parts, plan, sums, buffers, activation_bytes)
+    use = _offloaded(parts, plan, sums, buffers, activation_bytes)
+    return use if num_communicators is None else _on_gpu(use, layout, plan, num_communicators)
+
+
+def _on_gpu(use: MemoryUse, layout: Layout, plan: Plan, num_communicators: int) -> MemoryUse:
+    """Add the memory of a GPU besides tensors, and the rounding of pinned host memory."""
+    host = use.host
+    if plan.offload == "cpu":
+        masters = [unit.range_numel * MASTER_BYTES[plan.precision] for unit in layout.units if unit.trains]
+        params = [unit.range_numel * COMPUTE_BYTES[plan.precision] for unit in layout.units]
+        pinned = [*masters, *masters, *(params if plan.zero == 3 else ())]  # master weights and gradient sums
+        host += sum(pinned_bytes(size) - size for size in pinned)
+    return replace(
+        use,
+        runtime=_CONTEXT_BYTES + _WORKSPACE_BYTES + num_communicators * _COMMUNICATOR_BYTES,
+        allocator=int(use.total * _ALLOCATOR_FRACTION),
+        host=host,
+    )
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Bytes that torch allocates for a pinned tensor of this size."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def params_stay_full(plan: Plan) -> bool:
