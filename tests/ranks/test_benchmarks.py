@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import runpy
 import sys
 import warnings
@@ -24,6 +25,7 @@ RANKS = {
     "pipeline": 2,
     "tensor_parallel": 2,
 }
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PLAIT_RENDEZVOUS_FILE", "PLAIT_LAUNCHER_PID")
 FOLDERS = {"checkpoint": "--folder", "read_windows": "--dir"}
 RUNS = ["data_parallel --ddp", *sorted(p.stem for p in BENCHMARKS.glob("*.py") if p.stem not in HELPERS)]
 
@@ -32,7 +34,13 @@ def run(name: str, words: list[str]) -> None:
     """Be a rank of a benchmark, or its only process."""
     program = BENCHMARKS / f"{name}.py"
     sys.path.insert(0, str(BENCHMARKS))
-    with mock.patch.object(sys, "argv", [str(program), *words]), warnings.catch_warnings():
+    with (
+        mock.patch.object(sys, "argv", [str(program), *words]),
+        mock.patch.dict(os.environ),
+        warnings.catch_warnings(),
+    ):
+        for variable in () if name in RANKS else RANK_VARIABLES:
+            os.environ.pop(variable, None)
         warnings.simplefilter("ignore")  # of other libraries
         try:
             runpy.run_path(str(program), run_name="__main__")
