@@ -70,7 +70,7 @@ class RankTimeout(RankError):
 class Worker:
     """Process of the pool, with the pool's end of its connection and its output files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_import: str = "") -> None:
         self.folder = folder
         folder.mkdir()
         self.stacks = folder / "stacks"
@@ -80,6 +80,7 @@ class Worker:
             self.process = warm.Popen(
                 [str(theirs.fileno()), str(self.stacks)],
                 script=WORKER,
+                first_import=first_import,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -134,12 +135,18 @@ class Worker:
 class Pool:
     """Runs functions on worker processes. `close` ends them."""
 
-    def __init__(self, warning_filters: Sequence[tuple[Any, ...]] = (("error", "", Warning, "", 0),)) -> None:
+    def __init__(
+        self,
+        warning_filters: Sequence[tuple[Any, ...]] = (("error", "", Warning, "", 0),),
+        first_import: str = "",
+    ) -> None:
+        """`first_import`: a module that workers import before torch."""
         self._folder = tempfile.TemporaryDirectory(prefix="plait-pool-", ignore_cleanup_errors=True)
         self._workers: list[Worker] = []
         self._num_started = 0
         self._num_runs = 0
         self._filters = [*warning_filters]
+        self._first_import = first_import
         self.transport = "auto"  # for the next run
 
     def run(
@@ -196,8 +203,11 @@ class Pool:
         self._replace([worker for worker in self._workers if worker.process.poll() is not None])
         while len(self._workers) < n:
             self._num_started += 1
-            self._workers.append(Worker(Path(self._folder.name) / f"worker-{self._num_started}"))
+            self._workers.append(self._new_worker())
         return self._workers[:n]
+
+    def _new_worker(self) -> Worker:
+        return Worker(Path(self._folder.name) / f"worker-{self._num_started}", self._first_import)
 
     def _replace(self, workers: Sequence[Worker]) -> None:
         """End workers. The next run that needs more starts new ones."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-SOURCES = str(HERE.parents[1] / "src")
+SOURCES = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parent)])
 
 
 def install(folder: Path) -> dict[str, str]:
@@ -31,12 +31,13 @@ def install(folder: Path) -> dict[str, str]:
 
 
 @functools.cache
-def _server() -> str:
-    """Start the server, and return the path of its socket. It ends with this process."""
+def _server(first_import: str = "") -> str:
+    """Start the server, and return the path of its socket. It ends with this process. `first_import`: a
+    module that it imports before all others, torch among them."""
     folder = tempfile.mkdtemp(prefix="plait-warm-")
     path = str(Path(folder) / "socket")
     server = subprocess.Popen(
-        [sys.executable, str(HERE / "warm_server.py"), path],
+        [sys.executable, str(HERE / "warm_server.py"), path, first_import],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
@@ -59,9 +60,16 @@ class Popen(subprocess.Popen[Any]):
     """`subprocess.Popen` of `python -m plait *args`, or of `python script *args`, forked from the server."""
 
     def __init__(
-        self, args: Sequence[str], *, env: Mapping[str, str], script: Path | None = None, **options: Any
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        script: Path | None = None,
+        first_import: str = "",
+        **options: Any,
     ) -> None:
         self._script = script
+        self._first_import = first_import
         super().__init__(args, env=env, **options)
 
     def _execute_child(self, args: Sequence[str], *options: Any) -> None:
@@ -70,7 +78,7 @@ class Popen(subprocess.Popen[Any]):
         leads = options[-2]
         ends = [ours if ours != -1 else target for target, ours in enumerate((pipes[0], pipes[3], pipes[5]))]
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect(_server())
+        self._connection.connect(_server(self._first_import))
         job = {
             "argv": [*args],
             "script": str(self._script or ""),

@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plait.comm.launch import run_and_exit
-
 PRELOADED = (
     "matplotlib.figure",
     "torch._dynamo",
@@ -39,8 +37,8 @@ PRELOADED = (
 JOB_BYTES, MOST_FILES = 1 << 20, 8
 
 
-def serve(path: str) -> None:
-    for name in PRELOADED:
+def serve(path: str, first_import: str) -> None:
+    for name in (first_import, *PRELOADED) if first_import else PRELOADED:
         importlib.import_module(name)
     wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -75,7 +73,8 @@ def serve(path: str) -> None:
             job, files, _, _ = socket.recv_fds(client, JOB_BYTES, MOST_FILES)
             pid = os.fork()
             if not pid:
-                run_and_exit(partial(run, json.loads(job), files))
+                launch = sys.modules["plait.comm.launch"]  # not imported at the top: it imports torch
+                launch.run_and_exit(partial(run, json.loads(job), files))
             client.sendall(struct.pack("i", pid))
             clients[pid] = client
             for file in files:
@@ -111,4 +110,4 @@ def run(job: dict[str, Any], files: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""A simulated CUDA device, made of host memory: see README.md."""
