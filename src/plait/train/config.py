@@ -54,6 +54,8 @@ class RunConfig(Section):
     max_failed_saves: Positive = 3  # failed saves in a row that end the run; see checkpointing.py
     check_replicas_every: Count = 100  # compare replicated weights between ranks; also before each save
     check_stragglers_every: Count = 50  # compare the time of each rank's own work
+    # Python's garbage collector, on all ranks at once; 0: when Python decides
+    collect_garbage_every: Count = 50
     straggler_factor: float = Field(default=1.5, gt=1)  # slow: so many times the median of the other ranks
     # a spike is this many typical deviations above the median loss; 0: off
     spike_factor: float = Field(default=0.0, ge=0)

@@ -36,6 +36,7 @@ from plait.tables import plain
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
 from plait.train.export import DTYPES, export, generate
+from plait.train.garbage_collection import GarbageCollection
 from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.health.stragglers import Stragglers
@@ -81,6 +82,7 @@ class _LoopParts:
     metrics: Metrics
     saving: Checkpointing
     heartbeat: Heartbeat
+    garbage: GarbageCollection
     stragglers: Stragglers
     batches: Iterator[Batch | list[Batch]]
     peak_flops: PeakFlops
@@ -138,10 +140,13 @@ class Trainer:
             Metrics(run.dir, self._console, first_step, config.steps, config.log_every) as metrics,
             Checkpointing(config, run.dir.checkpoints, self._world, metrics) as saving,
             Heartbeat(run.dir.stacks, self._world, config.hang_s) as heartbeat,
+            GarbageCollection(config.collect_garbage_every) as garbage,
         ):
             every, factor = config.check_stragglers_every, config.straggler_factor
             stragglers = Stragglers(self._world, engine.plan, every, factor, metrics.log)
-            parts = _LoopParts(metrics, saving, heartbeat, stragglers, batches, peak_flops, first_step)
+            parts = _LoopParts(
+                metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, first_step
+            )
             self._recorder.begin(config.steps - first_step, metrics.log)
             for text in self._warnings:
                 metrics.warn(first_step, text)
@@ -221,6 +226,7 @@ class Trainer:
         elif not (can_shrink and math.isfinite(result.loss)):
             self._bad_steps_in_a_row += 1
         self._skipped += result.skipped
+        parts.garbage.after_step(self._step)
         seconds = time.perf_counter() - start_s
         num_inputs = result.num_tokens + batch_size  # the last token of a sample is no input to a target
         causal_flops, full_flops = (
