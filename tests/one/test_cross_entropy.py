@@ -186,3 +186,10 @@ def test_a_graph_that_is_retained_gives_the_same_twice() -> None:
     total = ours(logits, targets, **OPTIONS["all"] | {"ignore_index": -100})
     first = torch.autograd.grad(total, logits, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(total, logits)[0])
+
+
+def test_chunks_on_a_gpu_have_1024_tokens_as_far_as_they_fit() -> None:
+    assert module.chunk_tokens(128_256, "cuda") == 1024
+    assert module.chunk_tokens(1_000, "cuda") == (1 << 23) // 1_000
+    assert module.chunk_tokens(1 << 20, "cuda") == 256  # 1 GiB in float32
+    assert module.chunk_tokens(128_256, "cpu") == (1 << 17) * torch.get_num_threads() // 128_256

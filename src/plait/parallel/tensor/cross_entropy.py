@@ -16,7 +16,7 @@ per token: its target and the factor of the softmax. Everything is relative to M
 digits.
 
 torch's softmax is one pass over memory with a fast exponential; the largest probability in it is 1 / s.
-Tokens are processed in chunks small enough to stay in the cache; only chunks are ever held in float32.
+Tokens are processed in chunks, on CPUs small enough to stay in the cache; only chunks are held in float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,11 @@ from plait.errors import ModelError
 SINGLE_RANK = Group((0,), 0, None)  # holds all columns
 
 _CPU_CHUNK = 1 << 17  # logits, per thread: one float32 copy fills half a core's cache
-_GPU_CHUNK = 1 << 23  # logits: 32 MB in float32
+# On a GPU a chunk is a few launches, and a product of few rows is slow: at least so many tokens, as far as a
+# float32 copy of their logits has at most 1 GiB.
+_GPU_CHUNK_TOKENS = 1024
+_GPU_MIN_CHUNK = 1 << 23  # logits
+_GPU_MAX_CHUNK = 1 << 28
 
 
 def cross_entropy(
@@ -209,10 +213,10 @@ def _logit_gradient(
 def _chunks(logits_Tv: Tensor, options: _Options) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (slice of tokens, their logits in float32 with the softcap applied, scratch of that shape)."""
     num_tokens, num_columns = logits_Tv.shape
-    numel = _CPU_CHUNK * torch.get_num_threads() if logits_Tv.device.type == "cpu" else _GPU_CHUNK
-    chunk_size = max(1, min(num_tokens, numel // num_columns))
-    buffer, scratch = _new(logits_Tv, 2, chunk_size, num_columns)
-    needs_no_copy = options.softcap is None and logits_Tv.dtype == buffer.dtype
+    chunk_size = max(1, min(num_tokens, chunk_tokens(num_columns, logits_Tv.device.type)))
+    scratch = _new(logits_Tv, chunk_size, num_columns)
+    needs_no_copy = options.softcap is None and logits_Tv.dtype == scratch.dtype
+    buffer = scratch[:0] if needs_no_copy else torch.empty_like(scratch)
     for start in range(0, num_tokens, chunk_size):
         rows = slice(start, min(start + chunk_size, num_tokens))
         z_tv = logits_Tv[rows]
@@ -221,6 +225,13 @@ def _chunks(logits_Tv: Tensor, options: _Options) -> Iterator[tuple[slice, Tenso
         if options.softcap is not None:
             z_tv.div_(options.softcap).tanh_().mul_(options.softcap)
         yield rows, z_tv, scratch[: len(z_tv)]
+
+
+def chunk_tokens(num_columns: int, device_type: str) -> int:
+    """Return the number of tokens whose logits are in float32 at once; 0 if one token is too large."""
+    if device_type == "cpu":
+        return _CPU_CHUNK * torch.get_num_threads() // num_columns
+    return min(max(_GPU_CHUNK_TOKENS, _GPU_MIN_CHUNK // num_columns), _GPU_MAX_CHUNK // num_columns)
 
 
 def _new(logits: Tensor, *shape: int) -> Tensor:
