@@ -33,7 +33,7 @@ class Case:
 
 
 def check(pool: Pool, case: Case) -> list[Recording]:
-    """Train under a plan on CPU and on CUDA ranks, and check results and recordings. Return the recordings."""
+    """Train under a plan on CPU and on CUDA ranks; check results and recordings. Return the recordings."""
     outcomes = pool.run(cuda_steps.train_on_both, case.ranks, case.plan, **case.options)
     precision = next((name for name in TOLERANCES if f"precision={name}" in case.plan), "bf16")
     losses, norms, weights = TOLERANCES[precision]

@@ -10,6 +10,8 @@ A rank that blocks until its message has been received may wait for a receiver t
 schedules would deadlock. So a send returns at once, whatever the transport, and the outbox keeps the tensors
 alive. Every later call polls, without blocking, which sends have completed (`Work.is_done`), and releases
 their tensors. It polls on CUDA too: a wait would block the stream, which is no better than blocking the rank.
+For the same reason a pass on CUDA ends with sends in flight, so that the optimizer is launched: it does not
+write these tensors, which the next pass releases.
 
 [Note: cached descriptions]
 Outputs of a stage have the same structure for all micro-batches with the same key (names, shapes and dtypes
@@ -17,7 +19,6 @@ of the entries, and whether gradients are recorded). Both ranks have the key. Th
 used with a key, the sender sends a description of the output first, and both ranks cache it.
 """
 
-import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from plait.errors import ModelError
 from plait.parallel.pipeline.serialize import PackedOutput, TensorSpec
 
 _LENGTH = torch.int64  # of the message before a description: its bytes
-_POLL_INTERVAL_S = 50e-6
 
 
 class Outbox:
@@ -78,12 +78,10 @@ class Outbox:
             self._release_first()
 
     def drain(self) -> None:
-        """Block until all sends have completed."""
-        while self._in_flight:
-            if self._channel.device.type == "cuda" and not self._in_flight[0][0].is_done():
-                time.sleep(_POLL_INTERVAL_S)  # wait() would block the stream only
-            else:
-                self._release_first()
+        """End a pass: on CPUs, block until all sends have completed."""
+        self.release_sent()
+        while self._in_flight and self._channel.device.type != "cuda":
+            self._release_first()
 
     def _send(self, tensor: Tensor) -> None:
         if tensor.numel():
