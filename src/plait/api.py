@@ -22,6 +22,7 @@ from plait.errors import CheckpointError, ModelError
 from plait.models import Blocks
 from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
+from plait.plan.communicators import communicators
 from plait.plan.loss_scaling import LossScaling
 from plait.tables import counted
 
@@ -104,11 +105,14 @@ def _start(
     if world.rank == 0:
         _warn_of_batch_statistics(model, spec.plan)
         _warn_if_widened(model, spec.plan)
+    if spec.plan.offload != "none":  # the optimizer runs on the CPU
+        world.use_processors()
     reader = None if weights is None else _weights_reader(model, Path(weights), world)
     self_check = SelfCheck.build(model, probe, spec.plan, spec.seed)  # before the model is sharded
     if not model.training:  # otherwise parts of it may be in evaluation mode on purpose
         model.train()
-    engine = Engine(model, spec, Mesh(world, Grid.from_plan(spec.plan)))
+    mesh = Mesh(world, Grid.from_plan(spec.plan), communicators(spec.plan, spec.schedule.rank_of))
+    engine = Engine(model, spec, mesh)
     if reader is not None:
         with reader:
             engine.load_from(reader, weights_only=True)

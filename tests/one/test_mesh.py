@@ -19,12 +19,14 @@ ENOUGH_S = 0.1  # of a core: milliseconds, on a machine that may be slow
 class Remembers:
     """A world of as many ranks as the plan has, whose groups do not connect."""
 
+    shares_communicators = False
+
     def __init__(self) -> None:
         self.rank, self.size = RANK, PLAN.num_ranks
         self.group = Group((RANK,), 0, None)
         self.made: list[tuple[int, ...]] = []
 
-    def new_group(self, ranks: tuple[int, ...], *_: object) -> Group:
+    def subgroup(self, ranks: tuple[int, ...], *_: object) -> Group:
         self.made.append(ranks)
         return Group(ranks, ranks.index(self.rank), None)
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, Work, connect, send, start_receive, start_send
+from plait.comm import Group, Mesh, Work, World, connect, send, start_receive, start_send
 from plait.parallel.pipeline import p2p
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linears
 from plait.plan import Grid
+from plait.plan.communicators import Communicator, sends_channel
 from plait.plan.schedule import Schedule, check
 from support.pool import Pool
 from support.schedules import random_schedule
@@ -163,3 +164,40 @@ def test_random_schedules_end_although_nothing_is_sent_before_it_is_asked_for(po
 
 def test_random_schedules_end_over_gloo(pool: Pool) -> None:
     pool.over("gloo").run(search, RANKS, range(NUM_SCHEDULES, NUM_SCHEDULES + 40), meets=False)
+
+
+class OneStream:
+    """`start_send` and `start_receive` that run one after the other on each rank, and wait for their peer."""
+
+    def start_send(self, tensor: Tensor, group: Group, to: int, *, label: str = "") -> Work:
+        def when_asked() -> None:
+            start_receive(torch.zeros(1), group, to).wait()
+            send(tensor, group, to, label=label)
+
+        return connect().group.comm_thread.submit(when_asked)  # type: ignore[union-attr]
+
+    def start_receive(self, tensor: Tensor, group: Group, source: int, *, label: str = "") -> Work:
+        def ask() -> None:
+            work = start_receive(tensor, group, source, label=label)
+            start_send(torch.ones(1), group, source).wait()
+            work.wait()
+
+        return connect().group.comm_thread.submit(ask)  # type: ignore[union-attr]
+
+
+def search_on_one_stream(seeds: range) -> None:
+    world, stream = connect(), OneStream()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "shares_communicators", True)  # as on NCCL
+        patch.setattr(p2p, "start_send", stream.start_send)
+        patch.setattr(p2p, "start_receive", stream.start_receive)
+        communicators = [Communicator(("pp",), sends_channel(number)) for number in range(3)]
+        mesh = Mesh(world, Grid.from_degrees(pp=RANKS), communicators)
+        for seed in seeds:
+            schedule = schedule_of(seed)
+            print(f"seed {seed}\n{schedule}", flush=True)  # the last one is shown if ranks hang
+            execute(schedule, mesh)
+
+
+def test_random_schedules_end_on_one_stream_per_rank(pool: Pool) -> None:
+    pool.over("host").run(search_on_one_stream, RANKS, range(60))

@@ -18,7 +18,7 @@ host share no links but the processors that copy, and every broadcast copies the
 gains nothing. NCCL's own broadcast is a chain of this kind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from plait.errors import CommError
 from plait.plan.collectives import (
     ALGORITHMS,
     Hosts,
+    Move,
+    Receive,
     Send,
     Steps,
     all_reduce_steps,
@@ -55,6 +57,10 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
+# Starts a step's messages, each with the tensor that it sends or fills, and waits for them.
+Exchange = Callable[[Sequence[tuple[Move, Tensor]]], None]
+
+
 def run_steps(
     steps: Steps,
     flat: Tensor,
@@ -65,29 +71,48 @@ def run_steps(
     scratch: Tensor | None = None,
 ) -> None:
     """Run this rank's steps on its flat tensor. `scratch`: of its dtype, with `scratch_numel` elements."""
+
+    def exchange(messages: Sequence[tuple[Move, Tensor]]) -> None:
+        works = [
+            start_send(tensor, group, move.to, label=label)
+            if isinstance(move, Send)
+            else start_receive(tensor, group, move.source, label=label)
+            for move, tensor in messages
+        ]
+        for work in works:
+            work.wait()
+
+    exchange_steps(steps, flat, group.size, exchange, op, scratch)
+
+
+def exchange_steps(
+    steps: Steps,
+    flat: Tensor,
+    num_ranks: int,
+    exchange: Exchange,
+    op: str = "sum",
+    scratch: Tensor | None = None,
+) -> None:
+    """Run this rank's steps on its flat tensor, with the messages of each moved by `exchange`."""
     combine = _COMBINE[op]
     if scratch is None:
         scratch = flat.new_empty(scratch_numel(steps))
     for step in steps:
-        works: list[Work] = []
+        messages: list[tuple[Move, Tensor]] = []
         received: list[tuple[Tensor, Tensor]] = []
         offset = 0
-        for transfer in step:
-            own = flat[transfer.start : transfer.stop]
-            if isinstance(transfer, Send):
-                works.append(start_send(own, group, transfer.to, label=label))
-                continue
-            if transfer.add:
+        for move in step:
+            own = flat[move.start : move.stop]
+            if isinstance(move, Receive) and move.add:
                 buffer = scratch[offset : offset + own.numel()]
                 received.append((own, buffer))
                 offset, own = offset + own.numel(), buffer
-            works.append(start_receive(own, group, transfer.source, label=label))
-        for work in works:
-            work.wait()
+            messages.append((move, own))
+        exchange(messages)
         for own, buffer in received:
             combine(own, buffer)
     if op == "mean":
-        flat.div_(group.size)
+        flat.div_(num_ranks)
 
 
 def all_reduce_by(

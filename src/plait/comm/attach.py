@@ -172,7 +172,7 @@ def _group_of(process_group: dist.ProcessGroup, device: torch.device, transport:
                 expected="tensors on the CPU, and all ranks on one host",
                 hint="transport='auto', which uses the process group if memory is not shared",
             )
-    return Group(ranks, rank, TorchTransport(process_group, ranks, rank))
+    return Group(ranks, rank, TorchTransport(process_group, ranks, rank, device=device))
 
 
 def _shm_link(process_group: dist.ProcessGroup, device: torch.device) -> _ShmLink:

@@ -18,7 +18,16 @@ contributions are widened and its own collectives do the work.
 `torch.distributed.new_group(use_local_synchronization=True)` lets members rendezvous under a name made of
 their ranks and of the number of groups this process has created. Members that have created different numbers,
 such as the first and a middle stage of a pipeline, would wait for each other under different names. So the
-name is ours, the same on all of them.
+name is ours, the same on all of them. It is a prefix of every key in the store, and so a hash of the ranks.
+
+[Note: groups of members only]
+If the default group is bound to a device, torch makes every later communicator by `ncclCommSplit`, which
+waits for all ranks of the job. A group that only its members create must not be a split: the default group is
+unbound while it is made, and the device is passed, so that NCCL connects the members at once.
+
+[Note: current stream]
+On CUDA a started call runs on the communicator's own stream: two hops between streams, 10 to 20 us. A call
+whose result is needed at once (`run`) is passed to torch as `async_op=False`, and runs on the current stream.
 
 [Note: polling Gloo messages]
 Gloo's `is_completed` of a send or a receive is false until something has waited for it, and a wait with a
@@ -44,6 +53,7 @@ _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or d
 _reduce_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _world = dist.distributed_c10d._world  # torch's registry of groups
+_CPU = torch.device("cpu")
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -67,17 +77,20 @@ class TorchTransport:
         ranks: tuple[int, ...],
         group_rank: int,
         *,
+        device: torch.device = _CPU,
         is_own: bool = False,
     ) -> None:
-        """`ranks`: global ranks of the process group. `group_rank`: this rank's index among them. `is_own`:
-        the process group is referenced by nothing else, so that it ends with the transport."""
+        """`ranks`: global ranks of the process group. `group_rank`: this rank's index among them. `device`:
+        of the tensors. `is_own`: the process group is referenced by nothing else, so that it ends with the
+        transport."""
         assert process_group is not None, "no process group"
         self._process_group: dist.ProcessGroup | None = process_group
         self._ranks = ranks
         self._group_rank = group_rank
         self._is_own = is_own
         self._waiter_thread: CommThread | None = None  # created by the first poll
-        self.name = str(dist.get_backend(process_group))
+        self.device = device
+        self.name = backend_of(process_group, device) or "none"
         self.is_direct = self.name == "gloo"
         self.shares_memory = False
 
@@ -95,20 +108,39 @@ class TorchTransport:
             _world.pg_group_ranks.pop(process_group, None)
 
     def run(self, call: Call) -> None:
-        self.start(call).wait()
+        """See [Note: current stream]."""
+        if self.device.type == "cpu" or call.op_type in (OpType.SEND, OpType.RECEIVE):
+            self.start(call).wait()
+            return
+        _guard(call, lambda: self._torch_call(call, async_op=False))
+        if call.op == "mean" and call.out is not None:
+            call.out.div_(len(self._ranks))
 
     def start(self, call: Call) -> Work:
         if self.is_direct and call.op_type is OpType.ALL_GATHER:
             return self._start_direct_gather(call)
-        work = _guard(call, lambda: self._torch_call(call))
-        if self.is_direct and call.op_type in (OpType.SEND, OpType.RECEIVE):
-            message = _GlooMessage(self, call, work)
-            return Work(message.wait, is_done=message.is_done)
+        if call.op_type in (OpType.SEND, OpType.RECEIVE):
+            return self._start_message(call)
+        work = _guard(call, lambda: self._torch_call(call, async_op=True))
         waits: list[Callable[[], object]] = [] if work is None else [lambda: _guard(call, work.wait)]
         if call.op == "mean" and call.out is not None:
             out, size = call.out, len(self._ranks)
             waits.append(lambda: out.div_(size))
         return Work(*waits, is_done=None if work is None else work.is_completed)
+
+    def _start_message(self, call: Call) -> Work:
+        """Start a send or a receive; on NCCL as a group of one, or torch warns that messages are in order."""
+        if not self.is_direct:
+            sends = [(call.input, call.root)] if call.op_type is OpType.SEND else []
+            receives = [(call.output, call.root)] if call.op_type is OpType.RECEIVE else []
+            return self.exchange(call, sends, receives)
+        group, peer = self.process_group, self._ranks[call.root]
+        if call.op_type is OpType.SEND:
+            work = _guard(call, lambda: dist.isend(call.input, peer, group))
+        else:
+            work = _guard(call, lambda: dist.irecv(call.output, peer, group))
+        message = _GlooMessage(self, call, work)
+        return Work(message.wait, is_done=message.is_done)
 
     def wait_on_thread(self, wait: Callable[[], None]) -> Work:
         """Run `wait` on a thread. See [Note: polling Gloo messages]."""
@@ -122,7 +154,7 @@ class TorchTransport:
         if own.data_ptr() != call.input.data_ptr():
             own.copy_(call.input)
         peers = self._peers()
-        return self._send_and_receive(call, [(own, peer) for peer in peers], [(ranges[p], p) for p in peers])
+        return self.exchange(call, [(own, peer) for peer in peers], [(ranges[p], p) for p in peers])
 
     def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:
         """NCCL supports `scatter` only. See [Note: narrow messages, wide sums]."""
@@ -148,17 +180,18 @@ class TorchTransport:
 
     def _exchange(self, call: Call, own: Tensor, sends: list[tuple[Tensor, int]]) -> ReduceWork:
         terms = {group_rank: torch.empty_like(own) for _, group_rank in sends}
-        work = self._send_and_receive(call, sends, [(term, group_rank) for group_rank, term in terms.items()])
+        work = self.exchange(call, sends, [(term, group_rank) for group_rank, term in terms.items()])
         buffer_bytes = sum(term.nbytes for term in terms.values())
         terms[self._group_rank] = own
         return PartialReduceWork(
             [terms[group_rank] for group_rank in range(len(self._ranks))], work, buffer_bytes
         )
 
-    def _send_and_receive(
+    def exchange(
         self, call: Call, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
     ) -> Work:
-        """Send to and receive from group ranks. Messages between two ranks are matched in start order."""
+        """Send to and receive from group ranks, on NCCL in one group: none of the messages waits for another.
+        Messages between two ranks are matched in start order."""
         p2p_ops = [
             dist.P2POp(dist.isend, t, self._ranks[group_rank], self.process_group) for t, group_rank in sends
         ]
@@ -167,41 +200,42 @@ class TorchTransport:
             for t, group_rank in receives
         ]
         works = _guard(call, lambda: dist.batch_isend_irecv(p2p_ops))
-        return Work(*(partial(_guard, call, work.wait) for work in works))
+        return Work(
+            *(partial(_guard, call, work.wait) for work in works),
+            is_done=lambda: all(work.is_completed() for work in works),
+        )
 
     def _peers(self) -> list[int]:
         """The other group ranks, starting with the next one, so that not all send to the same rank first."""
         size = len(self._ranks)
         return [(self._group_rank + step) % size for step in range(1, size)]
 
-    def _torch_call(self, call: Call) -> Any:
+    def _torch_call(self, call: Call, *, async_op: bool) -> Any:
         """Start the call by torch's function."""
         group, root, op = self.process_group, self._ranks[call.root], _OPS[call.op]
         match call.op_type:
             case OpType.ALL_REDUCE:
-                return dist.all_reduce(call.out, op, group, async_op=True)
+                return dist.all_reduce(call.out, op, group, async_op=async_op)
             case OpType.REDUCE_SCATTER:
-                return _reduce_into(call.out, call.source, op, group, async_op=True)
+                return _reduce_into(call.out, call.source, op, group, async_op=async_op)
             case OpType.ALL_GATHER:
-                return _gather_into(call.out, call.source, group, async_op=True)
+                return _gather_into(call.out, call.source, group, async_op=async_op)
             case OpType.BROADCAST:
-                return dist.broadcast(call.output, root, group, async_op=True)
+                return dist.broadcast(call.output, root, group, async_op=async_op)
             case OpType.REDUCE:
                 # Gloo leaves partial sums in the other ranks' tensors.
                 tensor = call.input if call.root == self._group_rank else call.input.clone()
-                return dist.reduce(tensor, root, op, group, async_op=True)
+                return dist.reduce(tensor, root, op, group, async_op=async_op)
             case OpType.SCATTER:
-                return dist.scatter(call.output, self._ranges(call.source), root, group, async_op=True)
+                return dist.scatter(call.output, self._ranges(call.source), root, group, async_op=async_op)
             case OpType.GATHER:
-                return dist.gather(call.input, self._ranges(call.out), root, group, async_op=True)
+                return dist.gather(call.input, self._ranges(call.out), root, group, async_op=async_op)
             case OpType.ALL_TO_ALL:
-                return dist.all_to_all_single(call.out, call.source, group=group, async_op=True)
+                return dist.all_to_all_single(call.out, call.source, group=group, async_op=async_op)
             case OpType.BARRIER:
-                return dist.barrier(group, async_op=True)
-            case OpType.SEND:
-                return dist.isend(call.input, root, group)
-            case OpType.RECEIVE:
-                return dist.irecv(call.output, root, group)
+                return dist.barrier(group, async_op=async_op)
+            case OpType.SEND | OpType.RECEIVE:
+                raise AssertionError("a message is not a collective")
 
     def _ranges(self, full: Tensor | None) -> list[Tensor] | None:
         return None if full is None else list(full.chunk(len(self._ranks)))
@@ -225,26 +259,65 @@ class _GlooMessage:
         return self._waiter_thread.is_done()
 
 
-def new_torch_group(ranks: tuple[int, ...], rank: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create a process group on its members only. `name`: unique to it. See [Note: group names]."""
+def backend_of(process_group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the name of the backend that communicates tensors on a device, or None. Process groups of all
+    devices have names such as `undefined` and `cpu:gloo,cuda:nccl`."""
+    config = dist.distributed_c10d.BackendConfig(dist.get_backend(process_group))
+    name: str | None = config.get_device_backend_map().get(device.type)
+    return name
+
+
+def new_torch_group(
+    ranks: tuple[int, ...],
+    rank: int,
+    name: str,
+    timeout: timedelta,
+    device: torch.device,
+    *,
+    splits: bool = False,
+    max_ctas: int | None = None,
+) -> dist.ProcessGroup:
+    """Create a process group on its members only. `name`: unique to it. See [Note: group names].
+
+    `splits`: all ranks of the job call it at the same point, each for its own group of a partition; then it
+    is a split of the default group if that is bound to a device. Otherwise see [Note: groups of members
+    only]. `max_ctas`: limit of the thread blocks of NCCL's kernels.
+    """
     while name in _world.pg_names.values():
         name += "'"  # taken by a closed world whose process group is still alive
     world_group = dist.group.WORLD
     assert world_group is not None, "the world is closed"
-    backend, store = _world.pg_map[world_group]
-    device = world_group.bound_device_id
-    process_group, _ = dist.distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(rank),
-        list(ranks),
-        backend,
-        store,
-        name,  # type: ignore[arg-type]  # a subtype of str
-        timeout=timeout,
-        device_id=device,
-    )
+    backend, store = backend_of(world_group, device), _world.pg_map[world_group][1]
+    assert backend is not None, f"a process group without a backend for {device.type}"
+    bound_device = world_group.bound_device_id
+    if not splits:
+        world_group.bound_device_id = None
+    try:
+        process_group, _ = dist.distributed_c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(rank),
+            list(ranks),
+            backend,
+            store,
+            name,  # type: ignore[arg-type]  # a subtype of str
+            backend_options=_nccl_options(max_ctas, timeout) if backend == "nccl" else None,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    finally:
+        world_group.bound_device_id = bound_device
     _world.pg_group_ranks[process_group] = {member: group_rank for group_rank, member in enumerate(ranks)}
     return process_group
+
+
+def _nccl_options(max_ctas: int | None, timeout: timedelta) -> Any:
+    """Return options for NCCL, or None for torch's."""
+    if max_ctas is None:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.max_ctas = max_ctas
+    return options
 
 
 def gloo_transport(store: dist.Store, rank: int, size: int, timeout: timedelta) -> TorchTransport:
@@ -261,14 +334,28 @@ def gloo_transport(store: dist.Store, rank: int, size: int, timeout: timedelta) 
 
 
 def _guard(call: Call, action: Callable[[], Any]) -> Any:
-    """Convert torch's errors into CommError; the cause is chained, for --debug."""
+    """Convert torch's errors into CommError; the cause is chained, for --debug. Errors of the device, which
+    an earlier kernel has caused, stay what they are."""
     try:
         return action()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        if is_device_error(error):
+            error.add_note(
+                f"Reported by {call}, which did not cause it: an earlier kernel failed, for example for an "
+                "index out of range. CUDA_LAUNCH_BLOCKING=1 shows which."
+            )
+            raise
         raise CommError(
             f"{call} failed: a rank is gone, late or made a different call",
             given=str(error).splitlines()[0],
             hint="look for the first rank that ended: its error is the cause",
         ) from error
+
+
+def is_device_error(error: RuntimeError) -> bool:
+    """Return whether an error says that a kernel or the GPU failed, and not a communication."""
+    accelerator_error: Any = getattr(torch, "AcceleratorError", ())
+    texts = ("CUDA error", "device-side assert", "illegal memory access", "CUBLAS_STATUS", "CUDNN_STATUS")
+    return isinstance(error, accelerator_error) or any(text in str(error) for text in texts)

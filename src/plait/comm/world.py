@@ -2,21 +2,36 @@
 
 import atexit
 import datetime
+import hashlib
 import os
 import re
+import sys
+import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from plait.comm.collectives import Group, all_reduce, barrier
 from plait.comm.comm_thread import CommThread
+from plait.comm.device import (
+    bind_to_numa_node,
+    claim_device,
+    select_device,
+    set_nccl_defaults,
+    share_of_processors,
+    use_processors,
+)
 from plait.comm.null_transport import NullTransport
 from plait.comm.shm import HostPeers, connect_host_peers, open_group
 from plait.comm.stats import CommLog, WaitClock
 from plait.comm.store import JobStore
+from plait.comm.subgroup_transport import SubgroupTransport
 from plait.comm.torch_transport import TorchTransport, new_torch_group
 from plait.comm.transport import Transport
 from plait.errors import CommError, unknown_key_hint
@@ -25,6 +40,8 @@ from plait.plan.cost_model import TRANSPORTS
 # Path of the launcher's FileStore, which listens on no port; torch's TCPStore listens on every interface
 # even for a loopback address.
 RENDEZVOUS_FILE = "PLAIT_RENDEZVOUS_FILE"
+
+_ABORT_S = 10.0  # limit of aborting communications
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,7 @@ class Connection:
     owns_process_group: bool = False  # the world destroys it
     serves_store: bool = False  # the store is a server in this process
     dry_run_host_size: int | None = None  # ranks per host of a dry run; None: a real run
+    num_processors: int = 1  # of this host, for each of its ranks
 
 
 class World:
@@ -119,24 +137,54 @@ class World:
         is_peer = peers is not None and rank != self.rank and rank in peers.files
         return is_peer and peers is not None and not peers.is_alive(rank)
 
+    @property
+    def shares_communicators(self) -> bool:
+        """True if most groups share one communicator. See [Note: few communicators] in
+        `plan/communicators.py`."""
+        return self.device.type == "cuda"
+
     def new_group(self, ranks: tuple[int, ...], channel: str = "", axes: tuple[str, ...] = ()) -> Group:
-        """Create a group of these ranks, which include this one. All of them must call it at the same point
-        of the program; see `Mesh.group` for channels. `axes`: its name in `comm_log`."""
+        """Create a group of these ranks, which include this one, with connections of its own. All of them
+        must call it at the same point of the program; see `Mesh.group` for channels. `axes`: its name in
+        `comm_log`."""
+        self._check_member(ranks)
+        return self._group(ranks, channel, axes, partial(self._own_transport, ranks, channel))
+
+    def split_group(
+        self, ranks: tuple[int, ...], channel: str, axes: tuple[str, ...], max_ctas: int | None = None
+    ) -> Group:
+        """Like `new_group`, with a communicator for each group of a partition of all ranks. Collective over
+        all ranks of the job: see [Note: creation order of communicators] in `plan/communicators.py`."""
+        self._check_member(ranks)
+        make = partial(self._own_transport, ranks, channel, splits=True, max_ctas=max_ctas)
+        return self._group(ranks, channel, axes, make)
+
+    def subgroup(self, ranks: tuple[int, ...], channel: str = "", axes: tuple[str, ...] = ()) -> Group:
+        """Like `new_group`, for small or rare messages: with `shares_communicators`, through the connections
+        of all ranks. Then it is not a collective."""
+        self._check_member(ranks)
+        if not self.shares_communicators:
+            return self.new_group(ranks, channel, axes)
+        return self._group(ranks, channel, axes, partial(self._shared_transport, ranks))
+
+    def _check_member(self, ranks: tuple[int, ...]) -> None:
         if self.rank not in ranks:
             raise CommError(
                 "a rank cannot create a group without itself",
                 given=f"rank {self.rank}, ranks {list(ranks)}",
                 hint="call new_group on the ranks of the group only",
             )
-        transport = self._make_transport(ranks, channel) if len(ranks) > 1 else None
-        if transport is None:
-            return Group(ranks, ranks.index(self.rank), None)
-        comm_thread = CommThread(self.device, self.clock)
+
+    def _group(
+        self, ranks: tuple[int, ...], channel: str, axes: tuple[str, ...], make: Callable[[], Transport]
+    ) -> Group:
+        group_rank = ranks.index(self.rank)
+        if len(ranks) == 1:
+            return Group(ranks, group_rank, None)
+        transport, comm_thread = make(), CommThread(self.device, self.clock)
         self._transports.append(transport)
         self._comm_threads.append(comm_thread)
-        return Group(
-            ranks, ranks.index(self.rank), transport, comm_thread, axes, channel, self.comm_log, self.clock
-        )
+        return Group(ranks, group_rank, transport, comm_thread, axes, channel, self.comm_log, self.clock)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized flat tensor that transports access in place."""
@@ -158,7 +206,9 @@ class World:
                 f"ranks of one host communicate through Gloo, which is slower: {reason}", stacklevel=4
             )
 
-    def _make_transport(self, ranks: tuple[int, ...], channel: str) -> Transport:
+    def _own_transport(
+        self, ranks: tuple[int, ...], channel: str, *, splits: bool = False, max_ctas: int | None = None
+    ) -> Transport:
         group_rank, peers = ranks.index(self.rank), self._host_peers
         if self._connection.dry_run_host_size is not None:
             name = self._connection.transport
@@ -169,17 +219,30 @@ class World:
             key = f"plait/{peers.key}/{self._group_name(ranks, channel)}"
             return open_group(peers, ranks, group_rank, self._connection.store, key, self.timeout)
         process_group = self._process_group
-        if len(ranks) < self.size or channel:
-            process_group = new_torch_group(
-                ranks, self.rank, f"plait/{self._group_name(ranks, channel)}", self.timeout
-            )
         assert process_group is not None, "the world is closed"
-        return TorchTransport(process_group, ranks, group_rank)
+        if len(ranks) < self.size or channel or self._is_lazy(process_group):
+            name = f"plait/{self._group_name(ranks, channel)}"
+            process_group = new_torch_group(
+                ranks, self.rank, name, self.timeout, self.device, splits=splits, max_ctas=max_ctas
+            )
+        return TorchTransport(process_group, ranks, group_rank, device=self.device)
+
+    def _is_lazy(self, process_group: dist.ProcessGroup) -> bool:
+        """Return whether NCCL connects the ranks of a program's group only when it is used, and pairs of them
+        by communicators of their own."""
+        return self.device.type == "cuda" and process_group.bound_device_id is None
+
+    def _shared_transport(self, ranks: tuple[int, ...]) -> Transport:
+        base = self.group.transport
+        assert isinstance(base, TorchTransport), f"no messages through {base.name}"
+        return base if len(ranks) == self.size else SubgroupTransport(base, ranks, ranks.index(self.rank))
 
     def _group_name(self, ranks: tuple[int, ...], channel: str) -> str:
-        """Name of the next group of these ranks, the same on all of them."""
+        """Name of the next group of these ranks, the same on all of them: short, see [Note: group names] in
+        `torch_transport.py`."""
         self._num_opened[ranks, channel] += 1
-        return f"{','.join(map(str, ranks))}/{channel}/{self._num_opened[ranks, channel]}"
+        digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+        return f"{digest}/{channel}/{self._num_opened[ranks, channel]}"
 
     def close(self) -> None:
         """Leave the job; the next `connect` joins again. Groups of this world cannot be used any more."""
@@ -201,6 +264,26 @@ class World:
         if _world is self:
             _world = None
             atexit.unregister(self._exit)
+
+    def use_processors(self) -> None:
+        """Use this rank's share of the host's processors, for work on the CPU next to a GPU."""
+        if self.device.type == "cuda":
+            use_processors(self._connection.num_processors)
+
+    def _abort_after_errors(self) -> None:
+        """Abort NCCL's communications after an uncaught exception is printed: kernels that wait for other
+        ranks would keep the process from exiting, and its launcher from ending those."""
+        previous = sys.excepthook
+
+        def print_and_abort(*error: Any) -> None:
+            previous(*error)
+            if self._process_group is not None and self.is_alive():
+                abort: Any = dist.distributed_c10d._abort_process_group
+                thread = threading.Thread(target=abort, name="plait-abort", daemon=True)
+                thread.start()
+                thread.join(_ABORT_S)
+
+        sys.excepthook = print_and_abort
 
     def _exit(self) -> None:
         """Leave the job when Python ends. See TorchTransport, which NCCL does not need: it waits for peers
@@ -237,19 +320,25 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
         store = dist.distributed_c10d._get_default_store()  # no public API
         if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
             local_rank = torch.cuda.current_device()
-    torch_device = _select_device(device, local_rank)
+    torch_device = select_device(device, local_rank, dist.group.WORLD)
     if size > 1 and not has_process_group:
         store = _store(rank, size, timeout)
         _join(store, rank, size, torch_device, timeout)
+    num_processors = share_of_processors()
+    if torch_device.type == "cuda":
+        bind_to_numa_node(torch_device)
     connection = Connection(
         transport,
         timeout,
         store,
         owns_process_group=store is not None and not has_process_group,
         serves_store=store is not None and rank == 0 and not _has_outer_store(),
+        num_processors=num_processors,
     )
     _world = World(rank, size, local_rank, torch_device, connection)
     atexit.register(_world._exit)
+    if connection.owns_process_group and torch_device.type == "cuda":
+        _world._abort_after_errors()
     return _world
 
 
@@ -280,21 +369,6 @@ def _transport_device(transport: str, device: str | None) -> str | None:
     return device or required
 
 
-def _select_device(requested: str | None, local_rank: int) -> torch.device:
-    if requested == "cpu" or (requested is None and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise CommError(
-            "a rank has no GPU",
-            given=f"local rank {local_rank}, {torch.cuda.device_count()} GPUs",
-            expected="one GPU per rank",
-            hint="fewer ranks per host" if torch.cuda.device_count() else "device=cpu",
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
 def _has_outer_store() -> bool:
     """Return whether the store is a file or in torchrun's process, and not in that of rank 0."""
     return RENDEZVOUS_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -323,6 +397,9 @@ def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
 
 def _join(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
     cuda = device.type == "cuda"
+    if cuda:
+        claim_device(device, store, rank)
+        set_nccl_defaults()
     try:
         dist.init_process_group(
             "nccl" if cuda else "gloo",

@@ -146,7 +146,7 @@ def _build_stage(
     head = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)
     if plan.sync_batchnorm:
-        sync_batch_norms(part.module, context.groups.dp)
+        sync_batch_norms(part.module, mesh.group("replicate", "shard", channel="statistics"))
     if spec.schedule.split:
         split_linears(blocks, splitter)
     recompute_blocks(blocks, plan.recompute)

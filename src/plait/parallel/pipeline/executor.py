@@ -11,6 +11,21 @@ sent, and is being received into a posted buffer. So its rank does not wait: a c
 the transport does not matter. Data-parallel ranks run the same list: the collectives of an action are between
 ranks that have all finished what precedes it, so every participant arrives.
 
+[Note: global message order]
+Where channels share communicators ([Note: classes of senders] in `plan/communicators.py`), a rank's receives
+run in the order in which they are posted, whatever their sender. Let T be the order in which the simulated
+schedule, with equal stages, ends its actions: a total order, equal on all ranks, in which an action follows
+all that it depends on. All receives of a rank are posted in the T order of the actions that send them, and
+before an action runs, those are posted that precede it in T: they never depend on it. A rank's sends are in T
+order as well. So on every rank the order in which communications are started, over all communicators, is part
+of one order of the job: T, with an action's collectives at its position and the messages that it sends after
+it. The first unfinished one in this order is not blocked: what its ranks have started earlier is finished.
+This holds even if each communication waits for the start, or the end, of the one before it, as with
+NCCL_LAUNCH_ORDER_IMPLICIT. Posting two actions ahead would break it: the second receive would be queued
+after the first, which may wait for the action that is about to run. Specs are known in time: the gradient of
+an output comes after the output in T, and so does every action that needs a later message; descriptions of
+outputs are waited for, as they do not depend on the action either.
+
 [Note: lifetime of a micro-batch's tensors]
 From its forward to its backward a stage keeps what autograd saved, and the gradient edges where backward
 starts. The output tensors are released when they have been sent (the outbox holds them until then), the
@@ -23,6 +38,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +50,9 @@ from plait.parallel.pipeline.p2p import Inbox, Outbox, PostedReceive
 from plait.parallel.pipeline.serialize import PackedOutput, TensorSpec, pack, unpack
 from plait.parallel.pipeline.split_backward import BackwardSplitter, DeferredWeightGrads
 from plait.parallel.zero.sharded_model import Root, ShardedStage
+from plait.plan.communicators import sender_classes, sends_channel
 from plait.plan.schedule import Action, Kind, Schedule, Span
+from plait.plan.schedule.simulate import global_order
 
 
 class StageInput:
@@ -124,14 +142,19 @@ class Pipeline:
         self.device = mesh.world.device
         self._outboxes: dict[tuple[str, int], Outbox] = {}  # by (kind, receiver)
         self._inboxes: dict[tuple[str, int], Inbox] = {}  # by (kind, sender)
+        self.shares_communicators = mesh.world.shares_communicators
+        self._ordered: tuple[Schedule, dict[Action, int]] | None = None
+        classes = sender_classes(rank_of)
         for kind, source, target in sorted(self._channels()):
             if self._rank in (source, target):
                 label = f"{kind} from stage rank {source} to {target}"
-                group = mesh.subgroup("pp", sorted((source, target)), channel=label)
+                group, peer = mesh.message_group(
+                    "pp", source, target, channel=label, shared_channel=sends_channel(classes[source])
+                )
                 if self._rank == source:
-                    self._outboxes[kind, target] = Outbox(group, device=self.device, label=label)
+                    self._outboxes[kind, target] = Outbox(group, device=self.device, label=label, peer=peer)
                 else:
-                    self._inboxes[kind, source] = Inbox(group, device=self.device, label=label)
+                    self._inboxes[kind, source] = Inbox(group, device=self.device, label=label, peer=peer)
 
     def _channels(self) -> set[tuple[str, int, int]]:
         """Return (kind, sender, receiver) of all channels of the pipeline."""
@@ -141,6 +164,12 @@ class Pipeline:
             if rank != next_rank:
                 channels |= {("activations", rank, next_rank), ("gradients", next_rank, rank)}
         return channels
+
+    def order_of(self, schedule: Schedule) -> dict[Action, int]:
+        """Return the global order of a schedule, computed once as long as the schedule stays the same."""
+        if self._ordered is None or self._ordered[0] is not schedule:
+            self._ordered = (schedule, global_order(schedule))
+        return self._ordered[1]
 
     def run(
         self,
@@ -159,9 +188,7 @@ class Pipeline:
         for index, action in enumerate(actions):
             for outbox in self._outboxes.values():
                 outbox.release_sent()  # also of those that send no more: activations after the last forward
-            run.post(action)
-            for upcoming in actions[index + 1 : index + 1 + _RECEIVE_AHEAD]:
-                run.post(upcoming, blocks=False)
+            run.post_for(index)
             run.do(action, nullcontext() if clock is None else clock.around(action))
         run.check_complete()
         for outbox in self._outboxes.values():
@@ -184,8 +211,14 @@ class _Run:
         self._local: dict[Action, list[Tensor]] = {}  # between two stages of this rank
         self._posted: dict[Action, PostedReceive] = {}
         self._packed: dict[Action, PackedOutput] = {}  # of local and posted activations
-        # By channel, the messages still to be posted, the next one at the end.
+        # By channel, the messages still to be posted, the next one at the end; one list for all channels if
+        # they share communicators.
         self._unposted = {channel: self._messages_of(*channel) for channel in pipeline._inboxes}
+        self._order: dict[Action, int] = {}
+        if pipeline.shares_communicators:  # See [Note: global message order].
+            self._order = pipeline.order_of(schedule)
+            merged = sorted(chain.from_iterable(self._unposted.values()), key=self._order.__getitem__)
+            self._unposted = dict.fromkeys(self._unposted, merged[::-1])
         self._last_backward: dict[int, Action] = {}
         for action in schedule.ranks[pipeline._rank]:
             if action.kind is Kind.W or (action.kind is Kind.B and not self._is_split(action)):
@@ -274,24 +307,43 @@ class _Run:
     def _take(self, sent: Action) -> list[Tensor]:
         return self._local.pop(sent) if sent in self._local else self._posted.pop(sent).wait()
 
-    def post(self, action: Action, *, blocks: bool = True) -> None:
+    def _post(self, action: Action, *, blocks: bool = True) -> None:
         """Post the receive that the action needs, and all earlier ones on the same channel. If it may not
         block, stop where a description would have to be received first."""
         sent = self._needed_message(action)
         if sent is None or sent in self._posted:
             return
-        kind = "activations" if sent.kind is Kind.F else "gradients"
-        channel = (kind, self._pipeline._rank_of[sent.stage])
-        if channel not in self._unposted:
+        unposted = self._unposted.get(self._channel(sent))
+        if unposted is None:
             return  # from a stage of this rank
-        inbox, unposted = self._pipeline._inboxes[channel], self._unposted[channel]
         while sent not in self._posted:
-            next_message = unposted[-1]
-            specs = self._specs(next_message, inbox, blocks=blocks)
-            if specs is None:
+            if not self._post_next(unposted, blocks=blocks):
                 return
-            self._posted[next_message] = inbox.post(specs)
-            unposted.pop()
+
+    def post_for(self, index: int) -> None:
+        """Post the receives of the rank's action at `index`, and those that come ahead of their use."""
+        actions = self._schedule.ranks[self._pipeline._rank]
+        if self._pipeline.shares_communicators:  # See [Note: global message order].
+            unposted = next(iter(self._unposted.values()), [])
+            while unposted and self._order[unposted[-1]] < self._order[actions[index]]:
+                self._post_next(unposted)
+            return
+        self._post(actions[index])
+        for upcoming in actions[index + 1 : index + 1 + _RECEIVE_AHEAD]:
+            self._post(upcoming, blocks=False)
+
+    def _post_next(self, unposted: list[Action], *, blocks: bool = True) -> bool:
+        """Post the first of the messages. Return False, and leave it, if that would block and must not."""
+        inbox = self._pipeline._inboxes[self._channel(unposted[-1])]
+        specs = self._specs(unposted[-1], inbox, blocks=blocks)
+        if specs is not None:
+            self._posted[unposted.pop()] = inbox.post(specs)
+        return specs is not None
+
+    def _channel(self, sent: Action) -> tuple[str, int]:
+        """Return the (kind, sender) of a message."""
+        kind = "activations" if sent.kind is Kind.F else "gradients"
+        return kind, self._pipeline._rank_of[sent.stage]
 
     def _specs(self, sent: Action, inbox: Inbox, *, blocks: bool) -> Sequence[TensorSpec] | None:
         if sent.kind is Kind.B:

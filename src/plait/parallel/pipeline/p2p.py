@@ -36,10 +36,12 @@ _LENGTH = torch.int64  # of the message before a description: its bytes
 class Outbox:
     """The sender's end of a channel. See [Note: sends never block]."""
 
-    def __init__(self, group: Group, *, device: torch.device, label: str = "") -> None:
-        """`group`: of two ranks, used by this channel only; both create their ends at the same point of the
-        program. `label`: the channel's name in errors."""
-        self._channel = _Channel(group, device, label)
+    def __init__(
+        self, group: Group, *, device: torch.device, label: str = "", peer: int | None = None
+    ) -> None:
+        """`group`: both ranks create their ends at the same point of the program. `label`: the channel's
+        name in errors. `peer`: group rank of the receiver; by default the other one of a group of two."""
+        self._channel = _Channel(group, device, label, peer)
         self._in_flight: deque[tuple[Work, Tensor]] = deque()  # the transport reads these tensors
         self._descriptions: dict[Hashable, PackedOutput] = {}
         if device.type == "cuda":
@@ -101,9 +103,11 @@ class Outbox:
 class Inbox:
     """The receiver's end of a channel."""
 
-    def __init__(self, group: Group, *, device: torch.device, label: str = "") -> None:
+    def __init__(
+        self, group: Group, *, device: torch.device, label: str = "", peer: int | None = None
+    ) -> None:
         """Arguments as of `Outbox`. `device`: where received tensors are allocated."""
-        self._channel = _Channel(group, device, label)
+        self._channel = _Channel(group, device, label, peer)
         self._descriptions: dict[Hashable, PackedOutput] = {}
         self._handshake = self._post(_handshake(device)) if device.type == "cuda" else None
 
@@ -153,12 +157,14 @@ class _Channel:
     group: Group
     device: torch.device
     label: str
-
-    def __post_init__(self) -> None:
-        assert self.group.size == 2, f"a channel between {self.group.size} ranks"
+    given_peer: int | None
 
     @property
     def peer(self) -> int:
+        """Group rank of the other end."""
+        if self.given_peer is not None:
+            return self.given_peer
+        assert self.group.size == 2, f"a channel between {self.group.size} ranks"
         return 1 - self.group.rank
 
 

@@ -117,6 +117,16 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     return Timeline.from_spans(schedule, spans)
 
 
+def global_order(schedule: Schedule) -> dict[Action, int]:
+    """Return the position of every action in one order of all ranks' actions: that in which they end, for
+    stages of equal duration. Each action comes after all that it depends on. Raises ScheduleError."""
+    spans = [
+        span for rank in simulate(schedule, Durations.uniform(schedule.num_stages)).ranks for span in rank
+    ]
+    ordered = sorted(spans, key=lambda span: (span.end, span.action.stage))
+    return {span.action: index for index, span in enumerate(ordered)}
+
+
 def _check_durations(schedule: Schedule, durations: Durations) -> None:
     stages = schedule.num_stages
     counts = (len(durations.forward), len(durations.backward), len(durations.weight))

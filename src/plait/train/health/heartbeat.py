@@ -36,6 +36,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from plait.comm import World
+from plait.comm.flight_recorder import pending_collectives
 from plait.errors import CommError, RunError
 from plait.train.health.hang_report import (
     RankStatus,
@@ -190,12 +191,17 @@ class Heartbeat:
     def _dump(self) -> None:
         with contextlib.suppress(OSError):
             faulthandler.dump_traceback(self._file, all_threads=True)
+            for line in pending_collectives():
+                self._file.write(f"NCCL: {line}\n")
+            self._file.flush()
             os.fsync(self._file.fileno())  # for other hosts
         self._has_dumped = True
 
     def _write_status(self, age_s: float) -> None:
         """Write this rank's status; the file is closed each time, which makes it visible to other hosts."""
         (step, phase, _), what = self._current, self._world.clock.current
+        if what is None and self._has_dumped:  # on CUDA the host waits elsewhere: for the step's results
+            what = next(iter(pending_collectives()), None)
         status = replace(self._status, step=step, phase=phase, since_s=age_s, dumped=self._has_dumped)
         with contextlib.suppress(OSError):
             replace(status, within="" if what is None else str(what)).write(self._stacks.with_suffix(".json"))

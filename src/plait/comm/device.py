@@ -1,0 +1,118 @@
+"""The device of a rank: which one, whether it is the only rank on it, and the processors near it.
+
+[Note: processors of a GPU]
+Copies between a GPU and pinned memory of another NUMA node run at about half the speed, and memory is
+allocated on the node of the thread that first writes it. So a rank that trains on a GPU runs on those of its
+processors that belong to the GPU's node, as with torchrun's --numa-binding=node.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.comm.torch_transport import backend_of
+from plait.errors import CommError
+
+_SYS = Path("/sys")
+_NCCL_DEFAULTS = {
+    # Kernels of several communicators start in the order of the program, which is the same on all ranks.
+    # See [Note: two channels] in `parallel/zero/sharded_model.py`. AMD's library does not support it.
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives in torch's flight recorder, for `pending_collectives`
+}
+
+
+def select_device(
+    requested: str | None, local_rank: int, process_group: dist.ProcessGroup | None = None
+) -> torch.device:
+    """Return this rank's device, and make a GPU the current one. `process_group`: the program's own; a GPU is
+    used by default only if that communicates GPU tensors by another backend than Gloo. Raises CommError."""
+    if process_group is not None and requested is None:
+        has_backend = backend_of(process_group, torch.device("cuda")) not in (None, "gloo")
+        requested = None if has_backend else "cpu"
+    if requested == "cpu" or (requested is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    bound_device = None if process_group is None else process_group.bound_device_id
+    if bound_device is not None and bound_device.type == "cuda":
+        device = bound_device
+    else:
+        device = torch.device("cuda", _device_index(local_rank))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _device_index(local_rank: int) -> int:
+    """Return the index of a rank's GPU among the visible ones: the only one, if each rank sees its own."""
+    num_devices = torch.cuda.device_count()
+    if num_devices == 1:
+        return 0
+    if local_rank >= num_devices:
+        raise CommError(
+            "a rank has no GPU",
+            given=f"local rank {local_rank}, {num_devices} GPUs",
+            expected="one GPU per rank",
+            hint="fewer ranks per host" if num_devices else "device=cpu",
+        )
+    return local_rank
+
+
+def claim_device(device: torch.device, store: dist.Store, rank: int) -> None:
+    """Raise CommError if another rank of the job uses the same GPU: NCCL would hang or fail later."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    owner = store.compare_set(f"GPU {uuid}", "", str(rank)).decode()
+    if owner != str(rank):
+        raise CommError(
+            "two ranks use the same GPU",
+            given=f"ranks {owner} and {rank}: {device}, {uuid}",
+            expected="one GPU per rank",
+            hint="fewer ranks per host, or another CUDA_VISIBLE_DEVICES for each rank",
+        )
+
+
+def set_nccl_defaults() -> None:
+    """Set NCCL's environment, where the user has not. To be called before the first communicator."""
+    if torch.version.hip is None:
+        for name, value in _NCCL_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+
+
+def share_of_processors() -> int:
+    """Return the number of processors for each rank of this host."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, allowed // max(1, int(local_ranks) if local_ranks.isdecimal() else 1))
+
+
+def use_processors(num_processors: int) -> None:
+    """Compute with these many threads where torchrun has chosen one: it does so for every rank."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and torch.get_num_threads() == 1:
+        torch.set_num_threads(num_processors)
+
+
+def bind_to_numa_node(device: torch.device) -> None:
+    """Run this thread, and those that it starts, near the GPU. See [Note: processors of a GPU]."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown, or not allowed
+        address = (
+            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        )
+        near = os.sched_getaffinity(0) & processors_near(address)
+        if near:
+            os.sched_setaffinity(0, near)
+
+
+def processors_near(pci_address: str, sys_folder: Path = _SYS) -> set[int]:
+    """Return the processors of the NUMA node of a PCI device; none if it has no node. Raises OSError,
+    ValueError."""
+    node = int((sys_folder / "bus/pci/devices" / pci_address / "numa_node").read_text())
+    if node < 0:
+        return set()
+    processors: set[int] = set()
+    for part in (sys_folder / f"devices/system/node/node{node}/cpulist").read_text().strip().split(","):
+        first, _, last = part.partition("-")
+        processors |= set(range(int(first), int(last or first) + 1))
+    return processors
