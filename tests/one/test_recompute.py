@@ -294,7 +294,9 @@ def test_state_that_a_forward_changes_is_that_of_none(how: str) -> None:
         for micro in torch.randn(4, 8, 6).unbind():
             model(micro).square().sum().backward()
         gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
-        attributes = {f"{n}": torch.tensor([m.calls, *m.means, m.scales["input"]]) for n, m in enumerate(model)}
+        attributes = {
+            f"{n}": torch.tensor([m.calls, *m.means, m.scales["input"]]) for n, m in enumerate(model)
+        }
         return dict(model.named_buffers()) | gradients | attributes
 
     expected, found = trained("none"), trained(how)
