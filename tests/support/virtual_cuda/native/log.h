@@ -58,6 +58,13 @@ struct Event {
   std::chrono::steady_clock::time_point at{};  // of the recording, by the host
 };
 
+// What happens to host memory once an operation on a stream is over.
+struct Pending {
+  uintptr_t begin, end;  // of the memory
+  int64_t stream, count;  // of the operation
+  std::function<void()> happen;
+};
+
 // One per process. All members are guarded by `mutex`, which is never held while Python runs.
 struct Log {
   std::mutex mutex;
@@ -67,7 +74,7 @@ struct Log {
   std::unordered_map<int64_t, Clock> streams;
   Clock host;
   int64_t num_events = 0;
-  std::vector<std::function<bool()>> pending;  // each returns true when it has happened
+  std::vector<Pending> pending;
 };
 
 inline Log& log() {
@@ -115,23 +122,40 @@ inline void append(Entry&& entry, bool finds_lines = true) {
   log().entries.push_back(std::move(entry));
 }
 
-// Run what has happened by now, as the host knows it.
-inline void settle() {
-  std::vector<std::function<bool()>> pending;
+// Let happen what is over according to `clock`, of the pending operations on this memory.
+inline void settle(const Clock& clock, uintptr_t begin, uintptr_t end) {
+  std::vector<Pending> over, left;
   {
     std::lock_guard<std::mutex> lock(log().mutex);
-    pending.swap(log().pending);
+    for (auto& each : log().pending) {
+      const auto seen = clock.find(each.stream);
+      const bool is_over = seen != clock.end() && seen->second >= each.count && each.begin < end && begin < each.end;
+      (is_over ? over : left).push_back(std::move(each));
+    }
+    log().pending.swap(left);
   }
-  std::vector<std::function<bool()>> left;
-  for (auto& check : pending)
-    if (!check()) left.push_back(std::move(check));
-  std::lock_guard<std::mutex> lock(log().mutex);
-  log().pending.insert(log().pending.begin(), left.begin(), left.end());
+  for (auto& each : over) each.happen();
 }
 
-inline bool host_has_seen(int64_t stream, int64_t count) {
-  std::lock_guard<std::mutex> lock(log().mutex);
-  return log().host[stream] >= count;
+// As far as the host knows.
+inline void settle() {
+  Clock host;
+  {
+    std::lock_guard<std::mutex> lock(log().mutex);
+    host = log().host;
+  }
+  settle(host, 0, UINTPTR_MAX);
+}
+
+// As the next operation on a stream will find it.
+inline void settle_for(int64_t stream, uintptr_t begin, uintptr_t end) {
+  Clock clock;
+  {
+    std::lock_guard<std::mutex> lock(log().mutex);
+    clock = log().streams[stream];
+    join(clock, log().host);
+  }
+  settle(clock, begin, end);
 }
 
 // Count an operation on a stream; return its number.

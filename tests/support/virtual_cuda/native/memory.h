@@ -4,7 +4,8 @@
 // A copy from the device into pinned memory fills the target with NaN (bytes 0xFF), and writes the data when the host
 // synchronizes with the copy: a missing synchronization shows as NaN in the results. A copy from pinned memory keeps
 // what it has read, and compares when the host synchronizes: if the host has written to the source before, that is a
-// race. A copy from or to pageable memory blocks the host, as CUDA's does.
+// race. A copy from or to pageable memory blocks the host, as CUDA's does. A copy that is ordered after another one of
+// the same pinned memory, by streams and events, finds it done.
 #pragma once
 #include <c10/core/Allocator.h>
 #include <c10/core/StorageImpl.h>
@@ -142,29 +143,30 @@ inline void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   storage->set_nbytes(bytes);
 }
 
+inline std::pair<uintptr_t, uintptr_t> addresses_of(const at::Tensor& host) {
+  const auto begin = reinterpret_cast<uintptr_t>(host.const_data_ptr());
+  return {begin, begin + host.nbytes()};  // dense
+}
+
 // Let `source_cpu`, the data of a device tensor, arrive in `host` when the host synchronizes with `stream`.
 inline void copy_later(const at::Tensor& host, const at::Tensor& source_cpu, int64_t stream, int64_t count) {
   at::Tensor arriving = source_cpu.to(host.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
   std::memset(host.data_ptr(), UNINITIALIZED, host.nbytes());
+  const auto [begin, end] = addresses_of(host);
   std::lock_guard<std::mutex> lock(log().mutex);
-  log().pending.push_back([host, arriving, stream, count]() {
-    if (!host_has_seen(stream, count)) return false;
-    host.copy_(arriving);
-    return true;
-  });
+  log().pending.push_back({begin, end, stream, count, [host, arriving]() { host.copy_(arriving); }});
 }
 
 // Check, when the host synchronizes with `stream`, that it has not written to `host` meanwhile.
 inline void check_later(const at::Tensor& host, int64_t stream, int64_t count) {
   at::Tensor read = host.clone();
   const std::string where = log().is_recording ? program_lines() : "";
+  const auto [begin, end] = addresses_of(host);
   std::lock_guard<std::mutex> lock(log().mutex);
-  log().pending.push_back([host, read, stream, count, where]() {
-    if (!host_has_seen(stream, count)) return false;
+  log().pending.push_back({begin, end, stream, count, [host, read, stream, where]() {
     if (std::memcmp(host.data_ptr(), read.data_ptr(), read.nbytes()) != 0)
       append({HOST_RACE, stream, 0, static_cast<int64_t>(read.nbytes()), "copy from pinned memory", where}, false);
-    return true;
-  });
+  }});
 }
 
 }  // namespace virtual_cuda

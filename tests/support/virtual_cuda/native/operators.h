@@ -279,6 +279,10 @@ inline at::Tensor& copy_across(at::Tensor& self, const at::Tensor& source, bool 
                          host.strides() == device.strides() && host.scalar_type() == device.scalar_type();
   const bool is_asynchronous = non_blocking && is_direct && PinnedMemory::contains(host.const_data_ptr());
   const int64_t stream = current_stream(), count = advance(stream);
+  if (is_asynchronous) {
+    const auto [begin, end] = addresses_of(host);
+    settle_for(stream, begin, end);
+  }
   Entry entry{OP, stream, 0, 0, to_host ? "copy to host" : "copy to device"};
   entry.spans = {span_of(device, !to_host)};
   entry.bytes = static_cast<int64_t>(host.nbytes());
