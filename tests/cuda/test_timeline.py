@@ -1,0 +1,104 @@
+"""The replay of recordings: durations, exposed communication, and deadlocks."""
+
+import sys
+
+import pytest
+import torch
+
+from support import cuda_steps
+from support.pool import Pool
+from support.virtual_cuda.build import MODULE
+from support.virtual_cuda.log import Entry, Kind
+from support.virtual_cuda.recording import Recording, order_errors
+from support.virtual_cuda.timeline import Hardware, replay
+
+HARDWARE = Hardware(memory=1.0, nvlink=1.0, kernel_s=0.0, launch_s=0.0, collective_s=0.0)  # a byte a second
+BOTH = (0, 1)
+
+
+def entry(
+    kind: Kind, stream: int = 0, id: int = 0, name: str = "kernel", num_bytes: int = 0, **rest: int
+) -> Entry:
+    spans = [(0, num_bytes, True)] if num_bytes else []
+    return Entry(kind, stream, id, rest.get("number", 0), name, "", spans, 0.0, 2, rest.get("peer", -1))
+
+
+def kernel(num_bytes: int, stream: int = 0) -> Entry:
+    return entry(Kind.OP, stream, num_bytes=num_bytes)
+
+
+def collective(name: str, number: int, num_bytes: int, stream: int, *, communicator: int = 0) -> Entry:
+    return entry(Kind.OP, stream, communicator, f"nccl:{name}", num_bytes, number=number)
+
+
+def message(name: str, number: int, peer: int, stream: int) -> Entry:
+    return entry(Kind.OP, stream, 0, f"nccl:{name}", 1, number=number, peer=peer)
+
+
+def after(event: int, recorded_on: int, waiting: int) -> list[Entry]:
+    return [entry(Kind.RECORD, recorded_on, event), entry(Kind.WAIT, waiting, event)]
+
+
+def recording(*log: Entry) -> Recording:
+    return Recording(communicators=[("all", BOTH), ("other", BOTH)], log=[*log])
+
+
+def test_communication_is_exposed_when_no_kernel_runs_meanwhile() -> None:
+    gather = collective("all_gather", 1, 8, stream=1)  # 4 seconds: half of the bytes are sent
+    log = [kernel(3), *after(1, 0, 1), gather, kernel(2), *after(2, 1, 0), kernel(1)]
+    time = replay([recording(*log), recording(*log)], HARDWARE).ranks[0]
+    assert (time.step_s, time.compute_s, time.communication_s, time.exposed_s) == (8, 6, 4, 2)
+
+
+def test_a_collective_begins_with_its_last_rank() -> None:
+    gather = collective("all_gather", 1, 2, stream=0)
+    fast, slow = replay([recording(kernel(1), gather), recording(kernel(5), gather)], HARDWARE).ranks
+    assert (fast.step_s, slow.step_s) == (6, 6)
+    assert (fast.communication_s, slow.communication_s) == (5, 1)
+
+
+def test_a_receive_is_resident_until_its_message_comes() -> None:
+    receives = [message("recv", number, 1, stream=number) for number in (1, 2)]
+    sends = [message("send", number, 0, stream=0) for number in (1, 2)]
+    receiver, sender = replay([recording(*receives), recording(kernel(3), *sends)], HARDWARE).ranks
+    assert (receiver.resident, sender.resident) == (2, 1)
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_receives_before_sends_on_one_stream_are_a_deadlock(streams: int) -> None:
+    logs = [
+        recording(message("recv", 1, 1 - rank, stream=0), message("send", 2, 1 - rank, stream=streams - 1))
+        for rank in BOTH
+    ]
+    assert bool(replay(logs, HARDWARE).deadlock) == (streams == 1)
+
+
+def test_a_collective_without_one_of_its_ranks_never_ends() -> None:
+    assert replay([recording(collective("all_reduce", 1, 4, 0)), recording()], HARDWARE).deadlock
+
+
+def test_two_orders_of_collectives_on_two_communicators_are_found() -> None:
+    first, second = (collective("all_reduce", 1, 4, stream, communicator=stream - 1) for stream in (1, 2))
+    one, other = recording(), recording()
+    one.collectives = [(it.id, it.name, it.bytes) for it in (first, second)]
+    other.collectives = [(it.id, it.name, it.bytes) for it in (second, first)]
+    assert not order_errors([one, one])
+    assert len(order_errors([one, other])) == 1
+
+
+# --- streams of which several share one
+
+
+def _with_pool_of_streams(plan: str) -> Recording | None:
+    native = sys.modules[MODULE]
+    native.set_stream_pool(32)  # torch's number
+    try:
+        return cuda_steps.train("cuda", plan, cuda_steps.deep_llama, keep_log=True).recording
+    finally:
+        native.set_stream_pool(0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="real devices have no log")
+def test_pipelines_on_the_streams_of_torchs_pool_do_not_deadlock(pool: Pool) -> None:
+    plan = "pp=2 dp=2 micro=3 chunks=2 schedule=interleaved zero=1 precision=bf16"
+    assert not replay(pool.run(_with_pool_of_streams, 4, plan)).deadlock
