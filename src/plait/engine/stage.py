@@ -21,6 +21,7 @@ from plait.models import (
     forward_inputs,
     label_keys,
     receiving,
+    skip_packing_search,
     watch_activations,
 )
 from plait.parallel.pipeline.split_backward import DeferredBytes
@@ -78,7 +79,8 @@ class StageRunner:
 
     def _forward(self, inputs: Mapping[str, Any], micro: Mapping[str, Tensor]) -> Any:
         try:
-            return self.part.module(**inputs)
+            with skip_packing_search(inputs):
+                return self.part.module(**inputs)
         except Exception as error:
             ignored = [key for key in micro if key not in (*inputs, *label_keys(self.part.module))]
             if ignored:  # such as a misspelt argument, without which forward fails

@@ -190,8 +190,9 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
         optimizer.step()
         return
     scaled: Any = optimizer  # the two attributes are GradScaler's; torch's stubs do not know them
-    scaled.grad_scale = torch.tensor(1.0 / factor, device=parameters[0].device)
-    scaled.found_inf = torch.zeros((), device=parameters[0].device)
+    device = parameters[0].device
+    scaled.grad_scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)  # does not block
+    scaled.found_inf = torch.zeros((), dtype=torch.float32, device=device)
     try:
         optimizer.step()
     finally:

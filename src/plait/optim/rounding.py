@@ -56,5 +56,8 @@ class StochasticRounding:
         if key not in self._noise:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self._number}/{name}".encode()))
             period = torch.randint(2**16, (_PERIOD,), generator=generator, dtype=torch.int32)
-            self._noise[key] = torch.cat([period, period]).to(device)
+            noise = torch.cat([period, period])
+            if device.type == "cuda":
+                noise = noise.pin_memory()  # or the copy would block
+            self._noise[key] = noise.to(device, non_blocking=True)
         return self._noise[key]

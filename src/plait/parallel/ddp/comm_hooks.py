@@ -120,9 +120,7 @@ class Compression:
             for param_index, error in self._errors_by_param().items():
                 if param_index in previous:
                     error.copy_(previous[param_index])
-        elif not all(
-            bool(reduction.is_finite) for reduction in self._reductions if reduction.has_error_feedback
-        ):
+        elif not all(reduction.was_finite() for reduction in self._reductions):
             self.reset()  # see [Note: error feedback]
 
     def _build_reductions(self, group: Group, buckets: list[Bucket]) -> "list[_BucketReduction]":
@@ -179,7 +177,9 @@ class _BucketReduction:
 
     def __post_init__(self) -> None:
         self.has_error_feedback = any(tensor.numel() for tensor in self.compressor.state)
-        self.is_finite = torch.ones((), dtype=torch.bool, device=self.device)  # of the last sum
+        is_cuda = self.device.type == "cuda"
+        self._is_finite = torch.ones((), dtype=torch.bool, pin_memory=is_cuda)  # the last sum
+        self._read = torch.cuda.Event() if is_cuda else None  # `_is_finite` is known
         self._padded: Tensor | None = None
 
     @torch.no_grad()
@@ -210,8 +210,16 @@ class _BucketReduction:
         torch.div(contribution[: buffer.numel()], self.group.size, out=buffer)
         if self.has_error_feedback:
             low, high = buffer.aminmax()  # NaN if any element is
-            self.is_finite.copy_(low.isfinite() & high.isfinite())
+            self._is_finite.copy_(low.isfinite() & high.isfinite(), non_blocking=True)
+            if self._read is not None:
+                self._read.record()
         future.set_result(buffer)
+
+    def was_finite(self) -> bool:
+        """Return whether the last sum was finite. The device computed that in the previous backward."""
+        if self._read is not None and not self._read.query():
+            self._read.synchronize()
+        return bool(self._is_finite)
 
 
 def _factors(bucket: Bucket, rank: int) -> Factors:
