@@ -1,6 +1,7 @@
 """The engine in one process: optimizers, state, memory, evaluation, bad batches."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.checkpoint import Saver
+from plait.comm import connect
 from plait.errors import CheckpointError, ConfigError, ModelError, PlanError
 from plait.parallel.zero.state_dict import scalar_device
 from support import programs
@@ -22,6 +25,19 @@ def engine_of(plan: str = "dp=1 precision=fp64", **options: Any) -> plait.Engine
 
 def weights_of(engine: plait.Engine) -> dict[str, Tensor]:
     return engine.full_parameters()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_on_the_cpu_pin_no_memory_where_there_are_gpus(
+    zero: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = connect(device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # pinning would raise here
+    engine = engine_of(f"dp=1 zero={zero} offload=cpu precision=bf16", world=world)
+    engine.step(BATCH)
+    saver = Saver(tmp_path, world, background=True)
+    saver.save(1, engine.state_shards(), {})
+    saver.finish()
 
 
 @pytest.mark.parametrize(

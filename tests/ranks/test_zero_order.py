@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import plait
 from plait.errors import ModelError
 from plait.models import causal_lm_on_meta
+from plait.parallel.zero.grad_reduce import GradReducer
 from support import edge_case_models, programs
 from support.edge_case_models import Block, Stack, built
 from support.pool import Pool, PoolOver
@@ -113,6 +114,24 @@ def test_gradients_that_come_long_after_a_units_last_use_are_counted(
     pool: Pool, build: Any, words: str
 ) -> None:
     check(pool, build, f"dp=2 zero=3 micro=2 {words}", 2, micro=2)
+
+
+@pytest.mark.parametrize("words", ["", "offload=cpu"])
+def test_late_gradients_are_added_to_sums_over_replicas(pool: Pool, words: str) -> None:
+    check(pool, backwards, f"dp=4 shard=2 zero=3 {words}", 4)
+
+
+def _sums_twice(plan: str) -> Any:
+    """A training in which every step looks for late gradients and finds none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradReducer, "num_late", 1)
+        return programs.train(programs.tied_llama, plan)
+
+
+def test_sums_over_stages_and_replicas_can_be_taken_again(pool: Pool) -> None:
+    plan = "pp=2 dp=2 zero=3 shard=1 micro=2 precision=fp64"
+    ours = pool.run(_sums_twice, 4, plan)[0]
+    programs.assert_same(ours, programs.one_process(programs.tied_llama, ours.first_weights, micros=4))
 
 
 def _refused_twice(plan: str) -> str:

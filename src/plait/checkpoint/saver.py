@@ -118,7 +118,7 @@ class Saver:
             self._thread.start()
 
     def _allocate(self, num_bytes: int) -> None:
-        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._world.device.type == "cuda")
         self._staging = staging.zero_()  # the kernel allocates pages when they are first written
 
     @property

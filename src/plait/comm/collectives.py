@@ -286,9 +286,15 @@ def _contiguous(call: Call) -> tuple[Call, list[tuple[Tensor, Tensor]]]:
 def _run_alone(call: Call) -> Work:
     if call.op_type in (OpType.SEND, OpType.RECEIVE):
         raise CommError(f"{call.op_type.value} to the same rank", given="a group of one rank")
-    if call.out is not None and call.source is not None and call.out is not call.source:
+    if call.out is not None and call.source is not None and not _is_same_memory(call.out, call.source):
         call.out.copy_(call.source.reshape(call.out.shape))
     return Work()
+
+
+def _is_same_memory(out: Tensor, source: Tensor) -> bool:
+    """Return whether a copy would write each element onto itself. Another stream may be writing them."""
+    is_same_view = (out.shape, out.stride()) == (source.shape, source.stride())
+    return out is source or (is_same_view and out.data_ptr() == source.data_ptr() and not out.is_meta)
 
 
 def _root_call(

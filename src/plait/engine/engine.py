@@ -105,8 +105,8 @@ class Engine:
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
         self._scale = SumLossScale(spec.loss_scaling)
-        # Loss, targets, unit of the loss scale, the terms of the step count.
-        self._totals = torch.zeros(5, dtype=torch.float64, device=self.device)
+        # Loss, targets, unit of the loss scale, the terms of the step count, units with late gradients.
+        self._totals = torch.zeros(6, dtype=torch.float64, device=self.device)
         self._step_count = StepCount()
         self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0
@@ -280,16 +280,22 @@ class Engine:
     def _update(self) -> StepResult:
         # Also over the ranks of tp grids, which have the same totals: if one rank has a non-finite loss, all
         # skip. Stages before the last one contribute zero.
-        self._totals[2] = self._scale.unit if self._runner.has_last_stage else 0.0
-        self._totals[3], self._totals[4] = self._step_count.terms()
+        unit = self._scale.unit if self._runner.has_last_stage else 0.0
+        late = self._parts.sharded.start_remaining()
+        for index, number in enumerate((unit, *self._step_count.terms(), late), 2):
+            self._totals[index : index + 1].fill_(number)  # `_totals[index] = number` would block on CUDA
         work = start_all_reduce(self._totals, self._groups.world)
         sums = self._parts.sharded.finish_reductions()
         work.wait()
-        *totals, begun, of_squares, square_sum = (values := torch.cat([self._totals, sums]).tolist())[:6]
+        # The step's only wait for the device, except for late gradients.
+        values = torch.cat([self._totals, sums]).tolist()
+        *totals, begun, of_squares, late, square_sum = values[:7]
         self._totals.zero_()
         self._step_count.check(begun, of_squares, self._groups.world, self.device)
         check_total_count(totals[1])
-        self._parts.sharded.check_digests(values[6:])
+        self._parts.sharded.check_digests(values[7:])
+        if late:
+            square_sum = self._parts.sharded.reduce_late().item()
         loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
         self._scale.unit = units / self._groups.dp.size
         loss, norm = math.nan, math.nan
@@ -319,8 +325,8 @@ class Engine:
             )
             factor = 1.0
 
-        def step(unit: FlatParam) -> None:
-            self._parts.optimizer.step(unit, factor, self.num_steps)
+        def step(units: Sequence[FlatParam]) -> None:
+            self._parts.optimizer.step(units, factor, self.num_steps)
             self._is_inconsistent = True  # until all units are updated
 
         for stage in self._stages:

@@ -94,7 +94,7 @@ class FlatParam:
         if context.keeps_params_unsharded:
             self.shard = self.storage[self.start : self.stop]
         else:
-            self.shard = _zeros(layout.range_numel, context.precision.compute, context.state_device)
+            self.shard = context.allocate_state(layout.range_numel, context.precision.compute)
         self.has_sum = False  # this step: `grad_shard` holds the sum of earlier reductions
         self._views = self.views_of(self.storage)
         self.unsharded.free()
@@ -123,7 +123,7 @@ class FlatParam:
         if memory.tensor is not None and context.grad_buffer_dtype == dtype and not context.offloads:
             self.grad_shard = memory.tensor[self.start : self.stop]
         elif context.offloads:
-            self.grad_shard = _zeros(range_numel, dtype, context.state_device)
+            self.grad_shard = context.allocate_state(range_numel, dtype)
         else:
             self.grad_shard = context.allocate_grad(range_numel, dtype).zero_()
         self._num_expected: Counter[int] = Counter()  # calls of `accumulate_deferred`, by parameter
@@ -190,10 +190,21 @@ class FlatParam:
             self._points_to_nan = False
 
     def write_back(self) -> None:
-        """Round the updated master weights into `shard`."""
-        if self.master is not self.shard:
+        """Round the updated master weights into `shard`; on the copy stream, if only they are in host
+        memory."""
+        if self.master is self.shard:
+            return
+        if self.shard.device == self.master.device:
             self.shard.copy_(self.master)
-            self.context.masters.evict(self.master)
+        else:
+            self._upload_master()
+        self.context.masters.evict(self.master)
+
+    def _upload_master(self) -> None:
+        """Round on the CPU into pinned memory: `copy_` between devices and dtypes would go through pageable
+        memory, and block."""
+        staged = self.context.staged_params.take(self.master.numel(), self.shard.dtype).copy_(self.master)
+        self.context.staged_params.in_use_by(self.context.copy_stream.copy(self.shard, staged))
 
     def record_versions(self) -> None:
         """Record the parameters' version counters, which `check_unchanged` compares with."""
@@ -377,8 +388,3 @@ def changed_outside_engine(name: str) -> ModelError:
         expected="weights that only the engine changes: its master weights would overwrite other changes",
         hint="load weights before parallelize, or with engine.load_state",
     )
-
-
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    pin = device.type == "cpu" and torch.cuda.is_available()
-    return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pin)

@@ -13,6 +13,14 @@ with the reduction of units that it has completed. With `accumulate=sharded` eve
 `grad_buffer` is allocated only from a unit's first gradient to the end of its reduction, and `grad_shard`
 accumulates the results. Either way the replicas (hybrid sharding) all-reduce their `grad_shard`s once a step.
 
+[Note: reduction over replicas]
+A unit's all-reduce over replicas starts when its reduce-scatter is finished, during backward; it is waited
+for after backward. On CUDA, and on a tensor-parallel grid, the all-reduces need one order among themselves
+and with the other reductions. So reduce-scatters are finished at a fixed distance: that of unit i when unit
+i + MAX_IN_FLIGHT starts, or at once if it is over one rank. Otherwise they are also finished when they are
+found ready. If the all-reduces need copies of the gradients (rounded ones, or of gradients on the host) and
+unsharded gradients are freed, they start after backward, when its memory is free again.
+
 [Note: lifetime of an unsharded gradient]
 The transport reads `grad_buffer` until the reduction has completed. Completion needs a wait, so it is
 delayed: the reduction of unit i is waited for when that of unit i + MAX_IN_FLIGHT has started. If units are
@@ -33,12 +41,14 @@ If parameters are freed after each pass and gradients after each reduction (stag
 starts when its unit is complete or its deadline is reached, so that ranks cannot deadlock: see
 `plan/prefetch.py`. A gradient that arrives after its unit's reduction has started is *late*. If the reduction
 is in flight, it is waited for first. The gradient is written to the emptied `grad_buffer`. If another
-micro-batch follows, its reduction includes it; after the step's last backward the ranks vote on which units
-to reduce once more.
+micro-batch follows, its reduction includes it. After the step's last backward, the totals of the step tell
+all ranks whether there are late gradients; if so, they vote on which units to reduce once more. By then the
+gradients may be sums over replicas and over stages (tied parameters): one rank's stays, the others become
+zero, and all are summed again.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +56,6 @@ from torch import Tensor
 from plait.comm import Mesh, ReduceWork, all_reduce
 from plait.optim.clip import squared_norm
 from plait.parallel.ordered_launch import OrderedLauncher
-from plait.parallel.zero.copy_stream import CopyStream
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_buffer import GradientState
 from plait.parallel.zero.rank_context import RankContext
@@ -125,9 +134,9 @@ class GradReducer:
     ) -> None:
         """`in_flight`: shared by all reducers of this rank.
 
-        If unsharded gradients are kept, there are no deadlines and no late gradients: backward finishes only
-        reductions that need no waiting (and, beyond some hundreds of units, the oldest), so ranks cannot
-        deadlock.
+        If unsharded gradients are kept, there are no deadlines and no late gradients. Unless the order is
+        fixed, backward then finishes only reductions that need no waiting (and, beyond some hundreds of
+        units, the oldest).
         """
         self._launcher = OrderedLauncher(units[::-1], self._start)  # see [Note: reduction order of units]
         self._reduction = reduction
@@ -136,10 +145,17 @@ class GradReducer:
         self._dp_group = context.groups.dp
         self._reduces_every_micro = not context.plan.accumulates_full
         self._frees = not context.keeps_grads_unsharded
-        starts_nothing = context.groups.tp.size == 1 or not self._has_replica_reduction
-        self._may_finish_early = not self._frees and starts_nothing  # see `_finishes_early`
+        # See [Note: reduction over replicas].
+        is_ordered = context.groups.tp.size > 1 or context.device.type == "cuda"
+        has_fixed_order = is_ordered and self._has_replica_reduction
+        self._may_finish_early = not self._frees and not has_fixed_order
+        self._max_in_flight = MAX_IN_FLIGHT if self._frees or has_fixed_order else _MAX_IN_FLIGHT_IF_KEPT
+        if has_fixed_order and context.groups.reduce_scatter.size == 1:
+            self._max_in_flight = 0
         # See [Note: late gradients].
         self._has_deadlines = self._frees and context.reshards_every_pass
+        self._defers_replicas = self._has_deadlines and (context.rounds_to_bf16 or context.offloads)
+        self._is_first_replica = context.groups.replicate.rank == 0
         self._tracker = context.tracker
         self._last = False  # the step's last micro-batch
         self._deadlines: list[int | None] = [None] * len(units)
@@ -149,7 +165,8 @@ class GradReducer:
         self._to_release: list[ReduceWork] = []
         self._squared_norms: dict[FlatParam, Tensor] = {}
         self._device = context.device
-        self._copy_stream = CopyStream(self._device)
+        self._copy_stream = context.copy_stream
+        self._staged = context.staged_grads
 
     def set_order(self, units: list[FlatParam], last_uses: Mapping[FlatParam, int], prefetch: int) -> None:
         """Reduce units in this order from now on, the same on every rank. `last_uses`: indices in backward's
@@ -198,26 +215,53 @@ class GradReducer:
         if self._launcher.starts and not self._last:
             self._finish_all()
 
-    def wait(self) -> None:
-        """Wait until every unit's gradient is the sum over ranks. The step may have had fewer micro-batches
-        than planned."""
+    def start_remaining(self) -> None:
+        """Start all reductions. The step may have had fewer micro-batches than planned."""
         if not self._last:
             self.begin_micro(last=True)
             self.end_micro()
+
+    @property
+    def num_late(self) -> int:
+        """After `start_remaining`: the number of units with a late gradient on this rank."""
+        return sum(unit.has_late_gradient for unit in self._units) if self._has_deadlines else 0
+
+    def wait(self) -> None:
+        """Wait until every unit's gradient is the sum over ranks, of all but late gradients."""
         self._finish_all()
-        if self._has_deadlines:
-            self._reduce_late()
-            self._copy_stream.synchronize()  # replica reductions start from gradients on the host
-            for unit in self._units if self._reduces_replicas else []:
+        self._finish_replicas(self._units)
+
+    def reduce_late(self) -> None:
+        """After `wait`, on all ranks: add late gradients to the sums. See [Note: late gradients]."""
+        votes = torch.tensor([float(unit.has_late_gradient) for unit in self._units], device=self._device)
+        all_reduce(votes, self._dp_group, "max")
+        late = [unit for unit, vote in zip(self._units, votes.tolist(), strict=True) if vote]
+        for unit in late:
+            if self._has_replica_reduction and not self._is_first_replica:
+                unit.grad_shard.zero_()  # it is already the sum over replicas
+            self._start(unit)
+        self._finish_all()
+        self._finish_replicas(late)
+
+    def _finish_replicas(self, units: Sequence[FlatParam]) -> None:
+        """Sum the gradients of these units, which have been reduced, over the replicas."""
+        if self._reduces_replicas and self._defers_replicas:
+            self._copy_stream.synchronize()  # they start from gradients on the host
+            for unit in units:
                 self._start_replica_reduction(unit, unit.grad_shard)
         for unit, replica_reduction in self._replica_reductions:
             replica_reduction.work.wait()
             self._squared_norms[unit] = squared_norm(replica_reduction.tensor.to(unit.grad_shard.dtype))
             if replica_reduction.tensor is not unit.grad_shard:
                 self._copy_stream.copy(unit.grad_shard, replica_reduction.tensor)
+        self._drop_replica_reductions()
+
+    def _drop_replica_reductions(self) -> None:
+        """After waiting for them: free their tensors when these have been copied to the host."""
+        self._copy_stream.synchronize()  # the CPU reads the copies of these, and of other units' gradients
+        for _, replica_reduction in self._replica_reductions:
             self._tracker.subtract(replica_reduction.buffer_bytes)
         self._replica_reductions.clear()
-        self._copy_stream.synchronize()  # the CPU will read gradients that are being copied to the host
 
     def squared_norm(self) -> Tensor:
         """After `wait`: the squared norm of this rank's gradient shards, float64. Each element of the full
@@ -226,7 +270,6 @@ class GradReducer:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._units:
             total = torch.stack([self._squared_norms[unit] for unit in self._units]).sum()
-        self._squared_norms.clear()
         for unit in self._units:
             for uncounted in unit.uncounted_grads():
                 total -= squared_norm(uncounted).to(total.device)
@@ -242,9 +285,8 @@ class GradReducer:
             self._in_flight.discard_oldest()
         for _, replica_reduction in self._replica_reductions:
             replica_reduction.work.wait()
-            self._tracker.subtract(replica_reduction.buffer_bytes)
-        self._copy_stream.synchronize()
-        self._replica_reductions.clear()
+        if self._replica_reductions:
+            self._drop_replica_reductions()
         self._squared_norms.clear()
         self._last = False
         self._launcher.begin(starts=False)
@@ -270,9 +312,7 @@ class GradReducer:
         """Decide whether to finish a reduction during backward, while CPU caches may hold the contributions.
 
         Only if unsharded gradients are kept. Peak memory must not depend on the ranks' timing, so a reduction
-        with buffers is not finished early. Nor is one on a tensor-parallel grid with replicas: finishing it
-        starts a replica reduction, and these need one order among themselves and the reductions over the
-        grid.
+        with buffers is not finished early; nor must the order of reductions over replicas, where it matters.
         """
         return self._may_finish_early and not work.buffer_bytes and work.is_ready
 
@@ -280,16 +320,6 @@ class GradReducer:
         """Finish the unit's reduction in flight before a late gradient is accumulated."""
         while unit in self._in_flight:
             self._in_flight.finish_oldest()
-
-    def _reduce_late(self) -> None:
-        """Reduce again the units that are late on any rank. See [Note: late gradients]."""
-        late = [float(unit.has_late_gradient) for unit in self._units]
-        votes = torch.tensor(late, device=self._device)
-        all_reduce(votes, self._dp_group, "max")
-        for unit, vote in zip(self._units, votes.tolist(), strict=True):
-            if vote:
-                self._start(unit)
-        self._finish_all()
 
     def _start(self, unit: FlatParam) -> None:
         """Start the reduce-scatter of a unit; finish the oldest ones beyond the limit in flight."""
@@ -299,7 +329,7 @@ class GradReducer:
         work = self._reduction.start(unit, grads)
         self._in_flight.add(self, unit, work)
         self._tracker.add(work.buffer_bytes)
-        while len(self._in_flight) > (MAX_IN_FLIGHT if self._frees else _MAX_IN_FLIGHT_IF_KEPT):
+        while len(self._in_flight) > self._max_in_flight:
             self._in_flight.finish_oldest()
 
     def _finish_all(self) -> None:
@@ -316,10 +346,10 @@ class GradReducer:
         """Wait for a reduction, write or add the result to `grad_shard`, and free `grad_buffer` unless kept;
         then, once a step, start the reduction over replicas (with deadlines, `wait` does)."""
         target = unit.grad_shard
-        if unit.context.offloads:
-            target = torch.empty_like(unit.grad_shard, device=self._device)
-            if unit.has_sum:
-                self._copy_stream.copy(target, unit.grad_shard)()
+        is_staged = target.device != self._device  # the sum is in host memory
+        starts_replicas = self._reduces_replicas and not self._defers_replicas
+        if is_staged:
+            target = self._staging_tensor(unit, is_kept=starts_replicas)
         squares = []
         for chunk in work.into(target, add=unit.has_sum):
             if self._last and not self._reduces_replicas:
@@ -329,10 +359,24 @@ class GradReducer:
         unit.on_reduced()
         if squares:
             self._squared_norms[unit] = torch.stack(squares).sum()
-        if self._reduces_replicas and not self._has_deadlines:
+        if starts_replicas:
             self._start_replica_reduction(unit, target)
-        elif unit.context.offloads:
-            self._copy_stream.copy(unit.grad_shard, target)
+        elif is_staged:
+            self._staged.in_use_by(self._copy_stream.copy(unit.grad_shard, target))
+
+    def _staging_tensor(self, unit: FlatParam, *, is_kept: bool) -> Tensor:
+        """A tensor on the device for the unit's reduced gradient, with the sum of earlier ones, if any.
+
+        Unless `is_kept`, the unit after the next one overwrites it when it has been copied to the host.
+        """
+        shard = unit.grad_shard
+        if is_kept:
+            staged = torch.empty_like(shard, device=self._device)
+        else:
+            staged = self._staged.take(shard.numel(), shard.dtype)
+        if unit.has_sum:
+            self._copy_stream.copy(staged, shard).wait()
+        return staged
 
     def _start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> None:
         replica_reduction = self._reduction.start_replica_reduction(unit, reduced)

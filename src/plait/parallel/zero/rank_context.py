@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, shares_memory
+from plait.parallel.zero.copy_stream import CopyStream, StagingBuffers
 from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.plan import Plan, compresses
 from plait.plan.compression import reduces_over_all
@@ -135,11 +136,31 @@ class RankContext:
         keeps_host_copy = self.offloads and self.keeps_params_unsharded
         return self.precision.compute != self.precision.master or keeps_host_copy
 
+    @cached_property
+    def copy_stream(self) -> CopyStream:
+        """The stream of this rank's copies between device and host, of all stages."""
+        return CopyStream(self.device)
+
+    @cached_property
+    def staged_grads(self) -> StagingBuffers:
+        """Device memory for reduced gradients that are copied to the host."""
+        return StagingBuffers(self.device)
+
+    @cached_property
+    def staged_params(self) -> StagingBuffers:
+        """Host memory for parameters that are copied to the device."""
+        return StagingBuffers(torch.device("cpu"))
+
     def allocate_params(self, numel: int) -> Tensor:
         """Return zeros for a unit's unsharded parameters."""
         if self.shares_params:
             return share(numel, self.precision.compute, group=self.groups.all_gather)
         return torch.zeros(numel, dtype=self.precision.compute, device=self.device)
+
+    def allocate_state(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros on the states' device; in host memory pinned, if the rank computes on a GPU."""
+        pins = self.offloads and self.device.type == "cuda"
+        return torch.zeros(numel, dtype=dtype, device=self.state_device, pin_memory=pins)
 
     def allocate_grad(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return uninitialized memory from which the transport can send."""

@@ -87,7 +87,8 @@ class DefaultReduction:
 
     def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
         if reduced.device != self._device or self._rounds:
-            reduced = reduced.to(self._device, torch.bfloat16 if self._rounds else reduced.dtype)
+            dtype = torch.bfloat16 if self._rounds else reduced.dtype
+            reduced = reduced.to(self._device, dtype, non_blocking=True)
         work = start_all_reduce(reduced, self._groups.replicate, label=unit.layout.name)
         return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
@@ -135,7 +136,7 @@ class CompressedReduction:
         return start_scattered_sum(grads, self._groups.reduce_scatter, label=label)  # over one rank
 
     def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
-        reduced = reduced.to(self._device)
+        reduced = reduced.to(self._device, non_blocking=True)
         reduce_work = self._over_replicas[unit].start(reduced, (0, reduced.numel()), label=unit.layout.name)
         work = Work(lambda: [*reduce_work.into(reduced)])
         return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)

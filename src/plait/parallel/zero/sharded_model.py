@@ -37,6 +37,13 @@ All-gathers and reduce-scatters have their own connections (on CUDA: streams). A
 computation needs does not queue after a reduce-scatter that nothing waits for yet, and ranks that interleave
 the two differently still match each kind in its own order.
 
+[Note: calls of the optimizer]
+On a CPU, each unit is updated by itself: its weights are still in cache when they are rounded and sent, and
+the updates of offloaded units overlap with the copies of those before. A call of torch's optimizer takes some
+hundred microseconds of Python and launches its kernels for all its parameters together. On CUDA the calls
+would take longer than the kernels, so there is one, or, where all-gathers follow, one per third of the units:
+the all-gathers overlap with the next third's update.
+
 [Note: tied parameters on several stages]
 A parameter that several pipeline stages compute with (an embedding that is also the head) is on each of them,
 in units of its own, so that its copies have the same position and neighbours on all of them. Once a step,
@@ -47,6 +54,7 @@ schedule. The reduction is over a rank's range, in master's dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +73,8 @@ from plait.parallel.zero.grad_reduce import ColumnGradReduce, GradReducer, InFli
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.reduce_ops import make_reduction
 from plait.parallel.zero.unshard import Unsharder
+
+_UPDATES_WITH_GATHERS = 3  # calls of the optimizer, if all-gathers follow them
 
 # Where a backward starts: a tensor, or its edge in the graph if the tensor itself is gone.
 Root = Tensor | torch.autograd.graph.GradientEdge
@@ -108,6 +118,7 @@ class ShardedStage:
         self.unsharder = Unsharder(model, owners, context, self.reducer.start_due)
         self.reducer.set_order(self.trained[::-1], self.unsharder.last_uses, context.plan.prefetch)
         self._unshards_after_update = context.keeps_params_unsharded
+        self._update_groups = _update_groups(self._unit_groups, context)
         self._deferred: DeferredWork | None = None  # of the current backward
         self.sync_params()
         for unit in self.units:
@@ -204,18 +215,20 @@ class ShardedStage:
         )
         self.reducer.end_micro()
 
-    def update(self, step: Callable[[FlatParam], None]) -> None:
-        """Update each unit's shard with `step`, then all-gather it or discard the unsharded parameters."""
+    def update(self, step: Callable[[Sequence[FlatParam]], None]) -> None:
+        """Update the units' shards with `step`, then all-gather them or discard the unsharded parameters."""
         if not self._unshards_after_update:
             self.unsharder.reshard_all()
         self.unsharder.wait_all()
-        for unit_group in self._unit_groups:
-            for unit in unit_group:
-                if unit.trains:
-                    step(unit)
-                    unit.write_back()
+        self._context.copy_stream.synchronize()  # `step` overwrites what it may be reading in host memory
+        for unit_groups in self._update_groups:
+            units = [unit for unit_group in unit_groups for unit in unit_group if unit.trains]
+            step(units)
+            for unit in units:
+                unit.write_back()
             if self._unshards_after_update:
-                self.unsharder.start_unshard(unit_group, include_frozen=False)
+                for unit_group in unit_groups:
+                    self.unsharder.start_unshard(unit_group, include_frozen=False)
         self.unsharder.wait_all()
 
     def end_step(self, *, skipped: bool, scale: float) -> None:
@@ -260,6 +273,17 @@ class ShardedStage:
             unit.point_to_storage()
 
 
+def _update_groups(unit_groups: Sequence[UnitGroup], context: RankContext) -> list[Sequence[UnitGroup]]:
+    """The unit groups that are updated by one call of the optimizer. See [Note: calls of the optimizer]."""
+    trained = [unit_group for unit_group in unit_groups if any(unit.trains for unit in unit_group)]
+    num_calls = len(trained)
+    if context.state_device.type == "cuda":
+        gathers = context.keeps_params_unsharded and context.groups.all_gather.size > 1
+        num_calls = min(num_calls, _UPDATES_WITH_GATHERS if gathers else 1)
+    stops = [(index + 1) * len(trained) // num_calls for index in range(num_calls)]
+    return [trained[start:stop] for start, stop in pairwise([0, *stops])]
+
+
 class ShardedModel:
     """All pipeline stages of this rank, which step together: see `ShardedStage`."""
 
@@ -278,21 +302,39 @@ class ShardedModel:
     def trained(self) -> list[FlatParam]:
         return [unit for stage in self.stages.values() for unit in stage.trained]
 
+    def start_remaining(self) -> int:
+        """Start all reductions; return the number of this rank's units with late gradients."""
+        for stage in self.stages.values():
+            stage.reducer.start_remaining()
+        return sum(stage.reducer.num_late for stage in self.stages.values())
+
     def finish_reductions(self) -> Tensor:
         """Wait for the gradients; return their squared norm, each element of the full gradient counted once,
         then the input of `check_digests`; float64, (1 + 2 x pipeline ranks,)."""
         for stage in self.stages.values():
             stage.reducer.wait()
         self._tied_reduce.reduce(self.stages)
-        pp_rank, pp_size = self._groups.pp.rank, self._groups.pp.size
         digest = 0
         for stage in self.stages.values():
             digest = (31 * digest + stage.unsharder.take_digest()) % 2**16
+        return self._norm_totals(digest)
+
+    def reduce_late(self) -> Tensor:
+        """On all ranks, if any has late gradients: add them; return the squared norm, (1,)."""
+        self._tied_reduce.undo(self.stages)
+        for stage in self.stages.values():
+            stage.reducer.reduce_late()
+        self._tied_reduce.reduce(self.stages)
+        return self._norm_totals(0)[:1]
+
+    def _norm_totals(self, digest: int) -> Tensor:
+        """The result of `finish_reductions`, summed over ranks."""
+        pp_rank, pp_size = self._groups.pp.rank, self._groups.pp.size
         squares = [stage.reducer.squared_norm() for stage in self.stages.values()]
         totals = squares[0].new_zeros(1 + 2 * pp_size)
         totals[0] = torch.stack(squares).sum()
-        totals[1 + 2 * pp_rank] = digest
-        totals[2 + 2 * pp_rank] = digest**2
+        for index, number in enumerate((digest, digest**2), 1 + 2 * pp_rank):
+            totals[index : index + 1].fill_(number)  # `totals[index] = number` would block on CUDA
         all_reduce(totals, self._groups.norm)
         return totals
 
@@ -327,17 +369,23 @@ class TiedGradReduce:
             coords = sorted({rank_of[stage] for stage in stages})
             self._groups[name] = mesh.subgroup("pp", coords, channel="shared")
 
+    def _copies(self, name: str, stages: Mapping[int, ShardedStage]) -> list[tuple[ShardedStage, FlatParam]]:
+        """This rank's units of that name, in the order of stages; none if they are frozen."""
+        own = [stages[index] for index in self._stages[name] if index in stages]
+        return [(stage, unit) for stage in own for unit in stage.trained if unit.layout.name == name]
+
+    def undo(self, stages: Mapping[int, ShardedStage]) -> None:
+        """Prepare for another `reduce` of gradients that are sums already: keep the first stage's."""
+        for name, indices in self._stages.items():
+            copies = self._copies(name, stages)
+            for _, unit in copies[1:] if indices[0] in stages else copies:
+                unit.grad_shard.zero_()
+
     def reduce(self, stages: Mapping[int, ShardedStage]) -> None:
         """Sum the gradients; all stages' reductions over data ranks have completed."""
-        for name, indices in self._stages.items():
-            copies = [
-                (stages[index], unit)
-                for index in indices
-                if index in stages
-                for unit in stages[index].trained
-                if unit.layout.name == name
-            ]
-            if not copies:  # it is frozen
+        for name in self._stages:
+            copies = self._copies(name, stages)
+            if not copies:
                 continue
             (_, first), *others = copies
             total = first.grad_shard.to(first.context.device, copy=True) if others else first.grad_shard

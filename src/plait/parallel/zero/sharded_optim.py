@@ -1,6 +1,6 @@
 """The optimizer over this rank's shards: ranges of the units' master weights, by optimizer group."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ class MasterWeights:
         """Raises ConfigError if the plan offloads to a folder that is missing or unusable."""
         self._dtype = Precision.from_plan(plan).master
         self._device = torch.device("cpu") if plan.offload != "none" else device
+        self._pins = plan.offload != "none" and device.type == "cuda"
         self.file: MappedFile | None = None
         if (plan.offload == "disk") != (folder is not None):
             raise ConfigError(
@@ -49,8 +50,7 @@ class MasterWeights:
         """Return zeros for the master weights of a range."""
         if self.file is not None:
             return self.file.allocate(numel, self._dtype)
-        pin = self._device.type == "cpu" and torch.cuda.is_available()
-        return torch.zeros(numel, dtype=self._dtype, device=self._device, pin_memory=pin)
+        return torch.zeros(numel, dtype=self._dtype, device=self._device, pin_memory=self._pins)
 
     def evict(self, master: Tensor) -> None:
         """Drop a range's pages from memory if they are in a file."""
@@ -100,9 +100,9 @@ class ShardedOptimizer:
         """Bytes of states and master weights in files."""
         return self.chunked.disk_bytes + (self._masters.file.num_bytes if self._masters.file else 0)
 
-    def step(self, unit: FlatParam, factor: float, number: int) -> None:
-        """Run the optimizer's step `number` on this unit, with gradients multiplied by `factor`."""
-        self.chunked.step([part.leaf for part in self.slices[unit]], factor, number)
+    def step(self, units: Iterable[FlatParam], factor: float, number: int) -> None:
+        """Run the optimizer's step `number` on these units, with gradients multiplied by `factor`."""
+        self.chunked.step([part.leaf for unit in units for part in self.slices[unit]], factor, number)
 
 
 def _slices(unit: FlatParam, *, streams: bool) -> list[OptimizerSlice]:

@@ -38,7 +38,6 @@ from torch import Tensor, nn
 
 from plait.comm import barrier, start_all_gather
 from plait.errors import ModelError
-from plait.parallel.zero.copy_stream import CopyStream
 from plait.parallel.zero.exec_order import (
     ForwardWatch,
     UnitGroup,
@@ -79,7 +78,8 @@ class Unsharder:
         self._shares_memory = context.shares_params
         self._was_written = False  # shared memory was written, and no barrier since
         self._device = context.device
-        self._copy_stream = CopyStream(context.device)
+        self._offloads = context.offloads
+        self._copy_stream = context.copy_stream
         self._pending: dict[FlatParam, Callable[[], None]] = {}  # waits of all-gathers in flight
         self._unsharded: dict[FlatParam, UnitGroup] = {}  # unsharded, or being unsharded
         self._kept_between_passes: set[UnitGroup] = set()  # unsharded on every rank between passes
@@ -127,10 +127,9 @@ class Unsharder:
         self._kept_between_passes.clear()
 
     def wait_all(self) -> None:
-        """Wait for all all-gathers and for copies from shards in host memory."""
+        """Wait for all all-gathers, after copies of shards from host memory."""
         for unit in list(self._pending):
             self._wait_for_unshard(unit)
-        self._copy_stream.synchronize()
         if self._was_written:
             self._was_written = False
             barrier(self._all_gather_group, label="updated parameters")
@@ -397,18 +396,27 @@ class Unsharder:
         self._wait_for_unshard(unit)
         unit.point_to_storage()
         unit.unsharded.allocate()
-        own_range = unit.storage[unit.start : unit.stop]
-        wait_for_copy = None
-        if own_range.data_ptr() != unit.shard.data_ptr():  # stage 3
-            wait_for_copy = self._copy_stream.copy(own_range, unit.shard)
-        if wait_for_copy is not None and self._all_gather_group.size > 1:
-            wait_for_copy()
-        work = start_all_gather(unit.storage, own_range, self._all_gather_group, label=unit.layout.name)
-        self._pending[unit] = (
-            wait_for_copy if wait_for_copy is not None and self._all_gather_group.size == 1 else work.wait
-        )
+        self._pending[unit] = self._start_upload(unit) if self._offloads else self._start(unit, unit.shard)
         if not unit.unsharded.persistent:
             self._unsharded[unit] = unit_group
+
+    def _start(self, unit: FlatParam, shard: Tensor) -> Callable[[], None]:
+        return start_all_gather(unit.storage, shard, self._all_gather_group, label=unit.layout.name).wait
+
+    def _start_upload(self, unit: FlatParam) -> Callable[[], None]:
+        """All-gather after the copy of the shard from host memory, on the copy stream: the current stream
+        waits for neither until the parameters are used."""
+        own_range = unit.storage[unit.start : unit.stop]
+        with self._copy_stream.after_current() as copy:
+            if not unit.unsharded.persistent:
+                own_range.copy_(unit.shard, non_blocking=True)
+            wait = self._start(unit, own_range)
+
+        def wait_for_both() -> None:
+            wait()
+            copy.wait()
+
+        return wait_for_both
 
     def _wait_for_unshard(self, unit: FlatParam) -> None:
         wait = self._pending.pop(unit, None)
