@@ -26,7 +26,7 @@ from plait.plan.compression import (
     compresses,
     reduces_over_all,
 )
-from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES, params_stay_full
+from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Layout, UnitLayout
 from plait.plan.plan import Plan
@@ -167,8 +167,6 @@ def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             calls.append({key: count * times for key, count in once.items()})
             if not _covers_replicas(facts):
                 calls.append(_reduction(facts, unit, replicas=True))
-        if _votes_on_late_grads(facts):
-            calls.append(facts.calls("all-reduce", [4 * len(units)], "replicate", "shard"))
     master = MASTER_BYTES[plan.precision]
     for name, stages in facts.shared.items():
         units = [unit for s in stages if s in facts.own for unit in facts.stages[s].layout.units]
@@ -183,13 +181,6 @@ def _partial_grads(facts: RankFacts, unit: UnitLayout) -> dict[CommKey, CommCoun
     size = max(facts.transport.grad_itemsize, SUM_BYTES)
     sizes = [(stop - start) * size for sharers, start, stop in unit.partial if len(sharers) > 1]
     return facts.calls("all-reduce", sizes, "col", channel="gradients")
-
-
-def _votes_on_late_grads(facts: RankFacts) -> bool:
-    """True if ranks vote on late gradients; see [Note: late gradients] in `parallel/zero/grad_reduce.py`."""
-    plan = facts.plan
-    persistent = facts.transport.shares or params_stay_full(plan)
-    return not (persistent or plan.reshard == "step" or plan.keeps_full_grads)
 
 
 def _covers_replicas(facts: RankFacts) -> bool:
@@ -287,8 +278,8 @@ def stages_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
 
 
 def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
-    """Once per step: loss, targets and step count, the gradient's norm, buffers that forward changes."""
-    loss, norm = 5 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
+    """Once per step: loss, targets, step count and late gradients, the gradient's norm, buffers that forward changes."""
+    loss, norm = 6 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
     calls = [facts.calls("all-reduce", [norm], "pp", "shard", "row", "col", channel="reductions")]
     if facts.grid.num_ranks > 1:
         calls.append({CommKey((), "", "all-reduce"): CommCount(1, loss)})
