@@ -1,5 +1,6 @@
-"""A short training on CUDA ranks, recorded, and the same one on CPU ranks."""
+"""A short training on CUDA ranks, recorded, and the same one on CPU ranks; a step of a large model."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import connect
+from plait.models import causal_lm_on_meta
 from support import programs
+from support.virtual_cuda.build import MODULE
 from support.virtual_cuda.recording import Recording, recorded
 
 STEPS = 3  # the last one is recorded: by then, buffers and orders are settled
@@ -25,17 +28,24 @@ class Steps:
     recording: Recording | None = None
 
 
-def train(device: str, plan: str, build: Callable[[], nn.Module], **options: Any) -> Steps:
+def deep_llama() -> nn.Module:
+    """Build a Llama of four blocks."""
+    return programs.llama(exact=False, layers=4)
+
+
+def train(
+    device: str, plan: str, build: Callable[[], nn.Module], *, keep_log: bool = False, **options: Any
+) -> Steps:
     """Train on this rank's device. `options`: of `parallelize`."""
     world = connect(device=device, timeout_s=40)
-    arguments = {"optimizer_args": programs.ADAMW, "clip_norm": programs.CLIP, "loss": programs.summed_loss}
+    arguments = {"optimizer_args": programs.ADAMW, "clip_norm": programs.CLIP}
     engine = plait.parallelize(build(), plan, seed=3, world=world, **arguments | options)
     found = Steps()
     *first, last = [
         _on_device(programs.share_of(batch, engine), world.device) for batch in programs.batches(STEPS)
     ]
     results = [engine.step(batch) for batch in first]
-    with recorded() as found.recording:
+    with recorded(keep_log=keep_log) as found.recording:
         results.append(engine.step(last))
     found.losses = [result.loss for result in results]
     found.norms = [result.grad_norm for result in results]
@@ -52,4 +62,44 @@ def _on_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tens
 def train_on_both(plan: str, build: Callable[[], nn.Module] = programs.rough_llama, **options: Any) -> Any:
     """Train on CPU and on CUDA ranks, from the same weights on the same batches."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return train("cpu", plan, build, **options), train("cuda", plan, build, **options)
+        on_cpu = train("cpu", plan, build, **options)
+        return on_cpu, train("cuda", plan, build, keep_log=True, **options)
+
+
+# --- models of full size
+
+LARGE_BYTES = 1 << 18  # contents are computed up to here: totals, flags, token ids
+VOCABULARY = 128256
+SIZES = {  # hidden, ffn, layers, heads, key-value heads
+    "1b": (2048, 8192, 16, 32, 8),
+    "8b": (4096, 14336, 32, 32, 8),
+    "70b": (8192, 28672, 80, 64, 8),
+}
+
+
+def sized_step(plan: str, model: str, sequences: int, length: int, layers: int | None) -> Recording:
+    """Record the second step, of `sequences` per data rank, of tensors with sizes and no contents."""
+    native = sys.modules[MODULE]
+    native.set_large_bytes(LARGE_BYTES)
+    world = connect(device="cuda", timeout_s=300)
+    hidden, ffn, num_layers, heads, kv_heads = SIZES[model]
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers or num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": model == "1b",
+    }
+    engine = plait.parallelize(causal_lm_on_meta(config), plan, seed=1, world=world)
+    ids = torch.randint(0, VOCABULARY, (sequences, length), device=world.device)
+    batch = {"input_ids": ids, "labels": ids}
+    engine.step(batch)
+    with recorded(keep_log=True) as recording:
+        engine.step(batch)
+    assert recording is not None
+    native.set_large_bytes(0)
+    return recording

@@ -40,3 +40,4 @@ class Entry(NamedTuple):
     spans: list[tuple[int, int, bool]]  # of an operation: first byte, end, whether it writes
     flops: float
     itemsize: int
+    peer: int  # of a message: the other rank's index in the communicator; else -1

@@ -98,7 +98,11 @@ class _Config:
 class Work(dist.Work):
     """A collective or a message on a stream. See [Note: semantics of NCCL]."""
 
-    def __init__(self, data: dist.Work, stream: torch.Stream, tensors: list[Tensor], *, blocks: bool) -> None:
+    def __init__(
+        self, data: dist.Work | None, stream: torch.Stream, tensors: list[Tensor], *, blocks: bool
+    ) -> None:
+        """`data`: the transport's work; None for tensors without contents. `blocks`: `wait` blocks the
+        host."""
         super().__init__()
         self._data = data
         self._stream = stream
@@ -108,7 +112,8 @@ class Work(dist.Work):
         self._event.record(stream)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        self._data.wait()  # of the simulation: the data is there when the stream gets to it
+        if self._data is not None:
+            self._data.wait()  # of the simulation: the data is there when the stream gets to it
         current_stream().wait_event(self._event)
         self._tensors = None
         if self._blocks:
@@ -116,7 +121,7 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._data.is_completed() and self._event.query()
+        return (self._data is None or self._data.is_completed()) and self._event.query()
 
     def synchronize(self) -> None:
         self.wait()
@@ -174,8 +179,12 @@ class VirtualNCCL(PlaitGroup):
     def _set_sequence_number_for_group(self) -> None:
         pass
 
-    def _shutdown(self) -> None:
-        self.shutdown()
+    def shutdown(self) -> None:
+        super().shutdown()
+        if not self.options.global_ranks_in_group:
+            _end_job()
+
+    _shutdown = shutdown
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self.bound_device_id = device
@@ -259,11 +268,11 @@ class VirtualNCCL(PlaitGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
         aliases, call = _aliases(tensors), super().send
-        return self._start("send", tensors, [], None, lambda: call(aliases, to))
+        return self._start("send", tensors, [], None, lambda: call(aliases, to), peer=to)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         aliases, call = _aliases(tensors), super().recv
-        return self._start("recv", [], tensors, None, lambda: call(aliases, source))
+        return self._start("recv", [], tensors, None, lambda: call(aliases, source), peer=source)
 
     def _start(
         self,
@@ -272,21 +281,24 @@ class VirtualNCCL(PlaitGroup):
         writes: Sequence[Tensor],
         opts: Any,
         start: Callable[[], dist.Work],
+        peer: int = -1,
     ) -> Work:
         tensors = [*reads, *writes]
         for tensor in tensors:
             _check(name, tensor)
-        is_message = name in ("send", "recv")
         stream: torch.Stream = self.stream
-        if not is_message and not getattr(opts, "asyncOp", True):
+        if peer < 0 and not getattr(opts, "asyncOp", True):
             stream = current_stream()
         else:
             stream.wait_stream(current_stream())
         self._num_calls += 1
-        native.operate(stream.stream_id, f"nccl:{name}", [*reads], [*writes], self._number, self._num_calls)
-        for tensor in tensors if is_message else ():
+        native.operate(
+            stream.stream_id, f"nccl:{name}", [*reads], [*writes], self._number, self._num_calls, peer
+        )
+        for tensor in tensors if peer >= 0 else ():
             native.record_stream(tensor, stream.stream_id, f"nccl:{name}")
-        return Work(start(), stream, tensors, blocks=name == "barrier")
+        data = None if any(map(native.is_large, tensors)) else start()
+        return Work(data, stream, tensors, blocks=name == "barrier")
 
 
 def _aliases(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -306,8 +318,7 @@ def _check(name: str, tensor: Tensor) -> None:
 def _start_job(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
     """Connect the ranks' shared memory for a new default group."""
     global _job
-    if _job is not None and _job.peers is not None:
-        _job.peers.close()
+    _end_job()
     peers = None
     if size > 1:
         base = gloo_transport(dist.PrefixStore("vnccl-gloo", store), rank, size, timeout)
@@ -315,6 +326,14 @@ def _start_job(store: dist.Store, rank: int, size: int, timeout: datetime.timede
         base.close()
         assert peers is not None, reason
     _job = _Job(store, peers, rank, size)
+
+
+def _end_job() -> None:
+    """Leave the other ranks, and release the store, whose file is deleted with its last reference."""
+    global _job
+    ended, _job = _job, None
+    if ended is not None and ended.peers is not None:
+        ended.peers.close()
 
 
 def _split(ranks: tuple[int, ...]) -> None:
@@ -338,6 +357,7 @@ def install() -> None:
     for module in (dist, c10d):
         module.ProcessGroupNCCL = VirtualNCCL  # type: ignore[misc, assignment]
         module.is_nccl_available = lambda: True  # type: ignore[assignment]
+    c10d.default_pg_nccl_timeout = datetime.timedelta(minutes=10)
     c10d._NCCL_AVAILABLE = True
     torch.cuda.nccl.version = lambda: (2, 28, 3)  # type: ignore[assignment]
 

@@ -129,7 +129,12 @@ class _Analysis:
 
     def _allocate(self, entry: Entry) -> None:
         bisect.insort(self._starts, entry.id)
-        self._blocks[entry.id] = _Block(entry.bytes, entry.stream, entry.where)
+        # Earlier users of the same memory are ordered with the block's stream only.
+        count = self._streams.get(entry.stream, {}).get(entry.stream, 0)
+        allocated = Access(
+            entry.id, entry.id + entry.bytes, True, entry.stream, count, "allocated", entry.where
+        )
+        self._blocks[entry.id] = _Block(entry.bytes, entry.stream, entry.where, [allocated])
         self._bytes += entry.bytes
         self.found.peak_bytes = max(self.found.peak_bytes, self._bytes)
 

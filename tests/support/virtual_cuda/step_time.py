@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="fewer than the model's")
     parser.add_argument("--sequences", type=int, default=1, help="per data rank and step")
     parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--kernels", type=int, default=0, help="print the longest kernels of rank 0")
     arguments = parser.parse_args()
     pool = Pool([("ignore", "", Warning, "", 0)], FIRST_IMPORT)
     rows = []
@@ -43,7 +44,10 @@ def main() -> int:
             except RankError as error:
                 print(f"{plan}: {str(error)[-3000:]}")
                 continue
-            rows.append(_row(plan, recordings, replay(recordings)))
+            timeline = replay(recordings)
+            rows.append(_row(plan, recordings, timeline))
+            for name, seconds in timeline.ranks[0].kernels.most_common(arguments.kernels):
+                print(f"{1e3 * seconds:10.2f} ms  {name}")
     finally:
         pool.close()
     title = f"{arguments.model}, {arguments.sequences} x {arguments.length} tokens per data rank"

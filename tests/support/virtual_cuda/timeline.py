@@ -15,7 +15,7 @@ the same time do not slow each other down, and those of the log are eager PyTorc
 compare plans and changes of the code; they do not predict a GPU to better than a fifth.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,6 +73,7 @@ class RankTime:
         0  # most communication kernels at once, also those that wait for a peer: each occupies SMs
     )
     flops: float = 0.0
+    kernels: Counter[str] = field(default_factory=Counter)  # seconds, by name and line
 
 
 @dataclass
@@ -157,6 +158,8 @@ class _Graph:
                 events[entry.id] = self._add(0.0, [streams[entry.stream], host])
             elif kind is Kind.WAIT and entry.id in events:
                 streams[entry.stream] = self._add(0.0, [streams[entry.stream], events[entry.id]])
+            elif kind is Kind.QUERY:
+                events.pop(entry.id, None)  # the program asks again until it is done: nothing waits for it
             elif kind is Kind.SYNC_STREAM:
                 host = self._add(0.0, [host, streams[entry.stream]])
             elif kind is Kind.SYNC_DEVICE:

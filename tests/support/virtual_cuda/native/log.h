@@ -14,7 +14,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <functional>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -50,6 +50,7 @@ struct Entry {
   std::vector<Span> spans;
   double flops = 0;
   int itemsize = 0;
+  int peer = -1;  // of a message: the rank in the communicator
 };
 
 struct Event {
@@ -58,11 +59,13 @@ struct Event {
   std::chrono::steady_clock::time_point at{};  // of the recording, by the host
 };
 
-// What happens to host memory once an operation on a stream is over.
+// A copy between the host and the device that the host does not know to be done; see memory.h.
 struct Pending {
-  uintptr_t begin, end;  // of the memory
-  int64_t stream, count;  // of the operation
-  std::function<void()> happen;
+  at::Tensor host;
+  at::Tensor data;  // to arrive in `host`, or read from it
+  bool arrives;
+  int64_t stream, count;  // the copy's number on its stream
+  std::string where;
 };
 
 // One per process. All members are guarded by `mutex`, which is never held while Python runs.
@@ -122,40 +125,29 @@ inline void append(Entry&& entry, bool finds_lines = true) {
   log().entries.push_back(std::move(entry));
 }
 
-// Let happen what is over according to `clock`, of the pending operations on this memory.
-inline void settle(const Clock& clock, uintptr_t begin, uintptr_t end) {
-  std::vector<Pending> over, left;
+// Finish the pending copies for which `is_done` holds, in their order.
+template <typename Predicate>
+void finish(Predicate is_done) {
+  std::vector<Pending> done;
   {
     std::lock_guard<std::mutex> lock(log().mutex);
-    for (auto& each : log().pending) {
-      const auto seen = clock.find(each.stream);
-      const bool is_over = seen != clock.end() && seen->second >= each.count && each.begin < end && begin < each.end;
-      (is_over ? over : left).push_back(std::move(each));
-    }
+    std::vector<Pending> left;
+    for (Pending& copy : log().pending) (is_done(copy) ? done : left).push_back(std::move(copy));
     log().pending.swap(left);
   }
-  for (auto& each : over) each.happen();
+  for (Pending& copy : done) {
+    if (copy.arrives) {
+      copy.host.copy_(copy.data);
+    } else if (std::memcmp(copy.host.data_ptr(), copy.data.data_ptr(), copy.data.nbytes()) != 0) {
+      const auto bytes = static_cast<int64_t>(copy.data.nbytes());
+      append({HOST_RACE, copy.stream, 0, bytes, "copy from pinned memory", copy.where}, false);
+    }
+  }
 }
 
-// As far as the host knows.
+// Finish the copies that the host now knows to be done.
 inline void settle() {
-  Clock host;
-  {
-    std::lock_guard<std::mutex> lock(log().mutex);
-    host = log().host;
-  }
-  settle(host, 0, UINTPTR_MAX);
-}
-
-// As the next operation on a stream will find it.
-inline void settle_for(int64_t stream, uintptr_t begin, uintptr_t end) {
-  Clock clock;
-  {
-    std::lock_guard<std::mutex> lock(log().mutex);
-    clock = log().streams[stream];
-    join(clock, log().host);
-  }
-  settle(clock, begin, end);
+  finish([](const Pending& copy) { return log().host[copy.stream] >= copy.count; });
 }
 
 // Count an operation on a stream; return its number.

@@ -13,8 +13,9 @@ struct Install {
 } install;
 
 vc::Entry entry_of(int64_t stream, const std::string& name, const std::vector<at::Tensor>& reads,
-                   const std::vector<at::Tensor>& writes, int64_t communicator, int64_t sequence) {
+                   const std::vector<at::Tensor>& writes, int64_t communicator, int64_t sequence, int peer) {
   vc::Entry entry{vc::OP, stream, communicator, sequence, name};
+  entry.peer = peer;
   for (const at::Tensor& tensor : reads)
     if (tensor.numel()) entry.spans.push_back(vc::span_of(tensor, false));
   for (const at::Tensor& tensor : writes)
@@ -33,7 +34,7 @@ py::list take_entries() {
     py::list spans;
     for (const vc::Span& span : entry.spans) spans.append(py::make_tuple(span.begin, span.end, span.writes));
     found.append(py::make_tuple(static_cast<int>(entry.kind), entry.stream, entry.id, entry.bytes, entry.name,
-                                entry.where, spans, entry.flops, entry.itemsize));
+                                entry.where, spans, entry.flops, entry.itemsize, entry.peer));
   }
   return found;
 }
@@ -62,7 +63,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 PYBIND11_MODULE(virtual_cuda_native, m) {
   m.def("set_device", [](int index) { vc::tls_device = index; });
   m.def("current_device", []() { return vc::tls_device; });
-  m.def("set_stream_pool", [](int64_t size) { vc::streams().pool_size = size; });
+  m.def("set_stream_pool", [](int64_t size) {
+    vc::streams().pool_size = size;
+    if (size) vc::streams().num_made = 0;
+  });
   m.def("sync_stream", [](int64_t id, const std::string& name) { vc::sync_stream(id, name); });
   m.def("sync_device", &vc::sync_device);
   m.def("set_recording", [](bool is_recording, bool finds_lines) {
@@ -72,14 +76,16 @@ PYBIND11_MODULE(virtual_cuda_native, m) {
     if (begins) vc::device_memory().list_live();
   });
   m.def("operate", [](int64_t stream, const std::string& name, const std::vector<at::Tensor>& reads,
-                      const std::vector<at::Tensor>& writes, int64_t communicator, int64_t sequence) {
-    vc::operate(entry_of(stream, name, reads, writes, communicator, sequence));
+                      const std::vector<at::Tensor>& writes, int64_t communicator, int64_t sequence, int peer) {
+    vc::operate(entry_of(stream, name, reads, writes, communicator, sequence, peer));
   });
   m.def("record_stream", &vc::record_stream);
   m.def("alias_on_cpu", [](const at::Tensor& tensor) { return vc::alias_on_cpu(tensor); });
   m.def("resize_storage", [](int64_t storage, size_t bytes) {
     vc::resize_storage(reinterpret_cast<c10::StorageImpl*>(storage), bytes);
   });
+  m.def("set_large_bytes", [](size_t bytes) { vc::large_bytes = bytes; });
+  m.def("is_large", [](const at::Tensor& tensor) { return vc::is_large(tensor.nbytes()); });
   m.def("take_entries", &take_entries);
   m.def("allocated_bytes", []() { return vc::allocated_bytes.load(); });
   m.def("peak_bytes", []() { return vc::peak_bytes.load(); });

@@ -31,16 +31,20 @@ inline at::Tensor with_shape_of(at::Tensor made, const at::Tensor& like) {
   return made;
 }
 
-inline at::Tensor alias_on_cpu(const at::Tensor& tensor) {
+// `type`: the CPU, or meta, which has no contents.
+inline at::Tensor alias_on(DeviceType type, const at::Tensor& tensor) {
   auto* keep = new c10::Storage(tensor.storage());
-  c10::DataPtr data(const_cast<void*>(tensor.storage().data()), keep,
-                    [](void* kept) { delete static_cast<c10::Storage*>(kept); }, Device(DeviceType::CPU));
+  void* address = type == DeviceType::CPU ? const_cast<void*>(tensor.storage().data()) : nullptr;
+  c10::DataPtr data(address, keep, [](void* kept) { delete static_cast<c10::Storage*>(kept); }, Device(type));
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), tensor.storage().nbytes(), std::move(data), nullptr, false);
+  const auto key = type == DeviceType::CPU ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
   return with_shape_of(at::detail::make_tensor<c10::TensorImpl>(
-                           c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype()),
+                           c10::Storage(std::move(storage)), c10::DispatchKeySet(key), tensor.dtype()),
                        tensor);
 }
+
+inline at::Tensor alias_on_cpu(const at::Tensor& tensor) { return alias_on(DeviceType::CPU, tensor); }
 
 inline at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
   return with_shape_of(at::detail::make_tensor<c10::TensorImpl>(
@@ -48,10 +52,11 @@ inline at::Tensor view_of(const at::Tensor& base, const at::Tensor& like) {
                        like);
 }
 
+// `cpu`: may be on meta.
 inline at::Tensor copy_on_device(const at::Tensor& cpu) {
   at::Tensor made = at::detail::empty_strided_generic(cpu.sizes(), cpu.strides(), &device_memory(), CUDA_KEYS,
                                                       cpu.scalar_type());
-  if (cpu.numel()) alias_on_cpu(made).copy_(cpu);
+  if (cpu.numel() && !cpu.is_meta() && !is_large(cpu.nbytes())) alias_on_cpu(made).copy_(cpu);
   if (cpu.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
   return made;
 }
@@ -66,6 +71,10 @@ inline double flops_of(const std::string& name, const std::vector<at::Tensor>& a
   const bool adds = name == "aten::addmm" || name == "aten::baddbmm" || name == "aten::addmm_";
   if (adds && args.size() >= 3) return 2 * product(args[1]) * static_cast<double>(args[2].size(-1));
   if (name == "aten::mm" || name == "aten::bmm") return 2 * product(args[0]) * static_cast<double>(args[1].size(-1));
+  // Attention with a causal mask: a product for the scores and one for the output, half of each; five backward.
+  const bool is_backward = name == "aten::_scaled_dot_product_flash_attention_backward";
+  if (name == "aten::_scaled_dot_product_flash_attention" || is_backward)
+    return (is_backward ? 5 : 2) * product(args[is_backward ? 1 : 0]) * static_cast<double>(args[1].size(2));
   if (name == "aten::mv" || name == "aten::dot") return 2 * product(args[0]);
   return 0;
 }
@@ -119,6 +128,8 @@ class CpuCall {
   void run() {
     const auto& arguments = op_.schema().arguments();
     const size_t first = stack_->size() - arguments.size();
+    for (size_t each = first; each < stack_->size(); each++)
+      if (has_large((*stack_)[each])) type_ = DeviceType::Meta;
     bool has_generator = false;
     for (size_t each = 0; each < arguments.size(); each++) {
       const auto* alias = arguments[each].alias_info();
@@ -129,7 +140,8 @@ class CpuCall {
     if (host_reads(entry_.name, inputs_)) sync_stream(entry_.stream, entry_.name);
     {
       DrawFromDevice generator(!has_generator && op_.hasTag(at::Tag::nondeterministic_seeded));
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+      const auto key = type_ == DeviceType::CPU ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
+      op_.redispatchBoxed(c10::DispatchKeySet(key), stack_);
     }
     for (auto& [cpu, device] : pairs_)
       if (cpu.numel() != device.numel()) grow(cpu, device);
@@ -139,13 +151,24 @@ class CpuCall {
   }
 
  private:
+  // See [Note: sizes only] in memory.h.
+  static bool has_large(const c10::IValue& value) {
+    if (large_bytes == 0) return false;
+    if (value.isTensor()) return value.toTensor().defined() && value.toTensor().is_cuda() && is_large(value.toTensor().nbytes());
+    if (!value.isTensorList()) return false;
+    for (const at::Tensor& tensor : value.toTensorVector())
+      if (tensor.is_cuda() && is_large(tensor.nbytes())) return true;
+    return false;
+  }
+
   at::Tensor cpu_of(const at::Tensor& tensor, bool writes) {
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
     inputs_.push_back(tensor);
     // An `out=` tensor without elements may be resized by the kernel, which needs memory of the CPU's allocator.
     const bool may_grow = writes && tensor.numel() == 0;
-    pairs_.emplace_back(may_grow ? at::empty(tensor.sizes(), at::dtype(tensor.scalar_type())) : alias_on_cpu(tensor),
-                        tensor);
+    pairs_.emplace_back(
+        may_grow ? at::empty(tensor.sizes(), at::dtype(tensor.scalar_type()).device(type_)) : alias_on(type_, tensor),
+        tensor);
     if (tensor.numel()) entry_.spans.push_back(span_of(tensor, writes));
     return pairs_.back().first;
   }
@@ -163,7 +186,7 @@ class CpuCall {
         list.push_back(tensor ? std::optional<at::Tensor>(cpu_of(*tensor, writes)) : std::nullopt);
       value = list;
     } else if (value.isDevice() && value.toDevice().is_cuda()) {
-      value = c10::IValue(Device(DeviceType::CPU));
+      value = c10::IValue(Device(type_));
     } else if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
       has_generator = true;
       value = static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->cpu;
@@ -171,11 +194,11 @@ class CpuCall {
   }
 
   void grow(const at::Tensor& cpu, const at::Tensor& device) {
-    at::Tensor grown = copy_on_device(cpu.contiguous());
+    at::Tensor grown = copy_on_device(cpu.contiguous());  // may be on meta
     auto* storage = device.storage().unsafeGetStorageImpl();
     resize_storage(storage, 0);
     resize_storage(storage, grown.nbytes());
-    std::memcpy(storage->mutable_data(), grown.storage().data(), grown.nbytes());
+    if (!is_large(grown.nbytes())) std::memcpy(storage->mutable_data(), grown.storage().data(), grown.nbytes());
     device.unsafeGetTensorImpl()->set_storage_offset(0);
     device.unsafeGetTensorImpl()->set_sizes_and_strides(grown.sizes(), grown.strides());
     if (device.numel()) entry_.spans.push_back(span_of(device, true));
@@ -206,6 +229,7 @@ class CpuCall {
   const c10::OperatorHandle& op_;
   torch::jit::Stack* stack_;
   Entry entry_;
+  DeviceType type_ = DeviceType::CPU;  // of the kernel
   std::vector<at::Tensor> inputs_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // on the CPU, on the device
 };
@@ -265,7 +289,7 @@ inline at::Tensor& copy_on_stream(at::Tensor& self, const at::Tensor& source) {
     return self;  // as at::native::copy_device_to_device
   Entry entry{OP, current_stream(), 0, 0, "aten::copy_"};
   entry.spans = {span_of(source, false), span_of(self, true)};
-  alias_on_cpu(self).copy_(alias_on_cpu(source));
+  if (!is_large(self.nbytes()) && !is_large(source.nbytes())) alias_on_cpu(self).copy_(alias_on_cpu(source));
   operate(std::move(entry));
   return self;
 }
@@ -279,23 +303,22 @@ inline at::Tensor& copy_across(at::Tensor& self, const at::Tensor& source, bool 
                          host.strides() == device.strides() && host.scalar_type() == device.scalar_type();
   const bool is_asynchronous = non_blocking && is_direct && PinnedMemory::contains(host.const_data_ptr());
   const int64_t stream = current_stream(), count = advance(stream);
-  if (is_asynchronous) {
-    const auto [begin, end] = addresses_of(host);
-    settle_for(stream, begin, end);
-  }
   Entry entry{OP, stream, 0, 0, to_host ? "copy to host" : "copy to device"};
   entry.spans = {span_of(device, !to_host)};
   entry.bytes = static_cast<int64_t>(host.nbytes());
   append(std::move(entry));
+  if (is_large(host.nbytes()) || is_large(device.nbytes())) {
+    if (!is_asynchronous) sync_stream(stream, to_host ? "blocking copy to host" : "blocking copy to device");
+    return self;
+  }
   if (to_host && is_asynchronous) {
     copy_later(self, alias_on_cpu(source), stream, count);
     return self;
   }
-  if (!to_host && is_asynchronous) check_later(source, stream, count);
   if (to_host) {
     self.copy_(alias_on_cpu(source));
   } else {
-    alias_on_cpu(self).copy_(source);
+    alias_on_cpu(self).copy_(is_asynchronous ? read_pinned(source, stream, count) : source);
   }
   if (!is_asynchronous) sync_stream(stream, to_host ? "blocking copy to host" : "blocking copy to device");
   return self;
@@ -317,7 +340,7 @@ inline void record_stream(const at::Tensor& self, int64_t stream, const std::str
 
 inline int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                 const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
-  return 0;  // the kernel made of other operators: the CPU has none that CUDA's name
+  return large_bytes ? 1 : 0;  // flash attention on meta; otherwise a kernel made of operators that the CPU has
 }
 
 }  // namespace virtual_cuda
