@@ -16,6 +16,8 @@ It is over
   of a split backward.
 Other units (frozen with several owners, or with a parameter that gets no gradient) are resharded at the end
 of backward.
+The all-gather reads the shard out of place. An offloaded shard is first copied into its range of the storage;
+both happen on the copy stream, so that the current stream waits only before the use.
 Resharded parameters point to NaN: reading one gives NaN instead of freed memory.
 The order of all-gathers is in [Note: all-gather order] in `exec_order.py`; how far ahead they start is in
 `plan/prefetch.py`.

@@ -278,7 +278,7 @@ def stages_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
 
 
 def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
-    """Once per step: loss, targets, step count and late gradients, the gradient's norm, buffers that forward changes."""
+    """Once per step: loss, targets, step count, late gradients; the norm; buffers that forward changes."""
     loss, norm = 6 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
     calls = [facts.calls("all-reduce", [norm], "pp", "shard", "row", "col", channel="reductions")]
     if facts.grid.num_ranks > 1:
