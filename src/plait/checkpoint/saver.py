@@ -2,10 +2,12 @@
 
 [Note: saving in the background]
 With `background`, a save blocks only for a copy of the rank's shards, into staging memory that is reused by
-the next save (pinned if there is a GPU); a thread writes it to files during the next steps. The thread
-communicates only through files, and through the job's store, where it records failures: collectives belong to
-the training thread, in one order on all ranks. The next save waits for the last one. `finish` raises on all
-ranks if it failed; rank 0 knows before that whether it has ended: `has_ended`.
+the next save (pinned if there is a GPU); a thread writes it to files during the next steps. On a GPU the copy
+itself runs on a side stream, besides the next forward and backward: `save` returns its event, for which the
+next update of the weights has to wait, on its stream, and the thread on the host. The thread communicates
+only through files, and through the job's store, where it records failures: collectives belong to the training
+thread, in one order on all ranks. The next save waits for the last one. `finish` raises on all ranks if it
+failed; rank 0 knows before that whether it has ended: `has_ended`.
 
 [Note: waits of a save]
 A rank may write for hours, so waits have no time limit; but each ends when the rank that is waited for is
@@ -78,11 +80,13 @@ class Saver:
         self._in_flight: str | None = None  # the name of the directory that is being written
         self._unexpected_error: BaseException | None = None
         self._lock = contextlib.ExitStack()  # held during a save, on rank 0
+        self._stream: torch.cuda.Stream | None = None  # of the copies
 
     def save(
         self, step: int, shards: Sequence[StateShard], facts: Mapping[str, Any], *, score: float | None = None
-    ) -> None:
-        """Save the ranks' shards as the checkpoint of `step`; see [Note: saving in the background].
+    ) -> torch.cuda.Event | None:
+        """Save the ranks' shards as the checkpoint of `step`; see [Note: saving in the background]. Return
+        the event after which the optimizer may change them; None for now.
 
         `facts` is JSON. `score`: lower is better, for `Keep.best`. Raises CheckpointError on all ranks if
         this checkpoint (or, in the background, the last one) cannot be written: earlier ones are then
@@ -95,10 +99,10 @@ class Saver:
         self.finish()
         partial = self._begin(step, sum(shard.num_bytes for shard in shards))
         source: _Source = StateShard.cpu
-        in_background = self._background
+        in_background, copied = self._background, None
         if in_background:
             try:
-                source = self._copy(shards)
+                source, copied = self._copy(shards)
             except BaseException as error:  # too little memory, on this rank alone: the save fails on all
                 source, in_background = functools.partial(_raise, error), False
         save = _Save(partial, step, shards, source, dict(facts), score)
@@ -106,9 +110,10 @@ class Saver:
         if in_background:
             self._thread = threading.Thread(target=self._run, args=(save,), name="plait-save", daemon=True)
             self._thread.start()
-            return
+            return copied
         self._run(save)
         self.finish()
+        return None
 
     def preallocate(self, num_bytes: int) -> None:
         """Allocate staging memory for background saves in a thread, during the next steps. The first save's
@@ -176,17 +181,36 @@ class Saver:
     def _partial(self, step: int, number: int) -> Path:
         return self._folder / f"{step_path(self._folder, step).name}.tmp-{number:012x}"
 
-    def _copy(self, shards: Sequence[StateShard]) -> _Source:
+    def _copy(self, shards: Sequence[StateShard]) -> tuple[_Source, torch.cuda.Event | None]:
+        """Start to copy the shards to staging memory. On a GPU, what a forward may write is copied on its
+        stream, and the rest, after all work that is queued, on a stream of its own."""
         offsets = list(accumulate((_aligned(shard.num_bytes) for shard in shards), initial=0))
         if self._staging.numel() < offsets[-1]:
             self._allocate(offsets[-1])
-        copies = {}
-        for shard, offset in zip(shards, offsets, strict=False):
-            copy = self._staging[offset : offset + shard.num_bytes].view(shard.dtype)
-            copies[shard] = copy.copy_(shard.read(), non_blocking=True)
-        if self._world.device.type == "cuda":
-            torch.cuda.current_stream(self._world.device).synchronize()
-        return copies.__getitem__
+        copies = {
+            shard: self._staging[offset : offset + shard.num_bytes].view(shard.dtype)
+            for shard, offset in zip(shards, offsets, strict=False)
+        }
+        is_cuda = self._world.device.type == "cuda"
+        for shard, copy in copies.items():
+            if shard.forward_may_write or not is_cuda:
+                copy.copy_(shard.read(), non_blocking=True)
+        if not is_cuda:
+            return copies.__getitem__, None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._world.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
+        with torch.cuda.stream(self._stream):
+            for shard, copy in copies.items():
+                if not shard.forward_may_write:
+                    copy.copy_(shard.read(), non_blocking=True)
+        copied = self._stream.record_event()
+
+        def source(shard: StateShard) -> Tensor:
+            copied.synchronize()
+            return copies[shard]
+
+        return source, copied
 
     def _run(self, save: _Save) -> None:
         """Run a save, in the background or not. `finish` raises its error, if any."""

@@ -111,6 +111,7 @@ class Engine:
         self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0
         self._trace: Trace | None = None
+        self._copied: torch.cuda.Event | None = None  # the state is being copied until then
         self._batches = BatchPreparer(
             self.device, self._precision.compute, self._groups.model, self.plan.micro, inputs
         )
@@ -317,8 +318,18 @@ class Engine:
         self.num_steps += 1
         return StepResult(loss, norm, int(num_targets), skipped)
 
+    def update_after(self, event: torch.cuda.Event | None) -> None:
+        """Let the next change of weights and optimizer states wait for `event`, that of `Saver.save`."""
+        self._copied = event
+
+    def _wait_for_copy(self) -> None:
+        event, self._copied = self._copied, None
+        if event is not None:
+            event.wait()  # the stream
+
     def _apply(self, factor: float) -> None:
         """The optimizer's step, with gradients multiplied by `factor`."""
+        self._wait_for_copy()
         if self._spec.clip_value is not None:
             clip_values(
                 (unit.grad_shard for unit in self._parts.sharded.trained), factor, self._spec.clip_value
@@ -469,6 +480,7 @@ class Engine:
         option_keys = [key.removeprefix(_OPTIONS) for key in keys if key.startswith(_OPTIONS)]
         check_options(self.optimizer, option_keys)
         self.discard_step()
+        self._wait_for_copy()
         for stage in self._stages:
             stage.unsharder.wait_for_readers()
         self._is_inconsistent, problem = True, None

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plait.checkpoint import Keep, Saver, staged_bytes
 from plait.comm import World
 from plait.errors import CheckpointError, CommError, PlaitError
@@ -74,17 +76,17 @@ class Checkpointing:
         *,
         score: float | None,
         last: bool,
-    ) -> None:
-        """Save the state after `step` steps.
+    ) -> torch.cuda.Event | None:
+        """Save the state after `step` steps. Return the event for which the next update has to wait.
 
         `score` is its validation loss, if evaluated; `last` means that no other save follows. Raises
         CheckpointError on all ranks, see [Note: failed saves].
         """
-        start_s = time.perf_counter()
+        start_s, copied = time.perf_counter(), None
         self.wait(may_raise=not last)
         try:
             finite = score if score is not None and math.isfinite(score) else None
-            self._saver.save(step, kept, facts, score=finite)
+            copied = self._saver.save(step, kept, facts, score=finite)
             if last:
                 self._saver.finish()
         except CheckpointError as error:
@@ -96,6 +98,7 @@ class Checkpointing:
         self._last_save_s = time.monotonic()
         if last or not self._config.save_in_background:
             self.wait()
+        return copied
 
     def wait(self, *, may_raise: bool = True) -> None:
         """Wait for the save in progress, if any, and log its result."""

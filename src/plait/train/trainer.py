@@ -194,7 +194,8 @@ class Trainer:
             if to_save:
                 heartbeat.beat(self._step, "saving", slow=True)
                 metrics.flush()
-                saving.save(self._step, engine.state_shards(), self._facts(), score=score, last=last)
+                shards, facts = engine.state_shards(), self._facts()
+                engine.update_after(saving.save(self._step, shards, facts, score=score, last=last))
                 signals.save_requested = False  # on any rank: this save answers all requests
             if stop_signal is not None and self._step < config.steps:
                 self._recorder.end_trace()

@@ -338,12 +338,14 @@ class ShardedState:
         parts = self._optimizer.slices[unit]
         group = next(group for group, low, high in unit.layout.groups if low <= start < high)
         part = next((part for part in parts if part.group == group), parts[0])
-        return {kind: self._counter(part, kind) for kind in self._optimizer.kinds if "." in kind}
+        return {
+            kind: self._counter(part, kind).cpu().clone() for kind in self._optimizer.kinds if "." in kind
+        }
 
     def _counter(self, part: OptimizerSlice, kind: str) -> Tensor:
-        """A copy of a counter, on the CPU."""
+        """A counter, where the optimizer has it."""
         value = self._optimizer.chunked.state(part.leaf)[kind.partition(".")[2]]
-        return value.clone().cpu() if isinstance(value, Tensor) else torch.tensor(value)
+        return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
     def _state_of(
         self, unit: FlatParam, part: OptimizerSlice, kinds: set[str], source: StateReader

@@ -68,13 +68,23 @@ class StateShard:
     start: int
     stop: int
     read: Callable[[], Tensor]  # flat; a view of live state, valid until the next step
+    forward_may_write: bool = False  # such as a buffer; other state is written by the optimizer only
 
     @classmethod
     def from_tensor(cls, key: str, tensor: Tensor) -> "StateShard":
         """A full tensor as one shard."""
         shape = tuple(tensor.shape)
         flat = tensor.detach().reshape(-1)
-        return cls(key, shape, tensor.dtype, Boxes.full(shape), 0, tensor.numel(), lambda: flat)
+        return cls(
+            key,
+            shape,
+            tensor.dtype,
+            Boxes.full(shape),
+            0,
+            tensor.numel(),
+            lambda: flat,
+            forward_may_write=True,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -96,6 +106,7 @@ class StateShard:
             self.start + low,
             self.start + high,
             lambda: self.read()[low:high],
+            self.forward_may_write,
         )
 
 
