@@ -6,7 +6,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format quick test sanitize sweep bench clean
+.PHONY: help install demo check format quick test sanitize sweep bench gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -65,6 +65,10 @@ $(BENCH_VENV)/.installed: pyproject.toml constraints.txt benchmarks/requirements
 
 bench: $(BENCH_VENV)/.installed  ## the benchmarks and the peers that they need, one table and one JSON each
 	$(BENCH_VENV)/bin/python benchmarks/run_all.py
+
+# Such a machine may have no network: nothing is installed, and the Python that has torch is used.
+gpu:  ## checks and measurements on this machine's GPUs, an hour; GPU="--stage NAME": one stage
+	$(or $(wildcard $(BIN)/python),python3) benchmarks/gpu/run.py $(GPU)
 
 sweep: install  ## every combination of options that `test` covers in pairs (half an hour)
 	$(BIN)/python -m pytest tests -m sweep

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from markdown_table import cell
 from plait.comm import launch_local
 
 Times = dict[str, list[float]]  # contender -> seconds per step, in the order in which they were measured
@@ -87,10 +88,3 @@ def report(title: str, found: list[Row], facts: dict[str, Any], json_path: Path 
     Console(width=WIDTH).print(table)
     if json_path is not None:
         json_path.write_text(json.dumps({"title": title, "machine": facts, "rows": found}, indent=1))
-
-
-def cell(value: object) -> str:
-    """A value of a row as text."""
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

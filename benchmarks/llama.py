@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-import plait
 from plait.comm import World, broadcast_text
-from plait.models import causal_lm_on_meta
+from plait.engine.reference import copy_with_values
+from plait.models import causal_lm_on_meta, initialize_weights
 
 Batch = dict[str, Tensor]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,11 @@ class Llama:
     def on_meta(self, **changes: int) -> Any:
         return causal_lm_on_meta(self.config | changes)
 
-    def with_weights(self) -> nn.Module:
-        """The Hugging Face model with the weights that ours starts from."""
-        alone = World.alone(torch.device("cpu"))
-        weights = plait.parallelize(self.on_meta(), "dp=1", world=alone).full_parameters()
-        model: nn.Module = AutoModelForCausalLM.from_config(self.on_meta().config)
-        model.load_state_dict(weights)
+    def with_weights(self, device: torch.device = CPU) -> nn.Module:
+        """The Hugging Face model on the device, with the float32 weights that ours starts from there."""
+        model, weights = self.on_meta(), {}
+        initialize_weights(model, 0, device, lambda name, values: weights.update({name: values.clone()}))
+        model = copy_with_values(model, weights, dict(model.named_buffers()), torch.float32, device)
         model.config.use_cache = False
         return model
 

@@ -90,7 +90,7 @@ def fsdp2(*, reshard: bool) -> Make:
     """
 
     def make(model: nn.Module, num_ranks: int) -> Step:
-        mesh = dist.init_device_mesh("cpu", (num_ranks,))
+        mesh = dist.init_device_mesh(next(model.parameters()).device.type, (num_ranks,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
         for block in model.model.layers:
@@ -149,7 +149,7 @@ def autocast_step(
     """A step of a model that returns its loss. `compute`: its dtype; None for the weights' own."""
 
     def step(batch: Batch) -> Tensor:
-        with torch.autocast("cpu", compute, enabled=compute is not None):
+        with torch.autocast(next(iter(batch.values())).device.type, compute, enabled=compute is not None):
             loss = model(**batch).loss
         loss.backward()
         optimizer.step()

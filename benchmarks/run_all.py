@@ -9,15 +9,14 @@ benchmarks/README.md. Two quiet cores need about 45 minutes.
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import common
+from markdown_table import table
+from processes import run_limited
 
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = (
@@ -34,7 +33,6 @@ BENCHMARKS = (
     "read_windows",
     "startup",
 )
-END_S = 90.0  # for ranks to end after SIGTERM
 LAST_LINES = 20  # of a benchmark that failed
 
 
@@ -63,48 +61,18 @@ class Run:
         return "\n".join([*lines, f"{found['title']}; {', '.join(facts)}", "", *table(found["rows"]), ""])
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    columns = list(rows[0])
-    cells = [[common.cell(row[column]).replace("|", "\\|") for column in columns] for row in rows]
-    titles = [column.replace("_", " ") for column in columns]
-    return [f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(columns), *cells)]
-
-
 def run(name: str, out: Path, words: list[str], limit_s: float) -> Run:
     """Run a benchmark in a session of its own, which ends with it."""
     program, *own_words = name.split()
     rows_path, log_path = (out / f"{name.replace(' --', '_')}.{kind}" for kind in ("json", "log"))
     rows_path.unlink(missing_ok=True)  # of a run before
     command = [sys.executable, str(HERE / f"{program}.py"), *own_words, *words, "--json", str(rows_path)]
-    begin, problem = time.monotonic(), None
+    begin = time.monotonic()
     with log_path.open("w") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=HERE.parent,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        problem = run_limited(
+            command, log, limit_s, folder=HERE.parent, environment=os.environ | {"OMP_NUM_THREADS": "1"}
         )
-        try:
-            code = process.wait(limit_s)
-            problem = f"exit code {code}" if code else None
-        except subprocess.TimeoutExpired:
-            problem = f"not done after {limit_s:g} s"
-        finally:
-            end(process)
     return Run(name, time.monotonic() - begin, problem, rows_path, log_path.read_text())
-
-
-def end(process: "subprocess.Popen[bytes]") -> None:
-    """End a benchmark that still runs: its launcher ends the ranks."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def main() -> None:

@@ -16,7 +16,17 @@ from support.cli_runs import ROOT
 from support.pool import Pool
 
 BENCHMARKS = ROOT / "benchmarks"
-HELPERS = {"common", "ddp_peers", "llama", "peers", "pipeline_peers", "run_all", "tensor_peers"}
+HELPERS = {
+    "common",
+    "ddp_peers",
+    "llama",
+    "markdown_table",
+    "peers",
+    "pipeline_peers",
+    "processes",
+    "run_all",
+    "tensor_peers",
+}
 RANKS = {
     "broadcast": 3,
     "checkpoint": 2,
@@ -123,7 +133,7 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.stem)
 def test_a_benchmark_uses_public_names_only(path: Path) -> None:
     assert private_names(ast.parse(path.read_text())) == []
 

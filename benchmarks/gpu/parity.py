@@ -1,0 +1,95 @@
+"""The same numbers on the device: `plait verify`, fp16, the project's own tests."""
+
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import plait
+from hardware import Json, selected
+from llama import TOY
+from plait.comm.launch import fork_ranks
+from plait.verify import runner
+from plait.verify.model_spec import parse_source
+from plait.verify.result import Verdict
+from plait.verify.worker import PRECISIONS, Case
+from training import batch_of, engine_of
+
+_LENGTH, _LAYERS, _STEPS = 16, 4, 3
+_FP16_STEPS, _FP16_TOLERANCE = 20, 2e-2
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def verify(device: str, model: str, dtype: str, plans: list[str]) -> Json:
+    """`plait verify --plans`: each plan's largest relative error, next to its tolerance.
+
+    Ranks are processes on their own; one that dies costs the verdict of its plan only.
+    """
+    fork_ranks()  # only where torch finds no GPU
+    source = parse_source(model, layers=_LAYERS, length=_LENGTH)
+    parsed = [replace(plait.Plan.parse(plan), precision=PRECISIONS[dtype]) for plan in plans]
+    samples = 2 * lcm(*(plan.dp * plan.micro for plan in parsed))
+    cases = [Case(source, str(plan), dtype, _STEPS, samples, _LENGTH, seed=0) for plan in parsed]
+    options = runner.WorkerOptions(torch.device(device).type, find_suspects=False)
+    with tempfile.TemporaryDirectory() as folder:
+        verdicts = runner.verify(cases, Path(folder), options)
+    rows = [_row(verdict) for verdict in verdicts]
+    wrong = [row["plan"] for row in rows if row["outcome"] != "same"]
+    return {"rows": rows, "problem": f"not as in one process: {'; '.join(wrong)}" if wrong else None}
+
+
+def _row(verdict: Verdict) -> Json:
+    worst = verdict.worst_parameters[0] if verdict.worst_parameters else None
+    return {
+        "model": verdict.model,
+        "plan": verdict.plan,
+        "dtype": verdict.dtype,
+        "outcome": verdict.outcome.value,
+        "largest_error": verdict.max_error,
+        "of_tolerance": worst.excess if worst is not None else None,
+        "worst": worst.name if worst is not None else None,
+        "message": " ".join(verdict.message.split())[:200] or None,
+    }
+
+
+def fp16(device: str) -> Json:
+    """Losses of a model in fp16, with its dynamic loss scale, next to those in fp32, on one batch."""
+    on = selected(device)
+    data, losses, skipped = batch_of(TOY, 8, on), {}, 0
+    for precision in ("fp32", "fp16"):
+        engine = engine_of(f"dp=1 precision={precision}", TOY, on)
+        taken = []
+        while len(taken) < _FP16_STEPS and engine.num_steps < 2 * _FP16_STEPS + 10:
+            result = engine.step(data)
+            skipped += result.skipped
+            taken += [] if result.skipped else [result.loss]
+        losses[precision] = taken
+    apart = max(abs(a / b - 1) for a, b in zip(losses["fp16"], losses["fp32"], strict=True))
+    row = {"largest_error": apart, "skipped": skipped, "first": losses["fp16"][0], "last": losses["fp16"][-1]}
+    is_wrong = not apart < _FP16_TOLERANCE or not row["last"] < row["first"]
+    return {"rows": [row], "problem": "fp16 does not train as fp32 does" if is_wrong else None}
+
+
+def tests(paths: list[str]) -> Json:
+    """Run some of the project's tests. Warnings are no errors, as versions are not the locked ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}", f"--rootdir={ROOT}"]
+        with mock.patch.object(sys, "path", [str(ROOT / "tests"), *sys.path]):
+            code = pytest.main([*options, *paths])
+        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
+    failed = [
+        f"{case.get('classname')}.{case.get('name')}: {problem.get('message', '').splitlines()[:1]}"
+        for case in suite.iter("testcase")
+        for problem in (*case.iter("failure"), *case.iter("error"))
+    ]
+    row = {"tests_in": " ".join(paths), **counts, "seconds": float(suite.get("time", 0.0))}
+    problem = f"pytest ended with code {int(code)}" if code else None
+    return {"rows": [row], "problem": problem, "text": failed}
