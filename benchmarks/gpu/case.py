@@ -21,8 +21,8 @@ from typing import Any
 
 # Imported by plait or by the stages, and missing on some machines that have a GPU.
 MODULES = (
-    "torch", "transformers", "numpy", "safetensors", "tokenizers", "pydantic", "rich", "typer", "tensorboard",
-    "matplotlib", "triton", "pytest", "hypothesis", "torchtitan",
+    "torch", "transformers", "numpy", "safetensors", "tokenizers", "pydantic", "rich", "typer", "matplotlib",
+    "triton", "pytest", "hypothesis",
 )  # fmt: skip
 _LAST_LINES = 25  # of a traceback
 
@@ -81,6 +81,9 @@ def failure(error: BaseException) -> dict[str, Any]:
 def main() -> None:
     function, arguments, result = sys.argv[1:]
     Path(result).write_text(json.dumps(result_of(function, json.loads(arguments)), default=str))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # communicators and drivers may wait, or fail, when they are taken down
 
 
 if __name__ == "__main__":

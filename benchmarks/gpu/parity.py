@@ -1,14 +1,10 @@
-"""The same numbers on the device: `plait verify`, fp16, the project's own tests."""
+"""The same numbers on the device: `plait verify`, and fp16 next to fp32."""
 
-import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
-from unittest import mock
 
-import pytest
 import torch
 
 import plait
@@ -23,7 +19,6 @@ from training import batch_of, engine_of
 
 _LENGTH, _LAYERS, _STEPS = 16, 4, 3
 _FP16_STEPS, _FP16_TOLERANCE = 20, 2e-2
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def verify(device: str, model: str, dtype: str, plans: list[str]) -> Json:
@@ -74,22 +69,3 @@ def fp16(device: str) -> Json:
     row = {"largest_error": apart, "skipped": skipped, "first": losses["fp16"][0], "last": losses["fp16"][-1]}
     is_wrong = not apart < _FP16_TOLERANCE or not row["last"] < row["first"]
     return {"rows": [row], "problem": "fp16 does not train as fp32 does" if is_wrong else None}
-
-
-def tests(paths: list[str]) -> Json:
-    """Run some of the project's tests. Warnings are no errors, as versions are not the locked ones."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        options = ["-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}", f"--rootdir={ROOT}"]
-        with mock.patch.object(sys, "path", [str(ROOT / "tests"), *sys.path]):
-            code = pytest.main([*options, *paths])
-        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-    failed = [
-        f"{case.get('classname')}.{case.get('name')}: {problem.get('message', '').splitlines()[:1]}"
-        for case in suite.iter("testcase")
-        for problem in (*case.iter("failure"), *case.iter("error"))
-    ]
-    row = {"tests_in": " ".join(paths), **counts, "seconds": float(suite.get("time", 0.0))}
-    problem = f"pytest ended with code {int(code)}" if code else None
-    return {"rows": [row], "problem": problem, "text": failed}

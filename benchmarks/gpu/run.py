@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,7 +45,14 @@ STAGE_S = 520.0  # so that a stage fits into ten minutes with its start
 _LEAST_S = 20.0  # for a case; with less left, the stage ends
 _END_S = 5.0  # for a case to end after SIGTERM
 _FINAL = {"ok", "failed", "refused", "out of memory", "too slow"}  # --resume does not run these again
-_PRELOADED = ("torch._dynamo", "transformers.models.llama.modeling_llama", "hardware", "training", "parity")
+_PRELOADED = (
+    "torch._dynamo",
+    "transformers.models.llama.modeling_llama",
+    "hardware",
+    "training",
+    "parity",
+    "suite",
+)
 
 
 class Session:
@@ -69,11 +76,11 @@ class Session:
         return self._out / f"{self.name}.{kind}"
 
     def run_stage(self, name: str, cases: list[Case], limit_s: float, *, resume: bool) -> None:
-        """Run the cases that have no final result. With `resume`, results of an earlier run are kept."""
+        """Run the cases: with `resume`, those that have no final result from an earlier run."""
         end_s = time.monotonic() + limit_s
         results = self.results.setdefault(name, {})
-        if not resume:
-            results.clear()
+        for case in [] if resume else cases:
+            results.pop(case.name, None)
         for case in cases:
             if results.get(case.name, {}).get("status") in _FINAL:
                 continue
@@ -148,8 +155,10 @@ def environment_of(paths: list[str]) -> dict[str, str]:
 def run_forked(case: Case, result: Path, log: IO[str], limit_s: float, paths: list[str]) -> str | None:
     """Run the case in a fork of this process, which has imported what cases need. For a dry run: a driver
     that was used cannot be forked."""
+    sys.path += [path for path in paths if path not in sys.path]
     for name in _PRELOADED:
-        importlib.import_module(name)
+        with suppress(ImportError):  # then the cases that need it are left out
+            importlib.import_module(name)
     words = [case.function, json.dumps(case.arguments), str(result)]
     process = multiprocessing.get_context("fork").Process(target=_be_case, args=(words, log.fileno(), paths))
     process.start()
@@ -163,6 +172,7 @@ def run_forked(case: Case, result: Path, log: IO[str], limit_s: float, paths: li
 
 def _be_case(words: list[str], log: int, paths: list[str]) -> None:
     os.setsid()
+    os.chdir(ROOT)
     for target in (1, 2):
         os.dup2(log, target)
     os.environ |= environment_of(paths) | {"TORCHDYNAMO_DISABLE": "1"}  # compilers are tested elsewhere
@@ -275,8 +285,10 @@ def run(session: Session, selected: dict[str, list[Case]], options: argparse.Nam
     if needed:
         print(f"gpu: without {', '.join(needed)} plait cannot run; --wheels: see benchmarks/README.md")
     for name in options.stage:
+        if not (options.only or options.resume):
+            session.results.pop(name, None)  # also cases that there are no more
         cases = [case for case in selected[name] if options.only in case.name]
-        session.run_stage(name, cases, options.limit_s, resume=options.resume or bool(options.only))
+        session.run_stage(name, cases, options.limit_s, resume=options.resume)
     session.write()
     print(f"gpu: results are in {options.out}/{session.name}.*")
     wrong = [key for stage in session.results.values() for key, one in stage.items() if one["status"] != "ok"]

@@ -88,15 +88,14 @@ def tests(machine: Machine) -> Iterator[Case]:
     found = sorted((ROOT / "tests" / "cuda").glob("test_*.py"))
     for path in [ROOT / "tests" / "pure" / "test_grid.py"] if machine.is_dry else found:
         name = str(path.relative_to(ROOT))
-        yield Case(name, "parity.tests", {"paths": [name]}, limit_s=LONG_S, needs=PYTEST)
+        yield Case(name, "suite.tests", {"paths": [name]}, limit_s=LONG_S, needs=PYTEST)
 
 
 # Plans by number of ranks.
 _PARITY = {
     1: "dp=1; zero=1; zero=2; zero=3; zero=3 reshard=step; zero=3 prefetch=2; "
     "zero=3 micro=4 accumulate=sharded; micro=4; recompute=full; zero=3 recompute=selective; "
-    "recompute=every=2 micro=2; offload=cpu; offload=cpu zero=2 recompute=full; offload=cpu zero=3 micro=2; "
-    "deterministic=true",
+    "recompute=every=2 micro=2; offload=cpu; offload=cpu zero=2 recompute=full; offload=cpu zero=3 micro=2",
     2: "dp=2; dp=2 zero=1; dp=2 zero=2 micro=2; dp=2 zero=3; dp=2 zero=3 micro=2 recompute=full; "
     "dp=2 zero=3 offload=cpu; tp=2; tp=2 sp=true; tp=2x1; pp=2 micro=4; pp=2 micro=4 schedule=zb-h1",
     4: "dp=4 shard=2 zero=3; dp=2 tp=2 zero=3 sp=true; pp=2 dp=2 zero=1 micro=4; tp=2x2; pp=4 micro=8",
@@ -110,13 +109,12 @@ def parity(machine: Machine) -> Iterator[Case]:
     every = "; ".join(plans for ranks, plans in _PARITY.items() if ranks <= max(machine.gpus, 1))
     runs = [("llama", dtype, every) for dtype in ("float64", "float32", "bf16")]
     runs += [(model, "float32", _OF_MODELS) for model in ("gpt2", "mixtral", "qwen3")]
-    runs += [("llama", "bf16", _COMPILED)]
+    runs += [("llama", "float32", "deterministic=true"), ("llama", "bf16", _COMPILED)]
     for model, dtype, plans in runs[:1] + runs[-1:] if machine.is_dry else runs:
         some = plans.split("; ")[:: 8 if machine.is_dry else 1]
         arguments = {**machine.device, "model": model, "dtype": dtype, "plans": some}
-        compiled = ", compiled" * (plans is _COMPILED)
-        yield Case(f"{model}, {dtype}{compiled}", "parity.verify", arguments, LONG_S, PYTEST)
-    yield Case("fp16", "parity.fp16", machine.device, needs=PYTEST)
+        yield Case(f"{model}, {dtype}, {some[0]}", "parity.verify", arguments, LONG_S)
+    yield Case("fp16", "parity.fp16", machine.device)
 
 
 _MEMORY = (
@@ -138,21 +136,15 @@ def memory(machine: Machine) -> Iterable[Case]:
 
 
 BF16 = "plait dp=1 precision=bf16"
-_EVERYONE = (
-    "torch",
-    "torch compile",
-    "FSDP2 compile",
-    BF16,
-    f"{BF16} compile=true",
-    f"{BF16} zero=3 compile=true",
-)
+_EVERYONE = ("torch", "torch compile", "FSDP2 compile", BF16, f"{BF16} compile=true")
 _NARROW = f"{BF16} compile=true optim_dtype=bf16"
-# Of each case: size, tokens of a sequence, sequences of a step, and the contenders, which share a process.
+# Of each case: size, tokens of a sequence, sequences of a step, and the contenders, which share a process and
+# the device's memory: 12 to 18 bytes per parameter each, besides one's activations.
 _SPEED: dict[str, list[tuple[str, int, int, tuple[str, ...]]]] = {
     "speed": [
         ("1B", 8192, 1, _EVERYONE),
-        ("1B", 2048, 8, _EVERYONE),
-        ("0.3B", 2048, 16, (*_EVERYONE, "FSDP2", "torch whole")),
+        ("1B", 2048, 4, _EVERYONE),
+        ("0.3B", 2048, 16, (*_EVERYONE, f"{BF16} zero=3 compile=true", "FSDP2", "torch whole")),
     ],
     "speed-large": [
         *(("3B", 8192, 1, (one,)) for one in ("torch compile", f"{BF16} compile=true", "FSDP2 compile")),
@@ -162,18 +154,20 @@ _SPEED: dict[str, list[tuple[str, int, int, tuple[str, ...]]]] = {
         ("8B", 4096, 1, (f"{BF16} compile=true recompute=full",)),
         ("3B", 8192, 4, (f"{BF16} compile=true offload=cpu recompute=full",)),
     ],
-    "speed-recompute": [
+    "speed-plans": [
         *(
             ("1B", 8192, 2, (f"{BF16} recompute={which}", f"{BF16} recompute={which} compile=true"))
             for which in ("none", "selective", "every=2", "full")
         ),
         ("1B", 8192, 2, ("torch recompute", "FSDP2 compile recompute")),
+        ("1B", 8192, 1, (BF16, f"{BF16} zero=3", f"{BF16} zero=3 reshard=step")),
+        ("1B", 8192, 1, (f"{BF16} deterministic=true",)),
     ],
     "speed-sequence": [
         ("1B", length, 2**15 // length, (f"{BF16} compile=true recompute=full", "FSDP2 compile recompute"))
         for length in (2048, 4096, 8192, 16384, 32768)
     ],
-}  # fmt: skip
+}
 
 
 def speed(machine: Machine, size: str, sequence: int, batch: int, contenders: tuple[str, ...]) -> Case:
