@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 _PACKS_NOTHING = {"input_ids", "use_cache"}  # of other inputs, a model may make position ids that start again
-_packs_nothing: ContextVar[bool] = ContextVar("packs_nothing", default=False)
+_packs_nothing: ContextVar[bool] = ContextVar("packs_nothing")
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def _install() -> bool:
         return search is not None
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        return None if _packs_nothing.get() else search(position_ids)
+        return None if _packs_nothing.get(False) else search(position_ids)
 
     find_packed_sequence_indices.searches = search  # type: ignore[attr-defined]  # it is installed
     masks.find_packed_sequence_indices = find_packed_sequence_indices
