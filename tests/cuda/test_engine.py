@@ -14,7 +14,7 @@ import plait
 from plait.checkpoint import Saver, newest
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
-from support import programs, trainings
+from support import cuda_steps, programs, trainings
 from support.pool import Pool
 from support.virtual_cuda.recording import Recording, recorded
 
@@ -33,7 +33,7 @@ def _assert_ordered(recordings: list[Recording | None]) -> None:
 
 def _evaluated(device: str, plan: str) -> tuple[float, Recording | None]:
     world = connect(device=device)
-    engine = trainings.engine_of(plan, world=world)
+    engine = trainings.engine_of(plan, cuda_steps.small_llama, world=world)
     first, second = (programs.share_of(batch, engine) for batch in programs.batches(2))
     engine.step(first)
     with recorded() as recording:

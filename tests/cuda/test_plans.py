@@ -10,31 +10,31 @@ DEEP = {"build": cuda_steps.deep_llama}  # four blocks
 
 CASES = [
     # ZeRO
-    Case(2, "dp=2 zero=0 micro=2 precision=bf16", syncs=16),
-    Case(2, "dp=2 zero=1 micro=2 recompute=selective precision=bf16", syncs=16),
-    Case(2, "dp=2 zero=2 micro=2 recompute=full precision=bf16", syncs=16),
-    Case(2, "dp=2 zero=3 micro=2 precision=bf16", syncs=20, kept_bytes=147456),
-    Case(2, "dp=2 zero=3 recompute=full prefetch=2 precision=fp64", syncs=15, kept_bytes=294912),
-    Case(4, "dp=4 shard=2 zero=3 micro=3 precision=bf16", syncs=21, kept_bytes=221184),
-    Case(4, "dp=4 shard=2 zero=1 precision=bf16", syncs=15),
+    Case(2, "dp=2 zero=0 micro=2 precision=bf16", syncs=1),
+    Case(2, "dp=2 zero=1 micro=2 recompute=selective precision=bf16", syncs=1),
+    Case(2, "dp=2 zero=2 micro=2 recompute=full precision=bf16", syncs=1),
+    Case(2, "dp=2 zero=3 micro=2 precision=bf16", syncs=1),
+    Case(2, "dp=2 zero=3 recompute=full prefetch=2 precision=fp64", syncs=1),
+    Case(4, "dp=4 shard=2 zero=3 micro=3 precision=bf16", syncs=1),
+    Case(4, "dp=4 shard=2 zero=1 precision=bf16", syncs=1),
     # offload, precision, narrow gradients
-    Case(2, "dp=2 zero=3 micro=2 offload=cpu precision=bf16", syncs=21, kept_bytes=233472),
-    Case(1, "dp=1 zero=1 offload=cpu precision=bf16", syncs=15, kept_bytes=86016),
-    Case(2, "dp=2 zero=3 precision=fp16", syncs=19, kept_bytes=73728),
-    Case(2, "dp=2 zero=2 reduce=bf16 precision=bf16", syncs=15),
-    Case(2, "dp=2 zero=1 reduce=int8 precision=bf16", syncs=15),
-    Case(2, "dp=2 reduce=powersgd precision=bf16", syncs=15),
+    Case(2, "dp=2 zero=3 micro=2 offload=cpu precision=bf16", syncs=2),
+    Case(1, "dp=1 zero=1 offload=cpu precision=bf16", syncs=6),
+    Case(2, "dp=2 zero=3 precision=fp16", syncs=1),
+    Case(2, "dp=2 zero=2 reduce=bf16 precision=bf16", syncs=1),
+    Case(2, "dp=2 zero=1 reduce=int8 precision=bf16", syncs=1),
+    Case(2, "dp=2 reduce=powersgd precision=bf16", syncs=1),
     # tensor parallelism
-    Case(2, "tp=2 sp=true micro=2 precision=bf16", syncs=16),
-    Case(4, "dp=2 tp=2 zero=3 precision=bf16", syncs=19, kept_bytes=39936),
+    Case(2, "tp=2 sp=true micro=2 precision=bf16", syncs=1),
+    Case(4, "dp=2 tp=2 zero=3 precision=bf16", syncs=1),
     # pipelines
-    Case(2, "pp=2 micro=4 schedule=1f1b precision=bf16", syncs=16),
-    Case(2, "pp=2 micro=4 schedule=zb-h1 precision=bf16", syncs=17, options=DEEP),
-    Case(2, "pp=2 micro=4 chunks=2 schedule=zbv precision=bf16", syncs=26, options=DEEP),
-    Case(2, "pp=2 micro=4 chunks=2 schedule=interleaved precision=bf16", syncs=25, options=DEEP),
-    Case(4, "pp=2 dp=2 micro=2 zero=1 precision=bf16", syncs=15, options=DEEP),
-    Case(3, "pp=3 micro=3 precision=bf16", syncs=16, options=DEEP),
-    Case(4, "pp=4 micro=4 schedule=zb-h1 precision=bf16", syncs=17, options=DEEP),
+    Case(2, "pp=2 micro=4 schedule=1f1b precision=bf16", syncs=1),
+    Case(2, "pp=2 micro=4 schedule=zb-h1 precision=bf16", syncs=1, options=DEEP),
+    Case(2, "pp=2 micro=4 chunks=2 schedule=zbv precision=bf16", syncs=1, options=DEEP),
+    Case(2, "pp=2 micro=4 chunks=2 schedule=interleaved precision=bf16", syncs=1, options=DEEP),
+    Case(4, "pp=2 dp=2 micro=2 zero=1 precision=bf16", syncs=1, options=DEEP),
+    Case(3, "pp=3 micro=3 precision=bf16", syncs=1, options=DEEP),
+    Case(4, "pp=4 micro=4 schedule=zb-h1 precision=bf16", syncs=1, options=DEEP),
 ]
 
 

@@ -63,6 +63,7 @@ HEADER = (
     "exposed",
     "idle",
     "launch",
+    "resident",
     "syncs",
     "GB peak",
     "GB kept",

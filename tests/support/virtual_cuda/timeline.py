@@ -69,9 +69,7 @@ class RankTime:
     exposed_s: float = 0.0
     idle_s: float = 0.0  # neither
     launch_s: float = 0.0  # of the host
-    resident: int = (
-        0  # most communication kernels at once, also those that wait for a peer: each occupies SMs
-    )
+    resident: int = 0  # most communication kernels at once, waiting ones too: each occupies SMs
     flops: float = 0.0
     kernels: Counter[str] = field(default_factory=Counter)  # seconds, by name and line
 
@@ -149,11 +147,13 @@ class _Graph:
                 if entry.name.startswith("nccl:"):
                     streams[entry.stream] = self._meet(rank, recording, entry, ready, num_messages)
                 else:
-                    streams[entry.stream] = node = self._add(
-                        self._hardware.operation_s(entry), ready, entry.name
-                    )
+                    duration_s = self._hardware.operation_s(entry)
+                    streams[entry.stream] = node = self._add(duration_s, ready, entry.name)
                     self._compute[rank].append(node)
                     self._times[rank].flops += entry.flops
+                    self._times[rank].kernels[f"{entry.name} at {entry.where.partition(' < ')[0]}"] += (
+                        duration_s
+                    )
             elif kind is Kind.RECORD:
                 events[entry.id] = self._add(0.0, [streams[entry.stream], host])
             elif kind is Kind.WAIT and entry.id in events:

@@ -9,6 +9,7 @@ struct Install {
     constexpr uint8_t priority = 10;  // above that of torch's own allocators
     c10::SetAllocator(c10::DeviceType::CUDA, &vc::device_memory(), priority);
     c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new vc::Guard());
+    at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&vc::attention_kernel);
   }
 } install;
 
@@ -57,7 +58,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", TORCH_FN(vc::set_to_tensor));
   m.impl("copy_", TORCH_FN(vc::copy_));
   m.impl("record_stream", [](at::Tensor& self, c10::Stream stream) { vc::record_stream(self, stream.id(), "record_stream"); });
-  m.impl("_fused_sdp_choice", TORCH_FN(vc::fused_sdp_choice));
 }
 
 PYBIND11_MODULE(virtual_cuda_native, m) {

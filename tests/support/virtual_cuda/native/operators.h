@@ -11,6 +11,8 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/SDPBackend.h>
 #include <torch/library.h>
 
 #include <unordered_set>
@@ -338,9 +340,10 @@ inline void record_stream(const at::Tensor& self, int64_t stream, const std::str
   append({RECORD_STREAM, stream, reinterpret_cast<int64_t>(self.storage().data()), 0, name});
 }
 
-inline int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+// The kernel of scaled_dot_product_attention: on meta, flash attention, otherwise one made of operators that the CPU has.
+inline int64_t attention_kernel(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                 const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
-  return large_bytes ? 1 : 0;  // flash attention on meta; otherwise a kernel made of operators that the CPU has
+  return static_cast<int64_t>(large_bytes ? at::SDPBackend::flash_attention : at::SDPBackend::math);
 }
 
 }  // namespace virtual_cuda
