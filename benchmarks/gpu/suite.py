@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def tests(paths: list[str]) -> Json:
-    """Run some of the project's tests. Warnings are no errors, as versions are not the locked ones."""
+    """Run some of the project's tests. Warnings are no errors here: versions are not the locked ones."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}", f"--rootdir={ROOT}"]
+        options = ["-o", "filterwarnings=default", "-p", "no:cacheprovider", f"--junitxml={report}"]
         with mock.patch.object(sys, "path", [str(ROOT / "tests"), *sys.path]):
-            code = pytest.main([*options, *paths])
+            code = pytest.main([*options, f"--rootdir={ROOT}", *paths])
         suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
     failed = [

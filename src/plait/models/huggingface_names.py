@@ -129,13 +129,10 @@ class SaveFormat:
 
     def groups(self) -> list[SavedGroup]:
         """All groups that are saved, in the model's order."""
-        from transformers.core_model_loading import apply_converters
-
         names, state = StateNames.from_model(self._model), self._model.state_dict()
         groups: dict[str, dict[str, str]] = {}
         for name in self._saved_names(names):
-            converted, pattern = apply_converters(name, self._converters)
-            groups.setdefault(name if pattern is None else converted, {})[name] = names.first[name]
+            groups.setdefault(self._converted(name), {})[name] = names.first[name]
         return [
             SavedGroup(group, self.convert({name: state[name] for name in group}))
             for group in groups.values()
@@ -147,6 +144,14 @@ class SaveFormat:
 
         cast = {name: tensor.to(self._dtype_of(name, tensor)) for name, tensor in tensors.items()}
         return cast if self._is_plain else revert_weight_conversion(self._model, cast)
+
+    def _converted(self, name: str) -> str:
+        """The name that the first converter of a tensor gives it; its own if there is none."""
+        for converter in self._converters:
+            converted, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return str(converted)
+        return name
 
     def _saved_names(self, names: StateNames) -> list[str]:
         """One name of each tensor: the one that its ties refer to."""
