@@ -52,7 +52,7 @@ def test_16384_ranks_are_explained_in_seconds() -> None:
     assert len(found.rank_classes) == 16
     assert all(row.memory.activations for row in found.rank_classes)
     first, middle = (found.of_rank(rank).memory for rank in (0, 8_192))
-    assert middle.runtime - first.runtime == 2 * 200 * 2**20  # two communicators more: it has two neighbours
+    assert middle.runtime == first.runtime  # as many communicators
     assert first.allocator > 0
 
 

@@ -30,11 +30,6 @@ class Mesh:
                 ranks, each.channel, each.axes, each.max_ctas
             )
 
-    @property
-    def num_groups(self) -> int:
-        """The number of groups created so far that communicate."""
-        return sum(group.size > 1 for group in self._groups.values())
-
     def group(self, *axes: str, channel: str = "") -> Group:
         """Return the group of the ranks that differ from this one along `axes` only.
 

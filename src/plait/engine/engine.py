@@ -58,6 +58,7 @@ from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard
 from plait.plan import MemoryUse
+from plait.plan.communicators import num_communicators
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
 
@@ -551,7 +552,9 @@ class Engine:
             states_per_element=self._parts.optimizer.states_per_element,
             scratch_bytes=sum(stage.reduction.scratch_bytes for stage in self._stages),
             activation_bytes=activation_bytes,
-            num_communicators=self._parts.context.mesh.num_groups if self.device.type == "cuda" else None,
+            num_communicators=num_communicators(self.plan, self._spec.schedule.rank_of)
+            if self.device.type == "cuda"
+            else None,
         )
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:

@@ -29,6 +29,7 @@ from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
+from plait.plan.communicators import num_communicators
 from plait.plan.estimate.traffic import RankFacts, scratch_bytes, step_traffic
 from plait.plan.schedule import Durations, peak_activation_bytes, simulate
 
@@ -224,7 +225,7 @@ class _PlanView:
             states_per_element=self.per_element,
             scratch_bytes=scratch_bytes(facts),
             activation_bytes=peak_activation_bytes(self.spec.schedule, facts.pp_coord, activation_bytes),
-            num_communicators=self._num_communicators(context, own),
+            num_communicators=self._num_communicators(),
         )
         return RankClass(
             ranks,
@@ -238,13 +239,10 @@ class _PlanView:
             step_traffic(facts),
         )
 
-    def _num_communicators(self, context: RankContext, own: Sequence[int]) -> int | None:
-        """Those of the dry run, and two to each rank with an adjacent stage, which it has no channels to."""
+    def _num_communicators(self) -> int | None:
         if self.cluster.device.type != "cuda":
             return None
-        rank_of = self.spec.schedule.rank_of
-        adjacent = {rank_of[other] for stage in own for other in (stage - 1, stage + 1) if other in rank_of}
-        return context.mesh.num_groups + 2 * len(adjacent - {rank_of[stage] for stage in own})
+        return num_communicators(self.plan, self.spec.schedule.rank_of)
 
     def _names(self, stage: int) -> tuple[str, str]:
         start, stop = self.spec.stages.blocks[stage]

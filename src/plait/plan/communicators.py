@@ -87,6 +87,11 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
     return tuple(Communicator(*each) for each in dict.fromkeys(used) if each[0])
 
 
+def num_communicators(plan: Plan, rank_of: Mapping[int, int]) -> int:
+    """Return the number of a rank's communicators, with that of all ranks: the same on every rank."""
+    return 0 if plan.num_ranks == 1 else 1 + len(communicators(plan, rank_of))
+
+
 def sender_classes(rank_of: Mapping[int, int]) -> dict[int, int]:
     """Return the class of every pipeline rank. See [Note: classes of senders]."""
     neighbors: dict[int, set[int]] = {rank: set() for rank in sorted(set(rank_of.values()))}

@@ -291,7 +291,7 @@ class VirtualNCCL(PlaitGroup):
             stream = current_stream()
         else:
             stream.wait_stream(current_stream())
-        self._num_calls += 1
+        self._num_calls += peer < 0  # messages are counted for each pair of ranks
         native.operate(
             stream.stream_id, f"nccl:{name}", [*reads], [*writes], self._number, self._num_calls, peer
         )

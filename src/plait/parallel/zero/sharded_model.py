@@ -34,8 +34,12 @@ step's micro-batches. Both trade memory for less communication.
 
 [Note: two channels]
 All-gathers and reduce-scatters have their own connections (on CUDA: streams). An all-gather that a
-computation needs does not queue after a reduce-scatter that nothing waits for yet, and ranks that interleave
-the two differently still match each kind in its own order.
+computation needs does not queue after a reduce-scatter that nothing waits for yet. Kernels of two NCCL
+communicators that may run at the same time need one order on all ranks: NCCL_LAUNCH_ORDER_IMPLICIT makes it
+that of the program. The ranks that share units run one program: hooks fire in autograd's order, gathers
+follow the agreed order of uses, and reductions start in an order of their own at the same uses. Only a branch
+that one rank takes and another does not (see `plan/prefetch.py`) interleaves the two kinds differently, each
+still in its own order. CPU ranks, which match each kind by itself, need no more than that.
 
 [Note: calls of the optimizer]
 On a CPU, each unit is updated by itself: its weights are still in cache when they are rounded and sent, and

@@ -1,0 +1,73 @@
+"""Communicators on CUDA ranks: few, made by all ranks at once, and messages in one order on them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import plait
+from plait.comm import connect
+from support import programs
+from support.cuda_checks import Case, check
+from support.pool import Pool
+from support.virtual_cuda.recording import Recording, recorded
+
+
+def tied_llama() -> nn.Module:
+    """Build a Llama of six blocks whose embedding is its head."""
+    return programs.llama(exact=False, layers=6, tied=True)
+
+
+SIX = {"build": tied_llama}
+CASES = [
+    (
+        Case(
+            3,
+            "pp=3 micro=3 chunks=2 schedule=interleaved precision=fp32",
+            syncs=60,
+            kept_bytes=10**6,
+            options=SIX,
+        ),
+        4,
+    ),
+    (Case(4, "pp=4 micro=2 schedule=zb-h1 precision=fp32", syncs=60, kept_bytes=10**6, options=SIX), 3),
+    (Case(4, "tp=2x2 precision=fp32", syncs=20, kept_bytes=10**6), 3),
+    (Case(8, "pp=2 dp=2 tp=2 sp=true zero=3 micro=2 precision=fp32", syncs=60, kept_bytes=10**6), 6),
+]
+
+
+@pytest.mark.parametrize(("case", "number"), CASES, ids=str)
+def test_hybrid_plans_train_with_few_communicators(pool: Pool, case: Case, number: int) -> None:
+    for recording in check(pool, case):
+        assert len(recording.communicators) == number, recording.communicators
+
+
+def _used(folder: Path, device: str, plan: str) -> tuple[list[float], Recording | None]:
+    """Numbers that an engine computes and collects other than by steps."""
+    world = connect(device=device, timeout_s=40)
+    engine = plait.parallelize(tied_llama(), plan, seed=3, world=world)
+    batch = {key: rows.to(world.device) for key, rows in programs.batches(1, sequences=3)[0].items()}
+    engine.step(batch)
+    with recorded() as recording:
+        logits: Any = engine.outputs(batch, lambda output: output["logits"])
+        evaluated = engine.evaluate(batch)
+        state = engine.state()
+        engine.save(folder)
+    engine.load(engine.save(folder))
+    result = engine.step(batch)
+    world.close()
+    total = sum(float(tensor.double().sum()) for tensor in state.values())
+    return [float(logits.double().sum()), evaluated.loss_sum, total, result.loss, result.grad_norm], recording
+
+
+def test_outputs_states_and_checkpoints_of_three_stages_are_those_of_the_cpu(
+    pool: Pool, tmp_path: Path
+) -> None:
+    plan = "pp=3 micro=3 precision=fp64"
+    on_cpu, on_cuda = (pool.run(_used, 3, tmp_path / device, device, plan) for device in ("cpu", "cuda"))
+    for (expected, _), (found, recording) in zip(on_cpu, on_cuda, strict=True):
+        assert found == pytest.approx(expected, rel=1e-9)
+        if recording is not None:
+            assert not recording.findings.races
+            assert len(recording.communicators) == 3, "none is created on the way"
