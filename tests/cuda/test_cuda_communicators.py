@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import plait
-from plait.comm import connect
+from plait.comm import all_reduce, connect
 from support import programs
 from support.cuda_checks import Case, check
 from support.pool import Pool
@@ -71,3 +72,18 @@ def test_outputs_states_and_checkpoints_of_three_stages_are_those_of_the_cpu(
         if recording is not None:
             assert not recording.findings.races
             assert len(recording.communicators) == 3, "none is created on the way"
+
+
+def _pair_and_all() -> tuple[float, float]:
+    """Sums over a group that two of three ranks create by themselves, and over all ranks."""
+    world = connect(device="cuda", timeout_s=40)
+    of_pair, of_all = (torch.tensor([1.0 + world.rank], device=world.device) for _ in range(2))
+    if world.rank != 1:
+        all_reduce(of_pair, world.new_group((0, 2), "pair"))
+    all_reduce(of_all, world.group)
+    world.close()
+    return of_pair.item(), of_all.item()
+
+
+def test_two_of_three_ranks_create_a_group_without_the_third(pool: Pool) -> None:
+    assert pool.run(_pair_and_all, 3) == [(4.0, 6.0), (2.0, 6.0), (4.0, 6.0)]
