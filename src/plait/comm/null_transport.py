@@ -25,6 +25,7 @@ class NullTransport:
         self.name = name
         self.is_direct = name != "nccl"
         self.shares_memory = name == "host"
+        self.takes_mean = name != "gloo"
         self._num_ranks = num_ranks
 
     def start(self, call: Call) -> Work:  # noqa: ARG002

@@ -43,6 +43,7 @@ class SubgroupTransport:
 
     is_direct = False
     shares_memory = False
+    takes_mean = False
 
     def __init__(self, base: TorchTransport, group_ranks: tuple[int, ...], group_rank: int) -> None:
         """`group_ranks`: the ranks, by their index in `base`. `group_rank`: this rank's index among them."""

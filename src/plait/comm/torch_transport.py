@@ -93,6 +93,7 @@ class TorchTransport:
         self.name = backend_of(process_group, device) or "none"
         self.is_direct = self.name == "gloo"
         self.shares_memory = False
+        self.takes_mean = self.name == "nccl"
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -113,7 +114,7 @@ class TorchTransport:
             self.start(call).wait()
             return
         _guard(call, lambda: self._torch_call(call, async_op=False))
-        if call.op == "mean" and call.out is not None:
+        if call.op == "mean" and call.out is not None and not self.takes_mean:
             call.out.div_(len(self._ranks))
 
     def start(self, call: Call) -> Work:
@@ -123,7 +124,7 @@ class TorchTransport:
             return self._start_message(call)
         work = _guard(call, lambda: self._torch_call(call, async_op=True))
         waits: list[Callable[[], object]] = [] if work is None else [lambda: _guard(call, work.wait)]
-        if call.op == "mean" and call.out is not None:
+        if call.op == "mean" and call.out is not None and not self.takes_mean:
             out, size = call.out, len(self._ranks)
             waits.append(lambda: out.div_(size))
         return Work(*waits, is_done=None if work is None else work.is_completed)
@@ -213,6 +214,8 @@ class TorchTransport:
     def _torch_call(self, call: Call, *, async_op: bool) -> Any:
         """Start the call by torch's function."""
         group, root, op = self.process_group, self._ranks[call.root], _OPS[call.op]
+        if call.op == "mean" and self.takes_mean:
+            op = dist.ReduceOp.AVG
         match call.op_type:
             case OpType.ALL_REDUCE:
                 return dist.all_reduce(call.out, op, group, async_op=async_op)

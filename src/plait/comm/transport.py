@@ -126,6 +126,7 @@ class Transport(Protocol):
     name: str
     is_direct: bool  # contributions to a sum are sent unreduced; the receiver adds them in a wide dtype
     shares_memory: bool  # ranks access each other's memory, if allocated by `empty` or `share`
+    takes_mean: bool  # a mean costs no more than a sum
 
     def start(self, call: Call) -> Work:
         """Start a call and return. Raises CommError, as `Work.wait` and `run` do, when a rank is lost."""

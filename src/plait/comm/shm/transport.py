@@ -59,6 +59,7 @@ class ShmTransport:
     name = "host"
     is_direct = True
     shares_memory = True
+    takes_mean = True
 
     def __init__(
         self,

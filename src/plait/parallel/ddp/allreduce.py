@@ -2,9 +2,9 @@
 
 [Note: gradient division]
 The mean over p ranks is taken where it is cheapest: in the transport if that reads every element anyway
-(shared memory), else while gradients are copied into the bucket, which also avoids overflow in float16 sums.
-Inside `join()` the divisor is the number of ranks that still have data, which each rank receives after its
-forward; ranks that have joined contribute zeros, and do not divide. Hooks receive gradients before any
+(shared memory, NCCL), else while gradients are copied into the bucket, which also avoids overflow in float16
+sums. Inside `join()` the divisor is the number of ranks that still have data, which each rank receives after
+its forward; ranks that have joined contribute zeros, and do not divide. Hooks receive gradients before any
 division.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.attach import AttachedGroup
-from plait.comm.collectives import Group, shares_memory, start_all_reduce
+from plait.comm.collectives import Group, start_all_reduce
 from plait.errors import DDPError
 from plait.parallel.ddp.bucket import Bucket, GradBucket, SparseBucket, all_reduce_sparse
 
@@ -67,7 +67,8 @@ class BucketReducer:
 
     @property
     def _takes_mean(self) -> bool:
-        return not self._is_in_join and shares_memory(self.group)
+        transport = self.group.transport_or_none
+        return not self._is_in_join and transport is not None and transport.takes_mean
 
     def leave_join(self) -> None:
         """Leave `join()`, until `expect_active` is called."""
