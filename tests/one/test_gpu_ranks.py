@@ -122,7 +122,10 @@ def test_the_launcher_sets_expandable_segments_where_there_is_a_gpu(monkeypatch:
         monkeypatch.delenv(name, raising=False)
     environment = launch._rank_environment(2, Path("/nowhere"))
     assert ("PYTORCH_ALLOC_CONF" in environment) == torch.accelerator.is_available()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for name in ("is_available", "init"):  # start the driver, which a fork of this process could not use then
+        monkeypatch.setattr(torch.cuda, name, lambda: pytest.fail("CUDA's driver was started"))
+    monkeypatch.setattr(torch.accelerator, "is_available", torch.cuda.is_available)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert launch._rank_environment(2, Path("/nowhere"))["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert "PYTORCH_ALLOC_CONF" not in launch._rank_environment(2, Path("/nowhere"))

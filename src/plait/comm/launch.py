@@ -425,8 +425,9 @@ def _rank_environment(num_ranks: int, rendezvous_dir: Path) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     }
-    # Units' storages are freed and allocated all the time: without this, GPU memory fragments.
-    if torch.accelerator.is_available() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    # Units' storages are freed and allocated all the time: without this, GPU memory fragments. Unlike
+    # `is_available`, `device_count` does not start CUDA's driver, which forked ranks could not use then.
+    if torch.accelerator.device_count() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {
         **{name: value for name, value in defaults.items() if name not in os.environ},
