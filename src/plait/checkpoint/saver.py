@@ -3,7 +3,7 @@
 [Note: saving in the background]
 With `background`, a save blocks only for a copy of the rank's shards, into staging memory that is reused by
 the next save (pinned if there is a GPU); a thread writes it to files during the next steps. On a GPU the copy
-itself runs on a side stream, besides the next forward and backward: `save` returns its event, for which the
+itself runs on a side stream, during the next forward and backward: `save` returns its event, for which the
 next update of the weights has to wait, on its stream, and the thread on the host. The thread communicates
 only through files, and through the job's store, where it records failures: collectives belong to the training
 thread, in one order on all ranks. The next save waits for the last one. `finish` raises on all ranks if it
