@@ -3,11 +3,12 @@
 [Note: saving in the background]
 With `background`, a save blocks only for a copy of the rank's shards, into staging memory that is reused by
 the next save (pinned if there is a GPU); a thread writes it to files during the next steps. On a GPU the copy
-itself runs on a side stream, during the next forward and backward: `save` returns its event, for which the
-next update of the weights has to wait, on its stream, and the thread on the host. The thread communicates
-only through files, and through the job's store, where it records failures: collectives belong to the training
-thread, in one order on all ranks. The next save waits for the last one. `finish` raises on all ranks if it
-failed; rank 0 knows before that whether it has ended: `has_ended`.
+itself runs on a side stream. The thread waits for its event on the host, and the current stream before it
+goes on, unless `update_after` takes the event: then the copy runs during the next forward and backward, and
+only the next update of the weights waits. The thread communicates only through files, and through the job's
+store, where it records failures: collectives belong to the training thread, in one order on all ranks. The
+next save waits for the last one. `finish` raises on all ranks if it failed; rank 0 knows before that whether
+it has ended: `has_ended`.
 
 [Note: waits of a save]
 A rank may write for hours, so waits have no time limit; but each ends when the rank that is waited for is
@@ -83,11 +84,18 @@ class Saver:
         self._stream: torch.cuda.Stream | None = None  # of the copies
 
     def save(
-        self, step: int, shards: Sequence[StateShard], facts: Mapping[str, Any], *, score: float | None = None
-    ) -> torch.cuda.Event | None:
-        """Save the ranks' shards as the checkpoint of `step`; see [Note: saving in the background]. Return
-        the event after which the optimizer may change them; None for now.
+        self,
+        step: int,
+        shards: Sequence[StateShard],
+        facts: Mapping[str, Any],
+        *,
+        score: float | None = None,
+        update_after: Callable[[torch.cuda.Event], object] | None = None,
+    ) -> None:
+        """Save the ranks' shards as the checkpoint of `step`; see [Note: saving in the background].
 
+        `update_after`: `Engine.update_after`, or another function that gets the event of the copy and lets
+        the next change of the shards wait for it; by default, all that the device does next waits for it.
         `facts` is JSON. `score`: lower is better, for `Keep.best`. Raises CheckpointError on all ranks if
         this checkpoint (or, in the background, the last one) cannot be written: earlier ones are then
         unchanged.
@@ -110,10 +118,11 @@ class Saver:
         if in_background:
             self._thread = threading.Thread(target=self._run, args=(save,), name="plait-save", daemon=True)
             self._thread.start()
-            return copied
+            if copied is not None:
+                (update_after or torch.cuda.Event.wait)(copied)
+            return
         self._run(save)
         self.finish()
-        return None
 
     def preallocate(self, num_bytes: int) -> None:
         """Allocate staging memory for background saves in a thread, during the next steps. The first save's

@@ -319,8 +319,8 @@ class Engine:
         self.num_steps += 1
         return StepResult(loss, norm, int(num_targets), skipped)
 
-    def update_after(self, event: torch.cuda.Event | None) -> None:
-        """Let the next change of weights and optimizer states wait for `event`, that of `Saver.save`."""
+    def update_after(self, event: torch.cuda.Event) -> None:
+        """Let the next change of weights and optimizer states wait for `event`: see `Saver.save`."""
         self._copied = event
 
     def _wait_for_copy(self) -> None:

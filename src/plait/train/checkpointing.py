@@ -15,7 +15,7 @@ which returns or raises the same on all of them.
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,18 @@ class Checkpointing:
         *,
         score: float | None,
         last: bool,
-    ) -> torch.cuda.Event | None:
-        """Save the state after `step` steps. Return the event for which the next update has to wait.
+        update_after: Callable[[torch.cuda.Event], object] | None = None,
+    ) -> None:
+        """Save the state after `step` steps.
 
-        `score` is its validation loss, if evaluated; `last` means that no other save follows. Raises
-        CheckpointError on all ranks, see [Note: failed saves].
+        `score` is its validation loss, if evaluated; `last` means that no other save follows; `update_after`
+        as of `Saver.save`. Raises CheckpointError on all ranks, see [Note: failed saves].
         """
-        start_s, copied = time.perf_counter(), None
+        start_s = time.perf_counter()
         self.wait(may_raise=not last)
         try:
             finite = score if score is not None and math.isfinite(score) else None
-            copied = self._saver.save(step, kept, facts, score=finite)
+            self._saver.save(step, kept, facts, score=finite, update_after=update_after)
             if last:
                 self._saver.finish()
         except CheckpointError as error:
@@ -98,7 +99,6 @@ class Checkpointing:
         self._last_save_s = time.monotonic()
         if last or not self._config.save_in_background:
             self.wait()
-        return copied
 
     def wait(self, *, may_raise: bool = True) -> None:
         """Wait for the save in progress, if any, and log its result."""

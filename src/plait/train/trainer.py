@@ -195,7 +195,9 @@ class Trainer:
                 heartbeat.beat(self._step, "saving", slow=True)
                 metrics.flush()
                 shards, facts = engine.state_shards(), self._facts()
-                engine.update_after(saving.save(self._step, shards, facts, score=score, last=last))
+                saving.save(
+                    self._step, shards, facts, score=score, last=last, update_after=engine.update_after
+                )
                 signals.save_requested = False  # on any rank: this save answers all requests
             if stop_signal is not None and self._step < config.steps:
                 self._recorder.end_trace()
