@@ -102,3 +102,23 @@ def _with_pool_of_streams(plan: str) -> Recording | None:
 def test_pipelines_on_the_streams_of_torchs_pool_do_not_deadlock(pool: Pool) -> None:
     plan = "pp=2 dp=2 micro=3 chunks=2 schedule=interleaved zero=1 precision=bf16"
     assert not replay(pool.run(_with_pool_of_streams, 4, plan)).deadlock
+
+
+# --- models of full size
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="real devices have no log")
+def test_a_step_of_a_large_model_is_replayed_with_all_its_products(pool: Pool) -> None:
+    layers, length = 2, 2048
+    recordings = pool.run(cuda_steps.sized_step, 2, "dp=2 zero=3 precision=bf16", "1b", 1, length, layers)
+    timeline = replay(recordings)
+    assert not timeline.deadlock
+    hidden, ffn, _, heads, kv_heads = cuda_steps.SIZES["1b"]
+    block = 2 * hidden * hidden * (1 + kv_heads / heads) + 3 * hidden * ffn
+    products = layers * block + hidden * cuda_steps.VOCABULARY
+    attention = layers * 7 * length * length * hidden  # with a causal mask: 2 forward, 5 backward
+    for rank, recording in zip(timeline.ranks, recordings, strict=True):
+        assert rank.flops == pytest.approx(6 * length * products + attention, rel=0.02)
+        assert 0 <= rank.exposed_s < rank.communication_s < rank.step_s
+        # The shards' states at least, and all gradients at most twice.
+        assert 1 < recording.findings.peak_bytes / (products * 8) < 3
