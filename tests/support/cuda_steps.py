@@ -74,7 +74,7 @@ def train_on_both(plan: str, build: Callable[[], nn.Module] = small_llama, **opt
 
 # --- models of full size
 
-LARGE_BYTES = 1 << 18  # contents are computed up to here: totals, flags, token ids
+LARGE_BYTES = 1 << 21  # contents are computed up to here: totals, flags, token ids
 VOCABULARY = 128256
 SIZES = {  # hidden, ffn, layers, heads, key-value heads
     "1b": (2048, 8192, 16, 32, 8),
