@@ -41,8 +41,11 @@ def recorded(*, keep_log: bool = False) -> Iterator[Recording | None]:
     try:
         yield recording
     finally:
-        native.set_recording(False, False)
         log = [Entry(*entry) for entry in native.take_entries()]
+        torch.cuda.synchronize()  # copies from memory that the host has overwritten are found now
+        native.set_recording(False, False)
+        last = [Entry(*entry) for entry in native.take_entries()]
+        log += [entry for entry in last if entry.kind != Kind.SYNC_DEVICE]
     nccl = sys.modules.get("support.virtual_cuda.nccl")
     recording.communicators = [(it.name, it.ranks) for it in nccl.communicators()] if nccl else []
     recording.findings = analyze(log)

@@ -258,7 +258,8 @@ class GradReducer:
 
     def _drop_replica_reductions(self) -> None:
         """After waiting for them: free their tensors when these have been copied to the host."""
-        self._copy_stream.synchronize()  # the CPU reads the copies of these, and of other units' gradients
+        # The CPU reads copied gradients now, and overwrites weights that may still be read.
+        self._copy_stream.synchronize()
         for _, replica_reduction in self._replica_reductions:
             self._tracker.subtract(replica_reduction.buffer_bytes)
         self._replica_reductions.clear()

@@ -224,7 +224,6 @@ class ShardedStage:
         if not self._unshards_after_update:
             self.unsharder.reshard_all()
         self.unsharder.wait_all()
-        self._context.copy_stream.synchronize()  # `step` overwrites what it may be reading in host memory
         for unit_groups in self._update_groups:
             units = [unit for unit_group in unit_groups for unit in unit_group if unit.trains]
             step(units)
