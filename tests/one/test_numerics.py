@@ -49,7 +49,7 @@ def test_tf32_is_used_only_if_the_plan_says_so() -> None:
 
 def test_deterministic_sets_kernels_and_what_libraries_read_when_they_start() -> None:
     set_numerics(Plan(deterministic=True))
-    assert _settings() == ("highest", True, [":4096:8", "^NVLS"])
+    assert _settings() == ("highest", True, [":4096:8", "^NVLS,NVLSTree"])
 
 
 def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

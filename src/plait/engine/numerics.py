@@ -4,8 +4,9 @@
 On CPUs every step is reproducible bit for bit: torch's kernels are for a fixed number of threads, and our
 sums have a fixed order of ranks. On GPUs some kernels add with atomics (backwards of attention, embedding and
 index operations), cuBLAS may split a product differently in a later call, and NCCL may sum in the switch
-(NVLS), in a varying order. `deterministic=true` excludes all three. NCCL's rings and trees sum in an order
-that is fixed for the same ranks on the same hosts, but another one for other numbers or layouts of ranks.
+(NVLS; NVLSTree between hosts), in a varying order. `deterministic=true` excludes all three. NCCL's rings and
+trees sum in an order that is fixed for the same ranks on the same hosts, but another one for other numbers or
+layouts of ranks.
 
 The environment is read when a library starts: NCCL's by the first communicator, cuBLAS's by the first
 product.
@@ -18,7 +19,7 @@ import torch
 
 from plait.plan import Plan
 
-_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}
 
 
 def set_numerics(plan: Plan) -> None:
