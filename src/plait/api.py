@@ -15,7 +15,7 @@ from plait.comm import Mesh, World, connect, raise_on_all
 from plait.engine.arguments import check_types
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
-from plait.engine.numerics import set_numerics
+from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
@@ -102,6 +102,7 @@ def _start(
     weights: str | Path | None,
 ) -> Engine:
     """Build the engine, load the initial weights, if given, and run the self-check."""
+    set_product_precision(spec.plan)
     if world.rank == 0:
         _warn_of_batch_statistics(model, spec.plan)
         _warn_if_widened(model, spec.plan)

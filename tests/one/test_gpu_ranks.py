@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm import launch
-from plait.comm.device import claim_device, processors_near, select_device, use_processors
+from plait.comm.device import check_backend, claim_device, processors_near, select_device, use_processors
 from plait.comm.flight_recorder import describe_trace
 from plait.comm.torch_transport import _guard, backend_of
 from plait.comm.transport import Call, OpType
@@ -77,6 +77,15 @@ def test_a_program_with_a_gloo_group_trains_on_the_cpu_unless_it_asks(gpus: Any,
     assert select_device(None, 1, group_of("gloo")).type == "cpu"
     assert select_device("cuda", 1, group_of("gloo")) == torch.device("cuda", 1)
     assert select_device(None, 1, group_of("cpu:gloo,cuda:nccl")) == torch.device("cuda", 1)
+
+
+def test_a_program_whose_group_has_no_backend_for_the_device_is_told_so(group_of: Any) -> None:
+    check_backend(group_of("gloo"), torch.device("cpu"))
+    with pytest.raises(CommError, match="does not communicate tensors of cuda") as error:
+        check_backend(group_of("cpu:gloo"), CUDA)
+    assert "'cpu:gloo'" in error.value.given
+    with pytest.raises(CommError, match="does not communicate tensors of cpu"):
+        check_backend(group_of("nccl"), torch.device("cpu"))
     bound = torch.device("cuda", 0)
     assert select_device(None, 1, group_of("nccl", bound)) == bound
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import plait
-from plait.engine.numerics import set_numerics
+from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.spec import validate
 from plait.errors import PlanError
 from plait.plan import Plan
@@ -39,11 +39,12 @@ def _settings() -> tuple[str, bool, list[str | None]]:
 def test_a_plan_without_them_leaves_the_programs_settings() -> None:
     torch.set_float32_matmul_precision("medium")
     set_numerics(Plan())
+    set_product_precision(Plan())
     assert _settings() == ("medium", False, [None, None])
 
 
 def test_tf32_is_used_only_if_the_plan_says_so() -> None:
-    set_numerics(Plan(tf32=True))
+    set_product_precision(Plan(tf32=True))
     assert _settings() == ("high", False, [None, None])
 
 

@@ -45,6 +45,17 @@ def select_device(
     return device
 
 
+def check_backend(process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise CommError unless the program's process group communicates tensors of this device."""
+    if backend_of(process_group, device) is None:
+        raise CommError(
+            f"the program's process group does not communicate tensors of {device.type}",
+            given=f"backend {dist.get_backend(process_group)!r}, device={device.type!r}",
+            expected="a backend for the device of the ranks",
+            hint='init_process_group("cpu:gloo,cuda:nccl"), or another device',
+        )
+
+
 def _device_index(local_rank: int) -> int:
     """Return the index of a rank's GPU among the visible ones: the only one, if each rank sees its own."""
     num_devices = torch.cuda.device_count()

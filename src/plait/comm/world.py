@@ -21,6 +21,7 @@ from plait.comm.collectives import Group, all_reduce, barrier
 from plait.comm.comm_thread import CommThread
 from plait.comm.device import (
     bind_to_numa_node,
+    check_backend,
     claim_device,
     select_device,
     set_nccl_defaults,
@@ -321,7 +322,10 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
         if "LOCAL_RANK" not in os.environ and torch.cuda.is_available():
             local_rank = torch.cuda.current_device()
     torch_device = select_device(device, local_rank, dist.group.WORLD)
-    if size > 1 and not has_process_group:
+    if size > 1 and has_process_group:
+        assert dist.group.WORLD is not None, "no process group"
+        check_backend(dist.group.WORLD, torch_device)
+    elif size > 1:
         store = _store(rank, size, timeout)
         _join(store, rank, size, torch_device, timeout)
     num_processors = share_of_processors()

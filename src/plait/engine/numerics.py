@@ -23,10 +23,8 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLS
 
 
 def set_numerics(plan: Plan) -> None:
-    """Apply `tf32` and `deterministic` to this process; without them nothing is changed. Call it before ranks
-    are connected."""
-    if plan.tf32:
-        torch.set_float32_matmul_precision("high")
+    """Apply `deterministic` to this process; without it nothing is changed. Call it before ranks are
+    connected."""
     if not plan.deterministic:
         return
     missing = [name for name in _DETERMINISTIC if name not in os.environ]
@@ -42,3 +40,9 @@ def set_numerics(plan: Plan) -> None:
     # Filling new memory with NaN would find reads of uninitialized memory, at a pass over every tensor.
     torch._C._set_deterministic_fill_uninitialized_memory(False)  # torch.utils.deterministic has no types
     torch.use_deterministic_algorithms(True)
+
+
+def set_product_precision(plan: Plan) -> None:
+    """Apply `tf32` of a plan that has been validated; without it nothing is changed."""
+    if plan.tf32:
+        torch.set_float32_matmul_precision("high")

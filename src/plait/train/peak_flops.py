@@ -14,7 +14,7 @@ import torch
 _PRODUCTS = 6  # timed; the fastest counts
 _F16, _TF32, _F32, _F64 = range(4)
 # TFLOP/s of dense matrix products, by words of the device's name, in (bf16 and fp16, TF32, fp32, fp64); the
-# entry with the most words wins. NVIDIA's and AMD's data sheets, whose numbers with sparsity are halved.
+# longest entry wins. NVIDIA's and AMD's data sheets, whose numbers with sparsity are halved.
 _DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
     "A100": (312, 156, 19.5, 19.5),
     "A800": (312, 156, 19.5, 9.7),

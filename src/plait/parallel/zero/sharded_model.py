@@ -42,11 +42,11 @@ that one rank takes and another does not (see `plan/prefetch.py`) interleaves th
 still in its own order. CPU ranks, which match each kind by itself, need no more than that.
 
 [Note: calls of the optimizer]
-On a CPU, each unit is updated by itself: its weights are still in cache when they are rounded and sent, and
-the updates of offloaded units overlap with the copies of those before. A call of torch's optimizer takes some
-hundred microseconds of Python and launches its kernels for all its parameters together. On CUDA the calls
-would take longer than the kernels, so there is one, or, where all-gathers follow, one per third of the units:
-the all-gathers overlap with the next third's update.
+On a CPU, each unit group is updated by itself: its weights are still in cache when they are rounded and sent,
+and the updates of offloaded units overlap with the copies of those before. A call of torch's optimizer takes
+some hundred microseconds of Python and launches its kernels for all its parameters together. On CUDA the
+calls would take longer than the kernels, so there is one, or, where all-gathers follow, one per third of the
+units: the all-gathers overlap with the next third's update.
 
 [Note: tied parameters on several stages]
 A parameter that several pipeline stages compute with (an embedding that is also the head) is on each of them,
