@@ -77,17 +77,17 @@ def test_a_program_with_a_gloo_group_trains_on_the_cpu_unless_it_asks(gpus: Any,
     assert select_device(None, 1, group_of("gloo")).type == "cpu"
     assert select_device("cuda", 1, group_of("gloo")) == torch.device("cuda", 1)
     assert select_device(None, 1, group_of("cpu:gloo,cuda:nccl")) == torch.device("cuda", 1)
+    bound = torch.device("cuda", 0)
+    assert select_device(None, 1, group_of("nccl", bound)) == bound
 
 
-def test_a_program_whose_group_has_no_backend_for_the_device_is_told_so(group_of: Any) -> None:
+def test_a_process_group_without_a_backend_for_the_device_is_an_error(group_of: Any) -> None:
     check_backend(group_of("gloo"), torch.device("cpu"))
     with pytest.raises(CommError, match="does not communicate tensors of cuda") as error:
         check_backend(group_of("cpu:gloo"), CUDA)
     assert "'cpu:gloo'" in error.value.given
     with pytest.raises(CommError, match="does not communicate tensors of cpu"):
         check_backend(group_of("nccl"), torch.device("cpu"))
-    bound = torch.device("cuda", 0)
-    assert select_device(None, 1, group_of("nccl", bound)) == bound
 
 
 def test_an_error_of_the_gpu_is_not_taken_for_a_lost_rank() -> None:
