@@ -117,14 +117,16 @@ def test_a_benchmark_that_fails_or_hangs_is_reported_and_the_others_go_on(pool: 
 
 
 def private_names(tree: ast.Module) -> list[str]:
-    """Names with a leading underscore that a program imports, or takes from an object, torch excepted."""
+    """Names with a leading underscore that a program imports, or takes from an object other than
+    torch. `os._exit` is public."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom | ast.Import):
             found += [alias.name for alias in node.names if is_private(alias.name)]
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             owner: Any = node.value
-            if not (isinstance(owner, ast.Name) and owner.id in ("self", "torch")):
+            is_exempt = isinstance(owner, ast.Name) and owner.id in ("self", "torch")
+            if not is_exempt and ast.unparse(node) != "os._exit":
                 found.append(ast.unparse(node))
     return found
 
