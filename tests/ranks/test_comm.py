@@ -266,3 +266,15 @@ def test_an_unavailable_transport_is_an_error_before_ranks_connect(
     with pytest.raises(CommError) as caught:
         connect(**words)  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in says), caught.value
+
+
+def rejoin(times: int) -> None:
+    for _ in range(times):
+        world = connect(timeout_s=10)
+        world.store.set(f"rank {world.rank}")
+        world.barrier()
+        world.close()
+
+
+def test_ranks_that_leave_can_join_again(pool: Pool) -> None:
+    pool.run(rejoin, 3, 30)

@@ -373,6 +373,15 @@ def _transport_device(transport: str, device: str | None) -> str | None:
     return device or required
 
 
+_num_joins = Counter[str]()  # of this process, by rendezvous file or attempt
+
+
+def _next_join(rendezvous: str) -> int:
+    """Return how often this process has joined there before."""
+    _num_joins[rendezvous] += 1
+    return _num_joins[rendezvous] - 1
+
+
 def _has_outer_store() -> bool:
     """Return whether the store is a file or in torchrun's process, and not in that of rank 0."""
     return RENDEZVOUS_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -381,7 +390,9 @@ def _has_outer_store() -> bool:
 def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
     path = os.environ.get(RENDEZVOUS_FILE)
     if path is not None:
-        file_store = dist.FileStore(path, size)
+        # The last rank that leaves deletes the file, perhaps after others have joined again.
+        number = _next_join(path)
+        file_store = dist.FileStore(f"{path}.{number}" if number else path, size)
         file_store.set_timeout(timeout)
         return file_store
     try:
@@ -395,8 +406,9 @@ def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
             expected="a free port" if port_in_use else "MASTER_ADDR and MASTER_PORT of the host of rank 0",
             hint="another --master-port" if port_in_use else "start with torchrun",
         ) from error
-    # torchrun may restart the ranks on the same store: ignore the keys of the attempts before.
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # torchrun may restart the ranks on the same store, and they may join again: ignore the keys from before.
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(f"{attempt}, join {_next_join(attempt)}", store)
 
 
 def _join(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
