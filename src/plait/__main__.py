@@ -13,11 +13,11 @@ _INTERRUPTED = 130
 def main() -> None:
     """Run the command line. Ctrl-C ends it in one line, also while modules are still being imported."""
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, _interrupt)
-        # a rank starts with it blocked, see [Note: signals that are blocked at start] in comm/launch.py
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
+        if ours:
+            signal.signal(signal.SIGINT, _interrupt)
+            # a rank starts with it blocked, see [Note: signals that are blocked at start] in comm/launch.py
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         prepare_streams()
         from plait.cli.main import main as run
 
