@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.comm import launch
+from plait.cli.multirank import LOST_RANK, USER_ERROR, report_once
+from plait.comm import World, launch
 from plait.comm.device import check_backend, claim_device, processors_near, select_device, use_processors
 from plait.comm.flight_recorder import describe_trace
 from plait.comm.torch_transport import _guard, backend_of
 from plait.comm.transport import Call, OpType
-from plait.errors import CommError
+from plait.comm.world import Connection
+from plait.errors import CommError, DataError
 
 CUDA = torch.device("cuda")
 
@@ -147,3 +149,38 @@ def test_collectives_in_progress_are_read_from_the_flight_recorder() -> None:
         "all_reduce number 12 of group 7, started"
     ]
     assert describe_trace(b"[]") == describe_trace(b"?") == []
+
+
+class _GpuWorld(World):
+    """A world of one rank that is as if it had NCCL."""
+
+    def __init__(self, *, owns_process_group: bool) -> None:
+        super().__init__(0, 1, 0, torch.device("cpu"), Connection(owns_process_group=owns_process_group))
+        self.device = CUDA
+        self._process_group = SimpleNamespace()  # type: ignore[assignment]
+
+    def is_alive(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(DataError("no text"), USER_ERROR), (CommError("a rank is gone"), LOST_RANK)]
+)
+def test_an_error_of_a_command_aborts_communications_of_our_own_group_only(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    aborts: list[str] = []
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborts.append("abort"))
+
+    def fail() -> int:
+        raise error
+
+    worlds = [_GpuWorld(owns_process_group=False), World(0, 1, 0, torch.device("cpu"), Connection())]
+    assert [report_once(fail, world, debug=False) for world in worlds] == [code, code]
+    assert aborts == []
+    assert report_once(fail, _GpuWorld(owns_process_group=True), debug=False) == code
+    assert aborts == ["abort"]
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        report_once(fail, _GpuWorld(owns_process_group=True), debug=False)
+    assert aborts == ["abort"] * 2

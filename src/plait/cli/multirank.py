@@ -70,12 +70,14 @@ def first_rank_first() -> Iterator[None]:
 
 
 def report_once(work: Callable[[], int], world: "World", *, debug: bool) -> int:
-    """Run `work` and return its exit code. If every rank raises the same error, one of them prints it."""
+    """Run `work` and return its exit code. If every rank raises the same error, one of them prints
+    it."""
     try:
         code = work()
     except PlaitError as error:
         if not isinstance(error, CommError):
             _show_once(error, world, debug=debug)
+            world.abort()
             return USER_ERROR
         # The network may be down, and the store with it: do not wait for the store in this thread.
         thread = threading.Thread(
@@ -86,7 +88,11 @@ def report_once(work: Callable[[], int], world: "World", *, debug: bool) -> int:
         if thread.is_alive():
             show_error(error, debug=debug)
             os._exit(LOST_RANK)  # the thread is blocked in the store and would keep the process alive
+        world.abort()
         return LOST_RANK
+    except BaseException:  # Ctrl-C
+        world.abort()
+        raise
     world.close()
     return code
 

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -271,20 +271,16 @@ class World:
         if self.device.type == "cuda":
             use_processors(self._connection.num_processors)
 
-    def _abort_after_errors(self) -> None:
-        """Abort NCCL's communications after an uncaught exception is printed: kernels that wait for other
-        ranks would keep the process from exiting, and its launcher from ending those."""
-        previous = sys.excepthook
-
-        def print_and_abort(*error: Any) -> None:
-            previous(*error)
-            if self._process_group is not None and self.is_alive():
-                abort: Any = dist.distributed_c10d._abort_process_group
-                thread = threading.Thread(target=abort, name="plait-abort", daemon=True)
-                thread.start()
-                thread.join(_ABORT_S)
-
-        sys.excepthook = print_and_abort
+    def abort(self) -> None:
+        """Abort NCCL's communications in a process that ends because of an error: kernels that wait for other
+        ranks would keep it from exiting, and its launcher from ending those. Does nothing on CPUs, or if the
+        process group is the program's own."""
+        is_ours = self._connection.owns_process_group and self._process_group is not None
+        if self.device.type == "cuda" and is_ours and self.is_alive():
+            abort: Any = dist.distributed_c10d._abort_process_group
+            thread = threading.Thread(target=abort, name="plait-abort", daemon=True)
+            thread.start()
+            thread.join(_ABORT_S)
 
     def _exit(self) -> None:
         """Leave the job when Python ends. See TorchTransport, which NCCL does not need: it waits for peers
@@ -341,9 +337,22 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     )
     _world = World(rank, size, local_rank, torch_device, connection)
     atexit.register(_world._exit)
-    if connection.owns_process_group and torch_device.type == "cuda":
-        _world._abort_after_errors()
+    if torch_device.type == "cuda":
+        _abort_after_errors()
     return _world
+
+
+@cache  # installs it once
+def _abort_after_errors() -> None:
+    """Call the world's `abort` after an uncaught exception is printed."""
+    previous = sys.excepthook
+
+    def print_and_abort(*error: Any) -> None:
+        previous(*error)
+        if _world is not None:
+            _world.abort()
+
+    sys.excepthook = print_and_abort
 
 
 _RANK_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
