@@ -97,10 +97,8 @@ def _arguments(model: nn.Module) -> tuple[frozenset[str] | None, tuple[str, ...]
     while isinstance(model, Chain):
         model = next(model.children())
     kind = type(model)
-    if kind not in _ARGUMENTS:
-        _ARGUMENTS[kind] = _arguments_of(
-            kind.forward
-        )  # not the instance's, which may be ours and name others
+    if kind not in _ARGUMENTS:  # the class's forward: the instance's may be ours, with other names
+        _ARGUMENTS[kind] = _arguments_of(kind.forward)
     return _ARGUMENTS[kind]
 
 

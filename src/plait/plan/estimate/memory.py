@@ -8,9 +8,9 @@ which takes 4 bytes per element of the range that a rank owns; full gradients, a
 [Note: memory of a GPU besides tensors]
 The CUDA context with torch's kernels takes 0.5 to 0.8 GB, cuBLAS 32 MB (on Hopper) for each of the two
 threads that call it, a communicator of NCCL 100 to 400 MB by its channels. The caching allocator rounds
-blocks, and holds what it cannot use for the next request: 5 to 15 % without expandable segments. These are
-constants here, from NCCL's and torch's documentation; the last step's real ones are in the measured memory.
-Pinned host memory is rounded up to a power of two for each tensor.
+blocks, and holds what it cannot use for the next request: 5 to 15 % without expandable segments. The
+constants below are estimates within these ranges, not yet measured on a GPU; the values of the last step are
+in the measured memory. Pinned host memory is rounded up to a power of two for each tensor.
 """
 
 from dataclasses import dataclass, fields, replace
