@@ -70,8 +70,8 @@ def first_rank_first() -> Iterator[None]:
 
 
 def report_once(work: Callable[[], int], world: "World", *, debug: bool) -> int:
-    """Run `work` and return its exit code. If every rank raises the same error, one of them prints
-    it."""
+    """Run `work` and return its exit code. If every rank raises the same error, one of them prints it. After
+    an error the world cannot be used any more."""
     try:
         code = work()
     except PlaitError as error:
