@@ -1,0 +1,1 @@
+"""Time, memory and cost of any plan on any cluster, and the best plan. Imports no torch."""
