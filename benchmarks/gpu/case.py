@@ -3,6 +3,7 @@
 ARGUMENTS is a JSON object, the function's keywords; RESULT is a path, to which {"status": ...} is written:
 
 ok              with the function's `value`, JSON
+not finished    likewise, with a part of the value: the time was over
 out of memory   the device has too little memory for it
 refused         a PlaitError: plait does not support it, with the message
 failed          any other error, with the last lines of its traceback
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import sys
+import time
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +27,8 @@ MODULES = (
     "triton", "pytest", "hypothesis",
 )  # fmt: skip
 _LAST_LINES = 25  # of a traceback
+CASE_END = "PLAIT_GPU_CASE_END"  # variable: the time, in seconds since the epoch, at which the case is ended
+UNFINISHED = "not finished"
 
 
 def machine() -> dict[str, Any]:
@@ -47,16 +51,22 @@ def _version(module: str) -> str:
         return "unknown"
 
 
+def left_s() -> float:
+    """Return the seconds until this case is ended."""
+    return float(os.environ.get(CASE_END, "inf")) - time.time()
+
+
 def result_of(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run the function, and return what happened."""
     try:
         module, _, name = function.rpartition(".")
         run = getattr(importlib.import_module(module), name)
         value = run(**arguments)
-        problem = value.pop("problem", None)  # a result that is wrong
-        return {"status": "failed" if problem else "ok", "value": value} | (
-            {"error": problem} if problem else {}
-        )
+        found: dict[str, Any] = {"status": "ok", "value": value}
+        for status, key in ((UNFINISHED, "unfinished"), ("failed", "problem")):  # a result that is wrong
+            if why := value.pop(key, None):
+                found |= {"status": status, "error": why}
+        return found
     except (Exception, SystemExit) as error:
         print(traceback.format_exc(), flush=True)
         return failure(error)

@@ -4,12 +4,14 @@
 
 Stages take less than nine minutes each, and can be run one by one: --list names them. Every case of a stage
 is a process of its own with a limit of time, so that a crash or too little memory costs that case alone.
-After each case, --out has what was found so far, in files named after the machine:
+After each case, --out (by default the variable PLAIT_GPU_RESULTS, or else this folder) has what was found so
+far, in files named after the machine:
 
     NAME.json            all results                    NAME.md     their tables
     NAME.profile.json    the machine's speed            NAME.log    what the cases printed
 
---resume continues an earlier run; otherwise the named stages start again. --dry-run runs all stages with toys
+--resume continues an earlier run, with the files of --out; otherwise the named stages start again. A machine
+that keeps nothing between two runs needs them copied there and back. --dry-run runs all stages with toys
 on the CPU. Without a GPU there is nothing to measure. This program needs Python's own library only; which
 packages are missing is printed first, and cases that need them are left out. --wheels: more packages, as
 wheels.
@@ -33,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[1:1] = [str(ROOT / "src"), str(HERE.parent)]
 
+from case import CASE_END, UNFINISHED  # noqa: E402
 from markdown_table import table  # noqa: E402
 from plait.fileio import finite_json, write_json, write_text  # noqa: E402
 from processes import run_limited  # noqa: E402
@@ -91,7 +94,7 @@ class Session:
             print(f"{name}: {case.name} ... ", end="", flush=True)
             result = self._result(case, min(case.limit_s, left_s))
             if result["status"] == "too slow" and left_s < case.limit_s:
-                result["status"] = "not finished"
+                result["status"] = UNFINISHED
             results[case.name] = finite_json(result)
             self.write()
             print(
@@ -135,8 +138,13 @@ class Session:
 def run_fresh(case: Case, result: Path, log: IO[str], limit_s: float, paths: list[str]) -> str | None:
     """Run the case in a fresh process. Return why it failed, if it did."""
     command = [sys.executable, str(HERE / "case.py"), case.function, json.dumps(case.arguments), str(result)]
-    environment = environment_of(paths) | case.environment
+    environment = environment_of(paths) | case.environment | until(limit_s)
     return run_limited(command, log, limit_s, folder=ROOT, environment=environment, end_s=_END_S)
+
+
+def until(limit_s: float) -> dict[str, str]:
+    """The variable by which a case knows when it will be ended."""
+    return {CASE_END: str(time.time() + limit_s)}
 
 
 def environment_of(paths: list[str]) -> dict[str, str]:
@@ -160,6 +168,7 @@ def run_forked(case: Case, result: Path, log: IO[str], limit_s: float, paths: li
         with suppress(ImportError):  # then the cases that need it are left out
             importlib.import_module(name)
     words = [case.function, json.dumps(case.arguments), str(result)]
+    os.environ |= until(limit_s)
     process = multiprocessing.get_context("fork").Process(target=_be_case, args=(words, log.fileno(), paths))
     process.start()
     process.join(limit_s)
@@ -254,7 +263,8 @@ def main() -> int:
     parser.add_argument("--stage", nargs="+", choices=names, default=names, metavar="NAME", help="only these")
     parser.add_argument("--only", default="", metavar="WORD", help="only cases with this in their name")
     parser.add_argument("--resume", action="store_true", help="keep results, and run what has none")
-    parser.add_argument("--out", type=Path, default=HERE, metavar="FOLDER")
+    results = Path(os.environ.get("PLAIT_GPU_RESULTS") or HERE)
+    parser.add_argument("--out", type=Path, default=results, metavar="FOLDER")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "wheels", metavar="FOLDER")
     parser.add_argument("--limit-s", type=float, default=STAGE_S, help="seconds for each stage")
     parser.add_argument("--list", action="store_true", help="name stages and cases, and run none")

@@ -21,6 +21,7 @@ PLAIT = (
 )
 PYTEST = (*PLAIT, "pytest", "hypothesis")
 SHORT_S, LONG_S = 120.0, 240.0  # limits of cases
+CONTENDER_S = 45.0  # of it, to build one of several: a compilation
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ _SPEED: dict[str, list[tuple[str, int, int, tuple[str, ...]]]] = {
 
 
 def speed(machine: Machine, size: str, sequence: int, batch: int, contenders: tuple[str, ...]) -> Case:
-    limit_s = SHORT_S if len(contenders) == 1 and "offload" not in contenders[0] else LONG_S
+    several_s = max(LONG_S, CONTENDER_S * (1 + len(contenders)))
+    limit_s = SHORT_S if len(contenders) == 1 and "offload" not in contenders[0] else several_s
     arguments = {**machine.model(size, sequence, batch), "contenders": contenders}
     arguments["budget_s"] = 0.0 if machine.is_dry else limit_s / 4
     more = f" and {len(contenders) - 1} more" * (len(contenders) > 1)

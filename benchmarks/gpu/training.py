@@ -9,7 +9,8 @@ but for rounding.
 
 [Note: rounds]
 Contenders of a case are in one process and take turns, so that clocks and temperature are the same for all. A
-contender that fails, or finds too little memory, is reported and leaves; the others go on.
+contender that fails, or finds too little memory, is reported and leaves; the others go on. When the case's
+time would not suffice to build another one, the rest is left out, and those that were built are measured.
 """
 
 import gc
@@ -35,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 import common
 import peers
 import plait
-from case import failure
+from case import failure, left_s
 from hardware import Json, selected, synchronize
 from llama import TOY, Batch, Llama
 from plait.comm import World
@@ -210,18 +211,26 @@ def train(
     if any(name.startswith("FSDP2") for name in contenders):
         join_alone(on)
     data = batch_of(llama, batch, on)
-    entrants = [Contender(name) for name in contenders]
-    for one in entrants:
+    entrants, longest_s = [], 0.0
+    for name in contenders:
+        if entrants and 2 * longest_s > left_s():
+            break
+        start_s = time.perf_counter()
+        entrants.append(one := Contender(name))
         one.attempt(one.build, llama, data, on)
         print(f"{one.name}: {one.row}", flush=True)
-    end_s = time.perf_counter() + budget_s
+        longest_s = max(longest_s, time.perf_counter() - start_s)
+    end_s = time.perf_counter() + min(budget_s, left_s() / 2)
     for number in range(_MOST_ROUNDS):
         left = [one for one in entrants if one.step is not None]
         for one in left if number % 2 else reversed(left):
             one.attempt(one.measure, data, on)
         if number and time.perf_counter() > end_s:
             break
-    return {"rows": _rows(entrants, llama, batch, on), "reserved_gib": reserved(on) / GIB}
+    found: Json = {"rows": _rows(entrants, llama, batch, on), "reserved_gib": reserved(on) / GIB}
+    if missing := contenders[len(entrants) :]:
+        found["unfinished"] = f"no time for {', '.join(missing)}"
+    return found
 
 
 def _rows(entrants: list[Contender], llama: Llama, batch: int, device: torch.device) -> list[Json]:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 
 import plait
 from plait.comm import all_reduce, connect
-from support import programs
-from support.cuda_checks import Case, check
+from plait.plan import communicators
+from support import cuda_steps, programs
+from support.cuda_checks import Case, check, check_replay
 from support.pool import Pool
 from support.virtual_cuda.recording import Recording, recorded
 
@@ -42,6 +44,20 @@ CASES = [
 def test_hybrid_plans_train_with_few_communicators(pool: Pool, case: Case, number: int) -> None:
     for recording in check(pool, case):
         assert len(recording.communicators) == number, recording.communicators
+
+
+def _train_with(message_ctas: int, plan: str) -> Recording | None:
+    with mock.patch.object(communicators, "_MESSAGE_CTAS", message_ctas):
+        return cuda_steps.train("cuda", plan, cuda_steps.small_llama, keep_log=True).recording
+
+
+def test_messages_with_more_thread_blocks_exceed_the_budget(pool: Pool) -> None:
+    case = Case(2, "pp=2 micro=2 precision=fp32", syncs=1)
+    few, many = (pool.run(_train_with, 2, ctas, case.plan) for ctas in (4, 16))
+    if few[0] is not None:
+        check_replay(few, case)
+        with pytest.raises(AssertionError, match="CTAs of messages"):
+            check_replay(many, case)
 
 
 def _used(folder: Path, device: str, plan: str) -> tuple[list[float], Recording | None]:

@@ -1,18 +1,30 @@
 """The replay of recordings: durations, exposed communication, and deadlocks."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from support import cuda_steps
 from support.pool import Pool
+from support.virtual_cuda import step_time
 from support.virtual_cuda.build import MODULE
 from support.virtual_cuda.log import Entry, Kind
 from support.virtual_cuda.recording import Recording, order_errors
 from support.virtual_cuda.timeline import Hardware, replay
 
-HARDWARE = Hardware(memory=1.0, nvlink=1.0, kernel_s=0.0, launch_s=0.0, collective_s=0.0)  # a byte a second
+HARDWARE = Hardware(  # a byte a second
+    memory=1.0,
+    nvlink=1.0,
+    kernel_s=0.0,
+    collective_s=0.0,
+    launch_s=0.0,
+    collective_launch_s=0.0,
+    sync_s=0.0,
+)
+NCCL_CTAS = HARDWARE.nccl_ctas
+LATE = replace(HARDWARE, launch_s=2.0, collective_launch_s=5.0, sync_s=1.0)
 BOTH = (0, 1)
 
 
@@ -62,6 +74,33 @@ def test_a_receive_is_resident_until_its_message_comes() -> None:
     sends = [message("send", number, 0, stream=0) for number in (1, 2)]
     receiver, sender = replay([recording(*receives), recording(kernel(3), *sends)], HARDWARE).ranks
     assert (receiver.resident, sender.resident) == (2, 1)
+
+
+def test_the_device_waits_for_a_host_that_launches_more_slowly_than_kernels_run() -> None:
+    time = replay([recording(kernel(1), kernel(1))], LATE).ranks[0]
+    assert (time.step_s, time.compute_s, time.idle_s, time.launch_s) == (5, 2, 3, 4)
+
+
+def test_a_synchronization_costs_the_lead_of_the_host() -> None:
+    ahead = replay([recording(kernel(10), kernel(10))], LATE).ranks[0]
+    joined = replay([recording(kernel(10), entry(Kind.SYNC_STREAM), kernel(10))], LATE).ranks[0]
+    assert (ahead.step_s, ahead.idle_s) == (22, 2)
+    assert (joined.step_s, joined.idle_s) == (25, 5)  # the host returns after 1, and launches in 2
+
+
+def test_a_collective_takes_the_host_longer_to_launch_than_a_kernel() -> None:
+    rank = recording(collective("all_reduce", 1, 0, stream=1), kernel(1))
+    assert replay([rank, rank], LATE).ranks[0].launch_s == 7
+
+
+def test_messages_occupy_multiprocessors_as_long_as_they_wait() -> None:
+    receives = [message("recv", number, 1, stream=number) for number in (1, 2)]
+    sends = [message("send", number, 0, stream=0) for number in (1, 2)]
+    limited, other = recording(*receives, kernel(2)), recording(kernel(3), *sends, kernel(1, stream=1))
+    limited.max_ctas = {0: 4}
+    receiver, sender = replay([limited, other], HARDWARE).ranks
+    assert (receiver.message_ctas, sender.message_ctas) == (8, 0)  # the sender's kernels end before it sends
+    assert replay([recording(*receives, kernel(2)), other], HARDWARE).ranks[0].message_ctas == 2 * NCCL_CTAS
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -122,3 +161,14 @@ def test_a_step_of_a_large_model_is_replayed_with_all_its_products(pool: Pool) -
         assert 0 <= rank.exposed_s < rank.communication_s < rank.step_s
         # The shards' states at least, and all gradients at most twice.
         assert 1 < recording.findings.peak_bytes / (products * 8) < 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="real devices have no log")
+@pytest.mark.parametrize("case", step_time.SMALLEST, ids=lambda case: case.plan)
+def test_a_step_of_all_layers_is_on_the_line_through_steps_of_few(pool: Pool, case: step_time.Case) -> None:
+    found, estimated = (step_time.measure(pool, each) for each in (case, replace(case, layers=(4, 6))))
+    assert isinstance(found, step_time.Numbers), found
+    assert isinstance(estimated, step_time.Numbers), estimated
+    for name, value in vars(found).items():
+        assert getattr(estimated, name) == pytest.approx(value, rel=0.02, abs=1e-5), name
+    assert len(step_time.row(case, found)) == len(step_time.HEADER)

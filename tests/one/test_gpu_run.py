@@ -22,11 +22,10 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dry_run_runs_every_stage(tmp_path: Path) -> None:
-    words = ["--dry-run", "--out", str(tmp_path)]
     process = warm.Popen(
-        words,
+        ["--dry-run"],
         script=HERE / "run.py",
-        env=environment(),
+        env={**environment(), "PLAIT_GPU_RESULTS": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,6 +49,7 @@ class OutOfMemoryError(RuntimeError): ...
 
 def works(**words): return {"rows": [{"words": " ".join(words)}]}
 def wrong(): return {"rows": [], "problem": "losses differ"}
+def begins(): return {"rows": [{"contender": "torch"}], "unfinished": "no time for FSDP2"}
 def raises(): raise RuntimeError("no such thing")
 def large(): raise OutOfMemoryError("tried to allocate 200 GiB")
 def dies(): os.abort()
@@ -71,20 +71,32 @@ def test_a_case_that_fails_is_a_result_and_the_others_go_on(tmp_path: Path) -> N
     from stages import Case  # noqa: PLC0415 - of the benchmarks' folder
 
     (tmp_path / "some.py").write_text(CASES)
-    names = ("wrong", "raises", "large", "dies", "hangs", "works")
+    names = ("wrong", "begins", "raises", "large", "dies", "hangs", "works")
     cases = [Case(name, f"some.{name}", limit_s=2.0 if name == "hangs" else 60.0, needs=()) for name in names]
     cases += [Case("needs", "some.works", needs=("torch", "pydantic"))]
     session(tmp_path / "out", tmp_path).run_stage("checks", cases, 500.0, resume=False)
     found = json.loads((tmp_path / "out" / "nvidia-h200-x2.json").read_text())["results"]["checks"]
     assert {name: result["status"] for name, result in found.items()} == {
-        "wrong": "failed", "raises": "failed", "large": "out of memory", "dies": "failed",
-        "hangs": "too slow", "works": "ok", "needs": "left out",
+        "wrong": "failed", "begins": "not finished", "raises": "failed", "large": "out of memory",
+        "dies": "failed", "hangs": "too slow", "works": "ok", "needs": "left out",
     }  # fmt: skip
     assert found["dies"]["error"] == "exit code -6"
     assert found["raises"]["error"] == "RuntimeError: no such thing"
     assert "in raises" in found["raises"]["traceback"]
     assert found["needs"]["error"] == "not installed: pydantic"
     assert "large: **out of memory**" in (tmp_path / "out" / "nvidia-h200-x2.md").read_text()
+
+
+@pytest.mark.usefixtures("programs")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules that other libraries need
+def test_contenders_that_were_built_in_time_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    import training  # noqa: PLC0415 - a program of the benchmarks' folder
+
+    monkeypatch.setattr(training, "left_s", lambda: 0.0)
+    found = training.train("cpu", "toy", 16, 4, ["plait dp=1", "torch"], budget_s=0.0)
+    assert [row["contender"] for row in found["rows"]] == ["plait dp=1"]
+    assert found["rows"][0]["median_ms"] > 0
+    assert found["unfinished"] == "no time for torch"
 
 
 @pytest.mark.usefixtures("programs")

@@ -26,13 +26,15 @@ class Case:
     """A plan, and its budget for one step of one rank. Budgets are upper bounds: lower them with the code's.
 
     `syncs`: how often the host blocks until the device is done. `kept_bytes`: freed memory that record_stream
-    keeps from the pool of a host that is far ahead, without what NCCL itself records.
+    keeps from the pool of a host that is far ahead, without what NCCL itself records. `message_ctas`: thread
+    blocks of sends and receives while the rank computes: a tenth of an H200's 132 multiprocessors.
     """
 
     ranks: int
     plan: str
     syncs: int
     kept_bytes: int = 0
+    message_ctas: int = 13
     options: dict[str, Any] = field(default_factory=dict)  # of `cuda_steps.train`
 
     def __str__(self) -> str:
@@ -53,8 +55,15 @@ def check(pool: Pool, case: Case) -> list[Recording]:
     for recording in recordings:
         check_recording(recording, case)
     assert not order_errors(recordings)
-    assert not recordings or not (deadlock := replay(recordings).deadlock), deadlock
+    check_replay(recordings, case)
     return recordings
+
+
+def check_replay(recordings: list[Recording], case: Case) -> None:
+    timeline = replay(recordings)
+    assert not timeline.deadlock, timeline.deadlock
+    ctas = [rank.message_ctas for rank in timeline.ranks]
+    assert max(ctas, default=0) <= case.message_ctas, f"CTAs of messages, by rank: {ctas}"
 
 
 def check_recording(recording: Recording, case: Case) -> None:

@@ -74,27 +74,29 @@ def train_on_both(plan: str, build: Callable[[], nn.Module] = small_llama, **opt
 
 # --- models of full size
 
-LARGE_BYTES = 1 << 21  # contents are computed up to here: totals, flags, token ids
+LARGE_BYTES = 1 << 20  # contents are computed up to here: totals, flags, token ids
 VOCABULARY = 128256
 SIZES = {  # hidden, ffn, layers, heads, key-value heads
+    "toy": (512, 1024, 8, 8, 2),
+    "0.3b": (1024, 4096, 16, 16, 8),
     "1b": (2048, 8192, 16, 32, 8),
     "8b": (4096, 14336, 32, 32, 8),
     "70b": (8192, 28672, 80, 64, 8),
 }
 
 
-def sized_step(plan: str, model: str, sequences: int, length: int, layers: int | None) -> Recording:
+def sized_step(plan: str, model: str, sequences: int, length: int, layers: int) -> Recording:
     """Record the second step, of `sequences` per data rank, of tensors with sizes and no contents."""
     native = sys.modules[MODULE]
     native.set_large_bytes(LARGE_BYTES)
     world = connect(device="cuda", timeout_s=300)
-    hidden, ffn, num_layers, heads, kv_heads = SIZES[model]
+    hidden, ffn, _, heads, kv_heads = SIZES[model]
     config: dict[str, Any] = {
         "model_type": "llama",
         "vocab_size": VOCABULARY,
         "hidden_size": hidden,
         "intermediate_size": ffn,
-        "num_hidden_layers": layers or num_layers,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": length,

@@ -27,7 +27,7 @@ from support import warm
 
 TESTS = Path(__file__).resolve().parents[1]
 WORKER = TESTS / "support" / "pool_worker.py"
-MAX_RANKS = 16
+MAX_RANKS = 16  # of a test
 AFTER_FAILURE_S = 5.0  # time for the other ranks to end by themselves after a failure
 STACK_S = 8.0  # time for a stuck worker to write its stack; only stopped processes need all of it
 OUTPUT_CHARS = 4000  # part of a rank's output in error messages
@@ -139,6 +139,7 @@ class Pool:
         self,
         warning_filters: Sequence[tuple[Any, ...]] = (("error", "", Warning, "", 0),),
         first_import: str = "",
+        max_ranks: int = MAX_RANKS,
     ) -> None:
         """`first_import`: a module that workers import before torch."""
         self._folder = tempfile.TemporaryDirectory(prefix="plait-pool-", ignore_cleanup_errors=True)
@@ -147,6 +148,7 @@ class Pool:
         self._num_runs = 0
         self._filters = [*warning_filters]
         self._first_import = first_import
+        self._max_ranks = max_ranks
         self.transport = "auto"  # for the next run
 
     def run(
@@ -157,8 +159,8 @@ class Pool:
         `fn` is a top-level function of an importable module; arguments and results are pickled. Raises
         RankError when a rank raises or dies, RankTimeout (with stacks) after `timeout_s` seconds.
         """
-        if not 1 <= n <= MAX_RANKS:
-            raise ValueError(f"{n} ranks requested; the pool has 1 to {MAX_RANKS}")
+        if not 1 <= n <= self._max_ranks:
+            raise ValueError(f"{n} ranks requested; the pool has 1 to {self._max_ranks}")
         job = {
             "function": _address(fn),
             "arguments": pickle.dumps((args, kwargs)),

@@ -28,7 +28,7 @@ native: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(native)
 sys.modules[MODULE] = native
 
-NUM_DEVICES = 16
+NUM_DEVICES = 64
 TOTAL_BYTES = 141 << 30
 
 

@@ -50,12 +50,13 @@ class SplitTimeout(RuntimeError):
 
 @dataclass(frozen=True)
 class Communicator:
-    """One communicator of this rank. `split`: made by ncclCommSplit."""
+    """One communicator of this rank. `split`: made by ncclCommSplit. `max_ctas`: None without a limit."""
 
     number: int
     name: str
     ranks: tuple[int, ...]
     split: bool
+    max_ctas: int | None
 
 
 @dataclass
@@ -161,7 +162,8 @@ class VirtualNCCL(PlaitGroup):
         self.stream = Stream()
         self._num_calls = 0
         self._number = len(_job.communicators)
-        _job.communicators.append(Communicator(self._number, options.group_name, ranks, split))
+        max_ctas = getattr(options.config, "max_ctas", None)
+        _job.communicators.append(Communicator(self._number, options.group_name, ranks, split, max_ctas))
 
     # --- the process group
 

@@ -18,12 +18,14 @@ class Recording:
     """One rank's part of a recorded piece of program; can be pickled.
 
     `communicators`: names and ranks of all that this rank has made, in order; `collectives`: the recorded
-    ones in the order of issue, as (index of the communicator, its name and number there), without messages.
+    ones in the order of issue, as (index of the communicator, its name and number there), without messages;
+    `max_ctas`: limits of kernels' thread blocks, by index of the communicators that have one.
     """
 
     findings: Findings = field(default_factory=Findings)
     communicators: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     collectives: list[tuple[int, str, int]] = field(default_factory=list)
+    max_ctas: dict[int, int] = field(default_factory=dict)
     log: list[Entry] = field(default_factory=list)
 
 
@@ -47,7 +49,9 @@ def recorded(*, keep_log: bool = False) -> Iterator[Recording | None]:
         last = [Entry(*entry) for entry in native.take_entries()]
         log += [entry for entry in last if entry.kind != Kind.SYNC_DEVICE]
     nccl = sys.modules.get("support.virtual_cuda.nccl")
-    recording.communicators = [(it.name, it.ranks) for it in nccl.communicators()] if nccl else []
+    made = nccl.communicators() if nccl else []
+    recording.communicators = [(it.name, it.ranks) for it in made]
+    recording.max_ctas = {it.number: it.max_ctas for it in made if it.max_ctas is not None}
     recording.findings = analyze(log)
     recording.collectives = [
         (entry.id, entry.name, entry.bytes)

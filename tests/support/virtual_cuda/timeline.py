@@ -8,6 +8,21 @@ the streams of all its ranks, and ends on all of them at once; a message begins 
 graph is evaluated in topological order. Nodes that are left over wait for each other in a circle, or for a
 rank that never comes: a deadlock, such as a receive in front of a send on one stream on both ranks.
 
+[Note: late host]
+The host has a clock of its own. It issues operations one after the other, at a cost each, and a kernel cannot
+begin before it has been issued. A synchronization joins the clocks: the host goes on when the device is done,
+and the device then has nothing queued, so it idles until the host has issued the next kernel. While kernels
+are longer than their launches, the host gets ahead again; in small models, and after each synchronization, it
+does not, and the device waits for it (`idle_s`). Python between operations costs nothing here: the idle time
+is a lower bound. `benchmarks/gpu` measures the launch and the read on a GPU.
+
+[Note: resident kernels]
+A kernel of NCCL occupies its thread blocks' multiprocessors (CTAs) from the time at which its stream gets to
+it, also while it waits for its peer. A receive that was posted early takes them from the products of this
+rank until its message comes, and kernels of several communicators that do not fit at once can deadlock. So
+the plan limits the CTAs of messages, and tests set a budget for those that are resident while the rank
+computes. NCCL takes fewer for small messages: the numbers are upper bounds.
+
 [Note: model of costs]
 A kernel takes its bytes by memory bandwidth, or its FLOPs by the peak, whichever is longer, and a minimum. A
 collective takes the bytes that a ring moves per rank, by the slowest link between neighbours. Two kernels at
@@ -15,6 +30,9 @@ the same time do not slow each other down, and those of the log are eager PyTorc
 compare plans and changes of the code; they do not predict a GPU to better than a fifth.
 """
 
+import itertools
+import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,9 +55,15 @@ class Hardware:
     network: float = 50e9
     host_link: float = 50e9
     kernel_s: float = 3e-6  # shortest kernel
-    launch_s: float = 6e-6  # of the host, per operation, in eager Python
     collective_s: float = 15e-6  # latency
     ranks_per_host: int = 8
+    # Of the host; estimates, see [Note: late host]. An operation in eager PyTorch costs 5 to 25 us from
+    # Python to the driver, less in a backward pass; c10d adds two events, two waits and its bookkeeping to a
+    # launch by NCCL; a host that waits for a result continues some 10 us after the kernel.
+    launch_s: float = 5e-6
+    collective_launch_s: float = 20e-6
+    sync_s: float = 10e-6
+    nccl_ctas: int = 32  # of a kernel whose communicator has no limit: NCCL's channels over NVLink
 
     def operation_s(self, entry: Entry) -> float:
         """Return the duration of a kernel, or of a copy between host and device."""
@@ -67,9 +91,10 @@ class RankTime:
     compute_s: float = 0.0
     communication_s: float = 0.0
     exposed_s: float = 0.0
-    idle_s: float = 0.0  # neither
+    idle_s: float = 0.0  # neither: the device waits for the host
     launch_s: float = 0.0  # of the host
-    resident: int = 0  # most communication kernels at once, waiting ones too: each occupies SMs
+    resident: int = 0  # most communication kernels at once, waiting ones too
+    message_ctas: int = 0  # most CTAs of sends and receives during computation: [Note: resident kernels]
     flops: float = 0.0
     kernels: Counter[str] = field(default_factory=Counter)  # seconds, by name and line
 
@@ -106,6 +131,16 @@ class _Meeting:
     ready: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Resident:
+    """A kernel of NCCL: the nodes from which it occupies multiprocessors and at whose end it frees them."""
+
+    ready: int
+    end: int
+    ctas: int
+    is_message: bool
+
+
 def replay(recordings: Sequence[Recording], hardware: Hardware = Hardware()) -> Timeline:
     """Return the times of a step from the recordings of all its ranks, made with `keep_log`."""
     graph = _Graph(hardware)
@@ -125,7 +160,7 @@ class _Graph:
         self._nodes: list[_Node] = []
         self._meetings: dict[tuple[object, ...], _Meeting] = {}
         self._compute: dict[int, list[int]] = defaultdict(list)
-        self._communication: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ready, end
+        self._communication: dict[int, list[_Resident]] = defaultdict(list)
         self._last: dict[int, list[int]] = {}  # of the host and of all streams
         self._times: dict[int, RankTime] = defaultdict(RankTime)
 
@@ -141,10 +176,12 @@ class _Graph:
         for entry in recording.log:
             kind = Kind(entry.kind)
             if kind is Kind.OP:
-                host = self._add(self._hardware.launch_s, [host])
-                self._times[rank].launch_s += self._hardware.launch_s
+                is_nccl = entry.name.startswith("nccl:")
+                launch_s = self._hardware.collective_launch_s if is_nccl else self._hardware.launch_s
+                host = self._add(launch_s, [host])
+                self._times[rank].launch_s += launch_s
                 ready = [streams[entry.stream], host]
-                if entry.name.startswith("nccl:"):
+                if is_nccl:
                     streams[entry.stream] = self._meet(rank, recording, entry, ready, num_messages)
                 else:
                     duration_s = self._hardware.operation_s(entry)
@@ -161,11 +198,11 @@ class _Graph:
             elif kind is Kind.QUERY:
                 events.pop(entry.id, None)  # the program asks again until it is done: nothing waits for it
             elif kind is Kind.SYNC_STREAM:
-                host = self._add(0.0, [host, streams[entry.stream]])
+                host = self._add(self._hardware.sync_s, [host, streams[entry.stream]])
             elif kind is Kind.SYNC_DEVICE:
-                host = self._add(0.0, [host, *streams.values()])
+                host = self._add(self._hardware.sync_s, [host, *streams.values()])
             elif kind is Kind.SYNC_EVENT and entry.id in events:
-                host = self._add(0.0, [host, events[entry.id]])
+                host = self._add(self._hardware.sync_s, [host, events[entry.id]])
         self._last[rank] = [host, *streams.values()]
 
     def _meet(
@@ -193,7 +230,8 @@ class _Graph:
         meeting = self._meetings[key]
         meeting.ready[rank] = ready = self._add(0.0, after)
         self._nodes[meeting.node].after.append(ready)
-        self._communication[rank].append((ready, meeting.node))
+        ctas = recording.max_ctas.get(entry.id, self._hardware.nccl_ctas)
+        self._communication[rank].append(_Resident(ready, meeting.node, ctas, entry.peer >= 0))
         return meeting.node
 
     def evaluate(self) -> list[str]:
@@ -219,15 +257,31 @@ class _Graph:
     def time_of(self, rank: int) -> RankTime:
         nodes, time = self._nodes, self._times[rank]
         compute = _union((nodes[index].start_s, nodes[index].end_s) for index in self._compute[rank])
-        kernels = [(nodes[ready].end_s, nodes[end].end_s) for ready, end in self._communication[rank]]
-        communication = _union(kernels)
+        kernels = [(nodes[it.ready].end_s, nodes[it.end].end_s, it) for it in self._communication[rank]]
+        communication = _union((begin_s, end_s) for begin_s, end_s, _ in kernels)
         both = _union([*compute, *communication])
         time.step_s = max(nodes[index].end_s for index in self._last[rank])
         time.compute_s, time.communication_s = _length(compute), _length(communication)
         time.exposed_s = _length(both) - time.compute_s
         time.idle_s = time.step_s - _length(both)
-        time.resident = max((sum(b <= begin < e for b, e in kernels) for begin, _ in kernels), default=0)
+        time.resident = _most_at_once((begin_s, end_s, 1) for begin_s, end_s, _ in kernels)
+        messages = ((begin_s, end_s, it.ctas) for begin_s, end_s, it in kernels if it.is_message)
+        time.message_ctas = _most_at_once(messages, compute)
         return time
+
+
+def _most_at_once(
+    intervals: Iterable[tuple[float, float, int]], within: Sequence[Interval] = ((0.0, math.inf),)
+) -> int:
+    """Return the largest sum of the numbers of intervals that overlap, at any time of `within`."""
+    points = [point for begin, end, n in intervals for point in ((begin, n, 0), (end, -n, 0)) if end > begin]
+    points += [point for begin, end in within for point in ((begin, 0, 1), (end, 0, -1))]
+    total = most = is_within = 0
+    for _, same_time in itertools.groupby(sorted(points), key=operator.itemgetter(0)):
+        for _, change, enters in same_time:
+            total, is_within = total + change, is_within + enters
+        most = max(most, total if is_within else 0)
+    return most
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

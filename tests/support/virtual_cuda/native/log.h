@@ -85,8 +85,10 @@ inline Log& log() {
   return *instance;
 }
 
+constexpr int NUM_DEVICES = 64;  // also of several hosts, which the replay tells apart
+
 inline thread_local int tls_device = 0;
-inline thread_local int64_t tls_streams[16] = {};
+inline thread_local int64_t tls_streams[NUM_DEVICES] = {};
 
 inline int64_t current_stream() { return tls_streams[tls_device]; }
 

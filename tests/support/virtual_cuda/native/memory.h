@@ -27,7 +27,6 @@ namespace virtual_cuda {
 using c10::Device;
 using c10::DeviceType;
 
-constexpr int NUM_DEVICES = 16;  // also of two hosts, which the replay tells apart
 constexpr size_t ALIGNMENT = 512;
 constexpr int UNINITIALIZED = 0xFF;  // NaN in every floating dtype
 
