@@ -23,6 +23,7 @@ theirs meanwhile. So freeing only appends to a queue; the next allocation proces
 """
 
 import ctypes
+import functools
 import math
 import os
 import threading
@@ -215,15 +216,23 @@ def available_bytes() -> int:
     available = next(
         int(line.split()[1]) << 10 for line in _read_lines("/proc/meminfo") if "MemAvailable" in line
     )
-    for line in _read_lines("/proc/self/cgroup"):
-        folder = Path("/sys/fs/cgroup") / line.rpartition(":")[2].strip().lstrip("/")
-        for directory in (folder, *folder.parents):
-            limit, used = (_read_lines(directory / name) for name in ("memory.max", "memory.current"))
-            if limit and used and limit[0].strip().isdigit():
-                stat = dict(line.split() for line in _read_lines(directory / "memory.stat"))
-                cache = int(stat.get("file", 0)) - int(stat.get("shmem", 0))
-                available = min(available, int(limit[0]) - int(used[0]) + cache)
+    for folder in _memory_groups():
+        limit, used = (_read_lines(folder / name) for name in ("memory.max", "memory.current"))
+        if limit and used and limit[0].strip().isdigit():
+            stat = dict(line.split() for line in _read_lines(folder / "memory.stat"))
+            cache = int(stat.get("file", 0)) - int(stat.get("shmem", 0))
+            available = min(available, int(limit[0]) - int(used[0]) + cache)
     return max(0, available)
+
+
+@functools.cache
+def _memory_groups() -> tuple[Path, ...]:
+    """Return the folders of this process's control group and of those that contain it, as far as they may
+    limit memory. Looked for once: each unit's storage asks for the memory that is available."""
+    names = [line.rpartition(":")[2].strip().lstrip("/") for line in _read_lines("/proc/self/cgroup")]
+    folders = [Path("/sys/fs/cgroup") / name for name in names]
+    found = dict.fromkeys(each for folder in folders for each in (folder, *folder.parents))
+    return tuple(folder for folder in found if (folder / "memory.max").exists())
 
 
 def _read_lines(path: str | Path) -> list[str]:
