@@ -21,6 +21,7 @@ from plait.models import (
     copy_to_meta,
     forward_inputs,
     pretrained_causal_lm,
+    running_on_meta,
     unit_facts,
     watch_activations,
 )
@@ -139,6 +140,16 @@ def test_bytes_kept_for_backward_are_estimated_on_meta(kind: str, dtype: torch.d
         copied, lambda: loss(copied(**forward_inputs(copied, on_meta)), on_meta), torch.device("cpu")
     )
     assert found == pytest.approx(watch.total, rel=0.02)
+
+
+def test_equal_operators_on_meta_give_new_tensors_and_hidden_views_stay_views() -> None:
+    x = torch.empty(4, 6, device="meta")
+    with running_on_meta(torch.device("cpu")):
+        first, second, other = x @ x.mT, x @ x.mT, x @ x[:3].mT
+        views = [torch.ops.aten._unsafe_view(x, [24]) for _ in range(2)]
+    assert (first.shape, second.shape, other.shape) == ((4, 4), (4, 4), (4, 3))
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+    assert all(view.untyped_storage()._cdata == x.untyped_storage()._cdata for view in views)
 
 
 def test_flops_of_a_model_whose_layers_differ_go_by_its_hidden_size() -> None:

@@ -1,8 +1,15 @@
-"""Bytes that a forward pass saves for backward: measured on a real pass, or estimated on meta."""
+"""Bytes that a forward pass saves for backward: measured on a real pass, or estimated on meta.
+
+[Note: repeated operators]
+Operators on meta are mostly Python code of torch, which takes most of the time of a run on meta, and blocks
+repeat them. The result of an operator that neither writes nor makes a view depends on the shapes, strides and
+dtypes of its arguments and on plain values: an equal call gets a new tensor of the first one's shape, without
+that code.
+"""
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from plait.models.placeholder import placeholders
+from plait.models.tensors import tensors_in
 
 
 @runtime_checkable
@@ -44,17 +52,56 @@ class ActivationBytes:
         self._alive.clear()
 
 
-class _ScalarReadsOnMeta(TorchDispatchMode):
-    """Return 1 where the program reads a value: meta tensors have none.
+class OperatorsOnMeta(TorchDispatchMode):
+    """Return 1 where the program reads a value, as meta tensors have none; run equal operators once.
 
     Hugging Face models check "is no sequence packed?" and "does every position attend?", to leave out the
-    mask; both hold for plain batches.
+    mask; both hold for plain batches. See also [Note: repeated operators].
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._results: dict[Hashable, Callable[[], Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype == torch.bool or 1
-        return func(*args, **(kwargs or {}))
+        key = (func, _signature(args), _signature(kwargs)) if _is_pure(func) else None
+        if key in self._results:
+            return self._results[key]()
+        result = func(*args, **(kwargs or {}))
+        if key is not None and type(result) is Tensor and result.is_meta and not _shares(result, args):
+            like = functools.partial(torch.empty_strided, dtype=result.dtype, device="meta")
+            self._results[key] = functools.partial(like, result.shape, result.stride())
+        return result
+
+
+def _shares(result: Tensor, args: Any) -> bool:
+    """Return whether a result is a view although its operator's schema does not say so (_unsafe_view)."""
+    storage = result.untyped_storage()._cdata
+    return any(tensor.untyped_storage()._cdata == storage for tensor in tensors_in(args))
+
+
+@functools.cache
+def _is_pure(func: Any) -> bool:
+    """Return whether an operator of torch neither writes nor makes a view."""
+    schema = func._schema
+    returns_new = all(result.alias_info is None for result in schema.returns)
+    return func.namespace in ("aten", "prims") and not schema.is_mutable and returns_new
+
+
+def _signature(values: Any) -> Hashable:
+    """Return what a result on meta depends on. A value that cannot be compared equals no other."""
+    if isinstance(values, Tensor):
+        return (values.shape, values.stride(), values.dtype, values.device)
+    if isinstance(values, tuple | list):
+        return tuple([_signature(value) for value in values])
+    if isinstance(values, dict):
+        return tuple([(key, _signature(value)) for key, value in values.items()])
+    return (type(values), values) if isinstance(values, _PLAIN) else object()
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class DeviceKernelsOnMeta(TorchFunctionMode):
@@ -106,7 +153,7 @@ def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
 @contextmanager
 def running_on_meta(device: torch.device) -> Iterator[None]:
     """Run the forward of a meta copy inside the context, as it would run on `device`."""
-    with _ScalarReadsOnMeta(), DeviceKernelsOnMeta(device):
+    with OperatorsOnMeta(), DeviceKernelsOnMeta(device):
         yield
 
 

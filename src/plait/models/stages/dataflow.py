@@ -29,10 +29,9 @@ from typing import Any
 import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from plait.models.activation_memory import running_on_meta
+from plait.models.activation_memory import DeviceKernelsOnMeta, OperatorsOnMeta
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
 
@@ -88,7 +87,7 @@ def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, 
     # nonzero and masks: on meta, as if every condition were true.
     config: Any = torch.fx.experimental._config
     assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
-    with assumed, running_on_meta(torch.device("cpu")), tracer:
+    with assumed, DeviceKernelsOnMeta(torch.device("cpu")), tracer:
         result = model(**forward_inputs(model, batch))
         tracer.inside = len(blocks)
         if loss is not None:
@@ -151,7 +150,7 @@ class _Computed:
 _Source = str | _Computed
 
 
-class _Tracer(TorchDispatchMode):
+class _Tracer(OperatorsOnMeta):
     """Trace values from storage to storage: of parameters, buffers and results of blocks."""
 
     def __init__(self, model: nn.Module, flow: Dataflow) -> None:
@@ -183,7 +182,9 @@ class _Tracer(TorchDispatchMode):
         self._sources.setdefault(storage._cdata, set()).update(sources)
 
     def sources_of(self, values: Any) -> set[_Source]:
-        keys = {_key(tensor) for tensor in tensors_in(values)}
+        return self._sources_at({_key(tensor) for tensor in tensors_in(values)})
+
+    def _sources_at(self, keys: Iterable[int]) -> set[_Source]:
         return set().union(*(self._sources[key] for key in keys if key in self._sources))
 
     def read(self, sources: Iterable[_Source]) -> None:
@@ -199,13 +200,15 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: Any = (args, kwargs or {})
         tensors = _tensors(given)
+        keys = {_key(tensor) for tensor in tensors}
+        sources = set() if _reads_shape_only(func) else self._sources_at(keys)
+        self.read(sources)
         is_mixed = len({tensor.is_meta for tensor in tensors}) > 1
         if is_mixed:  # with tables that a module keeps in plain attributes
             given = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), given)
-        sources = set() if _reads_shape_only(func) else self.sources_of(tensors)
-        self.read(sources)
-        result = func(*given[0], **given[1])
-        views = set() if func._schema.is_mutable else {_key(tensor) for tensor in _tensors(given)}
+            keys = {_key(tensor) for tensor in _tensors(given)}
+        views = set() if func._schema.is_mutable else keys
+        result = super().__torch_dispatch__(func, types, *given)
         if self.inside is not None:
             sources = {_Computed(self.inside, is_result=False)}  # its inputs were read above
         for value in (*_tensors(result), *(tensors if is_mixed and func._schema.is_mutable else ())):
@@ -216,7 +219,13 @@ class _Tracer(TorchDispatchMode):
 
 def _tensors(values: Any) -> list[Tensor]:
     """The tensors among an operator's arguments or results."""
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _key(tensor: Tensor) -> int:
