@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -100,10 +101,13 @@ def _pickled(error: BaseException) -> bytes | None:
 def _leave(environ: dict[str, str], cwd: Path) -> None:
     """Leave the process group and restore what the function may have changed."""
     connect_module: ModuleType = sys.modules["plait.comm.world"]
+    groups = [*dist.distributed_c10d._world.pg_map]
     if connect_module._world is not None:
         connect_module._world.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if groups:  # Gloo's event loop closes each connection in up to 10 ms
+        threading.Thread(target=groups.clear).start()
     # Counter in process group names: ranks with different counts would wait for one another.
     dist.distributed_c10d._world.group_count = 0
     gc.collect()
