@@ -152,6 +152,12 @@ def test_equal_operators_on_meta_give_new_tensors_and_hidden_views_stay_views() 
     assert all(view.untyped_storage()._cdata == x.untyped_storage()._cdata for view in views)
 
 
+def test_tokens_per_expert_are_counted_on_meta() -> None:
+    with running_on_meta(torch.device("cpu")):
+        counts = torch.bincount(torch.empty(7, dtype=torch.long, device="meta"), minlength=4)
+    assert (counts.shape, counts.dtype) == ((4,), torch.long)
+
+
 def test_flops_of_a_model_whose_layers_differ_go_by_its_hidden_size() -> None:
     config = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = causal_lm_on_meta({"model_type": "gemma4_unified_text", **config, "num_attention_heads": 4})

@@ -66,6 +66,8 @@ class OperatorsOnMeta(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype == torch.bool or 1
+        if func is torch.ops.aten.bincount.default and args[0].is_meta:
+            return _bincount_on_meta(*args, **(kwargs or {}))
         key = (func, _signature(args), _signature(kwargs)) if _is_pure(func) else None
         if key in self._results:
             return self._results[key]()
@@ -74,6 +76,14 @@ class OperatorsOnMeta(TorchDispatchMode):
             like = functools.partial(torch.empty_strided, dtype=result.dtype, device="meta")
             self._results[key] = functools.partial(like, result.shape, result.stride())
         return result
+
+
+def _bincount_on_meta(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Return counts of numbers below `minlength`: transformers 5.17 counts the tokens of each expert with
+    this operator, which torch does not have on meta."""
+    if not minlength:
+        return torch.bincount(numbers, weights)  # raises: the numbers are unknown
+    return torch.empty(minlength, dtype=torch.long if weights is None else torch.float64, device="meta")
 
 
 def _shares(result: Tensor, args: Any) -> bool:
