@@ -39,7 +39,6 @@ def test_tensors_keep_their_values_when_evicted_and_share_no_page(tmp_path: Path
         tensor.fill_(number + 1)
     for tensor in (*tensors[:2], tensors[3], tensors[3][40_000:50_000]):
         file.evict(tensor)
-        file.prefetch(tensor)
     for number, tensor in enumerate(tensors):
         assert (tensor == number + 1).all()
     with pytest.raises(AssertionError, match="reserved too small"):

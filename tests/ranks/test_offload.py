@@ -3,11 +3,15 @@
 On a CPU what is offloaded to host memory are tensors of their own all the same: the path is the real one.
 """
 
+import errno
+import itertools
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from torch import Tensor
 
 import plait
 from plait.engine.spec import validate
-from plait.errors import ConfigError, PlanError
+from plait.errors import ConfigError, ModelError, PlanError, RunError
 from support import programs
 from support.pool import Pool
 
@@ -201,6 +205,38 @@ def test_state_goes_from_offloaded_training_to_any_other_and_back(
         state = pool.run(_saved, 2, source, folder if "offload" in source else None)[0]
         found = pool.run(_resumed, 2, target, folder if "offload" in target else None, state)[0]
         assert_same(found, expected)
+
+
+def _after_failure(plan: str, folder: str) -> Any:
+    """A disk is full in the middle of an update; the state of before is loaded into the same engine."""
+    engine = engine_of(plan, folder)
+    train(engine, last=2)
+    state, writes, count = engine.state(), os.pwritev, itertools.count()
+
+    def write_or_fail(*arguments: Any) -> int:
+        if next(count) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writes(*arguments)
+
+    with (
+        mock.patch.object(os, "pwritev", write_or_fail),
+        pytest.raises(RunError, match="cannot be written: this step's update is incomplete"),
+    ):
+        train(engine, 2, 3)
+    with pytest.raises(ModelError, match="weights are inconsistent"):
+        train(engine, 2, 3)
+    with pytest.raises(ModelError, match="weights are inconsistent"):
+        engine.state()
+    engine.load_state(state)
+    return train(engine, 2, 4)
+
+
+def test_an_update_that_a_full_disk_interrupted_is_refused_until_a_state_is_loaded(
+    pool: Pool, tmp_path: Path
+) -> None:
+    plan = "dp=1 precision=bf16"
+    found = pool.run(_after_failure, 1, f"{plan} offload=disk", str(tmp_path))[0]
+    assert_same(found, pool.run(_straight, 1, plan, None)[0])
 
 
 def _refused(plan: str, folder: str | None) -> ConfigError:

@@ -337,12 +337,16 @@ class Engine:
             )
             factor = 1.0
 
+        optimizer = self._parts.optimizer
+
         def step(units: Sequence[FlatParam]) -> None:
-            self._parts.optimizer.step(units, factor, self.num_steps)
+            self._is_inconsistent |= optimizer.is_on_disk  # a disk may fail between two slices of a unit
+            optimizer.step(units, factor, self.num_steps)
             self._is_inconsistent = True  # until all units are updated
 
         for stage in self._stages:
             stage.update(step)
+        optimizer.finish()
         self._parts.optimizer.has_states = True
         self._is_inconsistent = False
 

@@ -67,6 +67,8 @@ class DryStage:
 class NullMasters:
     """Master weights that are never updated."""
 
+    are_in_file = False
+
     def allocate(self, numel: int) -> Tensor:
         return torch.empty(numel, device=META)
 

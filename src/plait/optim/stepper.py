@@ -6,23 +6,29 @@ Otherwise they are streamed: a leaf's states are loaded and widened, the optimiz
 only parameter, and the states are stored again. An element-wise optimizer updates a leaf independently of the
 others, so the results are those of one step over all. Callers split leaves to at most CHUNK elements, so that
 a chunk's weights, gradient and states stay in cache from one pass to the next.
+
+[Note: leaves in files]
+What a file holds is stepped in a block's buffer (see `disk_pipeline.py`): the optimizer's parameter is then a
+copy of the leaf. Leaves whose weights share a page of the file are one block. The mapping of the file is for
+all other accesses: initial weights, saving and loading, between the updates.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from plait.optim.disk_pipeline import DiskPipeline, Span
 from plait.optim.flat import scaled_step
 from plait.optim.mapped import MappedFile, mapped_bytes
 from plait.optim.rounding import StochasticRounding
 
 CHUNK = 2**18  # elements of a leaf with streamed states
-_AHEAD = 8  # leaves whose pages are prefetched while one is stepped
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,16 @@ class ChunkedOptimizer:
         folder: Path | None = None,
         masters: MappedFile | None = None,
         positions: Mapping[Tensor, int] | None = None,
+        targets: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         """`optimizer` has all leaves; `kinds` are its states, from `state_kinds`.
 
         states      dtype in which states are stored; fp32 means the leaf's own dtype
         folder      where to put a file for states that are as large as the leaf; None: in memory
         masters     the file of the leaves themselves, if they are in one
-        positions   each leaf's first element in its unit, a seed of rounding; default: its storage offset
+        positions   each leaf's first element in its unit, a seed of rounding, in the order in which leaves
+                    are stepped; default: its storage offset
+        targets     where to round a leaf's updated weights to, while they are in cache
 
         Raises ConfigError if the folder cannot hold the file.
         """
@@ -78,6 +87,7 @@ class ChunkedOptimizer:
             for index, group in enumerate(optimizer.param_groups)
             for leaf in group["params"]
         }
+        self._order = [*(self._states if positions is None else positions)]
         self._streams = self._narrow or folder is not None or masters is not None
         self._rounding = StochasticRounding()
         self._wide: dict[str, Tensor] = {}  # scratch for widened states, by name, of the largest leaf's size
@@ -85,24 +95,40 @@ class ChunkedOptimizer:
         if folder is not None:
             names = sorted(name for name in kinds if "." not in name)
             self._file = self._map_states(folder, names)
+        self._targets = targets or {}
+        self._spans: dict[Tensor, list[Span]] = {}  # of a leaf's block, for leaves that have one
+        self._block_of: dict[Tensor, int] = {}
+        self._pipeline: DiskPipeline | None = None
+        if blocks := self._make_blocks():
+            self._pipeline = DiskPipeline(blocks)
 
-    def step(self, leaves: Sequence[Tensor], factor: float, number: int) -> None:
+    def step(self, leaves: Sequence[Tensor], factor: float, number: int, *, finish: bool = True) -> None:
         """Step these leaves, with gradients multiplied by `factor`; the gradients may be scaled in place.
 
         `number`: of the training step (with or without skipped ones, but each at most once). Every leaf is
-        stepped once per training step, in one call or in several. On an exception the optimizer's groups are
-        restored.
+        stepped once per training step, in one call or in several; `finish=False` if another call, or
+        `finish`, follows at once. On an exception the optimizer's groups are restored. Raises RunError if a
+        file cannot be read or written; some leaves have then been stepped.
         """
         if not self._streams or not leaves:
-            with self._only(leaves):
+            with self._only({}, leaves):
                 scaled_step(self.optimizer, factor)
             return
         self._rounding.begin(number)
-        self._prefetch(leaves[:_AHEAD])
-        for index, leaf in enumerate(leaves):
-            self._prefetch(leaves[index + _AHEAD : index + _AHEAD + 1])
-            self._step_streamed(leaf, factor)
-            self._evict(leaf)
+        try:
+            for block, in_block in itertools.groupby(leaves, self._block_of.get):
+                self._step_block(block, in_block, factor)
+            if finish:
+                self.finish()
+        except BaseException:
+            if self._pipeline is not None:
+                self._pipeline.abandon()
+            raise
+
+    def finish(self) -> None:
+        """Wait until updated leaves and states are in their files. Raises RunError."""
+        if self._pipeline is not None:
+            self._pipeline.finish()
 
     def state(self, leaf: Tensor) -> dict[str, Any]:
         """The leaf's state in the optimizer's own form; {} before the first step. Not copies, except of
@@ -124,7 +150,8 @@ class ChunkedOptimizer:
         leaf_state.flat, leaf_state.counters = {}, {}
         for name, value in state.items():
             if _is_flat(value, leaf):
-                memory = self._memory_for(leaf_state, name, value)
+                memory = leaf_state.mapped.get(name, leaf_state.flat.get(name))
+                memory = self._new_memory(value) if memory is None else memory
                 leaf_state.flat[name] = value if memory is value else memory.copy_(value)
             else:
                 leaf_state.counters[name] = _pack_counter(value)
@@ -159,59 +186,113 @@ class ChunkedOptimizer:
         self._wide.clear()
         for leaf_state in self._states.values():
             leaf_state.mapped = {}
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+        self._block_of.clear()
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _map_states(self, folder: Path, names: list[str]) -> MappedFile:
         """Create a file with memory for each leaf's states, in the order in which leaves are stepped."""
-        dtypes = {leaf: self._stored_dtype(leaf) for leaf in self._states}
+        dtypes = {leaf: self._stored_dtype(leaf) for leaf in self._order}
         sizes = (mapped_bytes(leaf.numel(), dtype) for leaf, dtype in dtypes.items())
         file = MappedFile(folder, sum(sizes) * len(names))
-        for leaf, leaf_state in self._states.items():
-            leaf_state.mapped = {name: file.allocate(leaf.numel(), dtypes[leaf]) for name in names}
+        for leaf in self._order:
+            self._states[leaf].mapped = {name: file.allocate(leaf.numel(), dtypes[leaf]) for name in names}
         return file
 
-    def _step_streamed(self, leaf: Tensor, factor: float) -> None:
-        """Step one leaf; its state is in `optimizer.state` meanwhile."""
+    def _make_blocks(self) -> list[list[Span]]:
+        """The spans of each block. See [Note: leaves in files]."""
+        blocks: list[list[Span]] = []
+        for leaf in self._order:
+            spans = [Span(file, *file.pages(tensor)) for file, tensor in self._mapped(leaf)]
+            if not spans:
+                continue
+            merged = _merged(spans)
+            if self._masters is not None and blocks and merged[0].start < blocks[-1][0].stop:
+                merged = _merged([*blocks.pop(), *spans])
+            blocks.append(merged)
+            self._block_of[leaf] = len(blocks) - 1
+        self._spans = {leaf: blocks[index] for leaf, index in self._block_of.items()}
+        return blocks
+
+    def _step_block(self, block: int | None, leaves: Iterable[Tensor], factor: float) -> None:
+        """Step leaves of one block, or leaves in memory."""
+        if block is None or self._pipeline is None:
+            for leaf in leaves:
+                self._step_streamed(leaf, leaf, {}, factor)
+            return
+        memory = self._pipeline.load(block)
+        for leaf in leaves:
+            parameter = leaf
+            if self._masters is not None:
+                parameter = self._staged(memory, leaf, self._masters, leaf).detach().requires_grad_()
+                parameter.grad = leaf.grad
+            staged = {
+                name: self._staged(memory, leaf, self._file, mapped)
+                for name, mapped in self._states[leaf].mapped.items()
+                if self._file is not None
+            }
+            self._step_streamed(leaf, parameter, staged, factor)
+        self._pipeline.store()
+
+    def _staged(self, memory: Tensor, leaf: Tensor, file: MappedFile, tensor: Tensor) -> Tensor:
+        """The copy in `memory`, which holds the leaf's block, of a tensor in a file."""
+        position, base = file.offset(tensor), 0
+        for span in self._spans[leaf]:
+            if span.file is file and span.start <= position < span.stop:
+                start = base + position - span.start
+                return memory[start : start + tensor.nbytes].view(tensor.dtype)
+            base += span.num_bytes
+        raise AssertionError("the tensor is not in the leaf's block")
+
+    def _step_streamed(
+        self, leaf: Tensor, parameter: Tensor, staged: Mapping[str, Tensor], factor: float
+    ) -> None:
+        """Step one leaf; its state is in `optimizer.state` meanwhile.
+
+        `parameter`: the leaf, or its copy in a block's buffer; `staged`: copies of states there.
+        """
         leaf_state = self._states[leaf]
         if leaf_state.flat or leaf_state.counters:
+            stored = {name: staged.get(name, memory) for name, memory in leaf_state.flat.items()}
             state = {
-                name: stored if stored.dtype == leaf.dtype else self._wide_for(name, leaf).copy_(stored)
-                for name, stored in leaf_state.flat.items()
+                name: memory if memory.dtype == leaf.dtype else self._wide_for(name, leaf).copy_(memory)
+                for name, memory in stored.items()
             }
             counters = {name: _unpack_counter(value) for name, value in leaf_state.counters.items()}
-            self.optimizer.state[leaf] = {**state, **counters}
+            self.optimizer.state[parameter] = {**state, **counters}
         try:
-            with self._only([leaf]):
+            with self._only({leaf: parameter}, [leaf]):
                 scaled_step(self.optimizer, factor)
-            state = self.optimizer.state.get(leaf, {})
+            state = self.optimizer.state.get(parameter, {})
             leaf_state.counters = {
                 name: _pack_counter(value) for name, value in state.items() if not _is_flat(value, leaf)
             }
             for name in state.keys() - leaf_state.counters.keys():
-                self._store(leaf_state, name, state[name])
+                self._store(leaf_state, name, state[name], staged.get(name, leaf_state.flat.get(name)))
         finally:
-            self.optimizer.state.pop(leaf, None)
+            self.optimizer.state.pop(parameter, None)
+        if leaf in self._targets:
+            self._targets[leaf].copy_(parameter.detach())
 
-    def _store(self, leaf_state: _LeafState, name: str, value: Tensor) -> None:
-        if leaf_state.flat.get(name) is value:
-            return  # it was stepped in place
-        memory = leaf_state.flat[name] = self._memory_for(leaf_state, name, value)
-        if not self._narrow:
-            if memory is not value:
+    def _store(self, leaf_state: _LeafState, name: str, value: Tensor, memory: Tensor | None) -> None:
+        """Store a state in `memory`; None: in memory that it gets now."""
+        if memory is not value:  # otherwise it was stepped in place
+            memory = self._new_memory(value) if memory is None else memory
+            if self._narrow:
+                wide = self._wide_for(name, value)
+                if value.data_ptr() != wide.data_ptr():  # the optimizer allocated it
+                    wide.copy_(value)
+                self._rounding.round(wide, memory, name, leaf_state.position)
+            elif memory is not value:
                 memory.copy_(value)
-            return
-        wide = self._wide_for(name, value)
-        if value.data_ptr() != wide.data_ptr():  # the optimizer allocated it
-            wide.copy_(value)
-        self._rounding.round(wide, memory, name, leaf_state.position)
+        leaf_state.flat[name] = leaf_state.mapped.get(name, memory)
 
-    def _memory_for(self, leaf_state: _LeafState, name: str, value: Tensor) -> Tensor:
+    def _new_memory(self, value: Tensor) -> Tensor:
         """The memory in which a state is stored from now on; `value` itself if possible."""
-        memory = leaf_state.mapped.get(name, leaf_state.flat.get(name))
-        if memory is not None:
-            return memory
         dtype = self._stored_dtype(value)
         return value if dtype == value.dtype else torch.empty_like(value, dtype=dtype, requires_grad=False)
 
@@ -223,11 +304,6 @@ class ChunkedOptimizer:
             largest = max(leaf.numel() for leaf in self._states)
             self._wide[name] = torch.empty(largest, dtype=leaf.dtype, device=leaf.device)
         return self._wide[name][: leaf.numel()]
-
-    def _prefetch(self, leaves: Iterable[Tensor]) -> None:
-        for leaf in leaves:
-            for file, tensor in self._mapped(leaf):
-                file.prefetch(tensor)
 
     def _evict(self, leaf: Tensor) -> None:
         for file, tensor in self._mapped(leaf):
@@ -242,12 +318,13 @@ class ChunkedOptimizer:
                 yield self._file, memory
 
     @contextmanager
-    def _only(self, leaves: Sequence[Tensor]) -> Iterator[None]:
-        """Restrict the optimizer to these leaves, in their groups with the user's options."""
+    def _only(self, copies: Mapping[Tensor, Tensor], leaves: Sequence[Tensor]) -> Iterator[None]:
+        """Restrict the optimizer to these leaves, or `copies` of them, in their groups with the user's
+        options."""
         all_groups = self.optimizer.param_groups
         chosen: dict[int, list[Tensor]] = {}
         for leaf in leaves:
-            chosen.setdefault(self._states[leaf].group, []).append(leaf)
+            chosen.setdefault(self._states[leaf].group, []).append(copies.get(leaf, leaf))
         params = {index: all_groups[index]["params"] for index in chosen}
         try:
             for index, selected in chosen.items():
@@ -258,6 +335,24 @@ class ChunkedOptimizer:
             self.optimizer.param_groups = all_groups
             for index, all_leaves in params.items():
                 all_groups[index]["params"] = all_leaves
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """The same pages, in as few spans as possible: those of one file that follow each other or overlap are
+    one."""
+    merged: list[Span] = []
+    by_file: dict[MappedFile, list[Span]] = {}
+    for span in spans:
+        by_file.setdefault(span.file, []).append(span)
+    for of_file in by_file.values():
+        first, *others = sorted(of_file, key=lambda span: span.start)
+        merged.append(first)
+        for span in others:
+            if span.start <= merged[-1].stop:
+                merged[-1] = replace(merged[-1], stop=max(merged[-1].stop, span.stop))
+            else:
+                merged.append(span)
+    return merged
 
 
 def _is_flat(value: object, leaf: Tensor) -> bool:

@@ -159,7 +159,7 @@ class Plan:
                 and reduce=bf16 rounds every partial sum
     optim_dtype dtype in which optimizer states are stored
     offload     where optimizer states, master weights and (zero=3) parameter shards are kept: `cpu` memory,
-                or memory-mapped files on `disk` for optimizer states and master weights (CPU ranks only)
+                or files on `disk` for optimizer states and master weights (CPU ranks only)
     recompute   activation checkpointing: `full` keeps only each block's input and recomputes the block in
                 backward, `selective` keeps matrix products and recomputes the rest, `every=k` applies full to
                 every k-th block

@@ -67,7 +67,13 @@ class DataGroups:
 
 
 class MasterAllocator(Protocol):
-    """Memory of master weights. Implemented by `MasterWeights` (device, host or file)."""
+    """Memory of master weights. Implemented by `MasterWeights` (device, host or file).
+
+    are_in_file   the optimizer rounds updated weights into the shards itself, while it holds them in memory
+    """
+
+    @property
+    def are_in_file(self) -> bool: ...
 
     def allocate(self, numel: int) -> Tensor:
         """Return zeros for the master weights of a range."""

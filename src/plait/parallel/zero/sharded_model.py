@@ -227,7 +227,7 @@ class ShardedStage:
         for unit_groups in self._update_groups:
             units = [unit for unit_group in unit_groups for unit in unit_group if unit.trains]
             step(units)
-            for unit in units:
+            for unit in units if not self._context.masters.are_in_file else ():
                 unit.write_back()
             if self._unshards_after_update:
                 for unit_group in unit_groups:

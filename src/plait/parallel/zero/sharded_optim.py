@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,6 +53,10 @@ class MasterWeights:
             return self.file.allocate(numel, self._dtype)
         return torch.zeros(numel, dtype=self._dtype, device=self._device, pin_memory=self._pins)
 
+    @property
+    def are_in_file(self) -> bool:
+        return self.file is not None
+
     def evict(self, master: Tensor) -> None:
         """Drop a range's pages from memory if they are in a file."""
         if self.file is not None and master.numel():
@@ -72,6 +77,7 @@ class ShardedOptimizer:
         folder: Path | None,
     ) -> None:
         """`folder`: of the states' files; None: in memory."""
+        self.is_on_disk = folder is not None
         state_dtype: Literal["fp32", "bf16"] = "bf16" if plan.optim_dtype == "bf16" else "fp32"
         streams = state_dtype == "bf16" or folder is not None
         self.slices = {unit: _slices(unit, streams=streams) for unit in units}
@@ -89,6 +95,9 @@ class ShardedOptimizer:
             folder=folder,
             masters=masters.file,
             positions={part.leaf: unit.start + part.start for unit, part in flat},
+            targets={part.leaf: unit.shard[part.start : part.stop] for unit, part in flat}
+            if masters.are_in_file
+            else None,
         )
 
     @property
@@ -101,18 +110,25 @@ class ShardedOptimizer:
         return self.chunked.disk_bytes + (self._masters.file.num_bytes if self._masters.file else 0)
 
     def step(self, units: Iterable[FlatParam], factor: float, number: int) -> None:
-        """Run the optimizer's step `number` on these units, with gradients multiplied by `factor`."""
-        self.chunked.step([part.leaf for unit in units for part in self.slices[unit]], factor, number)
+        """Run the optimizer's step `number` on these units, with gradients multiplied by `factor`; `finish`
+        ends it. If master weights are in a file, updated ones are rounded into the units' shards."""
+        leaves = [part.leaf for unit in units for part in self.slices[unit]]
+        self.chunked.step(leaves, factor, number, finish=False)
+
+    def finish(self) -> None:
+        """Wait until the step's results are in their files. Raises RunError."""
+        self.chunked.finish()
 
 
 def _slices(unit: FlatParam, *, streams: bool) -> list[OptimizerSlice]:
     """This rank's ranges of the unit's optimizer groups. Streamed states are in slices: on a CPU they stay in
-    cache, a GPU pays for each launch."""
+    cache, a GPU pays for each launch. Slices end at multiples of a size of whole pages, so that blocks of a
+    file share none."""
     max_numel = (CHUNK * 64 if unit.master.is_cuda else CHUNK) if streams else None
     slices = []
     for group, low, high in unit.layout.owned_groups(unit.context.groups.all_gather.rank):
-        for start in range(low, high, max_numel or high - low):
-            stop = min(high, start + (max_numel or high - low))
+        ends = range((low // max_numel + 1) * max_numel, high, max_numel) if max_numel else ()
+        for start, stop in pairwise([low, *ends, high]):
             flat = FlatSlice.from_views(group, unit.master[start:stop], unit.grad_shard[start:stop])
             slices.append(OptimizerSlice(group, start, stop, flat.leaf))
     return slices
