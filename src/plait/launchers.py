@@ -74,7 +74,7 @@ def adopt_ranks() -> bool:
     variables become torchrun's in this process. Raises CommError."""
     variables = rank_variables(os.environ)
     if RENDEZVOUS_FILE in variables:
-        _make_private(Path(variables[RENDEZVOUS_FILE]).parent)
+        make_private(Path(variables[RENDEZVOUS_FILE]).parent)
     os.environ.update(variables)
     return "WORLD_SIZE" in os.environ
 
@@ -191,7 +191,7 @@ def _process(pid: int) -> tuple[str, str, int]:
     return before.partition("(")[2], fields[19], int(fields[1])
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
     """Create a directory that only this user can write to. Raises CommError if it is another's."""
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

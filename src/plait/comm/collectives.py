@@ -202,7 +202,7 @@ def start_all_to_all_list(
 
 
 def start_all_gather_list(outs: Sequence[Tensor], shard: Tensor, group: Group, *, label: str = "") -> Work:
-    """Fill `outs` with the ranks' shards, which may differ in size. All ranks know all sizes."""
+    """Fill `outs` with the ranks' shards, whose sizes may differ; each rank passes all of them."""
     return start_all_to_all_list(outs, [shard] * group.size, group, label=label)
 
 
