@@ -83,7 +83,7 @@ class TorchState:
         numbers = number.new_empty(own.group.size)
         all_gather(numbers, number, own.group, label="commits")
         self._number = int(numbers.max().item())
-        source = int(numbers.argmax().item())
+        source = numbers.tolist().index(self._number)
         values = found[1] if found and source == own.world.rank and self._number else self._values()
         self._load(broadcast_value(values, source))
         self.save()

@@ -1,7 +1,7 @@
 """Parameters, optimizer states and plain objects, broadcast to all ranks or gathered from them.
 
-Horovod pickles objects. Here they are JSON and tensors: None, bools, numbers, strings, bytes-free lists,
-tuples, sets, dicts and tensors, in any nesting. So no message can run code.
+Horovod pickles objects. Here they are JSON and tensors: None, bools, numbers, strings, lists, tuples, sets,
+dicts and tensors, in any nesting. So no message can run code.
 """
 
 import json
@@ -24,9 +24,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value.detach().to("cpu", copy=True).contiguous())
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int | float):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     for name, kind in _SEQUENCES.items():
         if isinstance(value, kind):
