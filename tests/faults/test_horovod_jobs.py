@@ -72,7 +72,8 @@ def test_under_mpirun_one_hosts_ranks_listen_on_loopback_alone(tmp_path: Path) -
         "          if os.path.exists(f'/proc/self/fd/{fd}')}\n"
         "lines = [line.split() for line in open('/proc/net/tcp').readlines()[1:]]\n"
         "own = [f[1] for f in lines if f[3] == '0A' and f'socket:[{f[9]}]' in inodes]\n"
-        "print('listens', *own, hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item(), flush=True)\n"
+        "total = hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()\n"
+        "os.write(1, (' '.join(['listens', *own, str(total)]) + chr(10)).encode())\n"  # in one call
         "hvd.shutdown()\n"
     )
     out, _ = finish(start("-c", program, entry=(*MPIRUN, sys.executable)))
