@@ -86,6 +86,10 @@ class DDPError(PlaitError, RuntimeError):
     """A model or training loop whose gradients DistributedDataParallel cannot average."""
 
 
+class CompatError(PlaitError):
+    """A call of another library's interface that plait does not support, or that breaks its rules."""
+
+
 class CheckpointError(PlaitError):
     """A checkpoint that cannot be written, is damaged, or belongs to another model or run."""
 

@@ -1,5 +1,6 @@
 """The verbs against what they say, and the world's agreements."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,13 +10,16 @@ from plait.comm import (
     Group,
     Mesh,
     all_gather,
+    all_gather_list,
     all_reduce,
     all_reduce_by,
+    all_to_all_list,
     broadcast,
     broadcast_text,
     connect,
     reduce,
     reduce_scatter,
+    reduce_scatter_list,
     sends_narrow,
     start_all_reduce,
     start_exchange,
@@ -100,6 +104,31 @@ def test_a_product_is_torchs_for_every_dtype(pool: Pool, transport: str) -> None
         expected = torch.stack([_factors(rank, dtype) for rank in range(3)]).prod(0).to(dtype)
         for of_rank in found:
             assert all(torch.equal(each, expected) for each in of_rank[4 * number : 4 * number + 4]), dtype
+
+
+def _lists() -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Rank r sends r + i values to rank i, and has r rows; rank i owns i + 1 rows of a product."""
+    group = connect().group
+    rank, size = group.rank, group.size
+    parts = [_values(rank, 2 * (rank + to))[::2] for to in range(size)]
+    outs = [torch.empty(rank + source, 2, dtype=torch.float64)[:, 0] for source in range(size)]
+    all_to_all_list(outs, parts, group)
+    gathered = [torch.empty(source, 3, dtype=torch.float64) for source in range(size)]
+    all_gather_list(gathered, _values(rank, 3 * rank).view(rank, 3), group)
+    own = torch.empty(rank + 1, dtype=torch.int64)
+    reduce_scatter_list(
+        own, [torch.full((owner + 1,), rank + owner + 1) for owner in range(size)], group, "prod"
+    )
+    return outs, gathered, own
+
+
+@pytest.mark.parametrize(("transport", "ranks"), [("host", 3), ("gloo", 3), ("auto", 1)])
+def test_lists_of_tensors_may_differ_in_size(pool: Pool, transport: str, ranks: int) -> None:
+    for rank, (outs, gathered, own) in enumerate(pool.over(transport).run(_lists, ranks)):
+        for source in range(ranks):
+            assert torch.equal(outs[source], _values(source, 2 * (source + rank))[::2])
+            assert torch.equal(gathered[source], _values(source, 3 * source).view(source, 3))
+        assert own.tolist() == [math.prod(r + rank + 1 for r in range(ranks))] * (rank + 1)
 
 
 def _pairs() -> list[tuple[int, ...]]:

@@ -34,6 +34,7 @@ from plait.cli.common import (
     write_output,
 )
 from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
+from plait.launchers import adopt_ranks
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 from plait.plan.host_profile import HostProfile, check_writable, save
 
@@ -178,7 +179,7 @@ def ddp(
 def _num_ranks(requested: int | None) -> tuple[int, int]:
     """Return the number of ranks, and of those on this host. Raises ConfigError, PlanError."""
     check_limits()
-    if "WORLD_SIZE" not in os.environ:
+    if not adopt_ranks():
         size = local_size = _RANKS if requested is None else requested
     else:
         check_ranks(requested)
@@ -194,7 +195,7 @@ def _connect(num_ranks: int, transport: str, device: str) -> "World":
     from plait.comm.world import connect
 
     end_with_parent()
-    if "WORLD_SIZE" not in os.environ:
+    if not adopt_ranks():
         fork_ranks()
         raise typer.Exit(launch_local(num_ranks, sys.argv[1:]))  # the same command line, and WORLD_SIZE
     return connect(transport=transport, device=device)

@@ -1,7 +1,6 @@
 """`plait evaluate`: scores of a model on text; and `plait evaluate-rank`, which it starts once per rank."""
 
 import json as json_module
-import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ import typer
 
 from plait.cli.common import Debug, Json, check_outputs, report_errors, write_json_output
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
+from plait.launchers import adopt_ranks
 from plait.plan import Plan
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def evaluate(
     with first_rank_first():
         check_outputs({"--json": json})
         Plan.parse(plan)
-        if "WORLD_SIZE" in os.environ:
+        if adopt_ranks():
             check_ranks(ranks)
     from plait.train.evaluate import EvaluationRequest
 
@@ -61,7 +61,7 @@ def evaluate(
         str(model), data, plan, batch, context, stride, text_key, own_tokenizer, device
     )
     output = None if json is None else str(json)
-    if "WORLD_SIZE" not in os.environ:
+    if not adopt_ranks():
         raise typer.Exit(_launch(request, ranks, output, debug))
     raise typer.Exit(_run(request, output, debug))
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from plait.cli.common import INTERRUPTED, LOST_RANK, Debug, PlanOverride, Run, Sets, print_line, report_errors
 from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
 from plait.cli.streams import outlive_output
+from plait.launchers import adopt_ranks
 from plait.plan import Plan
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ def train(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model as a recipe says, on local ranks, or on the ranks of torchrun."""
+    """Train a model as a recipe says, on local ranks, or on those of torchrun, mpirun or srun."""
     outlive_output()
     check_limits()
     sets = [*(sets or []), *(["run.probe=true"] if probe else [])]
     sets += [] if trace is None else [f"run.trace={json.dumps(str(trace))}"]
-    if "WORLD_SIZE" in os.environ:
+    if adopt_ranks():
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
     from plait.train.config import read_recipe
 

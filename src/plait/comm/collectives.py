@@ -8,7 +8,7 @@ may differ from run to run. In a group of one rank a collective only copies loca
 collectives do nothing, and are logged in a dry run only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import ParamSpec
@@ -166,6 +166,93 @@ start_all_to_all, all_to_all = _start_and_run(_all_to_all)
 start_barrier, barrier = _start_and_run(_barrier)
 start_send, send = _start_and_run(_send)
 start_receive, receive = _start_and_run(_receive)
+
+
+# --- tensors of different sizes
+
+
+def _waiting(start: Callable[P, Work]) -> Callable[P, None]:
+    """Return a function that starts a communication and waits for it."""
+
+    @wraps(start)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        start(*args, **kwargs).wait()
+
+    run.__name__ = run.__qualname__ = start.__name__.removeprefix("start_")
+    return run
+
+
+def start_all_to_all_list(
+    outs: Sequence[Tensor], parts: Sequence[Tensor], group: Group, *, label: str = ""
+) -> Work:
+    """Send the i-th of `parts` to rank i; the i-th of `outs` receives rank i's part.
+
+    Tensors may have any sizes, on which sender and receiver agree. Messages are matched with those of `send`,
+    in start order.
+    """
+    _check_lists(outs, parts, group)
+    peers = [rank for rank in range(group.size) if rank != group.rank]
+    outs[group.rank].copy_(parts[group.rank].reshape(outs[group.rank].shape))
+    sends = [(parts[peer].contiguous(), peer) for peer in peers if parts[peer].numel()]
+    receives = [(outs[peer].contiguous(), peer) for peer in peers if outs[peer].numel()]
+    copies = [
+        _copy_back(outs[peer], dense) for dense, peer in receives if dense.data_ptr() != outs[peer].data_ptr()
+    ]
+    return _start_exchange(sends, receives, copies, group, label)
+
+
+def start_all_gather_list(outs: Sequence[Tensor], shard: Tensor, group: Group, *, label: str = "") -> Work:
+    """Fill `outs` with the ranks' shards, whose sizes may differ; each rank passes all of them."""
+    return start_all_to_all_list(outs, [shard] * group.size, group, label=label)
+
+
+def start_reduce_scatter_list(
+    out: Tensor, parts: Sequence[Tensor], group: Group, op: str = "sum", *, label: str = ""
+) -> Work:
+    """Write to `out` the reduced i-th of `parts` on rank i: one reduction per rank, as sizes may differ."""
+    _check_lists([*parts[: group.rank], out, *parts[group.rank + 1 :]], parts, group)
+    own = parts[group.rank].clone(memory_format=torch.contiguous_format)  # the caller's keeps its values
+    works = [
+        start_reduce(own if root == group.rank else part, group, root, op, label=label)
+        for root, part in enumerate(parts)
+    ]
+    return Work(*(work.wait for work in works), _copy_back(out, own.view(out.shape)))
+
+
+all_to_all_list = _waiting(start_all_to_all_list)
+all_gather_list = _waiting(start_all_gather_list)
+reduce_scatter_list = _waiting(start_reduce_scatter_list)
+
+
+def _start_exchange(
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    copies: Sequence[Callable[[], object]],
+    group: Group,
+    label: str,
+) -> Work:
+    call = Call(OpType.ALL_TO_ALL, label=label)
+    tensors = [tensor for tensor, _ in (*sends, *receives)]
+    if not tensors or (tensors[0].is_meta and not group.is_dry_run):
+        return Work()
+    if group.comm_log is not None:
+        num_bytes = max(sum(tensor.nbytes for tensor, _ in each) for each in (sends, receives))
+        group.comm_log.record(CommKey(group.axes, group.channel, call.op_type.value), num_bytes)
+    work = group.transport.exchange(call, sends, receives)
+    if copies:
+        work = Work(work.wait, *copies, is_done=work.is_done)
+    return work.timed_by(group.clock, call)
+
+
+def _check_lists(outs: Sequence[Tensor], parts: Sequence[Tensor], group: Group) -> None:
+    own_out, own = (tensors[group.rank].numel() for tensors in (outs, parts))
+    if len(outs) == len(parts) == group.size and own_out == own:
+        return
+    raise CommError(
+        "the tensors of a collective on lists do not match",
+        given=f"{len(outs)} and {len(parts)} tensors; {own} elements into {own_out} on this rank",
+        expected=f"{group.size} tensors, one per rank, and as many elements out as in",
+    )
 
 
 # --- reductions that are consumed chunk by chunk: gradients

@@ -42,7 +42,6 @@ import io
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -60,9 +59,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from plait.comm.world import RENDEZVOUS_FILE
 from plait.errors import CommError
 from plait.fileio import temporary_folder
+from plait.launchers import RENDEZVOUS_FILE, loopback_sockets
 
 _LAUNCHER_PID = "PLAIT_LAUNCHER_PID"
 
@@ -415,10 +414,8 @@ def _run_agent(
 
 
 def _rank_environment(num_ranks: int, rendezvous_dir: Path) -> dict[str, str]:
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
     defaults = {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
+        **loopback_sockets(os.environ),
         "OMP_NUM_THREADS": str(max(1, _num_cpus() // num_ranks)),
         # glibc returns blocks of some MB to the kernel after each use; a training step needs the same
         # ones again, and pays for every page. Keeping them makes a step on CPU a tenth faster.

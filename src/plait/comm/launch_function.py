@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from plait.comm.launch import end_with_parent, launch_local
 from plait.errors import CommError
+from plait.launchers import adopt_ranks
 
 _T = TypeVar("_T")
 _INTERRUPTED = 128 + signal.SIGINT
@@ -75,7 +76,7 @@ def _check_launch(function: object) -> None:
         problem, hint = f"a {type(function).__name__}", "plait.launch(train, 2), with the function itself"
     elif sys.platform != "linux":
         problem, hint = f"a process on {sys.platform}, which cannot fork safely", "torchrun"
-    elif "WORLD_SIZE" in os.environ or dist.is_initialized():
+    elif adopt_ranks() or dist.is_initialized():
         problem, hint = "a process that is a rank itself", "call the function, without launch"
     elif torch.cuda.is_initialized():
         problem = "a process that has used CUDA, which no fork of it can use"

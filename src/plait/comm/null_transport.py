@@ -33,6 +33,9 @@ class NullTransport:
 
     def run(self, call: Call) -> None: ...
 
+    def exchange(self, call: Call, sends: object, receives: object) -> Work:  # noqa: ARG002
+        return Work()
+
     def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:  # noqa: ARG002
         """Return the input as the sum, or one rank's range of it."""
         return PartialReduceWork([tensor[: tensor.numel() // self._num_ranks] if scatter else tensor], Work())

@@ -55,9 +55,9 @@ class SubgroupTransport:
     def start(self, call: Call) -> Work:
         """Start a message; run a collective (on CUDA: queue it), so that nothing is left to wait for."""
         if call.op_type is OpType.SEND:
-            return self._exchange(call, [(call.input, call.root)], [])
+            return self.exchange(call, [(call.input, call.root)], [])
         if call.op_type is OpType.RECEIVE:
-            return self._exchange(call, [], [(call.output, call.root)])
+            return self.exchange(call, [], [(call.output, call.root)])
         self._run_collective(call)
         return Work()
 
@@ -136,7 +136,7 @@ class SubgroupTransport:
         for out, source in zip(own_received, own_sent, strict=True):
             _copy(out, source)
         remote = [[(tensor, peer) for tensor, peer in each if peer != rank] for each in (sends, receives)]
-        self._exchange(call, *remote).wait()
+        self.exchange(call, *remote).wait()
 
     def _all_reduce_steps(self, flat: Tensor) -> Steps:
         algorithm = "tree" if flat.nbytes < _LARGE_BYTES else "ring"
@@ -152,12 +152,12 @@ class SubgroupTransport:
     def _exchange_step(self, call: Call, messages: Sequence[tuple[Move, Tensor]]) -> None:
         sends = [(tensor, move.to) for move, tensor in messages if isinstance(move, Send)]
         receives = [(tensor, move.source) for move, tensor in messages if not isinstance(move, Send)]
-        self._exchange(call, sends, receives).wait()
+        self.exchange(call, sends, receives).wait()
 
-    def _exchange(
+    def exchange(
         self, call: Call, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> Work:
-        """Start messages to and from ranks of the subgroup, as one NCCL group."""
+        """As one NCCL group."""
         if not sends and not receives:
             return Work()
         return self._base.exchange(

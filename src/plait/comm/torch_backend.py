@@ -278,11 +278,7 @@ class PlaitGroup(dist.ProcessGroup):
             full = torch.cat([part.reshape(-1) for part in inputs])
             call.add("reduce_scatter", call.flat(out), full, self._plait, op)
         else:
-            own = inputs[self.rank()].clone()  # the caller's input must keep its values
-            inputs[self.rank()] = own
-            for root, part in enumerate(inputs):
-                call.add("reduce", part, self._plait, root, op)
-            call.copies = [(out, own.reshape(out.shape))]
+            call.add("reduce_scatter_list", out, inputs, self._plait, op)
         return self._submit(call, opts)
 
     # --- data movement
@@ -321,7 +317,7 @@ class PlaitGroup(dist.ProcessGroup):
                 call.add("all_gather", full, source.reshape(-1), self._plait)
                 call.copies += from_flat(outs, full)
             else:
-                self._exchange(call, [source] * self.size(), outs)
+                call.add("all_gather_list", outs, source, self._plait)
         return self._submit(call, opts)
 
     allgather_coalesced = allgather
@@ -366,7 +362,9 @@ class PlaitGroup(dist.ProcessGroup):
         out, source = dense_real(output, "all-to-all"), dense_real(full, "all-to-all")
         call = BackendOp("an all-to-all", [output])
         if output_splits or input_splits:
-            self._exchange(call, self._split(source, input_splits), self._split(out, output_splits))
+            parts, outs = self._split(source, input_splits), self._split(out, output_splits)
+            self._check_own(outs, parts)
+            call.add("all_to_all_list", outs, parts, self._plait)
         else:
             call.add("all_to_all", call.flat(out), source.reshape(-1), self._plait)
         return self._submit(call, opts)
@@ -378,7 +376,9 @@ class PlaitGroup(dist.ProcessGroup):
         self._check_num_tensors(parts, "all-to-all")
         call = BackendOp("an all-to-all", outputs)
         inputs = [dense_real(part, "all-to-all") for part in parts]
-        self._exchange(call, inputs, [dense_real(out, "all-to-all") for out in outputs])
+        outs = [dense_real(out, "all-to-all") for out in outputs]
+        self._check_own(outs, inputs)
+        call.add("all_to_all_list", outs, inputs, self._plait)
         return self._submit(call, opts)
 
     def barrier(self, opts: Any = None) -> GroupWork:
@@ -416,16 +416,8 @@ class PlaitGroup(dist.ProcessGroup):
         self._queue.add(work)
         return work
 
-    def _exchange(self, call: BackendOp, inputs: Sequence[Tensor], outputs_by_rank: Sequence[Tensor]) -> None:
-        """Send one tensor to every rank, which knows its size, and receive one from each."""
-        own, size = self.rank(), self.size()
-        check_same_size(outputs_by_rank[own], inputs[own], "all-to-all")
-        call.copies.append((outputs_by_rank[own], inputs[own].reshape(outputs_by_rank[own].shape)))
-        for peer in ((own + step) % size for step in range(1, size)):
-            if inputs[peer].numel():
-                call.add("send", inputs[peer], self._plait, peer)
-            if outputs_by_rank[peer].numel():
-                call.add("receive", outputs_by_rank[peer], self._plait, peer)
+    def _check_own(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        check_same_size(outs[self.rank()], parts[self.rank()], "all-to-all")
 
     def _split(self, tensor: Tensor, splits: list[int]) -> Sequence[Tensor]:
         if not splits and tensor.shape[0] % self.size() == 0:

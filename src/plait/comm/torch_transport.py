@@ -35,7 +35,7 @@ time limit breaks the connection when the limit passes. So the first poll makes 
 wait, in the order of the polls. A caller that waits without polling needs no thread.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -189,10 +189,9 @@ class TorchTransport:
         )
 
     def exchange(
-        self, call: Call, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
+        self, call: Call, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> Work:
-        """Send to and receive from group ranks, on NCCL in one group: none of the messages waits for another.
-        Messages between two ranks are matched in start order."""
+        """On NCCL in one group, because its stream runs one call after the other."""
         p2p_ops = [
             dist.P2POp(dist.isend, t, self._ranks[group_rank], self.process_group) for t, group_rank in sends
         ]

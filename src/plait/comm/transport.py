@@ -1,6 +1,6 @@
 """The transport of a group's collectives: calls as values, and the protocol that transports implement."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -133,6 +133,12 @@ class Transport(Protocol):
 
     def run(self, call: Call) -> None:
         """Run a call to completion."""
+
+    def exchange(
+        self, call: Call, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Work:
+        """Start messages to and from other group ranks, none of which waits for another of them. Between two
+        ranks they are matched in start order. `call`: for errors."""
 
     def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:
         """Sum flat tensors: each rank gets its own range of the sum (`scatter`) or all of it. `tensor` is in

@@ -1,4 +1,4 @@
-"""The ranks of the job: started by torchrun, by our launcher, or a single process."""
+"""The ranks of the job: started by torchrun, by our launcher, by `mpirun` or `srun`, or a single process."""
 
 import atexit
 import datetime
@@ -36,11 +36,8 @@ from plait.comm.subgroup_transport import SubgroupTransport
 from plait.comm.torch_transport import TorchTransport, new_torch_group
 from plait.comm.transport import Transport
 from plait.errors import CommError, unknown_key_hint
+from plait.launchers import RENDEZVOUS_FILE, adopt_ranks
 from plait.plan.cost_model import TRANSPORTS
-
-# Path of the launcher's FileStore, which listens on no port; torch's TCPStore listens on every interface
-# even for a loopback address.
-RENDEZVOUS_FILE = "PLAIT_RENDEZVOUS_FILE"
 
 _ABORT_S = 10.0  # limit of aborting communications
 
@@ -296,7 +293,8 @@ _world: World | None = None
 
 
 def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: str = "auto") -> World:
-    """Join the ranks that torchrun or our launcher announced in the environment; without one, run alone.
+    """Join the ranks that torchrun, our launcher, `mpirun` or `srun` announced in the environment; without
+    one, run alone.
 
     Uses one GPU per rank and NCCL if CUDA is available (or `device="cuda"`), else CPU and Gloo. A second call
     returns the same world, whatever its arguments, as long as its process group lives. An existing process
@@ -309,9 +307,11 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     device = _transport_device(transport, device)
     if _world is not None and _world.is_alive():
         return _world
+    store, has_process_group = None, dist.is_initialized()
+    if not has_process_group:
+        adopt_ranks()
     rank, size, local_rank = (_env_int(name, value) for name, value in _RANK_VARIABLES)
     timeout = datetime.timedelta(seconds=timeout_s)
-    store, has_process_group = None, dist.is_initialized()
     if has_process_group:
         rank, size = dist.get_rank(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()  # no public API

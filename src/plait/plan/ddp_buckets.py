@@ -15,6 +15,7 @@ class GradSpec:
     nbytes: int
     kind: Hashable  # dtype and device, the same for all of a bucket
     alone: bool = False  # a sparse gradient has a bucket of its own
+    unlimited: bool = False  # its bucket holds all of its kind
 
 
 def assign_buckets(
@@ -37,7 +38,7 @@ def assign_buckets(
         kind = grad.kind
         open_buckets.setdefault(kind, []).append(index)
         sizes[kind] = sizes.get(kind, 0) + grad.nbytes
-        if sizes[kind] >= limits[min(num_closed.get(kind, 0), len(limits) - 1)]:
+        if not grad.unlimited and sizes[kind] >= limits[min(num_closed.get(kind, 0), len(limits) - 1)]:
             buckets.append(tuple(open_buckets.pop(kind)))
             num_closed[kind] = num_closed.get(kind, 0) + 1
             sizes[kind] = 0

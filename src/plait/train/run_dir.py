@@ -10,7 +10,6 @@ moved to another host; at a first start it is not, because another job may reuse
 
 import os
 import shutil
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from plait.fileio import (
     temporary_folder,
     write_json,
 )
+from plait.launchers import process_identity
 from plait.train.config import Recipe, override_recipe
 from plait.train.resume import Check, start_from
 from plait.train.saved_recipe import SavedRecipe
@@ -159,6 +159,4 @@ def is_later_attempt(run: RunDir) -> bool:
 def _current_job() -> tuple[str, str]:
     """torchrun's job id (empty without torchrun), and the process that started this one."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    stat = Path(f"/proc/{os.getppid()}/stat")
-    start_time = stat.read_text().rpartition(")")[2].split()[19] if stat.exists() else ""
-    return run_id, f"{socket.gethostname()} {os.getppid()} {start_time}"
+    return run_id, process_identity(os.getppid())

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -123,6 +123,19 @@ class ShmTransport:
             lambda: self._finish(ticket, call),
             is_done=lambda: self._clib.pl_wait(self._open_handle, ticket, 0) != _PENDING,
         )
+
+    def exchange(
+        self, call: Call, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Work:
+        works = [
+            self._start_message(Call(OpType.SEND, tensor, root=peer, label=call.label))
+            for tensor, peer in sends
+        ]
+        works += [
+            self._start_message(Call(OpType.RECEIVE, out=tensor, root=peer, label=call.label))
+            for tensor, peer in receives
+        ]
+        return Work(*(work.wait for work in works), is_done=lambda: all(work.is_done() for work in works))
 
     def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> "ShmReduceWork":
         call = Call(OpType.REDUCE_SCATTER if scatter else OpType.ALL_REDUCE, label=label)

@@ -8,13 +8,13 @@ its forward; ranks that have joined contribute zeros, and do not divide. Hooks r
 division.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import Group, start_all_reduce
 from plait.errors import DDPError
 from plait.parallel.ddp.bucket import Bucket, GradBucket, SparseBucket, all_reduce_sparse
@@ -23,11 +23,50 @@ AnyBucket = Bucket | SparseBucket
 Hook = Callable[..., "torch.futures.Future[Tensor]"]
 
 
+class GradientGroup(Protocol):
+    """The ranks whose gradients are reduced. Implemented by AttachedGroup and by Horovod's GradientRanks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized flat tensor for the group's collectives."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the ranks' gradients are combined: the mean, or with `scale` the sum times the second factor of
+    contributions times the first. `message_dtype`: of messages, if it is narrower than the gradients'."""
+
+    scale: tuple[float, float] | None = None
+    message_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Constructor options about gradients. `limits`: bucket sizes in bytes, see `plan/ddp_buckets.py`.
+
+    `passes`: gradients of each parameter per reduction, see [Note: an optimizer's backwards]. `groups`: for
+    each parameter, the number of the parameters that share its bucket, or -1."""
+
+    limits: Sequence[int]
+    passes: int | None = None
+    groups: Sequence[int] = ()
+    reduction: Reduction = field(default_factory=Reduction)
+    find_unused: bool = False
+    as_views: bool = False
+    skips_unused: bool = False
+
+
 class BucketReducer:
     """Starts the reductions of buckets, and waits for them in the same order."""
 
-    def __init__(self, attached: AttachedGroup) -> None:
+    def __init__(self, attached: GradientGroup, reduction: Reduction = Reduction()) -> None:
         self.attached = attached
+        self._reduction = reduction
         self._hook: Hook | None = None
         self._state: object = None
         # By bucket, until its next future: a thread of the process group may still run a callback of a
@@ -59,6 +98,8 @@ class BucketReducer:
         """Factor applied to gradients when they are copied into buckets; None for 1."""
         if self._hook is not None or self._takes_mean:
             return None
+        if self._reduction.scale is not None:
+            return None if self._reduction.scale[0] == 1.0 else self._reduction.scale[0]
         if self._divisor is None:
             self._divisor = float(self.group.size)
             if self._active is not None:
@@ -68,7 +109,8 @@ class BucketReducer:
     @property
     def _takes_mean(self) -> bool:
         transport = self.group.transport_or_none
-        return not self._is_in_join and transport is not None and transport.takes_mean
+        is_mean = self._reduction.scale is None and not self._is_in_join
+        return is_mean and transport is not None and transport.takes_mean
 
     def leave_join(self) -> None:
         """Leave `join()`, until `expect_active` is called."""
@@ -97,15 +139,21 @@ class BucketReducer:
 
     def start_sum(self, bucket: AnyBucket, buffer: Tensor, *, divides: bool) -> Callable[[], Tensor]:
         """Start a reduction without hook. `divides`: by the number of ranks, in the transport."""
+        factor = 1.0 if self._reduction.scale is None else self._reduction.scale[1]
         if isinstance(bucket, SparseBucket):
-            divisor = self.group.size if divides else 1
-            return lambda: all_reduce_sparse(buffer, self.group, f"bucket {bucket.index}") / divisor
+            factor = 1 / self.group.size if divides else factor
+            return lambda: all_reduce_sparse(buffer, self.group, f"bucket {bucket.index}") * factor
         real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+        message = real if self._reduction.message_dtype is None else real.to(self._reduction.message_dtype)
         op, label = "mean" if divides else "sum", f"bucket {bucket.index} of gradients"
-        work = start_all_reduce(real, self.group, op, label=label)
+        work = start_all_reduce(message, self.group, op, label=label)
 
         def wait() -> Tensor:
             work.wait()
+            if message is not real:
+                real.copy_(message)
+            if factor != 1.0:
+                real.mul_(factor)
             return buffer
 
         return wait

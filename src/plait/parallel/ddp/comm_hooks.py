@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,8 @@ class Compression:
         self._last.wait()
         reducer = self._reducer()
         assert reducer is not None, "the reducer was deleted"
-        group = reducer.bucket_reducer.attached.group_with_comm_thread
+        attached: Any = reducer.bucket_reducer.attached  # an AttachedGroup
+        group: Group = attached.group_with_comm_thread
         if group is not self._group or reducer.buckets is not self._buckets:
             previous = self._errors_by_param() if group is self._group else {}
             self._group, self._buckets = group, reducer.buckets

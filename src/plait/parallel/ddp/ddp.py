@@ -27,9 +27,10 @@ from plait.comm.attach import (
 )
 from plait.comm.collectives import broadcast, shares_memory
 from plait.errors import DDPError
+from plait.parallel.ddp.allreduce import Options
 from plait.parallel.ddp.bucket import GradBucket
 from plait.parallel.ddp.logger import Logger
-from plait.parallel.ddp.reducer import Options, Reducer, weak_method
+from plait.parallel.ddp.reducer import Reducer, weak_method
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):

@@ -76,6 +76,16 @@ def marked_ready_twice(index: int, names: Mapping[int, str]) -> DDPError:
     )
 
 
+def too_many_passes(name: str, passes: int) -> DDPError:
+    """An optimizer's gradients were computed more often than it expects."""
+    return DDPError(
+        "Gradients were computed more than backward_passes_per_step times before a call of step().",
+        given=f"one more gradient of {name} after {passes}",
+        expected="step() or synchronize() after the last backward",
+        hint=f"backward_passes_per_step={passes + 1}, to accumulate gradients locally",
+    )
+
+
 def graph_changed(index: int, names: Mapping[int, str]) -> DDPError:
     """Under static_graph, a parameter that was unused in the first iteration received a gradient."""
     return DDPError(

@@ -13,6 +13,11 @@ parameters, in reverse; they are reduced as they fill. From the second forward o
 ready order on all ranks. With find_unused_parameters the set of parameters that a graph omits may change, so
 the first buckets stay, except under static_graph, which excludes such changes.
 
+[Note: an optimizer's backwards]
+An optimizer sees no forward. With `passes` the hooks are armed from `begin` to `finish`. The last of so many
+gradients of a parameter goes into its bucket; `finish` reduces what is missing and writes the results, so
+reductions also overlap with what follows backward.
+
 The rest implements what torch's module calls: join, hooks, settings. Those names are torch's.
 """
 
@@ -27,11 +32,17 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.profiler import record_function
 
-from plait.comm.attach import AttachedGroup
 from plait.comm.collectives import broadcast
 from plait.comm.transport import Work
 from plait.errors import DDPError
-from plait.parallel.ddp.allreduce import AnyBucket, BucketReducer, Hook, as_grad_bucket
+from plait.parallel.ddp.allreduce import (
+    AnyBucket,
+    BucketReducer,
+    GradientGroup,
+    Hook,
+    Options,
+    as_grad_bucket,
+)
 from plait.parallel.ddp.bucket import (
     Bucket,
     GradBucket,
@@ -46,6 +57,7 @@ from plait.parallel.ddp.errors import (
     STATIC_LATE,
     graph_changed,
     marked_ready_twice,
+    too_many_passes,
     unfinished_reduction,
     warn_once,
 )
@@ -57,16 +69,6 @@ T = TypeVar("T")
 
 # All live reducers of this process: a parameter does not record which reducers hook it.
 _live_reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Options:
-    """Constructor options about gradients. `limits`: bucket sizes in bytes, see `plan/ddp_buckets.py`."""
-
-    limits: Sequence[int]
-    find_unused: bool = False
-    as_views: bool = False
-    skips_unused: bool = False
 
 
 @dataclass
@@ -91,13 +93,13 @@ class Reducer:
         are_sparse: Sequence[bool],
         names: Mapping[int, str],
         options: Options,
-        attached: AttachedGroup,
+        attached: GradientGroup,
     ) -> None:
         """`names`: parameter names for error messages, by index."""
         self.parameters = list(parameters)
         self.options = options
         self.timings = Timings()
-        self.bucket_reducer = BucketReducer(attached)
+        self.bucket_reducer = BucketReducer(attached, options.reduction)
         self.static_graph: StaticGraph | None = None
         self.is_static_so_far = True  # the set of unused parameters has not changed so far
         self._names = dict(names)
@@ -111,6 +113,7 @@ class Reducer:
         self._used_map = UsedMap(len(self.parameters), self._device) if options.find_unused else None
         self._output_nodes: list[Any] = []  # grad_fn of forward's outputs
         self._unused: list[int] = []
+        self._remaining: list[int] = []  # gradients of each parameter until it is reduced, with `passes`
         self._optimizers_run_in_backward = False
         self._in_flight: dict[int, Callable[[], Tensor]] = {}
         self._abandoned: list[Callable[[], Tensor]] = []
@@ -150,9 +153,10 @@ class Reducer:
 
     def _set_buckets(self, order: Sequence[int], *, is_reverse: bool = False) -> None:
         """Build buckets from parameters in `order`. `is_reverse`: reverse the order of the buckets."""
+        groups = self.options.groups or [-1] * len(self.parameters)
         specs = [
-            GradSpec(p.numel() * p.dtype.itemsize, (p.dtype, p.device), alone)
-            for p, alone in zip(self.parameters, self._are_sparse, strict=True)
+            GradSpec(p.numel() * p.dtype.itemsize, (p.dtype, p.device, group), alone, group >= 0)
+            for p, alone, group in zip(self.parameters, self._are_sparse, groups, strict=True)
         ]
         assignment = assign_buckets(specs, self.options.limits, order)
         if is_reverse:
@@ -249,6 +253,8 @@ class Reducer:
     def _autograd_hook(self, index: int) -> None:
         """Handle one run of a parameter's AccumulateGrad hook."""
         with self._lock:
+            if self.options.passes is not None and not self._count_pass(index):
+                return
             static = self.static_graph
             if static is not None and not static.is_recorded:
                 static.record_hook(index)
@@ -279,7 +285,15 @@ class Reducer:
             slot = self._readiness.slots[index]
             slot.bucket.mark_unreached(slot.position)
             self._mark_ready(index)
-        self._readiness.is_fast_path = self.static_graph is None
+        self._readiness.is_fast_path = self.static_graph is None and self.options.passes in (None, 1)
+
+    def _count_pass(self, index: int) -> bool:
+        """Count one of a parameter's `passes` gradients. Return True if it is the last."""
+        if self._readiness.ready[index]:
+            assert self.options.passes is not None, "gradients are not counted"
+            raise too_many_passes(self._names.get(index, f"parameter {index}"), self.options.passes)
+        self._remaining[index] -= 1
+        return self._remaining[index] == 0
 
     def _set_factor(self) -> None:
         factor = self.bucket_reducer.factor()
@@ -320,6 +334,8 @@ class Reducer:
                 return
             self._launcher.complete(bucket.index)
             if self._launcher.all_started:
+                if self.options.passes is not None:
+                    return  # until `finish`
                 if not self._has_sparse:
                     self._start_used_map()
                 Variable._execution_engine.queue_callback(self._finalize_backward)
@@ -382,6 +398,37 @@ class Reducer:
             future.wait()
         if self._used_map is not None:
             self._used_map.wait()
+
+    # --- an optimizer's backwards, see the note
+
+    def begin(self) -> None:
+        """Arm the hooks until `finish`."""
+        assert self.options.passes is not None, "a reducer of a module"
+        self._remaining = [self.options.passes] * len(self.parameters)
+        self.prepare_for_backward(())
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if a backward has computed a gradient since `begin`."""
+        return any(self._readiness.ready) or min(self._remaining) < (self.options.passes or 0)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce the gradients that are missing (where there is none, zeros), and write all results."""
+        with self._lock:
+            if not self._backward_started:
+                self._start_backward()
+            for index in self._readiness.missing:
+                self._mark_ready(index)
+            self._finalize_backward()
+            self._readiness.begin()
+
+    def contribute_zeros(self) -> None:
+        """Take part in the reductions of one `finish` of the other ranks, without gradients."""
+        self.bucket_reducer.reset()
+        last = len(self.buckets) - 1
+        for wait in [self.bucket_reducer.start(b, b.zeros(), is_last=b.index == last) for b in self.buckets]:
+            wait()
 
     # --- a static graph
 
@@ -508,13 +555,15 @@ class Reducer:
         """Do nothing: row indices are gathered in every reduction."""
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        self.bucket_reducer.attached.set_process_group(new_process_group)
+        attached: Any = self.bucket_reducer.attached  # of a module, an AttachedGroup
+        attached.set_process_group(new_process_group)
         for bucket in self.buckets:
             bucket.reset()  # their memory belongs to the previous group
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> "torch.futures.Future[list[Tensor]]":
         """Sum over the process group without dividing, for torch's own hooks."""
-        return self.bucket_reducer.attached.process_group.allreduce([bucket.buffer()]).get_future()
+        attached: Any = self.bucket_reducer.attached
+        return attached.process_group.allreduce([bucket.buffer()]).get_future()
 
     def get_backward_stats(self) -> list[int]:
         """Zeros: ready times of gradients are not recorded."""
