@@ -1,0 +1,29 @@
+"""What a step computes, and with what program."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step computes: `batch` sequences of `sequence` tokens, over all data ranks and micro-batches."""
+
+    sequence: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.batch
+
+
+@dataclass(frozen=True)
+class Software:
+    """Properties of the training program that change the time of a plan. The defaults are this product's own.
+
+    Published runs were made by other programs, whose reports say which of these they have.
+
+    fused_attention    flash attention: scores are not stored
+    overlaps_data      gradients are reduced, and parameters gathered, during the computation
+    """
+
+    fused_attention: bool = True
+    overlaps_data: bool = True
