@@ -41,12 +41,12 @@ class Rates(NamedTuple):
     def of(cls, device: Device, precision: str, tf32: bool, constants: Constants) -> "Rates":
         peak = device.peak_flops["tf32" if tf32 and "tf32" in device.peak_flops else precision]
         return cls(
-            peak * getattr(device, "matmul_fraction", 0.8),
+            peak * device.matmul_fraction,
             device.memory_bytes_per_s,
             device.num_sms,
-            getattr(device, "launch_s", None) or constants.launch_s,
+            device.launch_s or constants.launch_s,
             COMPUTE_BYTES[precision],
-            getattr(device, "product_rates", ()),
+            tuple(device.product_rates.get(precision, ())),
         )
 
 

@@ -43,7 +43,7 @@ _UNCERTAINTY = 0.08
 def _rank_memory(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software, on_gpu: bool
 ) -> MemoryUse:
-    counts = block_counts(model, plan)
+    counts = block_counts(model, plan, software)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
     own = [stage for stage, of in enumerate(ranks) if of == rank]
     units: list[UnitLayout] = []

@@ -68,7 +68,7 @@ def price(
     constants: Constants = DEFAULT,
 ) -> Price:
     """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the batch."""
-    check(model, plan, cluster, work)
+    check(model, plan, cluster, work, software)
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     stages = stage_seconds(model, plan, cluster, work, software, constants)
@@ -88,7 +88,7 @@ def price(
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
     data = _reductions(model, plan, links, stages, ranks, software, constants)
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
-    owned = _owned(model, plan, ranks, slowest)
+    owned = _owned(model, plan, ranks, slowest, software)
     update = optimizer_s(owned, rates, constants) + _offload_s(plan, owned, links)
     step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
@@ -125,7 +125,9 @@ def price(
     )
 
 
-def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload) -> None:
+def check(
+    model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = Software()
+) -> None:
     """Raise PlanError for a plan that does not fit the model, the cluster or the batch."""
     if plan.num_ranks > cluster.num_devices:
         raise PlanError(
@@ -140,7 +142,7 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload) -> No
             expected=" or ".join(cluster.device.peak_flops),
         )
     plan.check_batch(work.batch)
-    block_counts(model, plan)
+    block_counts(model, plan, software)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -191,7 +193,7 @@ def stage_seconds(
     part = Slice(plan.rows, plan.cols, plan.sp, batch, work.sequence, fused, plan.compile)
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
-    counts = block_counts(model, plan)
+    counts = block_counts(model, plan, software)
     return _stage_seconds(model, counts, part, plan.recompute, rates, links, plan.num_ranks, constants)
 
 
@@ -244,7 +246,7 @@ def _gathers(
     per_micro = plan.zero >= 2 and not plan.accumulates_full
     if plan.shard_degree == 1 or not (plan.zero == 3 or per_micro):
         return [nothing] * len(stages)
-    counts, group = block_counts(model, plan), _shard_group(plan)
+    counts, group = block_counts(model, plan, software), _shard_group(plan)
     size = COMPUTE_BYTES[plan.precision]
     kinds: dict[tuple[StageSeconds, int], _Overlapped] = {}
     result = []
@@ -290,7 +292,7 @@ def _reductions(
     """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step."""
     if plan.data_ranks == 1:
         return [_Overlapped(0.0, 0.0)] * plan.pp
-    counts = block_counts(model, plan)
+    counts = block_counts(model, plan, software)
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
     size, reduced = COMPUTE_BYTES[plan.precision], _reduced_itemsize(plan)
@@ -322,9 +324,11 @@ def _reductions(
     return result
 
 
-def _owned(model: ModelShape, plan: Plan, ranks: tuple[int, ...], rank: int) -> float:
+def _owned(
+    model: ModelShape, plan: Plan, ranks: tuple[int, ...], rank: int, software: Software
+) -> float:
     """Elements that a rank's optimizer updates."""
-    counts = block_counts(model, plan)
+    counts = block_counts(model, plan, software)
     return sum(
         unit.range_numel
         for s, of in enumerate(ranks)

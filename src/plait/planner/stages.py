@@ -7,11 +7,12 @@ from plait.plan import Plan
 from plait.plan.stages import balance_blocks
 from plait.planner.model_shape import ModelShape
 from plait.planner.timeline import stages_of
+from plait.planner.workload import Software
 
 _LOSS_AS_HIDDEN_UNITS = 16  # as in models/stages/assign.py
 
 
-def block_counts(model: ModelShape, plan: Plan) -> tuple[int, ...]:
+def block_counts(model: ModelShape, plan: Plan, software: Software = Software()) -> tuple[int, ...]:
     """Blocks of every stage. Raises PlanError if there are fewer blocks than stages."""
     if plan.blocks_per_stage is not None:
         counts = plan.blocks_per_stage
@@ -23,6 +24,11 @@ def block_counts(model: ModelShape, plan: Plan) -> tuple[int, ...]:
             )
         return counts
     ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    if software.splits_evenly:
+        for ends in (0, 1):
+            each, rest = divmod(model.layers + 2 * ends, len(ranks))
+            if each > 0 and rest == 0:
+                return (each - ends, *(each,) * (len(ranks) - 2), each - ends) if len(ranks) > 1 else (each,)
     if len(ranks) > model.layers:
         raise PlanError(
             f"{model.layers} blocks cannot fill {len(ranks)} stages",

@@ -23,7 +23,10 @@ class Software:
 
     fused_attention    flash attention: scores are not stored
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
+    splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the head's
+                       cost is balanced
     """
 
     fused_attention: bool = True
     overlaps_data: bool = True
+    splits_evenly: bool = False
