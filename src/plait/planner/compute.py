@@ -72,12 +72,14 @@ class Seconds:
 
     backward   of the input's gradient; `weight` of the parameters'
     selective  what recompute=selective computes again; full recompute repeats `forward`
+    host       the host's time to start the forward's operators; a backward has twice as many
     """
 
     forward: float
     backward: float
     weight: float
     selective: float = 0.0
+    host: float = 0.0
 
 
 @lru_cache(maxsize=1 << 16)
@@ -154,14 +156,10 @@ def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Const
     host = launches * rates.launch_s * (0.5 if part.compiled else 1.0)
     device_forward = forward + attention + vector
     device_backward = backward + attention_back + 2 * vector
-    return Seconds(
-        max(device_forward, host),
-        max(device_backward, host),
-        max(weight, 0.3 * host),
-        selective=attention + vector,
-    )
+    return Seconds(device_forward, device_backward, weight, selective=attention + vector, host=host)
 
 
+COLLECTIVE_OPERATORS = 5  # host time of a collective, in operators: the call, its checks, two events
 _FORWARD_OPERATORS = 20  # of an eager block: 4 products, 2 norms, attention, residuals, activation, copies
 
 
@@ -211,7 +209,12 @@ def embedding_seconds(model: ModelShape, part: Slice, rates: Rates, constants: C
     return Seconds(read, 0.0, 2 * read)
 
 
-def optimizer_s(owned: float, rates: Rates, constants: Constants) -> float:
+def optimizer_s(owned: float, blocks: int, rates: Rates, constants: Constants) -> float:
     """Adam on the owned elements: reads gradient, weight and two moments, writes weight, moments and the copy in the
-    precision of the computation, and the gradient norm reads the gradients once more."""
-    return owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / (rates.memory_bytes_per_s * constants.memory_fraction)
+    precision of the computation, and the gradient norm reads the gradients once more. Each block's tensors are also
+    checked, scaled and copied one by one."""
+    moved = owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / (rates.memory_bytes_per_s * constants.memory_fraction)
+    return max(moved, blocks * _OPTIMIZER_OPERATORS * rates.launch_s)
+
+
+_OPTIMIZER_OPERATORS = 40  # per block: 12 tensors, 3 or 4 operators each

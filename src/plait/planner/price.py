@@ -12,7 +12,7 @@ from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, all_gather_s, all_reduce_s, send_s
-from plait.planner.compute import Rates, Slice, block_seconds, embedding_seconds, head_seconds, optimizer_s
+from plait.planner.compute import COLLECTIVE_OPERATORS, Rates, Slice, block_seconds, embedding_seconds, head_seconds, optimizer_s
 from plait.planner.constants import DEFAULT, Constants
 from plait.planner.memory import peak_memory, stage_units
 from plait.planner.model_shape import ModelShape
@@ -88,8 +88,10 @@ def price(
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
     data = _reductions(model, plan, links, stages, ranks, software, constants)
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
+    counts = block_counts(model, plan, software)
+    own_blocks = sum(counts[stage] for stage, rank in enumerate(ranks) if rank == slowest)
     owned = _owned(model, plan, ranks, slowest, software)
-    update = optimizer_s(owned, rates, constants) + _offload_s(plan, owned, links)
+    update = optimizer_s(owned, own_blocks, rates, constants) + _offload_s(plan, owned, links)
     step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
     busy = {
@@ -159,8 +161,11 @@ def _stage_seconds(
     block = block_seconds(model, part, rates, constants)
     across = _block_tensor_s(model, part, links, rates, ranks)
     share, again = _recomputed(recompute, block.forward, block.selective)
-    tensor_again = across if recompute == "full" else share * across if recompute.startswith("every") else 0.0
+    tensor_again = share * across
     head, embedding = head_seconds(model, part, rates, constants), embedding_seconds(model, part, rates, constants)
+    host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
+    forward_s = max(block.forward + across, host)
+    backward_s = max(block.backward + block.weight + across + again + tensor_again, (2 + share) * host) - block.weight
     kinds: dict[tuple[int, bool, bool], StageSeconds] = {}
     stages = []
     for stage, blocks in enumerate(counts):
@@ -168,8 +173,8 @@ def _stage_seconds(
         if key not in kinds:
             ends = [embedding] * key[1] + [head] * key[2]
             kinds[key] = StageSeconds(
-                blocks * (block.forward + across) + sum(end.forward for end in ends),
-                blocks * (block.backward + across + again + tensor_again) + sum(end.backward for end in ends),
+                blocks * forward_s + sum(end.forward for end in ends),
+                blocks * backward_s + sum(end.backward for end in ends),
                 blocks * block.weight + sum(end.weight for end in ends),
                 blocks * again,
                 blocks * (2 * across + tensor_again),
@@ -203,6 +208,11 @@ def _recomputed(recompute: str, forward: float, selective: float) -> tuple[float
         share = 1 / int(recompute.removeprefix("every="))
         return share, share * forward
     return (1.0, forward) if recompute == "full" else (0.0, selective if recompute == "selective" else 0.0)
+
+
+def _block_collectives(part: Slice) -> int:
+    """Number of collectives of a block's forward."""
+    return (0 if part.cols == 1 else 4 if part.sp else 2) + (0 if part.rows == 1 else 2)
 
 
 def _block_tensor_s(model: ModelShape, part: Slice, links: Links, rates: Rates, ranks: int) -> float:
