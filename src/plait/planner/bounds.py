@@ -1,12 +1,22 @@
-"""Prices of the plans of a search, and lower bounds of their time and memory that cost microseconds."""
+"""Prices of the plans of a search, and lower bounds of their time and memory.
 
-from functools import cached_property
+[Note: bound of a pipeline's time]
+A rank cannot start before the forwards of the stages ahead of its first one, computes all its actions, and after
+its last backward of that stage the backwards of the stages ahead follow. Weight gradients that are split off can
+fill that last wait, so it counts without them. The step takes at least the longest such sum over the ranks. While
+the schedule is open, it takes at least the mean of the ranks' computation.
+"""
+
+from dataclasses import replace
 
 from plait.plan import Plan
+from plait.plan.schedule.generators import GENERATORS
 from plait.planner.cluster import Cluster
+from plait.planner.memory import peak_memory
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import Price, Software, Workload, price
+from plait.planner.price import Price, Software, Workload, price, stage_seconds
 from plait.planner.space import Decided
+from plait.planner.timeline import stages_of
 
 
 class Prices:
@@ -15,27 +25,73 @@ class Prices:
     def __init__(self, model: ModelShape, cluster: Cluster, work: Workload, software: Software) -> None:
         self._model, self._cluster, self._work, self._software = model, cluster, work, software
         self._prices: dict[Plan, Price] = {}
+        self._memory: dict[Plan, float] = {}
+        self._totals: dict[tuple[object, ...], float] = {}
+        self._pipelines: dict[Plan, float] = {}
+        self._activations: dict[Plan, float] = {}
 
     def price(self, plan: Plan) -> Price:
-        found = self._prices.get(plan)
-        if found is None:
-            found = price(self._model, plan, self._cluster, self._work, self._software)
-            self._prices[plan] = found
-        return found
+        if plan not in self._prices:
+            self._prices[plan] = price(self._model, plan, self._cluster, self._work, self._software)
+        return self._prices[plan]
 
     def memory_bytes(self, plan: Plan) -> float:
-        return self.price(plan).memory_high_bytes
+        if plan not in self._memory:
+            self._memory[plan] = peak_memory(self._model, plan, self._cluster, self._work, self._software)[1]
+        return self._memory[plan]
 
     def least_seconds(self, plan: Plan, decided: Decided) -> float:
-        """The model's FLOPs at the peak rate."""
-        device = self._cluster.device
-        peak = device.peak_flops["tf32" if plan.tf32 else plan.precision] * self._cluster.num_devices
-        recomputed = 4 / 3 if plan.recompute == "full" and decided >= Decided.COMPUTATION else 1.0
-        return self._step_flops * recomputed / peak
+        """See [Note: bound of a pipeline's time]."""
+        if decided >= Decided.SCHEDULE:
+            base = _unsharded(plan)
+            if base not in self._pipelines:
+                self._pipelines[base] = self._pipeline_s(base)
+            return self._pipelines[base]
+        options = [plan]
+        if decided < Decided.COMPUTATION and plan.cols > 1:
+            options.append(replace(plan, sp=True))
+        return plan.micro * min(map(self._total_s, options)) / plan.pp
+
+    def _total_s(self, plan: Plan) -> float:
+        """Seconds of one micro-batch on all stages together, which does not depend on the stages."""
+        key = (plan.tp, plan.dp * plan.micro, plan.sp, plan.recompute)
+        if key not in self._totals:
+            stages = stage_seconds(self._model, plan, self._cluster, self._work, self._software)
+            self._totals[key] = sum(stage.forward + stage.backward + stage.weight for stage in stages)
+        return self._totals[key]
+
+    def _pipeline_s(self, plan: Plan) -> float:
+        stages = stage_seconds(self._model, plan, self._cluster, self._work, self._software)
+        ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
+        generator = GENERATORS.get(plan.schedule)
+        splits = generator is None or generator.splits
+        forward, backward, weight = [0.0] * plan.pp, [0.0] * plan.pp, [0.0] * plan.pp
+        for stage, rank in zip(stages, ranks, strict=True):
+            forward[rank] += stage.forward
+            backward[rank] += stage.backward
+            weight[rank] += stage.weight
+        fill = drain = longest = 0.0
+        for rank in dict.fromkeys(ranks):  # in order of their first stages
+            first = stages[ranks.index(rank)]
+            computed = plan.micro * (forward[rank] + backward[rank])
+            weights = plan.micro * weight[rank]
+            longest = max(longest, fill + computed + max(weights, drain) if splits else fill + computed + weights + drain)
+            fill += first.forward
+            drain += first.backward + (0.0 if splits else first.weight)
+        return longest
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
-        return 0.0
+        """Activations of the fullest rank, once the schedule is known, and what the allocator adds to them."""
+        if decided < Decided.SCHEDULE:
+            return 0.0
+        base = _unsharded(plan)
+        if base not in self._activations:
+            use, high = peak_memory(self._model, base, self._cluster, self._work, self._software)
+            tensors = use.total - use.allocator - use.runtime
+            allocated = 1 + use.allocator / max(1, tensors)
+            self._activations[base] = (use.activations or 0) * allocated * high / max(1, use.total)
+        return self._activations[base]
 
-    @cached_property
-    def _step_flops(self) -> float:
-        return self._model.training_flops_per_token(self._work.sequence) * self._work.tokens
+
+def _unsharded(plan: Plan) -> Plan:
+    return replace(plan, zero=0, shard=0, accumulate="auto", reshard="use", prefetch=1, offload="none")
