@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError, nearest, shown, unknown_key_hint
+from plait.errors import ConfigError, ProfileError, nearest, shown, unknown_key_hint
 from plait.fileio import parse_toml, read_text
-from plait.plan.host_profile import HostProfile
-from plait.planner.hardware import Device, device
+from plait.plan.host_profile import HostProfile, load
+from plait.planner.hardware import Device, device, measured_device
 
 TOPOLOGIES = ("tree", "ring")
 _PRESETS = Path(__file__).parent / "data" / "clusters.toml"
@@ -118,13 +118,17 @@ def fat_tree(endpoints: int, ports: int, oversubscription: float = 1.0) -> FatTr
 def cluster(text: str) -> Cluster:
     """Return a cluster by its name: a preset and a number of hosts or racks (`dgx-h100:64`, `gb200-nvl72:8`)
     or of devices (`dgx-h100:512gpus`), a device and a number of them (`h100:512`, in the hosts of the first
-    preset that has it), or the path of a TOML file.
+    preset that has it), the path of a TOML file, or a measured host: `this:2`, or `FILE.json:2`, for two of
+    its ranks.
 
-    Raises ConfigError for an unknown name, an unreadable or incomplete file, and numbers that do not fit.
+    Raises ConfigError for an unknown name, an unreadable or incomplete file, and numbers that do not fit;
+    ProfileError for a host that was not measured.
     """
+    name, colon, count = text.strip().partition(":")
+    if name == "this" or name.endswith(".json"):
+        return _measured(name, count)
     if text.endswith(".toml") or "/" in text:
         return _from_file(Path(text))
-    name, colon, count = text.strip().partition(":")
     match = _COUNT.fullmatch(count or "1")
     if match is None or (colon and not count):
         raise ConfigError(
@@ -142,6 +146,40 @@ def cluster(text: str) -> Cluster:
     if match[2]:
         return _of_devices(name, entry, int(match[1]))
     return _build(f"{name}:{match[1]}", {**entry, "hosts": int(match[1]) * unit_hosts})
+
+
+def _measured(name: str, count: str) -> Cluster:
+    """Return a host by its profile, for a number of ranks that work at the same time: as many as were measured
+    last for CPUs, whose ranks share cores; up to all of its GPUs."""
+    path = None if name == "this" else Path(name)
+    profile = load(path)
+    speeds = profile.devices
+    wanted = int(count) if count.isdigit() and int(count) else max(speeds, default=2)
+    speed = speeds.get(wanted) or next((each for each in speeds.values() if each.kind == "cuda"), None)
+    if speed is None or (count and not count.isdigit()) or wanted > max(speed.num_devices, speed.num_ranks):
+        raise ProfileError(
+            f"no device of this host was measured with {wanted} ranks at work",
+            given=f"{name}:{count}" if count else name,
+            expected=" or ".join(f"{name}:{number}" for number in speeds) or "a profile with devices",
+            hint=f"plait bench device --ranks {wanted}" + (f" --profile {path}" if path else ""),
+        )
+    sends = [
+        line for key, line in profile.lines.items() if key.verb == "send-receive" and key.num_ranks == wanted
+    ]
+    link = max((line.bytes_per_s for line in sends if math.isfinite(line.bytes_per_s)), default=None)
+    found = measured_device(speed, link)
+    return Cluster(
+        name=f"{name}:{wanted}",
+        device=found,
+        num_hosts=1,
+        host_size=wanted,
+        domain_size=wanted,
+        network_bytes_per_s=found.link_bytes_per_s,
+        rails=1,
+        oversubscription=1.0,
+        leaf_hosts=1,
+        profile=profile,
+    )
 
 
 def preset_names() -> tuple[str, ...]:
