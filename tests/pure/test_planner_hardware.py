@@ -204,9 +204,7 @@ def test_a_measured_host_is_a_cluster_of_its_ranks(tmp_path: Path) -> None:
     assert found.device.link_bytes_per_s == 3e9
     assert found.profile is not None
     assert cluster(path).num_devices == 2
-    with pytest.raises(
-        ProfileError, match=r"with 4 ranks at work(.|\n)*try     : plait bench device --ranks 4"
-    ):
+    with pytest.raises(ProfileError, match=r"4 ranks at work(.|\n)*plait bench device --ranks 4"):
         cluster(f"{path}:4")
 
 

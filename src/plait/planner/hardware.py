@@ -9,7 +9,7 @@ __all__ = ["Device", "device", "devices", "measured_device"]
 def measured_device(speed: DeviceSpeed, link_bytes_per_s: float | None) -> Device:
     """Return a device with measured speeds; power and rent are the table's, if it has this device.
 
-    `link_bytes_per_s`: measured between two ranks of the host; None for the table's, or a copy through memory.
+    `link_bytes_per_s`: measured between ranks of the host; None for the table's, or a copy through memory.
     """
     known = device_of_driver(speed.name)
     through_memory = speed.memory_bytes_per_s / 2
