@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError
+from plait.plan import Plan
 from plait.planner.bills import bill, energy_watt_hours, training, trainings, walls, zero_bytes
+from plait.planner.cluster import cluster
 from plait.planner.hardware import device
+from plait.planner.model_shape import ModelShape
+from plait.planner.price import price
+from plait.planner.workload import Software, Workload
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 
@@ -70,3 +75,17 @@ def test_twice_the_devices_take_half_the_days_and_the_same_money() -> None:
 def test_an_unknown_training_gets_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="try     : LLaMA-65B"):
         training("llama-65")
+
+
+def test_bloom_under_its_published_plan_has_its_published_throughput() -> None:
+    """See 2211.05100, section 3.3: 48 hosts of 8 A100, 150 TFLOP/s per GPU with recomputation."""
+    config = {"model_type": "bloom", "n_layer": 70, "hidden_size": 14336, "n_head": 112, "vocab_size": 250880}
+    bloom = ModelShape.from_config(config)
+    assert bloom.num_params == 176_247_271_424
+    plan = Plan.parse("pp=12 dp=8 tp=4 zero=1 micro=128 recompute=full precision=bf16")
+    work, hosts = Workload(sequence=2048, batch=2048), cluster("jean-zay:48")
+    found = price(bloom, plan, hosts, work, Software(fused_attention=False, overlaps_data=False))
+    hardware_flops = 4 / 3 * bloom.training_flops_per_token(2048, causal=False) * work.tokens
+    published_s = hardware_flops / (384 * 150e12)
+    assert found.low_s <= published_s <= found.high_s
+    assert found.memory_high_bytes < hosts.device.memory_bytes

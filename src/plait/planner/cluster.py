@@ -149,8 +149,8 @@ def cluster(text: str) -> Cluster:
 
 
 def _measured(name: str, count: str) -> Cluster:
-    """Return a host by its profile, for a number of ranks at work: one that was measured for CPUs, whose ranks
-    share cores; up to all of its GPUs. Raises ProfileError."""
+    """Return a host by its profile, for a number of ranks at work: of CPUs, one that was measured, as
+    ranks share cores; up to all of its GPUs. Raises ProfileError."""
     path = None if name == "this" else Path(name)
     profile = load(path)
     speeds = profile.devices
