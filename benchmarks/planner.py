@@ -4,8 +4,8 @@
 
 The ranks' devices are measured with as many ranks at work (`plait bench device`), all plans are priced, and
 then run. The claim: Spearman's rank correlation is at least 0.9, the plan that the planner picks is at most
-5 % slower than the fastest, and predictions are within 15 %. The last row of each model and number of ranks says
-what came out: the mean of absolute errors, and the regret.
+5 % slower than the fastest, and predictions are within 15 %. The last row of each model and number of ranks
+has the results: the mean of absolute errors, and the regret.
 """
 
 import statistics
