@@ -1,12 +1,12 @@
 """The best plans of a cluster, without pricing most of them.
 
 [Note: search in order of a lower bound]
-Plans are decided level by level (`space.Decided`). A heap holds partly decided plans by a lower bound of the time
-of all plans that they lead to, and priced plans by their time (best-first search, A*). Plans leave the heap in
-order of time: the first priced one is the best, the k-th the k-th best, and what is still in the heap is no
-faster. The result is that of an exhaustive search as long as no bound exceeds the value that it bounds, which
-a test checks. A plan is dropped as soon as a lower bound of its memory exceeds the device's. The memory of a
-complete plan is computed before its time.
+Plans are decided level by level (`space.Decided`). A heap holds partly decided plans by a lower bound of
+the time of all plans that they lead to, and priced plans by their time (best-first search, A*). Plans leave
+the heap in order of time: the first priced one is the best, the k-th the k-th best, and what is still in
+the heap is no faster. The result is that of an exhaustive search as long as no bound exceeds the value that
+it bounds, which a test checks. A plan is dropped as soon as a lower bound of its memory exceeds the
+device's. The memory of a complete plan is computed before its time.
 
 The same search in order of memory finds the least that a set of plans needs.
 """
@@ -91,11 +91,13 @@ class Search:
         """Yield the plans that fit into memory, the best first."""
 
         def bound(at: Field, plan: Plan, decided: Decided) -> float:
-            if at.pricing.least_bytes(plan, decided) > at.capacity_bytes:
-                self.counts.too_large += 1
-                return math.inf
             seconds = at.pricing.least_seconds(plan, decided)
             return seconds * at.weight if seconds <= at.limit_s else math.inf
+
+        def is_possible(at: Field, plan: Plan, decided: Decided) -> bool:
+            fits = at.pricing.least_bytes(plan, decided) <= at.capacity_bytes
+            self.counts.too_large += not fits
+            return fits
 
         def value(at: Field, plan: Plan) -> float:
             if at.pricing.memory_bytes(plan) > at.capacity_bytes:
@@ -105,7 +107,7 @@ class Search:
             seconds = at.pricing.price(plan).step_s
             return seconds * at.weight if seconds <= at.limit_s else math.inf
 
-        for at, plan, _ in self._ascending(fields, bound, value):
+        for at, plan, _ in self._ascending(fields, bound, value, is_possible):
             yield at, at.pricing.price(plan)
 
     def smallest(self, at: Field) -> tuple[Plan, float] | None:
@@ -122,6 +124,7 @@ class Search:
         fields: Sequence[Field],
         bound: Callable[[Field, Plan, Decided], float],
         value: Callable[[Field, Plan], float],
+        is_possible: Callable[[Field, Plan, Decided], bool] = lambda *_: True,
     ) -> Iterator[tuple[Field, Plan, float]]:
         """Yield complete plans in order of their value; equal ones by their text."""
         tie = count()
@@ -137,6 +140,8 @@ class Search:
             at, self.reached = fields[number], least
             if is_exact:
                 yield at, plan, least
+            elif decided and not is_possible(at, plan, decided):
+                continue
             elif decided is Decided.ALL:
                 exact = value(at, plan)
                 if math.isfinite(exact):

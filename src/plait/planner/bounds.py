@@ -1,22 +1,24 @@
 """Prices of the plans of a search, and lower bounds of their time and memory.
 
 [Note: bound of a pipeline's time]
-A rank cannot start before the forwards of the stages ahead of its first one, computes all its actions, and after
-its last backward of that stage the backwards of the stages ahead follow. Weight gradients that are split off can
-fill that last wait, so it counts without them. The step takes at least the longest such sum over the ranks. While
-the schedule is open, it takes at least the mean of the ranks' computation.
-"""
+A rank cannot start before the forwards of the stages ahead of its first one, computes all its actions, and
+after its last backward of that stage the backwards of the stages ahead follow. Weight gradients that are
+split off can fill that last wait, so it counts without them. The step takes at least the longest such sum
+over the ranks. While the schedule is open, it takes at least the mean of the ranks' computation."""
 
 from dataclasses import replace
 
-from plait.plan import Plan
+from plait.plan import MemoryUse, Plan
+from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.plan.schedule.generators import GENERATORS
 from plait.planner.cluster import Cluster
-from plait.planner.memory import peak_memory
+from plait.planner.memory import block_activation_bytes, peak_memory
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import Price, Software, Workload, price, stage_seconds
 from plait.planner.space import Decided
 from plait.planner.timeline import stages_of
+
+_EVEN = 0.8  # of the blocks of even stages, which the fullest rank of an uneven schedule has at least
 
 
 class Prices:
@@ -28,7 +30,7 @@ class Prices:
         self._memory: dict[Plan, float] = {}
         self._totals: dict[tuple[object, ...], float] = {}
         self._pipelines: dict[Plan, float] = {}
-        self._activations: dict[Plan, float] = {}
+        self._uses: dict[Plan, tuple[MemoryUse, float]] = {}
 
     def price(self, plan: Plan) -> Price:
         if plan not in self._prices:
@@ -75,22 +77,42 @@ class Prices:
             first = stages[ranks.index(rank)]
             computed = plan.micro * (forward[rank] + backward[rank])
             weights = plan.micro * weight[rank]
-            longest = max(longest, fill + computed + max(weights, drain) if splits else fill + computed + weights + drain)
+            rest = max(weights, drain) if splits else weights + drain
+            longest = max(longest, fill + computed + rest)
             fill += first.forward
             drain += first.backward + (0.0 if splits else first.weight)
         return longest
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
-        """Activations of the fullest rank, once the schedule is known, and what the allocator adds to them."""
-        if decided < Decided.SCHEDULE:
+        """Activations, with those model states of the rank that is fullest without sharding that it keeps."""
+        if decided < Decided.COMPUTATION:
             return 0.0
+        if decided < Decided.SCHEDULE:
+            return self._least_activations(plan)
         base = _unsharded(plan)
-        if base not in self._activations:
+        if base not in self._uses:
             use, high = peak_memory(self._model, base, self._cluster, self._work, self._software)
             tensors = use.total - use.allocator - use.runtime
-            allocated = 1 + use.allocator / max(1, tensors)
-            self._activations[base] = (use.activations or 0) * allocated * high / max(1, use.total)
-        return self._activations[base]
+            self._uses[base] = use, (1 + use.allocator / max(1, tensors)) * high / max(1, use.total)
+        use, factor = self._uses[base]
+        num_bytes = float(use.activations or 0)
+        if decided is Decided.ALL:
+            share = 1 / plan.shard_degree
+            offloads = plan.offload != "none"
+            num_bytes += use.parameters * ((0 if offloads else share) if plan.zero == 3 else 1)
+            num_bytes += use.gradients * (1 if plan.keeps_full_grads else 0 if offloads else share)
+            num_bytes += 0 if offloads else (use.master + use.optimizer) * share
+        return num_bytes * factor
+
+    def _least_activations(self, plan: Plan) -> float:
+        """Activations that any schedule keeps on some rank: as many micro-batches as there are ranks, of its
+        blocks, less what uneven stages can save."""
+        model, work = self._model, self._work
+        each = block_activation_bytes(
+            model, plan.cols, plan.rows, plan.sp, plan.recompute, work.sequence, self._software
+        )
+        tokens = work.tokens / (plan.dp * plan.micro) * COMPUTE_BYTES[plan.precision] / 2
+        return _EVEN * each * tokens * min(plan.micro, plan.pp) * (model.layers // plan.pp)
 
 
 def _unsharded(plan: Plan) -> Plan:

@@ -63,12 +63,14 @@ def _groups(key: str, at: Field, degrees: Sequence[Plan]) -> Iterator[tuple[str,
 
 
 def _family(name: str, at: Field, best: Price, report: Callable[[Counts], None]) -> Family | None:
-    """The fastest plan of a family and why it is slower, or why none fits; None for a family without plans."""
+    """The fastest plan and why it is slower, or why none fits; None for a family without plans."""
     fastest = Search(report=report, most_steps=_MOST_STEPS)
     price = next((price for _, price in fastest.fastest([at])), None)
     if price is not None:
         slowdown = price.step_s / best.step_s
-        return Family(name, price, slowdown, None, f"{slowdown:.2f}x: {difference(price, best)}; {price.plan}")
+        return Family(
+            name, price, slowdown, None, f"{slowdown:.2f}x: {difference(price, best)}; {price.plan}"
+        )
     if not fastest.is_exhausted:
         slowdown = fastest.reached / at.weight / best.step_s
         return Family(name, None, slowdown, None, f"at least {slowdown:.2f}x")

@@ -31,7 +31,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.work.tokens / self.price.step_s
 
     @property
@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def peak_flops(self) -> float:
-        """Of one device, in the plan's precision."""
+        """FLOP/s of one device, in the plan's precision."""
         return self.cluster.device.peak_flops["tf32" if self.plan.tf32 else self.plan.precision]
 
     @property

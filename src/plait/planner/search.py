@@ -1,13 +1,13 @@
 """The best plans of a cluster, by time, money or energy, or on the fewest devices that meet a deadline."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, get_args
 
 from plait.errors import ConfigError, PlanError
-from plait.plan import Plan, format_bytes
+from plait.plan import format_bytes
 from plait.planner.best_first import Counts, Field, Pricing, Search
 from plait.planner.bounds import Prices
 from plait.planner.cluster import Cluster
@@ -21,6 +21,7 @@ Objective = Literal["time", "cost", "energy"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
+_OWN = Software()
 PricingOf = Callable[[ModelShape, Cluster, Workload, Software], Pricing]
 
 
@@ -53,7 +54,7 @@ def search(
     pins: str = "",
     tokens: float | None = None,
     deadline_days: float | None = None,
-    software: Software = Software(),
+    software: Software = _OWN,
     report: Callable[[Counts], None] = lambda _: None,
     pricing: PricingOf = Prices,
 ) -> Found:
@@ -130,7 +131,8 @@ def _nothing(
         return no_plan_error(at.space)
     plan, num_bytes = least
     if num_bytes <= at.capacity_bytes:
-        assert tokens is not None and deadline_days is not None, "a plan fits, but none was found"
+        assert tokens is not None, "a plan fits, but none was found"
+        assert deadline_days is not None, "a plan fits, but none was found"
         price = next(found.fastest([at]))[1]
         days = Outcome(price, at.space.model, at.cluster, work, tokens).days
         return PlanError(
@@ -148,7 +150,7 @@ def _nothing(
 
 
 def _what_fits(at: Field, work: Workload, pricing: PricingOf, software: Software) -> str:
-    """What would make a plan fit: without pins, or with more devices."""
+    """Return hints that would make a plan fit: without a pin, or with more devices."""
     model, pins = at.space.model, dict(at.space.pins)
 
     def fits(pins: dict[str, Any], times: int) -> bool:
@@ -157,9 +159,7 @@ def _what_fits(at: Field, work: Workload, pricing: PricingOf, software: Software
         least = Search().smallest(Field(cluster, space, pricing(model, cluster, work, software)))
         return least is not None and least[1] <= at.capacity_bytes
 
-    hints = [
-        f"no --pin {key}" for key in pins if fits({k: v for k, v in pins.items() if k != key}, times=1)
-    ]
+    hints = [f"no --pin {key}" for key in pins if fits({k: v for k, v in pins.items() if k != key}, times=1)]
     times = 2
     while times <= MOST_LARGER and not fits(pins, times):
         times *= 2

@@ -1,18 +1,17 @@
 """The plans that are searched: all plans of N devices that the product runs, as its own checks decide.
 
 [Note: searched keys]
-Keys that change time or memory, and not the numbers: `pp`, `tp`, `dp`, `micro`, `sp`, `recompute`, `schedule`,
-`chunks`, `zero`, `shard`, `accumulate`, `reshard` and `offload`. All others have their defaults or pinned values.
-Ranks are placed in the one order of axes that the product has (`plan.grid.AXES`): which axis crosses hosts
-follows from the degrees, and `shard` decides which part of dp stays within hosts.
+Keys that change time or memory, and not the numbers: `pp`, `tp`, `dp`, `micro`, `sp`, `recompute`,
+`schedule`, `chunks`, `zero`, `shard`, `accumulate`, `reshard` and `offload`. All others have their defaults
+or pinned values. Ranks are placed in the one order of axes that the product has (`plan.grid.AXES`): which
+axis crosses hosts follows from the degrees, and `shard` decides which part of dp stays within hosts.
 
-Not searched, but can be pinned: `recompute=every=k`, `offload=disk`, more than MAX_CHUNKS chunks, and `gpipe` and
-`bfs` without zero=3, which take the time of `1f1b` and `interleaved` and keep the activations of all
-micro-batches.
-"""
+Not searched, but can be pinned: `recompute=every=k`, `offload=disk`, more than MAX_CHUNKS chunks, and
+`gpipe` and `bfs` without zero=3, which take the time of `1f1b` and `interleaved` and keep the activations
+of all micro-batches."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 from itertools import islice, product
@@ -60,7 +59,9 @@ def read_pins(text: str) -> dict[str, Any]:
     types = {each.name: each.type for each in defaults.__dataclass_fields__.values()}
     for key, value in pins.items():
         check_type(key, types[key], value)
-    check_choices({key: pins.get(key, getattr(defaults, key)) for key in Plan.keys()})
+    check_choices({key: pins.get(key, getattr(defaults, key)) for key in asdict(defaults)})
+    for key in ("zero", "schedule"):
+        Plan(**{key: pins.get(key, getattr(defaults, key))})
     if "tp" in pins:
         pins["tp"] = canonical_tp(pins["tp"])
     if pins.get("dp") == 0:  # auto
@@ -80,6 +81,9 @@ class Refusals:
         rule = by or error.fact
         self.first.setdefault(rule, error)
         self.counts[rule] = self.counts.get(rule, 0) + 1
+
+
+_ANY = Plan()
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Space:
             except PlanError as error:
                 self.refusals.add(error)
 
-    def plans(self, plan: Plan = Plan(), decided: Decided = Decided.NOTHING) -> Iterator[Plan]:
+    def plans(self, plan: Plan = _ANY, decided: Decided = Decided.NOTHING) -> Iterator[Plan]:
         """Yield all plans."""
         for child in self.expand(plan, decided):
             level = Decided(decided + 1)
@@ -158,8 +162,8 @@ class Space:
                 yield {"sp": sp, "recompute": recompute}
 
     def _schedules(self, plan: Plan) -> Iterator[dict[str, Any]]:
-        """Schedules and their chunks; one stage has a single schedule. Here all keys that are not searched get
-        their pinned values, as some are checked against the schedule."""
+        """Schedules and their chunks; one stage has a single schedule. Keys that are not searched get
+        their pinned values here, as some are checked against the schedule."""
         others = {key: self.pins[key] for key in self.pins if key not in (*_SEARCHED, *_SHARDING)}
         for name in self.values("schedule", VALUES["schedule"] if plan.pp > 1 else ("1f1b",)):
             generator = GENERATORS.get(name)  # None: a file
@@ -288,7 +292,7 @@ def no_plan_error(space: Space) -> PlanError:
 
 
 def _nearest_batch(space: Space) -> int | None:
-    """The batch nearest to the given one that some plan divides; None if that is the given one, or none is."""
+    """The nearest batch that some plan divides; None if it is the given one, or there is none."""
     other = replace(space, batch=MAX_NUMBER, refusals=Refusals())
     shares = {
         dp * space.pins.get("micro", 1)
