@@ -10,17 +10,20 @@ import typer
 
 from plait.cli.common import Debug, Json, check_outputs, report_errors, write_json_output
 from plait.cli.plan_bills import bill, read_count, walls
+from plait.cli.plan_score import score
 from plait.errors import ConfigError
+from plait.fileio import parse_json, read_text
 from plait.plan import Plan
 
 if TYPE_CHECKING:
-    from plait.planner import Cluster, ModelShape, Outcome, Workload
+    from plait.planner import Cluster, Found, ModelShape, Outcome, Workload
 
 plan = typer.Typer(
     help="Find the best plan for a model on a cluster, or price one.", invoke_without_command=True
 )
 plan.command()(walls)
 plan.command()(bill)
+plan.command()(score)
 
 _BATCH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KM]?)", re.IGNORECASE)
 _BINARY = {"": 1, "K": 2**10, "M": 2**20}
@@ -45,6 +48,10 @@ Deadline = Annotated[
     str | None,
     typer.Option(help="Longest training, such as 30d: the fewest hosts that meet it.", show_default=False),
 ]
+Measure = Annotated[
+    int,
+    typer.Option(min=0, help="Run this many of the best plans for a few steps, with --cluster this:RANKS."),
+]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(metavar="A B", help="Compare two plans, part by part.", show_default=False),
@@ -66,6 +73,7 @@ def find(
     pin: Annotated[str, typer.Option(help='Values that all plans have, such as "tp=8 zero=1".')] = "",
     plan: Annotated[str | None, typer.Option(help="Price this plan instead of searching.")] = None,
     compare: Compare = None,
+    measure: Measure = 0,
     json: Json = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
@@ -106,6 +114,19 @@ def find(
         write_json_output(json, report.search_json(found))
     else:
         Console().print(*report.search_tables(found), sep="\n")
+    if measure:
+        _measure(model, found, machine, work, measure)
+
+
+def _measure(model: str | None, found: "Found", cluster: "Cluster", work: "Workload", most: int) -> None:
+    """Run the first plans, and print measured next to predicted times. Raises ConfigError, PlaitError."""
+    path = Path(model or "")
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError("only a model with a config.json can be run", given=f"--measure --model {model}")
+    from plait.cli.plan_measure import measure
+
+    measure(parse_json(read_text(path)), [each.price for each in found.best[:most]], cluster, work)
 
 
 def _show_prices(outcomes: "list[Outcome]", json: Path | None) -> None:

@@ -41,7 +41,7 @@ def rejected_families(
         for name, values in _groups(key, at, degrees):
             if not shown & values:
                 space = replace(at.space, only={key: values})
-                family = _family(name, replace(at, space=space), best[0], report)
+                family = _family(name, replace(at, space=space), best, report)
                 if family is not None:
                     yield family
 
@@ -62,8 +62,9 @@ def _groups(key: str, at: Field, degrees: Sequence[Plan]) -> Iterator[tuple[str,
         yield f"{key}={str(value).lower() if isinstance(value, bool) else value}", {value}
 
 
-def _family(name: str, at: Field, best: Price, report: Callable[[Counts], None]) -> Family | None:
+def _family(name: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]) -> Family | None:
     """The fastest plan and why it is slower, or why none fits; None for a family without plans."""
+    best = ranked[0]
     fastest = Search(report=report, most_steps=_MOST_STEPS)
     price = next((price for _, price in fastest.fastest([at])), None)
     if price is not None:
@@ -72,7 +73,7 @@ def _family(name: str, at: Field, best: Price, report: Callable[[Counts], None])
             name, price, slowdown, None, f"{slowdown:.2f}x: {difference(price, best)}; {price.plan}"
         )
     if not fastest.is_exhausted:
-        slowdown = fastest.reached / at.weight / best.step_s
+        slowdown = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
         return Family(name, None, slowdown, None, f"at least {slowdown:.2f}x")
     smallest = Search(report=report, most_steps=_MOST_STEPS).smallest(at)
     if smallest is None:
