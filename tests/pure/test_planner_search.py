@@ -1,6 +1,7 @@
 """The search finds the plans that an exhaustive search finds, and its bounds hold."""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -116,3 +117,19 @@ def test_searches_without_a_plan_say_what_would_work(
 def test_a_deadline_needs_tokens() -> None:
     with pytest.raises(ConfigError, match="tokens"):
         search(SMALL, small_cluster(8), WORK, deadline_days=3)
+
+
+def test_a_large_search_is_no_slower_than_the_published_plan() -> None:
+    model = ModelShape.parse("layers=126 hidden=16384 heads=128 kv_heads=8 ffn=53248 vocab=128256 gated=true")
+    machine, work = cluster("dgx-h100:2048"), Workload(8192, 2048)  # Llama 3 405B (2407.21783, table 4)
+    space = Space(model, machine.num_devices, work.batch)
+    found = Search()
+    begun_s = time.process_time()
+    _, best = next(found.fastest([Field(machine, space, Prices(model, machine, work, Software()))]))
+    elapsed_s = time.process_time() - begun_s
+    assert elapsed_s < found.counts.bounded / 1000  # a second per thousand
+    published = price(
+        model, Plan.parse("tp=8 pp=16 dp=128 micro=16 sp=true zero=1 precision=bf16"), machine, work
+    )
+    assert best.step_s <= published.step_s
+    assert best.memory_high_bytes <= machine.device.memory_bytes

@@ -90,11 +90,13 @@ class Prices:
         if decided < Decided.SCHEDULE:
             return self._least_activations(plan)
         base = _unsharded(plan)
-        if base not in self._uses:
-            use, high = peak_memory(self._model, base, self._cluster, self._work, self._software)
-            tensors = use.total - use.allocator - use.runtime
-            self._uses[base] = use, (1 + use.allocator / max(1, tensors)) * high / max(1, use.total)
-        use, factor = self._uses[base]
+        if base.schedule != "1f1b" and not base.stages and not base.schedule.startswith("file:"):
+            # No schedule keeps much less than 1f1b, whose memory one computation gives for all of them.
+            use, factor = self._use(replace(base, schedule="1f1b", chunks=0))
+            num_bytes = _EVEN * (use.activations or 0) * factor
+            if num_bytes > self._cluster.device.memory_bytes:
+                return num_bytes
+        use, factor = self._use(base)
         num_bytes = float(use.activations or 0)
         if decided is Decided.ALL:
             share = 1 / plan.shard_degree
@@ -103,6 +105,14 @@ class Prices:
             num_bytes += use.gradients * (1 if plan.keeps_full_grads else 0 if offloads else share)
             num_bytes += 0 if offloads else (use.master + use.optimizer) * share
         return num_bytes * factor
+
+    def _use(self, plan: Plan) -> tuple[MemoryUse, float]:
+        """The fullest rank's memory, and the upper end of the total for a byte of its tensors."""
+        if plan not in self._uses:
+            use, high = peak_memory(self._model, plan, self._cluster, self._work, self._software)
+            tensors = use.total - use.allocator - use.runtime
+            self._uses[plan] = use, (1 + use.allocator / max(1, tensors)) * high / max(1, use.total)
+        return self._uses[plan]
 
     def _least_activations(self, plan: Plan) -> float:
         """Activations that any schedule keeps on some rank: as many micro-batches as there are ranks, of its
