@@ -35,7 +35,9 @@ class Rates(NamedTuple):
     num_sms: int
     launch_s: float
     itemsize: int
-    product_rates: tuple[tuple[float, float], ...]  # measured (FLOPs of one product, FLOP/s); () : the model's
+    product_rates: tuple[
+        tuple[float, float], ...
+    ]  # measured (FLOPs of one product, FLOP/s); () : the model's
 
     @classmethod
     def of(cls, device: Device, precision: str, tf32: bool, constants: Constants) -> "Rates":
@@ -159,7 +161,7 @@ def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Const
     return Seconds(device_forward, device_backward, weight, selective=attention + vector, host=host)
 
 
-COLLECTIVE_OPERATORS = 5  # host time of a collective, in operators: the call, its checks, two events
+COLLECTIVE_OPERATORS = 6  # host time of a collective, in operators: the call, its checks, two events
 _FORWARD_OPERATORS = 20  # of an eager block: 4 products, 2 norms, attention, residuals, activation, copies
 
 
@@ -181,13 +183,11 @@ def _attention(
     return one * slowdown + 9 * per_byte, 2 * one * slowdown + 11 * per_byte
 
 
-def _elementwise_bytes(
-    model: ModelShape, part: Slice, heads: int, kv_heads: int, ffn: int, h: int
-) -> float:
+def _elementwise_bytes(model: ModelShape, part: Slice, heads: int, kv_heads: int, ffn: int, h: int) -> float:
     """Bytes of 2-byte elements that memory-bound operators of a block's forward read and write: norms, residual
     additions and dropout on the residual stream; activations, rotary embeddings and biases inside."""
     residual = 20.0 * h / (part.cols if part.sp else 1)
-    inside = 8.0 * (heads + 2 * kv_heads) * model.head_dim
+    inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
     width = ffn * max(1, model.experts_per_token) + model.shared_ffn / part.cols
     return part.tokens * (residual + inside + (2.0 + 2.0 * (model.mlp_matrices - 1)) * width)
 
@@ -198,7 +198,7 @@ def head_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Consta
     vocab = -(-model.vocab // part.cols)
     forward, backward, weight = _linear(rates, constants, part.tokens, vocab, -(-model.hidden // part.rows))
     per_byte = part.tokens * vocab / (rates.memory_bytes_per_s * constants.memory_fraction)
-    return Seconds(forward + 14 * per_byte, backward + 10 * per_byte, weight)
+    return Seconds(forward + 10 * per_byte, backward + 6 * per_byte, weight)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -213,7 +213,9 @@ def optimizer_s(owned: float, blocks: int, rates: Rates, constants: Constants) -
     """Adam on the owned elements: reads gradient, weight and two moments, writes weight, moments and the copy in the
     precision of the computation, and the gradient norm reads the gradients once more. Each block's tensors are also
     checked, scaled and copied one by one."""
-    moved = owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / (rates.memory_bytes_per_s * constants.memory_fraction)
+    moved = (
+        owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / (rates.memory_bytes_per_s * constants.memory_fraction)
+    )
     return max(moved, blocks * _OPTIMIZER_OPERATORS * rates.launch_s)
 
 

@@ -78,11 +78,15 @@ class ModelShape:
         hidden, heads, kv_heads, head_dim, ffn, vocab, gated, tied, ...). Raises ConfigError."""
         values, name = _load(config, name)
         family = str(values.get("model_type", "")).lower()
-        layers, hidden, heads, vocab = (_number(values, key) for key in ("layers", "hidden", "heads", "vocab"))
+        layers, hidden, heads, vocab = (
+            _number(values, key) for key in ("layers", "hidden", "heads", "vocab")
+        )
         head_dim = _number(values, "head_dim", 0) or hidden // heads
         if not _find(values, "head_dim") and hidden % heads:
             raise ConfigError(
-                "the heads do not divide the hidden size", given=f"hidden={hidden} heads={heads}", hint="head_dim=..."
+                "the heads do not divide the hidden size",
+                given=f"hidden={hidden} heads={heads}",
+                hint="head_dim=...",
             )
         experts = _number(values, "experts", 0)
         ffn = _number(values, "ffn", 0) or round(hidden * float(values.get("expansion_ratio", 4)))
@@ -113,7 +117,11 @@ class ModelShape:
         pairs = dict(word.partition("=")[::2] for word in re.split(r"[\s,]+", text.strip()))
         return cls.from_config(
             {
-                key: value == "true" if value in ("true", "false") else int(value) if value.isdigit() else value
+                key: value == "true"
+                if value in ("true", "false")
+                else int(value)
+                if value.isdigit()
+                else value
                 for key, value in pairs.items()
             }
         )

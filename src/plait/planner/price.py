@@ -12,7 +12,15 @@ from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, all_gather_s, all_reduce_s, send_s
-from plait.planner.compute import COLLECTIVE_OPERATORS, Rates, Slice, block_seconds, embedding_seconds, head_seconds, optimizer_s
+from plait.planner.compute import (
+    COLLECTIVE_OPERATORS,
+    Rates,
+    Slice,
+    block_seconds,
+    embedding_seconds,
+    head_seconds,
+    optimizer_s,
+)
 from plait.planner.constants import DEFAULT, Constants
 from plait.planner.memory import peak_memory, stage_units
 from plait.planner.model_shape import ModelShape
@@ -162,10 +170,15 @@ def _stage_seconds(
     across = _block_tensor_s(model, part, links, rates, ranks)
     share, again = _recomputed(recompute, block.forward, block.selective)
     tensor_again = share * across
-    head, embedding = head_seconds(model, part, rates, constants), embedding_seconds(model, part, rates, constants)
+    head, embedding = (
+        head_seconds(model, part, rates, constants),
+        embedding_seconds(model, part, rates, constants),
+    )
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
     forward_s = max(block.forward + across, host)
-    backward_s = max(block.backward + block.weight + across + again + tensor_again, (2 + share) * host) - block.weight
+    backward_s = (
+        max(block.backward + block.weight + across + again + tensor_again, (2 + share) * host) - block.weight
+    )
     kinds: dict[tuple[int, bool, bool], StageSeconds] = {}
     stages = []
     for stage, blocks in enumerate(counts):
@@ -334,9 +347,7 @@ def _reductions(
     return result
 
 
-def _owned(
-    model: ModelShape, plan: Plan, ranks: tuple[int, ...], rank: int, software: Software
-) -> float:
+def _owned(model: ModelShape, plan: Plan, ranks: tuple[int, ...], rank: int, software: Software) -> float:
     """Elements that a rank's optimizer updates."""
     counts = block_counts(model, plan, software)
     return sum(

@@ -5,7 +5,7 @@ The columns do not name the training program. Its properties follow from rules t
 id or source: attention is fused if the notes say FlashAttention (and not "-free"), or else if the run is in bf16;
 gradients and parameters are communicated beside the computation under ZeRO 3 and in bf16. Programs in fp16 are older
 than both. Stages have equal numbers of blocks. What a row leaves open (micro-batch, recompute) is taken at the best
-price, as reports show a program at its best.
+price, as reports show a program at its best. Under ZeRO, programs in fp16 also sum gradients in fp16 (DeepSpeed).
 """
 
 import csv
@@ -53,7 +53,9 @@ class Run:
         return self.source, self.model, self.cluster.device.name, self.plans[0].num_ranks, self.work
 
     def price(self, constants: Constants = DEFAULT) -> Price:
-        prices = [price(self.model, plan, self.cluster, self.work, self.software, constants) for plan in self.plans]
+        prices = [
+            price(self.model, plan, self.cluster, self.work, self.software, constants) for plan in self.plans
+        ]
         fitting = [p for p in prices if p.memory_high_bytes <= self.cluster.device.memory_bytes]
         return min(fitting or prices, key=lambda p: p.step_s)
 
@@ -82,7 +84,9 @@ def read_runs(path: Path) -> Iterator[Run | Refused]:
             expected=f"a CSV file with the columns {', '.join(_REQUIRED)}, ...",
         )
     for number, row in enumerate(rows, start=2):
-        fields = {key: (value or "").strip() for key, value in row.items() if key and not isinstance(value, list)}
+        fields = {
+            key: (value or "").strip() for key, value in row.items() if key and not isinstance(value, list)
+        }
         source = family(fields.get("source", ""))
         try:
             yield _run(number, source, fields)
@@ -125,7 +129,12 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
     modern = precision == "bf16"
     zero = _int(row, "zero_stage", 0)
     fused = flash[1] is None if flash else modern
-    software = Software(fused_attention=fused, overlaps_data=zero == 3 or modern, splits_evenly=True)
+    software = Software(
+        fused_attention=fused,
+        overlaps_data=zero == 3 or modern,
+        splits_evenly=True,
+        narrow_gradients=precision == "fp16" and zero > 0,
+    )
     measured = _float(row, "step_time_s")
     rate = _float(row, "tokens_per_s_per_gpu")
     ranks = _int(row, "n_gpus")
@@ -199,7 +208,11 @@ def _plans(
     if work.batch % dp:
         raise ValueError(f"a batch of {work.batch} does not divide over dp={dp}")
     each = work.batch // dp
-    sizes = [_int(row, "micro_batch")] if row.get("micro_batch") else [b for b in (1, 2, 4, 8, 16) if each % b == 0]
+    sizes = (
+        [_int(row, "micro_batch")]
+        if row.get("micro_batch")
+        else [b for b in (1, 2, 4, 8, 16) if each % b == 0]
+    )
     recompute = row.get("recompute", "").lower()
     policies = [recompute] if recompute in ("full", "selective", "none") else ["none", "selective", "full"]
     plans = []

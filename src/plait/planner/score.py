@@ -41,14 +41,15 @@ def price_all(
     return priced, refused
 
 
-def score(priced: Sequence[Priced], refused: Sequence[Refused]) -> dict[str, Any]:
+def score_runs(priced: Sequence[Priced], refused: Sequence[Refused]) -> dict[str, Any]:
     """Return the figures that `plait plan score --json` prints."""
     timed = [one for one in priced if one.run.step_s]
     by_source: dict[str, list[float]] = defaultdict(list)
     for one in timed:
         by_source[one.run.source].append(one.error)
     sources = {
-        name: {"error": statistics.fmean(map(abs, errors)), "rows": len(errors)} for name, errors in by_source.items()
+        name: {"error": statistics.fmean(map(abs, errors)), "rows": len(errors)}
+        for name, errors in by_source.items()
     }
     measured = [
         (one.price.memory.total - one.run.memory_bytes) / one.run.memory_bytes
@@ -67,7 +68,8 @@ def score(priced: Sequence[Priced], refused: Sequence[Refused]) -> dict[str, Any
             "rows": len(measured),
         },
         "false_fits": sum(
-            one.run.ran_out and one.price.memory_high_bytes <= one.run.cluster.device.memory_bytes for one in priced
+            one.run.ran_out and one.price.memory_high_bytes <= one.run.cluster.device.memory_bytes
+            for one in priced
         ),
         "rows_priced": len(priced),
         "rows_refused": len(refused),
@@ -101,7 +103,9 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     first, second = _ranks(one), _ranks(other)
     center = (len(one) - 1) / 2
     covariance = math.fsum((a - center) * (b - center) for a, b in zip(first, second, strict=True))
-    spread = math.sqrt(math.fsum((a - center) ** 2 for a in first) * math.fsum((b - center) ** 2 for b in second))
+    spread = math.sqrt(
+        math.fsum((a - center) ** 2 for a in first) * math.fsum((b - center) ** 2 for b in second)
+    )
     return covariance / spread if spread else 0.0
 
 

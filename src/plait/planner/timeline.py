@@ -59,8 +59,10 @@ _FILLS = 3  # pipelines of micro-batches after which a schedule is periodic
 
 @lru_cache(maxsize=512)
 def _compiled(name: str, ranks: int, micros: int, chunks: int) -> tuple[int, tuple[_Step, ...]]:
-    schedule = load_schedule(name, ranks, micros, chunks) if name.startswith("file:") else make_schedule(
-        name, ranks, micros, chunks
+    schedule = (
+        load_schedule(name, ranks, micros, chunks)
+        if name.startswith("file:")
+        else make_schedule(name, ranks, micros, chunks)
     )
     return schedule.num_ranks, _steps(schedule)
 
@@ -107,8 +109,10 @@ def stages_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _stage_ranks(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
-    schedule = load_schedule(name, ranks, 0) if name.startswith("file:") else make_schedule(
-        name, ranks, max(1, ranks), chunks
+    schedule = (
+        load_schedule(name, ranks, 0)
+        if name.startswith("file:")
+        else make_schedule(name, ranks, max(1, ranks), chunks)
     )
     return tuple(schedule.rank_of[stage] for stage in range(schedule.num_stages))
 
@@ -121,7 +125,11 @@ def in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[in
 
 @lru_cache(maxsize=512)
 def _in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    schedule = load_schedule(name, ranks, 0) if name.startswith("file:") else make_schedule(name, ranks, micros, chunks)
+    schedule = (
+        load_schedule(name, ranks, 0)
+        if name.startswith("file:")
+        else make_schedule(name, ranks, micros, chunks)
+    )
     peaks = []
     for rank, actions in enumerate(schedule.ranks):
         held = dict.fromkeys(schedule.stages_of(rank), 0)

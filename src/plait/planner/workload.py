@@ -25,8 +25,10 @@ class Software:
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
     splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the head's
                        cost is balanced
+    narrow_gradients   full gradients are summed in the computation's precision
     """
 
     fused_attention: bool = True
     overlaps_data: bool = True
     splits_evenly: bool = False
+    narrow_gradients: bool = False
