@@ -25,16 +25,17 @@ from plait.planner.constants import DEFAULT, Constants
 from plait.planner.memory import peak_memory, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
-from plait.planner.workload import Software, Workload
+from plait.planner.workload import OWN, Software, Workload
 
 __all__ = ["Price", "Software", "StageSeconds", "Workload", "price", "stage_seconds"]
 
 
 @dataclass(frozen=True)
 class Price:
-    """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute, recompute,
-    bubble, tensor communication, data communication, pipeline communication, optimizer, ...): exposed time only, they
-    add up to `step_s`. `hidden`: seconds of communication behind computation, by the same names."""
+    """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute,
+    recompute, bubble, tensor communication, data communication, pipeline communication, optimizer, ...):
+    exposed time only, they add up to `step_s`. `hidden`: seconds of communication behind computation, by the
+    same names."""
 
     plan: Plan
     step_s: float
@@ -72,10 +73,11 @@ def price(
     plan: Plan,
     cluster: Cluster,
     work: Workload,
-    software: Software = Software(),
+    software: Software = OWN,
     constants: Constants = DEFAULT,
 ) -> Price:
-    """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the batch."""
+    """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the
+    batch."""
     check(model, plan, cluster, work, software)
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
@@ -135,9 +137,7 @@ def price(
     )
 
 
-def check(
-    model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = Software()
-) -> None:
+def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = OWN) -> None:
     """Raise PlanError for a plan that does not fit the model, the cluster or the batch."""
     if plan.num_ranks > cluster.num_devices:
         raise PlanError(
@@ -201,11 +201,11 @@ def stage_seconds(
     plan: Plan,
     cluster: Cluster,
     work: Workload,
-    software: Software = Software(),
+    software: Software = OWN,
     constants: Constants = DEFAULT,
 ) -> tuple[StageSeconds, ...]:
-    """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero, shard and
-    offload."""
+    """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
+    shard and offload."""
     batch = work.batch // (plan.data_ranks * plan.micro)
     fused = software.fused_attention
     part = Slice(plan.rows, plan.cols, plan.sp, batch, work.sequence, fused, plan.compile)
@@ -264,7 +264,8 @@ def _gathers(
     software: Software,
     constants: Constants,
 ) -> list[_Overlapped]:
-    """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each stage."""
+    """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each
+    stage."""
     nothing = _Overlapped(0.0, 0.0)
     per_micro = plan.zero >= 2 and not plan.accumulates_full
     if plan.shard_degree == 1 or not (plan.zero == 3 or per_micro):

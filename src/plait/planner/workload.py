@@ -23,8 +23,8 @@ class Software:
 
     fused_attention    flash attention: scores are not stored
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
-    splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the head's
-                       cost is balanced
+    splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
+                       head's cost is balanced
     narrow_gradients   full gradients are summed in the computation's precision
     """
 
@@ -32,3 +32,6 @@ class Software:
     overlaps_data: bool = True
     splits_evenly: bool = False
     narrow_gradients: bool = False
+
+
+OWN = Software()  # of this product
