@@ -53,7 +53,7 @@ def test_more_bandwidth_is_never_slower(text: str, name: str) -> None:
 
 
 def test_bubbles_order_as_1f1b_interleaved_zero_bubble() -> None:
-    """Of even stages, whose forward, backward and weight gradient take the same time."""
+    """For even stages whose forward, backward and weight gradient take the same time."""
     idle = []
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
         durations = Durations.uniform(8 * chunks, forward=1 / chunks, backward=1 / chunks, weight=1 / chunks)

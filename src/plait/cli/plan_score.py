@@ -1,4 +1,4 @@
-"""`plait plan score`: predictions beside published runs."""
+"""`plait plan score`: predictions next to published runs."""
 
 from dataclasses import asdict
 from pathlib import Path

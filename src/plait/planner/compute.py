@@ -30,7 +30,7 @@ from plait.planner.model_shape import ModelShape
 
 
 class Rates(NamedTuple):
-    """What a device does per second at one precision; hashable, for caches."""
+    """Rates of a device at one precision; hashable, for caches."""
 
     flops: float  # highest measured rate of products
     memory_bytes_per_s: float

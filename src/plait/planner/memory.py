@@ -2,7 +2,7 @@
 
 [Note: activations of a block]
 Bytes that one token keeps from a block's forward to its backward, in 2-byte elements (Korthikanti et al.
-2205.05198, section 4): inputs of the two norms and of the products behind them, on every column unless
+2205.05198, section 4): inputs of the two norms and of the products after them, on every column unless
 sequence parallel; inside, on the columns, queries, keys, values, the input of the output projection and of
 the activation, and that of the last product. Programs with dropout keep its masks, those without fused
 attention scores, their softmax and its dropout.

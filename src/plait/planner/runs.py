@@ -3,7 +3,7 @@
 [Note: the program of a published run]
 The columns do not name the training program. Its properties follow from rules that hold for any row, never
 from its id or source: attention is fused if the notes say FlashAttention (and not "-free"), or else if the
-run is in bf16; gradients and parameters are communicated beside the computation under ZeRO 3 and in bf16.
+run is in bf16; gradients and parameters are communicated during the computation under ZeRO 3 and in bf16.
 Programs in fp16 are older than both. Stages have equal numbers of blocks. What a row leaves open
 (micro-batch, recompute) is taken at the best price, as reports show a program at its best. Under ZeRO,
 programs in fp16 also sum gradients in fp16 (DeepSpeed).

@@ -1,11 +1,11 @@
-"""What a step computes, and with what program."""
+"""The work of a step, and the program that does it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step computes: `batch` sequences of `sequence` tokens, over all data ranks and micro-batches."""
+    """The work of a step: `batch` sequences of `sequence` tokens, over all data ranks and micro-batches."""
 
     sequence: int
     batch: int
