@@ -1,4 +1,4 @@
-"""`plait plan score`: predictions beside published runs."""
+"""`plait plan score`: predictions next to published runs."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -61,7 +61,8 @@ def _show(result: dict[str, Any], *, leaves_out: bool) -> None:
         f"bias {percent(result['bias'])}, p90 {percent(result['p90_error'])}\n"
         f"{groups['count']} groups: Spearman {spearman}, regret {percent(groups['regret_mean'])} "
         f"(worst {percent(groups['regret_max'])})\n"
-        f"memory: {percent(memory['error_mean'])} (worst {percent(memory['error_max'])}) of {memory['rows']} rows, "
+        f"memory: {percent(memory['error_mean'])} (worst {percent(memory['error_max'])}) "
+        f"of {memory['rows']} rows, "
         f"{result['false_fits']} false fits"
     )
     reasons: dict[str, int] = {}

@@ -333,8 +333,8 @@ class Plan:
 
     @classmethod
     def read_values(cls, text: str) -> dict[str, Any]:
-        """Return the values of the keys in a plan's text. Raises PlanError for an unknown or repeated key, and
-        for text that is not a value of its key; `Plan(...)` checks the values."""
+        """Return the values of the keys in a plan's text. Raises PlanError for an unknown or repeated key,
+        and for text that is not a value of its key; `Plan(...)` checks the values."""
         if not isinstance(text, str):
             raise PlanError("a plan is text", given=shown(text), hint='"dp=2 precision=bf16"')
         types = {field.name: field.type for field in fields(cls)}

@@ -1,10 +1,11 @@
 """Fit the constants of the time model to measured runs.
 
 [Note: fit]
-The residual of a run is the logarithm of predicted over measured time; the unknowns are the logarithms of the constants,
-so that all stay positive. Every source weighs the same, however many rows it has. The sum of absolute residuals is
-minimised by reweighted least squares (Gauss-Newton with a numerical Jacobian), which outliers do not distort. A weak
-pull to physical first values, a factor of e weighing as much as an error of `_PULL`, decides what the runs do not.
+The residual of a run is the logarithm of predicted over measured time; the unknowns are the logarithms of
+the constants, so that all stay positive. Every source weighs the same, however many rows it has. The sum of
+absolute residuals is minimised by reweighted least squares (Gauss-Newton with a numerical Jacobian), which
+outliers do not distort. A weak pull to physical first values, a factor of e weighing as much as an error of
+`_PULL`, decides what the runs do not.
 """
 
 import math
@@ -102,8 +103,8 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def fit_without(runs: Sequence[Run], sources: Iterable[str]) -> dict[str, Constants]:
-    """Constants for each source, fitted to the runs of all others; under "" those of all runs. Sources that `runs`
-    does not have share the latter."""
+    """Constants for each source, fitted to the runs of all others; under "" those of all runs. Sources that
+    `runs` does not have share the latter."""
     own = {run.source for run in runs}
     everything = fit(runs)
     left_out = {

@@ -3,22 +3,24 @@
 Symbols: m tokens of a micro-batch, t columns and r rows of the tp grid, h hidden, s sequence.
 
 [Note: time of a product]
-(m x k) times (k x n) is computed in tiles, one per SM at a time, in waves. A tile's loop over k has a start and an
-end during which the matrix unit is idle. If there are fewer tiles than SMs, libraries split k. The product is
-limited by its FLOPs at the device's highest measured rate or by reading and writing its matrices.
+(m x k) times (k x n) is computed in tiles, one per SM at a time, in waves. A tile's loop over k has a start
+and an end during which the matrix unit is idle. If there are fewer tiles than SMs, libraries split k. The
+product is limited by its FLOPs at the device's highest measured rate or by reading and writing its matrices.
 
 [Note: fused attention]
-A fused kernel computes products at a fraction of the peak, and for every score an exponential, a maximum, a sum
-and conversions on the vector units, which grow with the number of SMs, not with the peak of the matrix unit: so
-newer devices reach a smaller fraction of their peak (Shah et al. 2407.08608, section 3). The backward computes
-five products for the forward's two.
+A fused kernel computes products at a fraction of the peak, and for every score an exponential, a maximum, a
+sum and conversions on the vector units, which grow with the number of SMs, not with the peak of the matrix
+unit: so newer devices reach a smaller fraction of their peak (Shah et al. 2407.08608, section 3). The
+backward computes five products for the forward's two.
 
 [Note: launch-bound blocks]
 Operators are started one by one by the host. A block takes the longer of the device's time and of the host's.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from plait.plan.estimate.memory import COMPUTE_BYTES
@@ -28,7 +30,7 @@ from plait.planner.model_shape import ModelShape
 
 
 class Rates(NamedTuple):
-    """What a device does per second at one precision; hashable, for caches."""
+    """Rates of a device at one precision; hashable, for caches."""
 
     flops: float  # highest measured rate of products
     memory_bytes_per_s: float
@@ -53,7 +55,8 @@ class Rates(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The part of a layer that a rank computes: columns and rows of the tp grid, and what it computes it for."""
+    """The part of a layer that a rank computes: columns and rows of the tp grid, and what it computes it
+    for."""
 
     rows: int
     cols: int
@@ -109,11 +112,9 @@ _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 64, 0.6))
 
 def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
     """Linear between measured points, in the logarithm; the ends beyond them."""
-    import math
-
     if at <= points[0][0]:
         return points[0][1]
-    for (low, low_rate), (high, high_rate) in zip(points, points[1:], strict=False):
+    for (low, low_rate), (high, high_rate) in pairwise(points):
         if at <= high:
             part = math.log(at / low) / math.log(high / low)
             return low_rate * (high_rate / low_rate) ** part
@@ -151,7 +152,7 @@ def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Const
         products.append((_linear(rates, constants, m, shared, h), ups))
         products.append((_linear(rates, constants, m, h, shared), 1))
     forward, backward, weight = (sum(times[i] * count for times, count in products) for i in range(3))
-    attention, attention_back = _attention(part, heads, kv_heads, d, rates, constants)
+    attention, attention_back = _attention(part, heads, d, rates, constants)
     moved = _elementwise_bytes(model, part, heads, kv_heads, ffn, h) * rates.itemsize / 2
     vector = moved / (rates.memory_bytes_per_s * constants.memory_fraction)
     launches = _FORWARD_OPERATORS + (2 * experts if model.experts else 0) + (0 if part.fused_attention else 4)
@@ -165,9 +166,7 @@ COLLECTIVE_OPERATORS = 6  # host time of a collective, in operators: the call, i
 _FORWARD_OPERATORS = 20  # of an eager block: 4 products, 2 norms, attention, residuals, activation, copies
 
 
-def _attention(
-    part: Slice, heads: int, kv_heads: int, d: int, rates: Rates, constants: Constants
-) -> tuple[float, float]:
+def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constants) -> tuple[float, float]:
     """Forward and backward of scores, softmax and values."""
     scores = float(part.batch) * heads * part.sequence * part.sequence
     if part.fused_attention:
@@ -184,8 +183,9 @@ def _attention(
 
 
 def _elementwise_bytes(model: ModelShape, part: Slice, heads: int, kv_heads: int, ffn: int, h: int) -> float:
-    """Bytes of 2-byte elements that memory-bound operators of a block's forward read and write: norms, residual
-    additions and dropout on the residual stream; activations, rotary embeddings and biases inside."""
+    """Bytes of 2-byte elements that memory-bound operators of a block's forward read and write: norms,
+    residual additions and dropout on the residual stream; activations, rotary embeddings and biases
+    inside."""
     residual = 20.0 * h / (part.cols if part.sp else 1)
     inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
     width = ffn * max(1, model.experts_per_token) + model.shared_ffn / part.cols
@@ -210,9 +210,9 @@ def embedding_seconds(model: ModelShape, part: Slice, rates: Rates, constants: C
 
 
 def optimizer_s(owned: float, blocks: int, rates: Rates, constants: Constants) -> float:
-    """Adam on the owned elements: reads gradient, weight and two moments, writes weight, moments and the copy in the
-    precision of the computation, and the gradient norm reads the gradients once more. Each block's tensors are also
-    checked, scaled and copied one by one."""
+    """Adam on the owned elements: reads gradient, weight and two moments, writes weight, moments and the
+    copy in the precision of the computation, and the gradient norm reads the gradients once more. Each
+    block's tensors are also checked, scaled and copied one by one."""
     moved = (
         owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / (rates.memory_bytes_per_s * constants.memory_fraction)
     )

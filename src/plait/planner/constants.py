@@ -1,4 +1,5 @@
-"""The constants of the time model: few, each with a physical meaning, all fitted to published runs together."""
+"""The constants of the time model: few, each with a physical meaning, all fitted to published runs
+together."""
 
 from dataclasses import dataclass, fields
 
@@ -8,7 +9,8 @@ class Constants:
     """Each value with its unit; `plait plan score --calibrate` prints and refits them.
 
     product_fraction    sustained rate of large products, of the highest that was measured on the device
-    product_start_k     products: loading the first and storing the last tile takes as long as this many steps of k
+    product_start_k     products: loading the first and storing the last tile takes as long as this many
+                        steps of k
     memory_fraction     rate of memory-bound operators, of the memory's bandwidth
     attention_fraction  products inside a fused attention kernel, of the device's highest measured rate
     softmax_sm_s        vector work of a fused attention kernel: seconds of one SM for one score

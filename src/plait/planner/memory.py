@@ -1,10 +1,11 @@
 """Memory of a plan's fullest rank: model states as the engine counts them, activations in closed form.
 
 [Note: activations of a block]
-Bytes that one token keeps from a block's forward to its backward, in 2-byte elements (Korthikanti et al. 2205.05198,
-section 4): inputs of the two norms and of the products behind them, on every column unless sequence parallel; inside,
-on the columns, queries, keys, values, the input of the output projection and of the activation, and that of the last
-product. Programs with dropout keep its masks, those without fused attention scores, their softmax and its dropout.
+Bytes that one token keeps from a block's forward to its backward, in 2-byte elements (Korthikanti et al.
+2205.05198, section 4): inputs of the two norms and of the products after them, on every column unless
+sequence parallel; inside, on the columns, queries, keys, values, the input of the output projection and of
+the activation, and that of the last product. Programs with dropout keep its masks, those without fused
+attention scores, their softmax and its dropout.
 """
 
 from dataclasses import replace
@@ -132,11 +133,10 @@ def _kept(model: ModelShape, plan: Plan, blocks: int, batch: int, sequence: int,
     """Bytes that a stage keeps of one micro-batch."""
     tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
     recompute = plan.recompute
+    kinds: tuple[tuple[str, int], ...] = ((recompute, blocks),)
     if recompute.startswith("every="):
         full = blocks // int(recompute.removeprefix("every="))
         kinds = (("full", full), ("none", blocks - full))
-    else:
-        kinds = ((recompute, blocks),)
     each = {
         kind: block_activation_bytes(model, plan.cols, plan.rows, plan.sp, kind, sequence, software)
         for kind, _ in kinds

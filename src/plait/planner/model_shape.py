@@ -29,15 +29,56 @@ _KEYS = {
 }
 # Families whose MLP has two matrices; all others have a gated one, as Llama.
 _TWO_MATRICES = frozenset(
-    "gpt2 gptj gpt_j gpt_neo gpt_neox gpt_neox_japanese opt bloom falcon refinedweb refinedwebmodel mpt phi "
-    "starcoder2 gpt_bigcode codegen xglm nemotron persimmon openai-gpt biogpt ctrl".split()
+    [
+        "gpt2",
+        "gptj",
+        "gpt_j",
+        "gpt_neo",
+        "gpt_neox",
+        "gpt_neox_japanese",
+        "opt",
+        "bloom",
+        "falcon",
+        "refinedweb",
+        "refinedwebmodel",
+        "mpt",
+        "phi",
+        "starcoder2",
+        "gpt_bigcode",
+        "codegen",
+        "xglm",
+        "nemotron",
+        "persimmon",
+        "openai-gpt",
+        "biogpt",
+        "ctrl",
+    ]
 )
 _BIASED = _TWO_MATRICES - {"falcon", "refinedweb", "refinedwebmodel", "nemotron", "gptj", "gpt_j", "ctrl"}
 _TIED = frozenset(
-    "gpt2 gpt_neo opt bloom falcon refinedweb refinedwebmodel mpt gpt_bigcode starcoder2 gemma gemma2 gemma3 "
-    "gemma3_text cohere cohere2 xglm biogpt openai-gpt".split()
+    [
+        "gpt2",
+        "gpt_neo",
+        "opt",
+        "bloom",
+        "falcon",
+        "refinedweb",
+        "refinedwebmodel",
+        "mpt",
+        "gpt_bigcode",
+        "starcoder2",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "cohere",
+        "cohere2",
+        "xglm",
+        "biogpt",
+        "openai-gpt",
+    ]
 )
-_LEARNED_POSITIONS = frozenset("gpt2 gpt_neo opt gpt_bigcode openai-gpt biogpt".split())
+_LEARNED_POSITIONS = frozenset(["gpt2", "gpt_neo", "opt", "gpt_bigcode", "openai-gpt", "biogpt"])
 _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
 
 

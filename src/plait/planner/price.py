@@ -25,16 +25,17 @@ from plait.planner.constants import DEFAULT, Constants
 from plait.planner.memory import peak_memory, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
-from plait.planner.workload import Software, Workload
+from plait.planner.workload import OWN, Software, Workload
 
 __all__ = ["Price", "Software", "StageSeconds", "Workload", "price", "stage_seconds"]
 
 
 @dataclass(frozen=True)
 class Price:
-    """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute, recompute,
-    bubble, tensor communication, data communication, pipeline communication, optimizer, ...): exposed time only, they
-    add up to `step_s`. `hidden`: seconds of communication behind computation, by the same names."""
+    """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute,
+    recompute, bubble, tensor communication, data communication, pipeline communication, optimizer, ...):
+    exposed time only, they add up to `step_s`. `hidden`: seconds of communication during computation, by the
+    same names."""
 
     plan: Plan
     step_s: float
@@ -72,10 +73,11 @@ def price(
     plan: Plan,
     cluster: Cluster,
     work: Workload,
-    software: Software = Software(),
+    software: Software = OWN,
     constants: Constants = DEFAULT,
 ) -> Price:
-    """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the batch."""
+    """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the
+    batch."""
     check(model, plan, cluster, work, software)
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
@@ -102,24 +104,16 @@ def price(
     update = optimizer_s(owned, own_blocks, rates, constants) + _offload_s(plan, owned, links)
     step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
-    busy = {
-        "recompute": plan.micro * sum(stages[s].recompute for s in own),
-        "tensor communication": plan.micro * sum(stages[s].tensor for s in own),
-        "data communication": data[slowest].exposed + plan.micro * sum(gathers[s].exposed for s in own),
-    }
-    total = ends.busy[slowest]
-    compute = total - busy["recompute"] - busy["tensor communication"]
-    compute -= plan.micro * sum(gathers[s].exposed for s in own)
-    idle = ends.end[slowest] - total
+    idle = ends.end[slowest] - ends.busy[slowest]
     sends = min(idle, 2 * (plan.pp - 1) * transfer)
     parts = {
-        "compute": compute,
-        **busy,
+        **_busy_parts(plan, [stages[s] for s in own], [gathers[s] for s in own], ends.busy[slowest]),
         "pipeline communication": sends,
         "bubble": idle - sends,
         "optimizer": update,
         "step": constants.step_s,
     }
+    parts["data communication"] += data[slowest].exposed
     memory, high = peak_memory(model, plan, cluster, work, software)
     return Price(
         plan,
@@ -135,9 +129,19 @@ def price(
     )
 
 
-def check(
-    model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = Software()
-) -> None:
+def _busy_parts(
+    plan: Plan, stages: "list[StageSeconds]", gathers: "list[_Overlapped]", busy_s: float
+) -> dict[str, float]:
+    """Split the seconds in which a rank's actions run."""
+    parts = {
+        "recompute": plan.micro * sum(stage.recompute for stage in stages),
+        "tensor communication": plan.micro * sum(stage.tensor for stage in stages),
+        "data communication": plan.micro * sum(gather.exposed for gather in gathers),
+    }
+    return {"compute": busy_s - sum(parts.values()), **parts}
+
+
+def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = OWN) -> None:
     """Raise PlanError for a plan that does not fit the model, the cluster or the batch."""
     if plan.num_ranks > cluster.num_devices:
         raise PlanError(
@@ -201,11 +205,11 @@ def stage_seconds(
     plan: Plan,
     cluster: Cluster,
     work: Workload,
-    software: Software = Software(),
+    software: Software = OWN,
     constants: Constants = DEFAULT,
 ) -> tuple[StageSeconds, ...]:
-    """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero, shard and
-    offload."""
+    """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
+    shard and offload."""
     batch = work.batch // (plan.data_ranks * plan.micro)
     fused = software.fused_attention
     part = Slice(plan.rows, plan.cols, plan.sp, batch, work.sequence, fused, plan.compile)
@@ -251,7 +255,7 @@ class _Overlapped(NamedTuple):
 
 
 def _overlap(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
-    """Exposed and hidden seconds of communication that runs beside computation, which slow each other."""
+    """Exposed and hidden seconds of communication that runs during computation, which slow each other."""
     hidden = min(compute, communication)
     return communication - hidden + constants.overlap_tax * hidden, hidden
 
@@ -264,7 +268,8 @@ def _gathers(
     software: Software,
     constants: Constants,
 ) -> list[_Overlapped]:
-    """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each stage."""
+    """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each
+    stage."""
     nothing = _Overlapped(0.0, 0.0)
     per_micro = plan.zero >= 2 and not plan.accumulates_full
     if plan.shard_degree == 1 or not (plan.zero == 3 or per_micro):
@@ -328,9 +333,9 @@ def _reductions(
             for s in own
             for unit in stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[s], s, len(counts))
         )
-        beside = sum(stages[s].backward + stages[s].weight for s in own)
+        during = sum(stages[s].backward + stages[s].weight for s in own)
         ahead = sum(stages[s].forward for s in own)
-        if (numel, beside) not in seen:
+        if (numel, during) not in seen:
             scatter = gather = 0.0
             if plan.zero and plan.accumulates_full:
                 scatter = all_gather_s(links, shard, numel * reduced)
@@ -338,12 +343,12 @@ def _reductions(
                 gather = all_gather_s(links, shard, numel * size)
             scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
             if software.overlaps_data:
-                exposed, hidden = _overlap(beside, scatter, constants)
+                exposed, hidden = _overlap(during, scatter, constants)
                 more, also = _overlap(ahead, gather, constants)
-                seen[numel, beside] = _Overlapped(exposed + more, hidden + also)
+                seen[numel, during] = _Overlapped(exposed + more, hidden + also)
             else:
-                seen[numel, beside] = _Overlapped(scatter + gather, 0.0)
-        result.append(seen[numel, beside])
+                seen[numel, during] = _Overlapped(scatter + gather, 0.0)
+        result.append(seen[numel, during])
     return result
 
 

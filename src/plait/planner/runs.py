@@ -1,11 +1,12 @@
 """Published runs: a row of a CSV file as a model, a plan, a cluster and a workload.
 
 [Note: the program of a published run]
-The columns do not name the training program. Its properties follow from rules that hold for any row, never from its
-id or source: attention is fused if the notes say FlashAttention (and not "-free"), or else if the run is in bf16;
-gradients and parameters are communicated beside the computation under ZeRO 3 and in bf16. Programs in fp16 are older
-than both. Stages have equal numbers of blocks. What a row leaves open (micro-batch, recompute) is taken at the best
-price, as reports show a program at its best. Under ZeRO, programs in fp16 also sum gradients in fp16 (DeepSpeed).
+The columns do not name the training program. Its properties follow from rules that hold for any row, never
+from its id or source: attention is fused if the notes say FlashAttention (and not "-free"), or else if the
+run is in bf16; gradients and parameters are communicated during the computation under ZeRO 3 and in bf16.
+Programs in fp16 are older than both. Stages have equal numbers of blocks. What a row leaves open
+(micro-batch, recompute) is taken at the best price, as reports show a program at its best. Under ZeRO,
+programs in fp16 also sum gradients in fp16 (DeepSpeed).
 """
 
 import csv
@@ -33,8 +34,8 @@ _REQUIRED = ("layers", "hidden", "seq_len", "gpu", "n_gpus", "global_batch")
 
 @dataclass(frozen=True)
 class Run:
-    """A row. `plans`: more than one if the row leaves something open. `step_s`, `memory_bytes`: measured, None if it
-    does not say. `ran_out`: it ran out of memory."""
+    """A row. `plans`: more than one if the row leaves something open. `step_s`, `memory_bytes`: measured,
+    None if it does not say. `ran_out`: it ran out of memory."""
 
     row: int
     source: str
@@ -165,8 +166,8 @@ def _model(row: Mapping[str, str]) -> ModelShape:
     kv_heads = _int(row, "kv_heads", heads)
     shapes = [
         ModelShape(
-            row.get("model_name", "model"), layers, hidden, heads, kv_heads, hidden // heads, ffn, matrices, vocab,
-            tied=matrices == 2, biases=matrices == 2,
+            row.get("model_name", "model"), layers, hidden, heads, kv_heads, hidden // heads, ffn, matrices,
+            vocab, tied=matrices == 2, biases=matrices == 2,
         )
         for matrices in (2, 3)
     ]  # fmt: skip
@@ -224,9 +225,9 @@ def _plans(
         for policy in policies:
             plans.append(
                 Plan(
-                    dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved" else 0,
-                    sp=tp > 1 and row.get("seq_parallel", "").lower() in ("y", "yes", "true", "1"), zero=zero,
-                    shard=shard, micro=micro, precision=precision, recompute=policy,
+                    dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved"
+                    else 0, sp=tp > 1 and row.get("seq_parallel", "").lower() in ("y", "yes", "true", "1"),
+                    zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
                     accumulate="auto" if zero == 3 or zero < 2 else "unsharded",
                 )
             )  # fmt: skip

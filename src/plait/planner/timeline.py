@@ -1,9 +1,10 @@
 """Seconds of a pipeline's step: the schedule's actions on a clock.
 
 [Note: compiled schedules]
-`plan/schedule` generates and simulates; its order of actions is compiled once per schedule into a flat list that a
-short loop evaluates for any durations, with the result of `simulate`. After its first micro-batches a schedule is
-periodic: for many micro-batches, two shorter runs that differ by one period of micro-batches give the rest.
+`plan/schedule` generates and simulates; its order of actions is compiled once per schedule into a flat list
+that a short loop evaluates for any durations, with the result of `simulate`. After its first micro-batches a
+schedule is periodic: for many micro-batches, two shorter runs that differ by one period of micro-batches
+give the rest.
 """
 
 from functools import lru_cache
@@ -70,7 +71,7 @@ def _compiled(name: str, ranks: int, micros: int, chunks: int) -> tuple[int, tup
 def _steps(schedule: Schedule) -> tuple[_Step, ...]:
     stages, rank_of, split = schedule.num_stages, schedule.rank_of, schedule.split
     index: dict[object, int] = {}
-    steps = []
+    steps: list[_Step] = []
     for rank, action in run_untimed(schedule).order:
         kind, stage, micro = action
         offset = 0 if kind is Kind.F else 2 if kind is Kind.W else 1 if (stage, micro) in split else 3
@@ -88,7 +89,8 @@ def _evaluate(compiled: tuple[int, tuple[_Step, ...]], durations: Durations) -> 
     full = tuple(b + w for b, w in zip(durations.backward, durations.weight, strict=True))
     seconds = (*durations.forward, *durations.backward, *durations.weight, *full)
     transfers = durations.transfer
-    free, busy, ended = [0.0] * ranks, [0.0] * ranks, []
+    free, busy = [0.0] * ranks, [0.0] * ranks
+    ended: list[float] = []
     for rank, duration, need, transfer in steps:
         start = free[rank]
         if need >= 0:
@@ -118,8 +120,8 @@ def _stage_ranks(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Per rank, the largest number of micro-batches whose activations it holds, per one of its stages (in model order)
-    at the moment when the sum over its stages is largest."""
+    """Per rank, the largest number of micro-batches whose activations it holds, per one of its stages (in
+    model order) at the moment when the sum over its stages is largest."""
     return _in_flight(name, ranks, min(micros, 4 * ranks * max(1, chunks)) if ranks > 1 else 1, chunks)
 
 

@@ -1,11 +1,11 @@
-"""What a step computes, and with what program."""
+"""The work of a step, and the program that does it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step computes: `batch` sequences of `sequence` tokens, over all data ranks and micro-batches."""
+    """The work of a step: `batch` sequences of `sequence` tokens, over all data ranks and micro-batches."""
 
     sequence: int
     batch: int
@@ -23,8 +23,8 @@ class Software:
 
     fused_attention    flash attention: scores are not stored
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
-    splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the head's
-                       cost is balanced
+    splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
+                       head's cost is balanced
     narrow_gradients   full gradients are summed in the computation's precision
     """
 
@@ -32,3 +32,6 @@ class Software:
     overlaps_data: bool = True
     splits_evenly: bool = False
     narrow_gradients: bool = False
+
+
+OWN = Software()  # of this product
