@@ -32,6 +32,7 @@ BENCHMARKS = (
     "loop_overhead",
     "read_windows",
     "startup",
+    "planner",
 )
 LAST_LINES = 20  # of a benchmark that failed
 

@@ -43,7 +43,7 @@ from stages import PLAIT, Case, Machine, stages  # noqa: E402
 
 Json = dict[str, Any]
 FORMAT = "plait gpu results 1"
-PROFILE_FORMAT = "plait hardware profile 1"
+PROFILE_FORMAT = "plait host profile 1"
 STAGE_S = 520.0  # so that a stage fits into ten minutes with its start
 _LEAST_S = 20.0  # for a case; with less left, the stage ends
 _END_S = 5.0  # for a case to end after SIGTERM
@@ -213,13 +213,14 @@ def section(name: str, results: dict[str, Json]) -> list[str]:
 def profile(name: str, checks: dict[str, Json]) -> Json:
     """The machine's speed by the results of the stage `checks`: bytes, seconds, FLOP/s. Null: not measured.
 
-    `lines` are those of a host profile, which `plait.plan.host_profile` reads.
+    It is a host profile, with more keys: `plait plan --cluster FILE:RANKS` reads `lines` and `devices`.
     """
     products, copies = checks.get("products", {}), checks.get("transfers", {})
     devices = checks.get("versions", {}).get("devices") or [{}]
     collectives = [checks[key].get("lines", []) for key in checks if key.startswith("collectives")]
     return {
         "format": PROFILE_FORMAT,
+        "devices": _device_speeds(checks),
         "name": name,
         "num_devices": len(devices),
         "device_memory_bytes": devices[0].get("total_memory"),
@@ -231,6 +232,31 @@ def profile(name: str, checks: dict[str, Json]) -> Json:
         "read_s": checks.get("launches", {}).get("read_s"),
         "lines": [line for lines in collectives for line in lines],
     }
+
+
+def _device_speeds(checks: dict[str, Json]) -> list[Json]:
+    """The speed of one device in the form of `plait.plan.device_speed`; none if it was not measured."""
+    facts, products = checks.get("versions", {}).get("devices"), checks.get("products")
+    memory, launches = checks.get("memory"), checks.get("launches")
+    if not (facts and products and memory and launches):
+        return []
+    rates: dict[str, list[list[float]]] = {}
+    for row in products["rows"]:
+        if "size" in row:
+            rates.setdefault(row["dtype"], []).append([2.0 * row["size"] ** 3, 1e12 * row["TFLOP/s"]])
+    return [
+        {
+            "num_ranks": 1,
+            "name": facts[0]["name"],
+            "kind": "cuda",
+            "num_devices": len(facts),
+            "num_sms": facts[0]["multi_processor_count"],
+            "memory_bytes": facts[0]["total_memory"],
+            "memory_bytes_per_s": memory["bytes_per_s"],
+            "launch_s": launches["launch_s"],
+            "product_rates": rates,
+        }
+    ]
 
 
 def unpack_wheels(folder: Path, site: Path) -> None:

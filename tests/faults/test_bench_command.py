@@ -47,6 +47,16 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
     assert f"saved: {profile}" in out
 
 
+def test_the_speed_of_devices_is_measured_and_kept(tmp_path: Path) -> None:
+    profile = tmp_path / "host.json"
+    out, _ = finish(start("bench", "device", "--ranks", "2", "--rounds", "1", "--profile", profile))
+    assert f"saved: {profile}, for --cluster this:2" in out
+    found = load(profile).devices[2]
+    assert (found.num_ranks, found.kind) == (2, "cpu")
+    assert 1e8 < found.peak_flops["fp32"] < 1e14
+    assert re.search("│ +1024 │", out)
+
+
 def test_algorithms_are_compared_drawn_and_not_kept(tmp_path: Path) -> None:
     report, picture, profile = (tmp_path / name for name in ("bench.json", "bench.png", "host.json"))
     words = ("--collective", "all-reduce", "--algorithm", "auto,ring,naive", "--profile", profile)

@@ -259,7 +259,7 @@ def test_the_measured_peak_is_a_speed_that_a_processor_can_have(dtype: torch.dty
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312.0),
         ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
-        ("NVIDIA GeForce RTX 4090", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 3060", torch.bfloat16, None),
         ("", torch.bfloat16, None),
     ],
 )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from plait.errors import ProfileError
 from plait.plan.cost_model import LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
+from plait.plan.device_speed import DeviceSpeed
 from plait.plan.host_profile import HostProfile, ProfileEntry, check_writable, load, profile_path, save
 
 SIZES = [1 << power for power in range(10, 29, 2)]
@@ -186,3 +187,37 @@ def test_an_unwritable_path_is_an_error_before_and_after_measuring(tmp_path: Pat
         with pytest.raises(ProfileError) as caught:
             action(path)
         assert str(path) in str(caught.value)
+
+
+SPEED = DeviceSpeed(2, "x86_64", "cpu", 2, 1, 1e10, 6e9, 5e-6, {"fp32": ((1e6, 2e10), (1e9, 8e10))})
+
+
+def test_speeds_of_devices_are_kept_next_to_the_lines(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    save(HostProfile({ALL_REDUCE: LatencyFit(1e-4, 1e9, 0.1)}), path)
+    save(HostProfile({}, {2: SPEED}), path)
+    found = load(path)
+    assert (set(found.lines), found.devices) == ({ALL_REDUCE}, {2: SPEED})
+    assert SPEED.peak_flops == {"fp32": 8e10}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_ranks": 0}, "num_ranks=0 is not an integer from 1"),
+        ({"launch_s": None}, "launch_s=None is not a number above 0"),
+        ({"name": 3}, "name=3 is not a string"),
+        ({"product_rates": {}}, "has no precision"),
+        ({"product_rates": {"fp32": [[1.0]]}}, "not pairs"),
+        ({"product_rates": {"fp32": [[1.0, -1.0]]}}, "not pairs"),
+        ({"extra": 1}, "does not have the keys num_ranks"),
+    ],
+)
+def test_a_damaged_speed_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = tmp_path / "host.json"
+    save(HostProfile({}, {2: SPEED}), path)
+    content = json.loads(path.read_text())
+    content["devices"][0] |= change
+    path.write_text(json.dumps(content))
+    with pytest.raises(ProfileError, match=f"damaged(.|\n)*{words}"):
+        load(path)

@@ -18,8 +18,9 @@ from rich.table import Table
 from plait.bench.collectives import Measurement, Row
 from plait.bench.request import format_bytes
 from plait.plan.cost_model import COLLECTIVES, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
+from plait.plan.device_speed import DeviceSpeed
 from plait.plan.host_profile import ProfileEntry
-from plait.tables import table
+from plait.tables import counted, table
 
 
 def machine() -> dict[str, Any]:
@@ -156,6 +157,18 @@ def _bandwidths(measurement: Measurement, row: Row) -> tuple[float, float]:
         algorithm_bandwidth(row.num_bytes, row.median_s),
         bus_bandwidth(row.collective, row.num_bytes, measurement.num_ranks, row.median_s),
     )
+
+
+def device_table(speed: DeviceSpeed) -> Table:
+    """Return FLOP/s by size and precision, and the memory's bytes per second, of one rank."""
+    title = f"{speed.name}: one of {counted(speed.num_ranks, 'rank')} that work at the same time"
+    sizes = [round((flops / 2) ** (1 / 3)) for flops, _ in next(iter(speed.product_rates.values()))]
+    rows = [
+        [str(size), *(f"{points[number][1] / 1e9:,.1f}" for points in speed.product_rates.values())]
+        for number, size in enumerate(sizes)
+    ]
+    copied = f"copies {speed.memory_bytes_per_s / 1e9:,.1f} GB/s, an operator {1e6 * speed.launch_s:,.1f} us"
+    return table(title, ["size", *(f"{name} GFLOP/s" for name in speed.product_rates)], rows, caption=copied)
 
 
 def _format_time(seconds: float) -> str:

@@ -72,12 +72,14 @@ class Request:
         return STORAGES[self.storage]
 
 
-def check_num_ranks(num_ranks: int) -> None:
-    if num_ranks < 2:
+def check_num_ranks(num_ranks: int, least: int = 2) -> None:
+    if num_ranks < least:
         raise ConfigError(
-            "a benchmark of communication needs several ranks",
+            "a benchmark of communication needs several ranks"
+            if least > 1
+            else "there is no rank to measure",
             given=f"{num_ranks} ranks",
-            expected="2 or more",
+            expected=f"{least} or more",
         )
 
 

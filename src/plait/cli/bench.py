@@ -176,7 +176,39 @@ def ddp(
     raise typer.Exit(report_once(run, world, debug=debug))
 
 
-def _num_ranks(requested: int | None) -> tuple[int, int]:
+@bench.command()
+@report_errors
+def device(
+    ranks: Ranks = None,
+    transport: Annotated[str, typer.Option(help=f"One of {', '.join(TRANSPORTS)}.")] = "auto",
+    rounds: Annotated[int, typer.Option(help="Rounds of all measurements.", min=1)] = 5,
+    profile: Profile = None,
+    debug: Debug = False,
+) -> None:
+    """Measure matrix products and memory on all ranks at once, for `plait plan --cluster this:RANKS`."""
+    with first_rank_first():
+        num_ranks, local_ranks = _num_ranks(ranks, least=1)
+        check_writable(profile)
+        from plait.bench.collectives import device_for
+
+        world = _connect(num_ranks, transport, device_for(transport, local_ranks))
+
+    def run() -> int:
+        from plait.bench.device import measure_device
+
+        found = _with_progress(world, lambda report: measure_device(world, report, rounds))
+        if world.rank == 0:
+            from plait.bench.report import device_table
+
+            _print_tables([device_table(found)])
+            saved = save(HostProfile({}, {found.num_ranks: found}), profile)
+            print_line(f"saved: {saved}, for --cluster this:{found.num_ranks}")
+        return 0
+
+    raise typer.Exit(report_once(run, world, debug=debug))
+
+
+def _num_ranks(requested: int | None, *, least: int = 2) -> tuple[int, int]:
     """Return the number of ranks, and of those on this host. Raises ConfigError, PlanError."""
     check_limits()
     if not adopt_ranks():
@@ -185,7 +217,7 @@ def _num_ranks(requested: int | None) -> tuple[int, int]:
         check_ranks(requested)
         size = int(os.environ["WORLD_SIZE"])
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    check_num_ranks(size)
+    check_num_ranks(size, least)
     return size, local_size
 
 
@@ -213,11 +245,15 @@ def _with_progress(world: "World", work: Callable[[Callable[[str], None]], T]) -
 
 def _show(tables: "list[Table]", found: "Measurement | Breakdown", rounds: int, what: str = "") -> None:
     """Print the tables, and a line about the setup."""
-    from rich.console import Console
-
     from plait.tables import counted
+
+    _print_tables(tables)
+    ranks = f"{found.num_ranks} ranks on {counted(found.num_hosts, 'host')}"
+    print_line(f"{ranks}{what}; {counted(rounds, 'round')} in {found.seconds:.0f} s")
+
+
+def _print_tables(tables: "list[Table]") -> None:
+    from rich.console import Console
 
     for table in tables:
         Console().print(table)
-    ranks = f"{found.num_ranks} ranks on {counted(found.num_hosts, 'host')}"
-    print_line(f"{ranks}{what}; {counted(rounds, 'round')} in {found.seconds:.0f} s")

@@ -17,6 +17,7 @@ from plait.cli.evaluate import evaluate, evaluate_rank
 from plait.cli.explain import explain
 from plait.cli.export import export
 from plait.cli.generate import generate
+from plait.cli.plan import plan
 from plait.cli.schedule import schedule
 from plait.cli.train import rank, train
 from plait.cli.verify import verify, verify_rank
@@ -39,6 +40,7 @@ app.command()(schedule)
 app.command()(explain)
 app.command()(verify)
 app.command(hidden=True)(verify_rank)
+app.add_typer(plan, name="plan")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")

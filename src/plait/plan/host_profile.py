@@ -1,4 +1,6 @@
-"""Measured times of a host's collectives: written by `plait bench collectives`, read by planners.
+"""Measured times of a host's collectives, and speeds of its devices.
+
+Written by `plait bench` and `make gpu`, read by the planner.
 
 A profile is one JSON file per host: by default $XDG_CACHE_HOME/plait/profiles/HOSTNAME.json (~/.cache if that
 is not set).
@@ -8,16 +10,18 @@ import math
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from plait.errors import ProfileError
 from plait.fileio import parse_json, read_text, write_json
+from plait.plan import device_speed
 from plait.plan.cost_model import COLLECTIVES, LatencyFit
+from plait.plan.device_speed import DeviceSpeed
 
-_FORMAT = "plait host profile 1"
+FORMAT = "plait host profile 1"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,11 +40,13 @@ class ProfileEntry:
 
 @dataclass(frozen=True)
 class HostProfile:
-    """The time-over-size lines of one host."""
+    """The time-over-size lines of one host, and its devices' speeds by the number of ranks."""
 
     lines: Mapping[ProfileEntry, LatencyFit]
+    devices: Mapping[int, DeviceSpeed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", MappingProxyType(dict(self.devices)))
         object.__setattr__(self, "lines", MappingProxyType(dict(self.lines)))
 
     def time_s(
@@ -68,8 +74,8 @@ class HostProfile:
         return self.lines[entry].time_s(num_bytes)
 
     def updated(self, newer: "HostProfile") -> "HostProfile":
-        """These lines, replaced by those of `newer` where both have one."""
-        return HostProfile({**self.lines, **newer.lines})
+        """These measurements, replaced by those of `newer` where both have one."""
+        return HostProfile({**self.lines, **newer.lines}, {**self.devices, **newer.devices})
 
 
 def profile_path() -> Path:
@@ -99,16 +105,21 @@ def load(path: Path | None = None) -> HostProfile:
         content = parse_json(text, parse_constant=_reject_constant)
     except ValueError as error:
         raise _damaged(path, f"not JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise _damaged(path, f"its format is not {_FORMAT!r}")
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise _damaged(path, f"its format is not {FORMAT!r}")
     entries = content.get("lines")
     if not isinstance(entries, list):
         raise _damaged(path, "`lines` is not a list")
-    return HostProfile(dict(_entry(path, number, entry) for number, entry in enumerate(entries)))
+    try:
+        speeds = [device_speed.from_json(entry) for entry in content.get("devices", ())]
+    except (TypeError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    lines = dict(_entry(path, number, entry) for number, entry in enumerate(entries))
+    return HostProfile(lines, {speed.num_ranks: speed for speed in speeds})
 
 
 def save(profile: HostProfile, path: Path | None = None) -> Path:
-    """Merge the lines into those of the file, atomically. Raises ProfileError."""
+    """Merge the measurements into those of the file, atomically. Raises ProfileError."""
     path = profile_path() if path is None else path
     merged = load(path).updated(profile)
     entries = []
@@ -117,7 +128,8 @@ def save(profile: HostProfile, path: Path | None = None) -> Path:
         entries.append({**asdict(entry), **asdict(line), "bytes_per_s": bytes_per_s})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"format": _FORMAT, "lines": entries})
+        devices = [device_speed.to_json(speed) for _, speed in sorted(merged.devices.items())]
+        write_json(path, {"format": FORMAT, "lines": entries, "devices": devices})
     except OSError as error:
         raise unwritable(path, error) from error
     return path
@@ -147,7 +159,7 @@ def _damaged(path: Path, problem: str) -> ProfileError:
     return ProfileError(
         "the host's profile is damaged",
         given=f"{path}: {problem}",
-        hint="remove the file; plait bench collectives makes a new one",
+        hint="remove the file; plait bench makes a new one",
     )
 
 
@@ -159,7 +171,7 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[ProfileEntry, LatencyFi
     def wrong(problem: str) -> ProfileError:
         return _damaged(path, f"line {number} {problem}")
 
-    names = {field.name for kind in (ProfileEntry, LatencyFit) for field in fields(kind)}
+    names = {each.name for kind in (ProfileEntry, LatencyFit) for each in fields(kind)}
     if not isinstance(entry, dict) or entry.keys() != names:
         raise wrong(f"does not have the keys {', '.join(sorted(names))}")
     for name in ("transport", "verb", "storage", "dtype"):
@@ -169,7 +181,7 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[ProfileEntry, LatencyFi
         raise wrong(f"is of verb={entry['verb']!r}, an unknown collective")
     if type(entry["num_ranks"]) is not int or entry["num_ranks"] < 2:
         raise wrong(f"has num_ranks={entry['num_ranks']!r}, expected 2 or more")
-    numbers = {field.name: entry[field.name] for field in fields(LatencyFit)}
+    numbers = {each.name: entry[each.name] for each in fields(LatencyFit)}
     for name, value in numbers.items():
         if name == "bytes_per_s" and value is None:
             numbers[name] = math.inf
@@ -177,5 +189,5 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[ProfileEntry, LatencyFi
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or value < 0 or (name == "bytes_per_s" and value == 0):
             raise wrong(f"has {name}={value!r}, out of range")
-    profile_entry = ProfileEntry(**{field.name: entry[field.name] for field in fields(ProfileEntry)})
+    profile_entry = ProfileEntry(**{each.name: entry[each.name] for each in fields(ProfileEntry)})
     return profile_entry, LatencyFit(**{name: float(value) for name, value in numbers.items()})

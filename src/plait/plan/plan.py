@@ -329,6 +329,12 @@ class Plan:
 
         Raises PlanError for an unknown or repeated key and for an invalid value.
         """
+        return cls(**cls.read_values(text))
+
+    @classmethod
+    def read_values(cls, text: str) -> dict[str, Any]:
+        """Return the values of the keys in a plan's text. Raises PlanError for an unknown or repeated key,
+        and for text that is not a value of its key; `Plan(...)` checks the values."""
         if not isinstance(text, str):
             raise PlanError("a plan is text", given=shown(text), hint='"dp=2 precision=bf16"')
         types = {field.name: field.type for field in fields(cls)}
@@ -345,7 +351,7 @@ class Plan:
             if key in values:
                 raise PlanError(f"{key} is given twice", given=text)
             values[key] = read_value(key, types[key], value)
-        return cls(**values)
+        return values
 
     def __str__(self) -> str:
         """The shortest text that parses back: dp, and every key that is not at its default."""

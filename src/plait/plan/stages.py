@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from plait.plan.layout import ParamInfo, UnitInfo
 
@@ -129,19 +129,27 @@ def _min_max_split(
     cost_of: Callable[[int, int, int], float], num_blocks: int, num_stages: int
 ) -> tuple[int, ...]:
     """Dynamic program: for the first `stop` blocks on the stages so far, the slowest stage, the sum of
-    squares, the block counts."""
+    squares, the block counts. No stage of the result is slower than the slowest of equally many blocks."""
+    starts = [stage * num_blocks // num_stages for stage in range(num_stages + 1)]
+    limit = max(cost_of(stage, *edges) for stage, edges in enumerate(pairwise(starts)))
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {
-        stop: (cost_of(0, 0, stop), cost_of(0, 0, stop) ** 2, (stop,)) for stop in range(1, num_blocks + 1)
+        stop: (cost, cost**2, (stop,))
+        for stop in range(1, num_blocks + 1)
+        if (cost := cost_of(0, 0, stop)) <= limit
     }
     for stage in range(1, num_stages):
         longer = {}
         for stop in range(stage + 1, num_blocks + 1):
             options = []
-            for start in range(stage, stop):
-                slowest, squares, numbers = best[start]
+            for start in range(stop - 1, stage - 1, -1):
                 cost = cost_of(stage, start, stop)
-                options.append((max(slowest, cost), squares + cost**2, (*numbers, stop - start)))
-            longer[stop] = min(options)
+                if cost > limit:
+                    break
+                if start in best:
+                    slowest, squares, numbers = best[start]
+                    options.append((max(slowest, cost), squares + cost**2, (*numbers, stop - start)))
+            if options:
+                longer[stop] = min(options)
         best = longer
     return best[num_blocks][2]
 

@@ -1,29 +1,32 @@
-"""Devices: peak FLOP/s by precision, memory, bandwidths, power. Figures and their sources: `data/devices.toml`."""
+"""The devices that the planner prices: those of `plan/devices.toml`, or measured ones."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from plait.plan.device_speed import DeviceSpeed
+from plait.plan.devices import Device, device, device_of_driver, devices
+
+__all__ = ["Device", "device", "devices", "measured_device"]
 
 
-@dataclass(frozen=True)
-class Device:
-    """One rank's device. Bytes and seconds in SI units, FLOP/s of dense products from the data sheet.
+def measured_device(speed: DeviceSpeed, link_bytes_per_s: float | None) -> Device:
+    """Return a device with measured speeds; power and rent are the table's, if it has this device.
 
-    peak_flops         by precision: fp64, fp32, tf32, bf16, fp16, fp8
-    memory_bytes       capacity as the data sheet gives it
-    memory_bytes_per_s bandwidth of the device's memory
-    num_sms            units that tiles of a product are distributed over
-    link_bytes_per_s   to the other devices of the host (NVLink, xGMI or PCIe), per direction
-    host_bytes_per_s   between the device and the host's memory, per direction
-    watts              at full load
-    dollars_per_hour   what an hour of it costs to rent: an assumption that users replace
+    `link_bytes_per_s`: measured between ranks of the host; None for the table's, or a copy through memory.
     """
-
-    name: str
-    peak_flops: Mapping[str, float]
-    memory_bytes: float
-    memory_bytes_per_s: float
-    num_sms: int
-    link_bytes_per_s: float
-    host_bytes_per_s: float
-    watts: float
-    dollars_per_hour: float
+    known = device_of_driver(speed.name)
+    through_memory = speed.memory_bytes_per_s / 2
+    return Device(
+        name=speed.name,
+        peak_flops=speed.peak_flops if known is None else known.peak_flops,
+        memory_bytes=speed.memory_bytes,
+        memory_bytes_per_s=speed.memory_bytes_per_s,
+        num_sms=speed.num_sms,
+        link_bytes_per_s=link_bytes_per_s or (through_memory if known is None else known.link_bytes_per_s),
+        host_bytes_per_s=through_memory if known is None else known.host_bytes_per_s,
+        watts=0.0 if known is None else known.watts,
+        dollars_per_hour=0.0 if known is None else known.dollars_per_hour,
+        matmul_fraction=1.0 if known is None else known.matmul_fraction,
+        sheet_bytes=speed.memory_bytes if known is None else known.sheet_bytes,
+        link_kind="measured",
+        source="measured by plait bench",
+        product_rates=speed.product_rates,
+        launch_s=speed.launch_s,
+    )

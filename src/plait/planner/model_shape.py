@@ -1,6 +1,85 @@
 """Shapes of a decoder: what the arithmetic of FLOPs, bytes and memory needs of a model."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from plait.errors import ConfigError
+from plait.fileio import parse_json, read_text
+from plait.plan.cost_model import training_flops_per_token
+
+# Names of the same figure in the config.json of different families. The first that is present counts.
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "L"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "model_dim", "dim", "hidden", "h"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "heads", "a"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "kv_heads", "n_kv_heads"),
+    "head_dim": ("head_dim", "attention_head_size", "d_head"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "ffn", "ffn_hidden"),
+    "vocab": ("vocab_size", "padded_vocab_size", "vocab", "V"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "experts"),
+    "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_top_k", "moe_topk", "top_k"),
+    "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts"),
+    "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
+    "positions": ("n_positions", "max_position_embeddings", "max_seq_len", "positions"),
+}
+# Families whose MLP has two matrices; all others have a gated one, as Llama.
+_TWO_MATRICES = frozenset(
+    [
+        "gpt2",
+        "gptj",
+        "gpt_j",
+        "gpt_neo",
+        "gpt_neox",
+        "gpt_neox_japanese",
+        "opt",
+        "bloom",
+        "falcon",
+        "refinedweb",
+        "refinedwebmodel",
+        "mpt",
+        "phi",
+        "starcoder2",
+        "gpt_bigcode",
+        "codegen",
+        "xglm",
+        "nemotron",
+        "persimmon",
+        "openai-gpt",
+        "biogpt",
+        "ctrl",
+    ]
+)
+_BIASED = _TWO_MATRICES - {"falcon", "refinedweb", "refinedwebmodel", "nemotron", "gptj", "gpt_j", "ctrl"}
+_TIED = frozenset(
+    [
+        "gpt2",
+        "gpt_neo",
+        "opt",
+        "bloom",
+        "falcon",
+        "refinedweb",
+        "refinedwebmodel",
+        "mpt",
+        "gpt_bigcode",
+        "starcoder2",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "cohere",
+        "cohere2",
+        "xglm",
+        "biogpt",
+        "openai-gpt",
+    ]
+)
+_LEARNED_POSITIONS = frozenset(["gpt2", "gpt_neo", "opt", "gpt_bigcode", "openai-gpt", "biogpt"])
+_GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
 
 
 @dataclass(frozen=True)
@@ -10,9 +89,11 @@ class ModelShape:
     ffn            width of the MLP (of one expert, if there are experts)
     mlp_matrices   2: up and down; 3: gated, as in Llama
     experts        0: a dense model; else the number of experts, of which a token uses `experts_per_token`
+    shared_ffn     width of the experts that every token uses
     tied           embedding and head share one parameter
     positions      rows of a learned table of positions; 0: none
     biases         linear layers and norms have biases
+    embedding_norm the embedding is followed by a norm (BLOOM)
     """
 
     name: str
@@ -29,3 +110,198 @@ class ModelShape:
     biases: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    shared_ffn: int = 0
+    embedding_norm: bool = False
+
+    @classmethod
+    def from_config(cls, config: "str | Path | Mapping[str, Any]", name: str = "") -> "ModelShape":
+        """Read a Hugging Face config.json (a path or its content), or the sizes by their plain names (layers,
+        hidden, heads, kv_heads, head_dim, ffn, vocab, gated, tied, ...). Raises ConfigError."""
+        values, name = _load(config, name)
+        family = str(values.get("model_type", "")).lower()
+        layers, hidden, heads, vocab = (
+            _number(values, key) for key in ("layers", "hidden", "heads", "vocab")
+        )
+        head_dim = _number(values, "head_dim", 0) or hidden // heads
+        if not _find(values, "head_dim") and hidden % heads:
+            raise ConfigError(
+                "the heads do not divide the hidden size",
+                given=f"hidden={hidden} heads={heads}",
+                hint="head_dim=...",
+            )
+        experts = _number(values, "experts", 0)
+        ffn = _number(values, "ffn", 0) or round(hidden * float(values.get("expansion_ratio", 4)))
+        expert_ffn = (_number(values, "expert_ffn", 0) or ffn) if experts else ffn
+        shared = _number(values, "shared_ffn", 0) or _number(values, "shared_experts", 0) * expert_ffn
+        return cls(
+            name=name or family or "model",
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=_kv_heads(values, heads),
+            head_dim=head_dim,
+            ffn=expert_ffn,
+            mlp_matrices=3 if _is_gated(values, family) else 2,
+            vocab=vocab,
+            tied=bool(values.get("tie_word_embeddings", values.get("tied", family in _TIED))),
+            positions=_positions(values, family),
+            biases=_has_biases(values, family),
+            experts=experts,
+            experts_per_token=_number(values, "experts_per_token", 2) if experts else 0,
+            shared_ffn=shared if experts else 0,
+            embedding_norm=family == "bloom",
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "ModelShape":
+        """Read `layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256`. Raises ConfigError."""
+        pairs = dict(word.partition("=")[::2] for word in re.split(r"[\s,]+", text.strip()))
+        return cls.from_config(
+            {
+                key: value == "true"
+                if value in ("true", "false")
+                else int(value)
+                if value.isdigit()
+                else value
+                for key, value in pairs.items()
+            }
+        )
+
+    @property
+    def attention_width(self) -> int:
+        """Elements of all query heads of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def active_ffn(self) -> int:
+        """Width of the MLPs that one token uses."""
+        return self.ffn * (self.experts_per_token if self.experts else 1) + self.shared_ffn
+
+    @cached_property
+    def block_params(self) -> int:
+        """Parameters of one block."""
+        attention = self.hidden * (self.qkv_width + self.attention_width)
+        widths = self.ffn * max(1, self.experts) + self.shared_ffn
+        router = self.hidden * self.experts
+        vectors = 2 * self.hidden  # scales of the norms
+        if self.biases:  # of the norms, the linear layers, the MLP
+            vectors += 2 * self.hidden + self.qkv_width + self.hidden
+            vectors += (self.mlp_matrices - 1) * widths + self.hidden * max(1, self.experts)
+        return attention + self.mlp_matrices * self.hidden * widths + router + vectors
+
+    @property
+    def norm_params(self) -> int:
+        return self.hidden * (2 if self.biases else 1)
+
+    @property
+    def embedding_params(self) -> int:
+        norm = self.norm_params if self.embedding_norm else 0
+        return (self.vocab + self.positions) * self.hidden + norm
+
+    @property
+    def head_params(self) -> int:
+        """Parameters after the blocks, without a tied head's."""
+        return self.norm_params + (0 if self.tied else self.vocab * self.hidden)
+
+    @property
+    def num_params(self) -> int:
+        """All parameters; a tied one counts once."""
+        return self.embedding_params + self.layers * self.block_params + self.head_params
+
+    @property
+    def block_matmul_params(self) -> int:
+        """Parameters of a block that one token is multiplied with."""
+        attention = self.hidden * (self.qkv_width + self.attention_width)
+        return attention + self.mlp_matrices * self.hidden * self.active_ffn + self.hidden * self.experts
+
+    def training_flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
+        """FLOPs of forward and backward, recomputation not counted."""
+        return training_flops_per_token(
+            matmul_parameters=self.layers * self.block_matmul_params + self.vocab * self.hidden,
+            num_layers=self.layers,
+            attention_width=self.attention_width,
+            sequence=sequence,
+            causal=causal,
+        )
+
+
+def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[str, Any], str]:
+    values: Any = config
+    if isinstance(config, str | Path):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            values = parse_json(read_text(path))
+        except OSError as error:
+            raise ConfigError(
+                "the model's configuration cannot be read",
+                given=f"{path}: {error.strerror}",
+                expected="a Hugging Face config.json, or a folder with one",
+            ) from error
+        except (ValueError, UnicodeDecodeError) as error:
+            raise ConfigError("the model's configuration is not JSON", given=f"{path}: {error}") from error
+        name = name or (path.parent.name if path.name == "config.json" else path.stem)
+    if not isinstance(values, Mapping):
+        raise ConfigError("the model's configuration is not a JSON object", given=name)
+    text = values.get("text_config") or values.get("llm_config")
+    if isinstance(text, Mapping):
+        values = text
+    attention = values.get("attn_config")  # of MPT
+    if isinstance(attention, Mapping):
+        values = {**attention, **values}
+    return values, name
+
+
+def _find(values: Mapping[str, Any], key: str) -> Any:
+    return next((values[alias] for alias in _KEYS[key] if values.get(alias) is not None), None)
+
+
+def _number(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    found = _find(values, key)
+    if found is None and default is not None:
+        return default
+    if isinstance(found, bool) or not isinstance(found, int) or found < (1 if default is None else 0):
+        raise ConfigError(
+            f"the model's configuration has no usable {key}",
+            given="nothing" if found is None else repr(found),
+            expected=f"a positive integer named {', '.join(_KEYS[key][:4])} ...",
+        )
+    return found
+
+
+def _kv_heads(values: Mapping[str, Any], heads: int) -> int:
+    if values.get("multi_query") and not values.get("new_decoder_architecture"):
+        return 1
+    return _number(values, "kv_heads", heads)
+
+
+def _is_gated(values: Mapping[str, Any], family: str) -> bool:
+    if isinstance(values.get("gated"), bool):
+        return bool(values["gated"])
+    activation = str(values.get("hidden_act") or values.get("activation_function") or "").lower()
+    if not family:
+        return activation in _GATED_ACTIVATIONS
+    return family not in _TWO_MATRICES
+
+
+def _has_biases(values: Mapping[str, Any], family: str) -> bool:
+    if isinstance(values.get("biases"), bool):
+        return bool(values["biases"])
+    if isinstance(values.get("no_bias"), bool):  # of MPT
+        return not values["no_bias"]
+    return bool(values.get("bias", family in _BIASED))
+
+
+def _positions(values: Mapping[str, Any], family: str) -> int:
+    if family == "mpt":
+        learned = values.get("learned_pos_emb", True) and not values.get("alibi", False)
+        return _number(values, "positions", 0) if learned else 0
+    if family in _LEARNED_POSITIONS or not family:
+        named = _KEYS["positions"] if family else ("positions",)
+        found = next((values[key] for key in named if values.get(key)), 0)
+        return int(found) + (2 if family == "opt" else 0)
+    return 0

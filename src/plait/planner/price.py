@@ -2,43 +2,40 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
+from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
+from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.plan.schedule.simulate import Durations
+from plait.planner import timeline
 from plait.planner.cluster import Cluster
+from plait.planner.communication import Group, Links, all_gather_s, all_reduce_s, send_s
+from plait.planner.compute import (
+    COLLECTIVE_OPERATORS,
+    Rates,
+    Slice,
+    block_seconds,
+    embedding_seconds,
+    head_seconds,
+    optimizer_s,
+)
+from plait.planner.constants import DEFAULT, Constants
+from plait.planner.memory import peak_memory, stage_units
 from plait.planner.model_shape import ModelShape
+from plait.planner.stages import block_counts
+from plait.planner.workload import OWN, Software, Workload
 
-
-@dataclass(frozen=True)
-class Workload:
-    """What a step computes: `batch` sequences of `sequence` tokens, over all data ranks and micro-batches."""
-
-    sequence: int
-    batch: int
-
-    @property
-    def tokens(self) -> int:
-        return self.sequence * self.batch
-
-
-@dataclass(frozen=True)
-class Software:
-    """Properties of the training program that change the time of a plan. The defaults are this product's own.
-
-    Published runs were made by other programs, whose reports say which of these they have.
-
-    fused_attention    flash attention: scores are not stored
-    overlaps_data      gradients are reduced, and parameters gathered, during the computation
-    """
-
-    fused_attention: bool = True
-    overlaps_data: bool = True
+__all__ = ["Price", "Software", "StageSeconds", "Workload", "price", "stage_seconds"]
 
 
 @dataclass(frozen=True)
 class Price:
-    """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute, recompute,
-    bubble, tensor communication, data communication, pipeline communication, optimizer, ...): exposed time only, they
-    add up to `step_s`. `hidden`: seconds of communication behind computation, by the same names."""
+    """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute,
+    recompute, bubble, tensor communication, data communication, pipeline communication, optimizer, ...):
+    exposed time only, they add up to `step_s`. `hidden`: seconds of communication during computation, by the
+    same names."""
 
     plan: Plan
     step_s: float
@@ -53,8 +50,324 @@ class Price:
     notes: tuple[str, ...] = field(default=())
 
 
+class StageSeconds(NamedTuple):
+    """Seconds of one micro-batch on one stage. The first three include the others.
+
+    backward    of the input, with what is recomputed
+    recompute   computed again in the backward
+    tensor      communication inside layers
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    recompute: float
+    tensor: float
+
+
+_SPREAD = 0.15  # half of the interval around a prediction: the 80th percentile of its error on published runs
+
+
 def price(
-    model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = Software()
+    model: ModelShape,
+    plan: Plan,
+    cluster: Cluster,
+    work: Workload,
+    software: Software = OWN,
+    constants: Constants = DEFAULT,
 ) -> Price:
-    """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the batch."""
-    raise AssertionError("being written")
+    """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the
+    batch."""
+    check(model, plan, cluster, work, software)
+    rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
+    links = Links.of(cluster, constants)
+    stages = stage_seconds(model, plan, cluster, work, software, constants)
+    batch = work.batch // (plan.data_ranks * plan.micro)
+    stride = plan.num_ranks // plan.pp
+    sent = batch * work.sequence * model.hidden // plan.rows * rates.itemsize
+    sent //= plan.cols if plan.sp else 1
+    transfer = send_s(links, stride, plan.num_ranks, sent) if plan.pp > 1 else 0.0
+    gathers = _gathers(model, plan, links, stages, software, constants)
+    durations = Durations(
+        tuple(stage.forward + extra.forward for stage, extra in zip(stages, gathers, strict=True)),
+        tuple(stage.backward + extra.backward for stage, extra in zip(stages, gathers, strict=True)),
+        tuple(stage.weight for stage in stages),
+        (transfer,) * (len(stages) - 1),
+    )
+    ends = timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
+    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    data = _reductions(model, plan, links, stages, ranks, software, constants)
+    slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
+    counts = block_counts(model, plan, software)
+    own_blocks = sum(counts[stage] for stage, rank in enumerate(ranks) if rank == slowest)
+    owned = _owned(model, plan, ranks, slowest, software)
+    update = optimizer_s(owned, own_blocks, rates, constants) + _offload_s(plan, owned, links)
+    step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
+    own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
+    idle = ends.end[slowest] - ends.busy[slowest]
+    sends = min(idle, 2 * (plan.pp - 1) * transfer)
+    parts = {
+        **_busy_parts(plan, [stages[s] for s in own], [gathers[s] for s in own], ends.busy[slowest]),
+        "pipeline communication": sends,
+        "bubble": idle - sends,
+        "optimizer": update,
+        "step": constants.step_s,
+    }
+    parts["data communication"] += data[slowest].exposed
+    memory, high = peak_memory(model, plan, cluster, work, software)
+    return Price(
+        plan,
+        step,
+        step / (1 + _SPREAD),
+        step * (1 + _SPREAD),
+        parts,
+        {"data communication": data[slowest].hidden + plan.micro * sum(gathers[s].hidden for s in own)},
+        memory,
+        high,
+        idle / step,
+        model.training_flops_per_token(work.sequence) * work.tokens,
+    )
+
+
+def _busy_parts(
+    plan: Plan, stages: "list[StageSeconds]", gathers: "list[_Overlapped]", busy_s: float
+) -> dict[str, float]:
+    """Split the seconds in which a rank's actions run."""
+    parts = {
+        "recompute": plan.micro * sum(stage.recompute for stage in stages),
+        "tensor communication": plan.micro * sum(stage.tensor for stage in stages),
+        "data communication": plan.micro * sum(gather.exposed for gather in gathers),
+    }
+    return {"compute": busy_s - sum(parts.values()), **parts}
+
+
+def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = OWN) -> None:
+    """Raise PlanError for a plan that does not fit the model, the cluster or the batch."""
+    if plan.num_ranks > cluster.num_devices:
+        raise PlanError(
+            "the plan needs more devices than the cluster has",
+            given=f"{plan} ({plan.num_ranks} ranks) on {cluster.name}",
+            expected=f"at most {cluster.num_devices} ranks",
+        )
+    if plan.precision not in cluster.device.peak_flops:
+        raise PlanError(
+            "the device does not compute in this precision",
+            given=f"precision={plan.precision} on {cluster.device.name}",
+            expected=" or ".join(cluster.device.peak_flops),
+        )
+    plan.check_batch(work.batch)
+    block_counts(model, plan, software)
+
+
+@lru_cache(maxsize=1 << 12)
+def _stage_seconds(
+    model: ModelShape,
+    counts: tuple[int, ...],
+    part: Slice,
+    recompute: str,
+    rates: Rates,
+    links: Links,
+    ranks: int,
+    constants: Constants,
+) -> tuple[StageSeconds, ...]:
+    block = block_seconds(model, part, rates, constants)
+    across = _block_tensor_s(model, part, links, rates, ranks)
+    share, again = _recomputed(recompute, block.forward, block.selective)
+    tensor_again = share * across
+    head, embedding = (
+        head_seconds(model, part, rates, constants),
+        embedding_seconds(model, part, rates, constants),
+    )
+    host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
+    forward_s = max(block.forward + across, host)
+    backward_s = (
+        max(block.backward + block.weight + across + again + tensor_again, (2 + share) * host) - block.weight
+    )
+    kinds: dict[tuple[int, bool, bool], StageSeconds] = {}
+    stages = []
+    for stage, blocks in enumerate(counts):
+        key = (blocks, stage == 0, stage == len(counts) - 1)
+        if key not in kinds:
+            ends = [embedding] * key[1] + [head] * key[2]
+            kinds[key] = StageSeconds(
+                blocks * forward_s + sum(end.forward for end in ends),
+                blocks * backward_s + sum(end.backward for end in ends),
+                blocks * block.weight + sum(end.weight for end in ends),
+                blocks * again,
+                blocks * (2 * across + tensor_again),
+            )
+        stages.append(kinds[key])
+    return tuple(stages)
+
+
+def stage_seconds(
+    model: ModelShape,
+    plan: Plan,
+    cluster: Cluster,
+    work: Workload,
+    software: Software = OWN,
+    constants: Constants = DEFAULT,
+) -> tuple[StageSeconds, ...]:
+    """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
+    shard and offload."""
+    batch = work.batch // (plan.data_ranks * plan.micro)
+    fused = software.fused_attention
+    part = Slice(plan.rows, plan.cols, plan.sp, batch, work.sequence, fused, plan.compile)
+    rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
+    links = Links.of(cluster, constants)
+    counts = block_counts(model, plan, software)
+    return _stage_seconds(model, counts, part, plan.recompute, rates, links, plan.num_ranks, constants)
+
+
+def _recomputed(recompute: str, forward: float, selective: float) -> tuple[float, float]:
+    """Share of the blocks that are recomputed in full, and seconds of recomputation per block."""
+    if recompute.startswith("every="):
+        share = 1 / int(recompute.removeprefix("every="))
+        return share, share * forward
+    return (1.0, forward) if recompute == "full" else (0.0, selective if recompute == "selective" else 0.0)
+
+
+def _block_collectives(part: Slice) -> int:
+    """Number of collectives of a block's forward."""
+    return (0 if part.cols == 1 else 4 if part.sp else 2) + (0 if part.rows == 1 else 2)
+
+
+def _block_tensor_s(model: ModelShape, part: Slice, links: Links, rates: Rates, ranks: int) -> float:
+    """Seconds of one block's collectives in one forward; a backward has as many."""
+    tokens = part.tokens * rates.itemsize
+    columns, rows = Group(part.cols, 1, ranks), Group(part.rows, part.cols, ranks)
+    hidden = tokens * model.hidden / part.rows
+    if part.sp:  # a reduce-scatter and an all-gather for every all-reduce
+        seconds = 4 * all_gather_s(links, columns, hidden)
+    else:
+        seconds = 2 * all_reduce_s(links, columns, hidden)
+    if part.rows > 1:
+        inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
+        seconds += 2 * all_reduce_s(links, rows, tokens * inside / part.cols / 2)
+    return seconds
+
+
+class _Overlapped(NamedTuple):
+    exposed: float
+    hidden: float
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def _overlap(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
+    """Exposed and hidden seconds of communication that runs during computation, which slow each other."""
+    hidden = min(compute, communication)
+    return communication - hidden + constants.overlap_tax * hidden, hidden
+
+
+def _gathers(
+    model: ModelShape,
+    plan: Plan,
+    links: Links,
+    stages: tuple[StageSeconds, ...],
+    software: Software,
+    constants: Constants,
+) -> list[_Overlapped]:
+    """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each
+    stage."""
+    nothing = _Overlapped(0.0, 0.0)
+    per_micro = plan.zero >= 2 and not plan.accumulates_full
+    if plan.shard_degree == 1 or not (plan.zero == 3 or per_micro):
+        return [nothing] * len(stages)
+    counts, group = block_counts(model, plan, software), _shard_group(plan)
+    size = COMPUTE_BYTES[plan.precision]
+    kinds: dict[tuple[StageSeconds, int], _Overlapped] = {}
+    result = []
+    for stage, (seconds, blocks) in enumerate(zip(stages, counts, strict=True)):
+        units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
+        numel = sum(unit.numel for unit in units)
+        key = (seconds, numel)
+        if key not in kinds:
+            each = numel / len(units)
+            gather = len(units) * all_gather_s(links, group, each * size)
+            times = 1.0 / plan.micro if plan.reshard == "step" else 1.0
+            forward = gather * times if plan.zero == 3 else 0.0
+            backward = 0.0 if plan.zero < 3 or plan.reshard == "step" else gather
+            if per_micro:
+                backward += len(units) * all_gather_s(links, group, each * _reduced_itemsize(plan))
+            if software.overlaps_data:
+                exposed, hidden = _overlap(seconds.forward, forward, constants)
+                exposed_back, hidden_back = _overlap(seconds.backward + seconds.weight, backward, constants)
+            else:
+                exposed, exposed_back, hidden, hidden_back = forward, backward, 0.0, 0.0
+            kinds[key] = _Overlapped(exposed + exposed_back, hidden + hidden_back, exposed, exposed_back)
+        result.append(kinds[key])
+    return result
+
+
+def _reduced_itemsize(plan: Plan) -> int:
+    return 2 if plan.reduce in ("bf16", "fp16") else 8 if plan.precision == "fp64" else 4
+
+
+def _shard_group(plan: Plan) -> Group:
+    return Group(plan.shard_degree, plan.rows * plan.cols, plan.num_ranks)
+
+
+def _reductions(
+    model: ModelShape,
+    plan: Plan,
+    links: Links,
+    stages: tuple[StageSeconds, ...],
+    ranks: tuple[int, ...],
+    software: Software,
+    constants: Constants,
+) -> list[_Overlapped]:
+    """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step."""
+    if plan.data_ranks == 1:
+        return [_Overlapped(0.0, 0.0)] * plan.pp
+    counts = block_counts(model, plan, software)
+    shard = _shard_group(plan)
+    replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
+    size, reduced = COMPUTE_BYTES[plan.precision], _reduced_itemsize(plan)
+    result = []
+    seen: dict[tuple[int, float], _Overlapped] = {}
+    for rank in range(plan.pp):
+        own = [stage for stage, of in enumerate(ranks) if of == rank]
+        numel = sum(
+            unit.numel
+            for s in own
+            for unit in stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[s], s, len(counts))
+        )
+        during = sum(stages[s].backward + stages[s].weight for s in own)
+        ahead = sum(stages[s].forward for s in own)
+        if (numel, during) not in seen:
+            scatter = gather = 0.0
+            if plan.zero and plan.accumulates_full:
+                scatter = all_gather_s(links, shard, numel * reduced)
+            if 0 < plan.zero < 3:
+                gather = all_gather_s(links, shard, numel * size)
+            scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
+            if software.overlaps_data:
+                exposed, hidden = _overlap(during, scatter, constants)
+                more, also = _overlap(ahead, gather, constants)
+                seen[numel, during] = _Overlapped(exposed + more, hidden + also)
+            else:
+                seen[numel, during] = _Overlapped(scatter + gather, 0.0)
+        result.append(seen[numel, during])
+    return result
+
+
+def _owned(model: ModelShape, plan: Plan, ranks: tuple[int, ...], rank: int, software: Software) -> float:
+    """Elements that a rank's optimizer updates."""
+    counts = block_counts(model, plan, software)
+    return sum(
+        unit.range_numel
+        for s, of in enumerate(ranks)
+        if of == rank
+        for unit in stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[s], s, len(counts))
+    )
+
+
+def _offload_s(plan: Plan, owned: float, links: Links) -> float:
+    """Gradients to the host and parameters back."""
+    if plan.offload == "none":
+        return 0.0
+    return owned * (4 + COMPUTE_BYTES[plan.precision]) / links.host + owned * 28 / _HOST_MEMORY
+
+
+_HOST_MEMORY = 2e10  # bytes per second of a CPU's Adam for one device's share of a host: DDR4, 8 devices

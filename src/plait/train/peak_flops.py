@@ -2,7 +2,8 @@
 
 Published utilizations are relative to data sheets (Chowdhery et al. 2204.02311, appendix B; torchtitan;
 Megatron). A GPU under load lowers its clock: a measured product is slower than the data sheet says, and a
-utilization relative to it higher. Devices without an entry here, and CPUs, only have the measured peak.
+utilization relative to it higher. Devices without an entry in `plan/devices.toml`, and CPUs, only have the
+measured peak.
 """
 
 import math
@@ -11,28 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from plait.plan.devices import device_of_driver
+
 _PRODUCTS = 6  # timed; the fastest counts
-_F16, _TF32, _F32, _F64 = range(4)
-# TFLOP/s of dense matrix products, by words of the device's name, in (bf16 and fp16, TF32, fp32, fp64); the
-# longest entry wins. NVIDIA's and AMD's data sheets, whose numbers with sparsity are halved.
-_DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
-    "A100": (312, 156, 19.5, 19.5),
-    "A800": (312, 156, 19.5, 9.7),
-    "H100": (989.4, 494.7, 66.9, 66.9),
-    "H100 PCIe": (756, 378, 51.2, 51.2),
-    "H100 NVL": (835.5, 417.7, 60, 60),
-    "H800": (989.4, 494.7, 66.9, 1),
-    "H20": (148, 74, 44, 1),
-    "H200": (989.4, 494.7, 66.9, 66.9),
-    "H200 NVL": (835.5, 417.7, 60, 60),
-    "GH200": (989.4, 494.7, 66.9, 66.9),
-    "B200": (2250, 1125, 75, 37),
-    "GB200": (2500, 1250, 80, 40),
-    "L40S": (362, 183, 91.6, 1.4),
-    "MI250X": (191.5, 47.9, 47.9, 47.9),  # one of the two dies, each of which is a device
-    "MI300X": (1307.4, 653.7, 163.4, 163.4),
-    "MI325X": (1307.4, 653.7, 163.4, 163.4),
-}
+_PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -63,12 +46,11 @@ class PeakFlops:
 def data_sheet_peak(name: str, dtype: torch.dtype, *, uses_tf32: bool = False) -> float | None:
     """Return the FLOP/s of the device with this name, as torch.cuda.get_device_name returns it: None if it
     has no entry. `uses_tf32`: float32 products are computed in TF32."""
-    words = name.replace("-", " ").split()
-    known = [key for key in _DATA_SHEETS if all(word in words for word in key.split())]
-    if not known:
+    known = device_of_driver(name)
+    if known is None:
         return None
-    column = {torch.float32: _TF32 if uses_tf32 else _F32, torch.float64: _F64}.get(dtype, _F16)
-    return 1e12 * _DATA_SHEETS[max(known, key=len)][column]
+    precision = "tf32" if dtype is torch.float32 and uses_tf32 else _PRECISIONS[dtype]
+    return known.peak_flops.get(precision)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,0 +1,202 @@
+"""`plait plan`: the best plan for a model on a cluster, the price of one, and where two differ."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from plait.cli.common import Debug, Json, check_outputs, report_errors, write_json_output
+from plait.cli.plan_bills import bill, read_count, walls
+from plait.cli.plan_score import score
+from plait.errors import ConfigError
+from plait.fileio import parse_json, read_text
+from plait.plan import Plan
+
+if TYPE_CHECKING:
+    from plait.planner import Cluster, Found, ModelShape, Outcome, Workload
+
+plan = typer.Typer(
+    help="Find the best plan for a model on a cluster, or price one.", invoke_without_command=True
+)
+plan.command()(walls)
+plan.command()(bill)
+plan.command()(score)
+
+_BATCH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KM]?)", re.IGNORECASE)
+_BINARY = {"": 1, "K": 2**10, "M": 2**20}
+_DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
+_EXAMPLE = "plait plan --model config.json --cluster dgx-h100:8 --batch-tokens 4M --seq 8192"
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help='A config.json, a folder with one, or "layers=32 hidden=4096 heads=32 ..."', show_default=False
+    ),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(help="Such as dgx-h100:8 (hosts), h100:64 (devices), or a TOML file.", show_default=False),
+]
+BatchTokens = Annotated[
+    str | None, typer.Option(help="Tokens of a step; K and M are 1,024 and 1,048,576.", show_default=False)
+]
+Deadline = Annotated[
+    str | None,
+    typer.Option(help="Longest training, such as 30d: the fewest hosts that meet it.", show_default=False),
+]
+Measure = Annotated[
+    int,
+    typer.Option(min=0, help="Run this many of the best plans for a few steps, with --cluster this:RANKS."),
+]
+Compare = Annotated[
+    tuple[str, str] | None,
+    typer.Option(metavar="A B", help="Compare two plans, part by part.", show_default=False),
+]
+
+
+@plan.callback()
+@report_errors
+def find(
+    context: typer.Context,
+    model: Model = None,
+    cluster: ClusterName = None,
+    batch_tokens: BatchTokens = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of the training, such as 15T.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of plans to show.")] = 10,
+    objective: Annotated[Literal["time", "cost", "energy"], typer.Option(help="What is minimized.")] = "time",
+    deadline: Deadline = None,
+    pin: Annotated[str, typer.Option(help='Values that all plans have, such as "tp=8 zero=1".')] = "",
+    plan: Annotated[str | None, typer.Option(help="Price this plan instead of searching.")] = None,
+    compare: Compare = None,
+    measure: Measure = 0,
+    json: Json = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+) -> None:
+    """Find the best plan for a model on a cluster, without running anything."""
+    if context.invoked_subcommand is not None:
+        return
+    check_outputs({"--json": json})
+    shape, machine, work = _subject(model, cluster, batch_tokens, seq)
+    total = None if tokens is None else read_count("--tokens", tokens)
+    if plan is not None and compare is not None:
+        raise ConfigError(
+            "--plan and --compare cannot be combined", hint=f'--compare "{plan}" "{compare[0]}"'
+        )
+    texts = compare or ((plan,) if plan is not None else ())
+    if texts:
+        outcomes = [_price(text, shape, machine, work, total) for text in texts]
+        _show_prices(outcomes, json)
+        return
+    from rich.console import Console
+
+    from plait.planner import report, search
+
+    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("searching") as status:
+        found = search(
+            shape,
+            machine,
+            work,
+            objective=objective,
+            top=top,
+            pins=pin,
+            tokens=total,
+            deadline_days=None if deadline is None else _days(deadline),
+            report=lambda counts: status.update(
+                f"{counts.bounded:,} plans considered, {counts.priced:,} priced"
+            ),
+        )
+    if json is not None:
+        write_json_output(json, report.search_json(found))
+    else:
+        Console().print(*report.search_tables(found), sep="\n")
+    if measure:
+        _measure(model, found, machine, work, measure)
+
+
+def _measure(model: str | None, found: "Found", cluster: "Cluster", work: "Workload", most: int) -> None:
+    """Run the first plans, and print measured next to predicted times. Raises ConfigError, PlaitError."""
+    path = Path(model or "")
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError("only a model with a config.json can be run", given=f"--measure --model {model}")
+    from plait.cli.plan_measure import measure
+
+    measure(parse_json(read_text(path)), [each.price for each in found.best[:most]], cluster, work)
+
+
+def _show_prices(outcomes: "list[Outcome]", json: Path | None) -> None:
+    """Print one plan's price, or compare two."""
+    from rich.console import Console
+
+    from plait.planner import report
+
+    if json is not None:
+        values = [report.to_json(outcome) for outcome in outcomes]
+        write_json_output(json, values if len(values) > 1 else values[0])
+    elif len(outcomes) > 1:
+        Console().print(report.compare_table(*outcomes))
+    else:
+        Console().print(*report.price_tables(outcomes[0]), sep="\n")
+
+
+def _subject(
+    model: str | None, cluster_text: str | None, batch_tokens: str | None, sequence: int
+) -> "tuple[ModelShape, Cluster, Workload]":
+    """Return the model, the cluster and the work of a step. Raises ConfigError."""
+    if model is None or cluster_text is None or batch_tokens is None:
+        given = {"--model": model, "--cluster": cluster_text, "--batch-tokens": batch_tokens}
+        missing = [flag for flag, value in given.items() if value is None]
+        raise ConfigError(
+            "plan needs a model, a cluster and a batch", given=f"no {' and no '.join(missing)}", hint=_EXAMPLE
+        )
+    from plait.planner import ModelShape, Workload, cluster
+
+    shape = ModelShape.parse(model) if "=" in model else ModelShape.from_config(Path(model))
+    num = _batch_tokens(batch_tokens)
+    if num < sequence or num % sequence:
+        nearest = max(1, round(num / sequence))
+        raise ConfigError(
+            "the batch is not a number of full sequences",
+            given=f"--batch-tokens {batch_tokens} ({num:,} tokens) --seq {sequence}",
+            expected=f"a multiple of {sequence:,}",
+            hint=f"--batch-tokens {nearest * sequence} ({nearest:,} sequences)",
+        )
+    return shape, cluster(cluster_text), Workload(sequence, num // sequence)
+
+
+def _price(
+    text: str, model: "ModelShape", cluster: "Cluster", work: "Workload", tokens: float | None
+) -> "Outcome":
+    from plait.planner import Outcome, price
+
+    plan = Plan.parse(text).resolved(cluster.num_devices)
+    if plan.num_ranks < cluster.num_devices and plan.num_ranks % cluster.domain_size == 0:
+        cluster = replace(
+            cluster, num_hosts=plan.num_ranks // cluster.host_size
+        )  # the other hosts are not used
+    plan.check_ranks(cluster.num_devices)
+    return Outcome(price(model, plan, cluster, work), model, cluster, work, tokens)
+
+
+def _batch_tokens(text: str) -> int:
+    match = _BATCH.fullmatch(text)
+    num = float(match[1]) * _BINARY[match[2].upper()] if match else 0.0
+    if not 1 <= num <= 1e12 or num != int(num):
+        raise ConfigError(
+            "not a number of tokens",
+            given=f"--batch-tokens {text}",
+            expected="such as 4M (4 x 1,048,576) or 4194304",
+        )
+    return int(num)
+
+
+def _days(text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([hdw])", text)
+    if match is None or not float(match[1]):
+        raise ConfigError("not a duration", given=f"--deadline {text}", expected="such as 30d, 12h or 6w")
+    return float(match[1]) * _DAYS[match[2]]

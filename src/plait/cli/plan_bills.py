@@ -1,0 +1,169 @@
+"""`plait plan walls` and `plait plan bill`: what a training needs, before any plan is chosen."""
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from plait.cli.common import Debug, Json, print_line, report_errors, write_json_output
+from plait.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from plait.planner.bills import Bill
+
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBTG]?)", re.IGNORECASE)
+_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_PREFIXES = (
+    (1e21, "Z"),
+    (1e18, "E"),
+    (1e15, "P"),
+    (1e12, "T"),
+    (1e9, "G"),
+    (1e6, "M"),
+    (1e3, "k"),
+    (1.0, ""),
+)
+_RANKS = 64  # of the table of ZeRO's paper
+_TREE_PORTS = (24, 48, 64)
+
+
+@report_errors
+def walls(json: Json = None, debug: Debug = False) -> None:  # noqa: ARG001 (read by report_errors)
+    """Print the compute, memory and communication walls, ZeRO's table, and the arithmetic of fat trees."""
+    from rich.console import Console
+
+    from plait.planner.bills import walls as all_walls
+    from plait.planner.bills import zero_bytes
+    from plait.planner.cluster import fat_tree, max_endpoints
+    from plait.tables import table
+
+    facts = all_walls()
+    rows = [(wall.name, wall.arithmetic, _shown(wall.value, wall.unit)) for wall in facts]
+    zero = [
+        (
+            str(stage),
+            *(f"{zero_bytes(7.5e9, _RANKS, stage, gradient_bytes=size) / 1e9:,.1f}" for size in (2, 4)),
+        )
+        for stage in range(4)
+    ]
+    trees = []
+    for ports in _TREE_PORTS:
+        tree = fat_tree(max_endpoints(ports, 3), ports)
+        sizes = [f"{max_endpoints(ports, levels):,}" for levels in (1, 2, 3)]
+        trees.append(
+            (str(ports), *sizes, f"{tree.num_switches:,}", f"{tree.links:,}", f"{tree.bisection_links:,}")
+        )
+    console = Console()
+    console.print(table("Walls", ("", "arithmetic", "value"), rows, left=("", "arithmetic")))
+    title = f"GB per rank of 7.5 B parameters on {_RANKS}, Adam in mixed precision"
+    console.print(table(title, ("zero", "16 bytes (paper)", "18 bytes (fp32 gradients)"), zero))
+    headings = ("ports", "hosts, 1 level", "2 levels", "3 levels", "switches", "cables", "in the bisection")
+    console.print(table("Fat trees of k-port switches: k, k^2/2 and k^3/4 hosts", headings, trees))
+    if json is not None:
+        write_json_output(json, [vars(wall) for wall in facts])
+
+
+@report_errors
+def bill(
+    parameters: Annotated[str | None, typer.Option("--params", help="Parameters, e.g. 70B.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens, e.g. 15T.")] = None,
+    cluster: Annotated[str, typer.Option(help="A cluster, e.g. h100:512.")] = "h100:512",
+    mfu: Annotated[
+        float | None, typer.Option(help="Utilization of the peak, 0 to 1. Default: an interval.")
+    ] = None,
+    json: Json = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+) -> None:
+    """Print the device-hours, days, money and energy of a training; without options, of published ones."""
+    from rich.console import Console
+
+    if parameters is None and tokens is None:
+        Console().print(_published())
+        return
+    if parameters is None or tokens is None:
+        raise ConfigError(
+            "a bill needs parameters and tokens",
+            given=f"--params {parameters} --tokens {tokens}",
+            hint="--params 70B --tokens 15T; or neither, for published trainings",
+        )
+    if mfu is not None and not 0 < mfu <= 1:
+        raise ConfigError("--mfu is out of range", given=mfu, expected="above 0, at most 1", hint="--mfu 0.4")
+    from plait.planner.bills import FACILITY
+    from plait.planner.bills import bill as bill_of
+    from plait.planner.cluster import cluster as cluster_of
+
+    on = cluster_of(cluster)
+    numbers = read_count("--params", parameters), read_count("--tokens", tokens)
+    found = bill_of(*numbers, on.device, on.num_devices, None if mfu is None else (mfu, mfu))
+    print_line(f"{on}: {_shown(found.flops, 'FLOP')}")
+    if on.topology == "tree":
+        tree = on.tree()
+        sizes = f"{tree.num_switches:,} switches in {len(tree.switches)} levels, {tree.links:,} cables"
+        print_line(f"  {'network':<13}{sizes}, bisection {_shown(on.bisection_bytes_per_s, 'B/s')}")
+    for name, text in _lines(found).items():
+        print_line(f"  {name:<13}{text}")
+    price = f"{on.device.dollars_per_hour:g} $/h and {on.device.watts:g} W"
+    print_line(f"Assumed: {price} a device, {FACILITY:g} x for the facility; 6 FLOP per parameter and token.")
+    if json is not None:
+        values = {name: getattr(found, name) for name in ("flops", "hours", "days", "dollars", "watt_hours")}
+        write_json_output(json, {"cluster": on.name, "num_devices": on.num_devices, **values})
+
+
+def read_count(flag: str, text: str) -> float:
+    """Read `70B` or `1.5e12`. Raises ConfigError."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(
+            f"{flag} is not a number", given=text, expected="digits and K, M, B or T", hint="70B"
+        )
+    return float(match[1]) * _FACTORS[match[2].upper()]
+
+
+def _lines(found: "Bill") -> dict[str, str]:
+    low, high = found.watt_hours
+    return {
+        "device-hours": _interval(*found.hours),
+        "days": _interval(*found.days),
+        "dollars": _interval(*found.dollars),
+        "MWh": _interval(low / 1e6, high / 1e6),
+    }
+
+
+def _interval(low: float, high: float) -> str:
+    digits = 0 if high >= 100 else 1
+    texts = [f"{value:,.{digits}f}" for value in (low, high)]
+    return texts[0] if texts[0] == texts[1] else " to ".join(texts)
+
+
+def _published() -> "Table":
+    from plait.planner.bills import energy_watt_hours, trainings
+    from plait.tables import table
+
+    rows = []
+    for each in trainings().values():
+        found = each.bill()
+        low, high = found.hours
+        rows.append(
+            (
+                each.name,
+                f"{found.flops:.3g}",
+                each.device.name,
+                _interval(low / 1e3, high / 1e3),
+                f"{each.hours / 1e3:,.0f}",
+                f"{energy_watt_hours(each.hours, each.device) / 1e6:,.0f}",
+                f"{each.hours * each.device.dollars_per_hour / 1e6:,.1f}",
+            )
+        )
+    headings = ("", "FLOP", "device", "1,000 hours", "reported", "MWh", "M$")
+    return table("Published trainings", headings, rows, left=("", "device"))
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "s":
+        days = value / 86_400
+        return f"{days / 365.25:,.1f} years" if days > 700 else f"{value:,.1f} s"
+    factor, prefix = next(each for each in _PREFIXES if value >= each[0])
+    text = f"{value / factor:,.4g} {prefix}{unit}"
+    return f"{text} ({value / 2**20:,.0f} MiB)" if unit == "B" and value < 1e10 else text

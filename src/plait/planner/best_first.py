@@ -1,0 +1,160 @@
+"""The best plans of a cluster, without pricing most of them.
+
+[Note: search in order of a lower bound]
+Plans are decided level by level (`space.Decided`). A heap holds partly decided plans by a lower bound of
+the time of all plans that they lead to, and priced plans by their time (best-first search, A*). Plans leave
+the heap in order of time: the first priced one is the best, the k-th the k-th best, and what is still in
+the heap is no faster. The result is that of an exhaustive search as long as no bound exceeds the value that
+it bounds, which a test checks. A plan is dropped as soon as a lower bound of its memory exceeds the
+device's. The memory of a complete plan is computed before its time.
+
+The same search in order of memory finds the least that a set of plans needs.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+from plait.plan import Plan
+from plait.planner.cluster import Cluster
+from plait.planner.price import Price
+from plait.planner.space import Decided, Space
+
+_ROUNDING = 1 - 1e-9  # a bound may exceed an equal value by rounding
+_REPORT_EVERY = 256  # plans
+
+
+class Pricing(Protocol):
+    """Prices of the plans of one model, cluster and workload. `bounds.Prices`, and functions of tests.
+
+    The bounds hold for all plans that agree with `plan` in the keys decided so far.
+    """
+
+    def price(self, plan: Plan) -> Price: ...
+
+    def memory_bytes(self, plan: Plan) -> float:
+        """Upper end of the interval of the fullest rank's memory."""
+
+    def least_seconds(self, plan: Plan, decided: Decided) -> float: ...
+
+    def least_bytes(self, plan: Plan, decided: Decided) -> float: ...
+
+
+@dataclass
+class Counts:
+    """Plans of a search, complete or not: bounded, dropped because of memory, and priced."""
+
+    bounded: int = 0
+    too_large: int = 0
+    priced: int = 0
+
+
+@dataclass(frozen=True)
+class Field:
+    """A cluster, its plans and their prices.
+
+    weight     what is minimized, per second of a step: dollars, joules, or 1
+    limit_s    slower plans are dropped
+    """
+
+    cluster: Cluster
+    space: Space
+    pricing: Pricing
+    weight: float = 1.0
+    limit_s: float = math.inf
+
+    @property
+    def capacity_bytes(self) -> float:
+        return self.cluster.device.memory_bytes
+
+
+@dataclass
+class Search:
+    """A search over one or several clusters. See [Note: search in order of a lower bound].
+
+    report        called now and then with the counts
+    most_steps    plans taken from the heap, after which it gives up
+    reached       value up to which there is no other plan than those found
+    is_exhausted  there is no other plan at all
+    """
+
+    counts: Counts = field(default_factory=Counts)
+    report: Callable[[Counts], None] = lambda _: None
+    most_steps: int | None = None
+    reached: float = 0.0
+    is_exhausted: bool = False
+
+    def fastest(self, fields: Sequence[Field]) -> Iterator[tuple[Field, Price]]:
+        """Yield the plans that fit into memory, the best first."""
+
+        def bound(at: Field, plan: Plan, decided: Decided) -> float:
+            seconds = at.pricing.least_seconds(plan, decided)
+            return seconds * at.weight if seconds <= at.limit_s else math.inf
+
+        def is_possible(at: Field, plan: Plan, decided: Decided) -> bool:
+            fits = at.pricing.least_bytes(plan, decided) <= at.capacity_bytes
+            self.counts.too_large += not fits
+            return fits
+
+        def value(at: Field, plan: Plan) -> float:
+            if at.pricing.memory_bytes(plan) > at.capacity_bytes:
+                self.counts.too_large += 1
+                return math.inf
+            self.counts.priced += 1
+            seconds = at.pricing.price(plan).step_s
+            return seconds * at.weight if seconds <= at.limit_s else math.inf
+
+        for at, plan, _ in self._ascending(fields, bound, value, is_possible):
+            yield at, at.pricing.price(plan)
+
+    def smallest(self, at: Field) -> tuple[Plan, float] | None:
+        """Return the plan that needs the least memory, and its bytes; None if there are no plans."""
+        found = self._ascending(
+            [at],
+            lambda at, plan, decided: at.pricing.least_bytes(plan, decided),
+            lambda at, plan: at.pricing.memory_bytes(plan),
+        )
+        return next(((plan, num_bytes) for _, plan, num_bytes in found), None)
+
+    def _ascending(
+        self,
+        fields: Sequence[Field],
+        bound: Callable[[Field, Plan, Decided], float],
+        value: Callable[[Field, Plan], float],
+        is_possible: Callable[[Field, Plan, Decided], bool] = lambda *_: True,
+    ) -> Iterator[tuple[Field, Plan, float]]:
+        """Yield complete plans in order of their value; equal ones by their text."""
+        tie = count()
+        # (bound or value, 1 for a value, what orders equal ones, the plan's field, the plan, its level)
+        heap: list[tuple[float, int, Any, int, Plan, Decided]] = []
+        for number in range(len(fields)):
+            heap.append((0.0, 0, next(tie), number, Plan(), Decided.NOTHING))
+        for step in count():
+            self.is_exhausted = not heap
+            if not heap or step == self.most_steps:
+                return
+            least, is_exact, _, number, plan, decided = heapq.heappop(heap)
+            at, self.reached = fields[number], least
+            if is_exact:
+                yield at, plan, least
+            elif decided and not is_possible(at, plan, decided):
+                continue
+            elif decided is Decided.ALL:
+                exact = value(at, plan)
+                if math.isfinite(exact):
+                    heapq.heappush(heap, (exact, 1, (number, str(plan)), number, plan, decided))
+            else:
+                level = Decided(decided + 1)
+                for child in at.space.expand(plan, decided):
+                    self._count()
+                    child_least = max(least, bound(at, child, level) * _ROUNDING)
+                    if math.isfinite(child_least):
+                        heapq.heappush(heap, (child_least, 0, next(tie), number, child, level))
+
+    def _count(self) -> None:
+        self.counts.bounded += 1
+        if self.counts.bounded % _REPORT_EVERY == 0:
+            self.report(self.counts)

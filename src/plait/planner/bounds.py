@@ -1,0 +1,129 @@
+"""Prices of the plans of a search, and lower bounds of their time and memory.
+
+[Note: bound of a pipeline's time]
+A rank cannot start before the forwards of the stages ahead of its first one, computes all its actions, and
+after its last backward of that stage the backwards of the stages ahead follow. Weight gradients that are
+split off can fill that last wait, so it counts without them. The step takes at least the longest such sum
+over the ranks. While the schedule is open, it takes at least the mean of the ranks' computation."""
+
+from dataclasses import replace
+
+from plait.plan import MemoryUse, Plan
+from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.plan.schedule.generators import GENERATORS
+from plait.planner.cluster import Cluster
+from plait.planner.memory import block_activation_bytes, peak_memory
+from plait.planner.model_shape import ModelShape
+from plait.planner.price import Price, Software, Workload, price, stage_seconds
+from plait.planner.space import Decided
+from plait.planner.timeline import stages_of
+
+_EVEN = 0.8  # of the blocks of even stages, which the fullest rank of an uneven schedule has at least
+
+
+class Prices:
+    """`best_first.Pricing` by the planner's own arithmetic. A plan is priced once."""
+
+    def __init__(self, model: ModelShape, cluster: Cluster, work: Workload, software: Software) -> None:
+        self._model, self._cluster, self._work, self._software = model, cluster, work, software
+        self._prices: dict[Plan, Price] = {}
+        self._memory: dict[Plan, float] = {}
+        self._totals: dict[tuple[object, ...], float] = {}
+        self._pipelines: dict[Plan, float] = {}
+        self._uses: dict[Plan, tuple[MemoryUse, float]] = {}
+
+    def price(self, plan: Plan) -> Price:
+        if plan not in self._prices:
+            self._prices[plan] = price(self._model, plan, self._cluster, self._work, self._software)
+        return self._prices[plan]
+
+    def memory_bytes(self, plan: Plan) -> float:
+        if plan not in self._memory:
+            self._memory[plan] = peak_memory(self._model, plan, self._cluster, self._work, self._software)[1]
+        return self._memory[plan]
+
+    def least_seconds(self, plan: Plan, decided: Decided) -> float:
+        """See [Note: bound of a pipeline's time]."""
+        if decided >= Decided.SCHEDULE:
+            base = _unsharded(plan)
+            if base not in self._pipelines:
+                self._pipelines[base] = self._pipeline_s(base)
+            return self._pipelines[base]
+        options = [plan]
+        if decided < Decided.COMPUTATION and plan.cols > 1:
+            options.append(replace(plan, sp=True))
+        return plan.micro * min(map(self._total_s, options)) / plan.pp
+
+    def _total_s(self, plan: Plan) -> float:
+        """Seconds of one micro-batch on all stages together, which does not depend on the stages."""
+        key = (plan.tp, plan.dp * plan.micro, plan.sp, plan.recompute)
+        if key not in self._totals:
+            stages = stage_seconds(self._model, plan, self._cluster, self._work, self._software)
+            self._totals[key] = sum(stage.forward + stage.backward + stage.weight for stage in stages)
+        return self._totals[key]
+
+    def _pipeline_s(self, plan: Plan) -> float:
+        stages = stage_seconds(self._model, plan, self._cluster, self._work, self._software)
+        ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
+        generator = GENERATORS.get(plan.schedule)
+        splits = generator is None or generator.splits
+        forward, backward, weight = [0.0] * plan.pp, [0.0] * plan.pp, [0.0] * plan.pp
+        for stage, rank in zip(stages, ranks, strict=True):
+            forward[rank] += stage.forward
+            backward[rank] += stage.backward
+            weight[rank] += stage.weight
+        fill = drain = longest = 0.0
+        for rank in dict.fromkeys(ranks):  # in order of their first stages
+            first = stages[ranks.index(rank)]
+            computed = plan.micro * (forward[rank] + backward[rank])
+            weights = plan.micro * weight[rank]
+            rest = max(weights, drain) if splits else weights + drain
+            longest = max(longest, fill + computed + rest)
+            fill += first.forward
+            drain += first.backward + (0.0 if splits else first.weight)
+        return longest
+
+    def least_bytes(self, plan: Plan, decided: Decided) -> float:
+        """Activations, with those model states of the rank that is fullest without sharding that it keeps."""
+        if decided < Decided.COMPUTATION:
+            return 0.0
+        if decided < Decided.SCHEDULE:
+            return self._least_activations(plan)
+        base = _unsharded(plan)
+        if base.schedule != "1f1b" and not base.stages and not base.schedule.startswith("file:"):
+            # No schedule keeps much less than 1f1b, whose memory one computation gives for all of them.
+            use, factor = self._use(replace(base, schedule="1f1b", chunks=0))
+            num_bytes = _EVEN * (use.activations or 0) * factor
+            if num_bytes > self._cluster.device.memory_bytes:
+                return num_bytes
+        use, factor = self._use(base)
+        num_bytes = float(use.activations or 0)
+        if decided is Decided.ALL:
+            share = 1 / plan.shard_degree
+            offloads = plan.offload != "none"
+            num_bytes += use.parameters * ((0 if offloads else share) if plan.zero == 3 else 1)
+            num_bytes += use.gradients * (1 if plan.keeps_full_grads else 0 if offloads else share)
+            num_bytes += 0 if offloads else (use.master + use.optimizer) * share
+        return num_bytes * factor
+
+    def _use(self, plan: Plan) -> tuple[MemoryUse, float]:
+        """The fullest rank's memory, and the upper end of the total for a byte of its tensors."""
+        if plan not in self._uses:
+            use, high = peak_memory(self._model, plan, self._cluster, self._work, self._software)
+            tensors = use.total - use.allocator - use.runtime
+            self._uses[plan] = use, (1 + use.allocator / max(1, tensors)) * high / max(1, use.total)
+        return self._uses[plan]
+
+    def _least_activations(self, plan: Plan) -> float:
+        """Activations that any schedule keeps on some rank: as many micro-batches as there are ranks, of its
+        blocks, less what uneven stages can save."""
+        model, work = self._model, self._work
+        each = block_activation_bytes(
+            model, plan.cols, plan.rows, plan.sp, plan.recompute, work.sequence, self._software
+        )
+        tokens = work.tokens / (plan.dp * plan.micro) * COMPUTE_BYTES[plan.precision] / 2
+        return _EVEN * each * tokens * min(plan.micro, plan.pp) * (model.layers // plan.pp)
+
+
+def _unsharded(plan: Plan) -> Plan:
+    return replace(plan, zero=0, shard=0, accumulate="auto", reshard="use", prefetch=1, offload="none")

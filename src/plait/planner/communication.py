@@ -1,0 +1,106 @@
+"""Seconds of communication: by the bytes, the group's placement on the cluster, and who shares its links.
+
+[Note: hierarchical collectives]
+A group of ranks has members inside domains (one switched link) and spans domains over the hosts' network.
+Its rings pass every member, and enter and leave every domain as often as there are network cards, so the two
+levels work at the same time: the slower one decides. All groups of one kind communicate at once, so those of
+the same domain share its network: with l members per domain, domain / l groups do (AxoNN's beta = beta_node
+/ min(ranks of a host, inner degree)).
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from plait.planner.cluster import Cluster
+from plait.planner.constants import Constants
+
+
+class Links(NamedTuple):
+    """Usable bandwidths of a cluster, per direction; hashable, for caches."""
+
+    domain: int  # devices of one switched link
+    link: float  # of a device, bytes/s
+    network: float  # of a domain, bytes/s
+    leaf_domains: float  # domains below one leaf: beyond them, bandwidth is divided by `oversubscription`
+    oversubscription: float
+    host: float  # of a device to its host's memory, bytes/s
+    collective_s: float
+    hop_s: float
+    network_hop_s: float
+
+    @classmethod
+    def of(cls, cluster: Cluster, constants: Constants) -> "Links":
+        hosts_per_domain = max(1, cluster.domain_size // cluster.host_size)
+        device = cluster.device
+        return cls(
+            max(cluster.domain_size, cluster.host_size),
+            device.link_bytes_per_s * constants.link_fraction,
+            cluster.network_bytes_per_s * hosts_per_domain * constants.network_fraction,
+            max(1.0, cluster.leaf_hosts / hosts_per_domain),
+            cluster.oversubscription,
+            device.host_bytes_per_s * constants.link_fraction,
+            constants.collective_s,
+            constants.hop_s,
+            constants.network_hop_s,
+        )
+
+
+class Group(NamedTuple):
+    """`degree` ranks, `stride` apart, of a job of `ranks`."""
+
+    degree: int
+    stride: int
+    ranks: int
+
+    def placement(self, domain: int) -> tuple[int, int]:
+        """Members in one domain, and domains of the group: of the worst group."""
+        span = self.degree * self.stride
+        if span <= domain:
+            if domain % span == 0 or self.ranks <= domain:
+                return self.degree, 1
+            return -(-self.degree // 2), 2  # some group crosses a border
+        local = max(1, domain // self.stride)
+        return local, -(-self.degree // local)
+
+
+@lru_cache(maxsize=1 << 15)
+def all_reduce_s(links: Links, group: Group, num_bytes: float) -> float:
+    """Seconds of an all-reduce of `num_bytes` on every rank."""
+    return _collective_s(links, group, num_bytes, 2)
+
+
+@lru_cache(maxsize=1 << 15)
+def all_gather_s(links: Links, group: Group, num_bytes: float) -> float:
+    """Seconds of an all-gather to, or a reduce-scatter from, `num_bytes` on every rank."""
+    return _collective_s(links, group, num_bytes, 1)
+
+
+def _collective_s(links: Links, group: Group, num_bytes: float, passes: int) -> float:
+    """Each of the passes (reduce-scatter, all-gather) sends (n - 1) / n of the bytes along every level."""
+    if group.degree == 1 or not num_bytes:
+        return 0.0
+    local, domains = group.placement(links.domain)
+    inside = (group.degree - 1) / group.degree * num_bytes / links.link if local > 1 else 0.0
+    hops = (local - 1) * links.hop_s
+    between = 0.0
+    if domains > 1:
+        sharing = min(links.domain, group.ranks) / local
+        between = (domains - 1) / domains * num_bytes * sharing / _network(links, domains * group.stride)
+        # A ring of few domains, a tree of many.
+        hops += min(domains - 1, 2 * math.log2(domains)) * links.network_hop_s
+    return links.collective_s + passes * (max(inside, between) + hops)
+
+
+def _network(links: Links, ranks_apart: int) -> float:
+    leaves = ranks_apart > links.leaf_domains * links.domain
+    return links.network / (links.oversubscription if leaves else 1.0)
+
+
+@lru_cache(maxsize=1 << 12)
+def send_s(links: Links, stride: int, ranks: int, num_bytes: float) -> float:
+    """Seconds of a message to the rank `stride` further, which all ranks of a domain send at once."""
+    if stride * 2 <= links.domain or ranks <= links.domain:
+        return links.collective_s + num_bytes / links.link
+    sharing = min(links.domain, stride)
+    return links.collective_s + links.network_hop_s + num_bytes * sharing / _network(links, stride)

@@ -1,0 +1,222 @@
+"""Seconds of computation: every product and memory-bound operator of a block, by its shape.
+
+Symbols: m tokens of a micro-batch, t columns and r rows of the tp grid, h hidden, s sequence.
+
+[Note: time of a product]
+(m x k) times (k x n) is computed in tiles, one per SM at a time, in waves. A tile's loop over k has a start
+and an end during which the matrix unit is idle. If there are fewer tiles than SMs, libraries split k. The
+product is limited by its FLOPs at the device's highest measured rate or by reading and writing its matrices.
+
+[Note: fused attention]
+A fused kernel computes products at a fraction of the peak, and for every score an exponential, a maximum, a
+sum and conversions on the vector units, which grow with the number of SMs, not with the peak of the matrix
+unit: so newer devices reach a smaller fraction of their peak (Shah et al. 2407.08608, section 3). The
+backward computes five products for the forward's two.
+
+[Note: launch-bound blocks]
+Operators are started one by one by the host. A block takes the longer of the device's time and of the host's.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.planner.constants import Constants
+from plait.planner.hardware import Device
+from plait.planner.model_shape import ModelShape
+
+
+class Rates(NamedTuple):
+    """Rates of a device at one precision; hashable, for caches."""
+
+    flops: float  # highest measured rate of products
+    memory_bytes_per_s: float
+    num_sms: int
+    launch_s: float
+    itemsize: int
+    product_rates: tuple[
+        tuple[float, float], ...
+    ]  # measured (FLOPs of one product, FLOP/s); () : the model's
+
+    @classmethod
+    def of(cls, device: Device, precision: str, tf32: bool, constants: Constants) -> "Rates":
+        peak = device.peak_flops["tf32" if tf32 and "tf32" in device.peak_flops else precision]
+        return cls(
+            peak * device.matmul_fraction,
+            device.memory_bytes_per_s,
+            device.num_sms,
+            device.launch_s or constants.launch_s,
+            COMPUTE_BYTES[precision],
+            tuple(device.product_rates.get(precision, ())),
+        )
+
+
+class Slice(NamedTuple):
+    """The part of a layer that a rank computes: columns and rows of the tp grid, and what it computes it
+    for."""
+
+    rows: int
+    cols: int
+    sp: bool
+    batch: int  # sequences of a micro-batch
+    sequence: int
+    fused_attention: bool
+    compiled: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of a part of the model for one micro-batch, without communication.
+
+    backward   of the input's gradient; `weight` of the parameters'
+    selective  what recompute=selective computes again; full recompute repeats `forward`
+    host       the host's time to start the forward's operators; a backward has twice as many
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    selective: float = 0.0
+    host: float = 0.0
+
+
+@lru_cache(maxsize=1 << 16)
+def product_s(rates: Rates, constants: Constants, m: int, n: int, k: int) -> float:
+    """Seconds of one product. See [Note: time of a product]."""
+    flops = 2.0 * m * n * k
+    if rates.product_rates:
+        return flops / _interpolated(rates.product_rates, flops)
+    rate = rates.flops * constants.product_fraction
+    per_sm = rate / rates.num_sms
+    best = float("inf")
+    for tile_m, tile_n, speed in _TILES:
+        tiles = -(-m // tile_m) * -(-n // tile_n)
+        splits = max(1, min(rates.num_sms // tiles, k // 512)) if tiles < rates.num_sms else 1
+        waves = -(-tiles * splits // rates.num_sms)
+        steps = k / splits + constants.product_start_k
+        best = min(best, waves * 2.0 * tile_m * tile_n * steps / (per_sm * speed))
+    moved = rates.itemsize * (m * k + k * n + m * n)
+    return max(best, moved / (rates.memory_bytes_per_s * constants.memory_fraction))
+
+
+# Rows and columns of a tile, and its speed: a smaller one reads its inputs more often.
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 64, 0.6))
+
+
+def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
+    """Linear between measured points, in the logarithm; the ends beyond them."""
+    if at <= points[0][0]:
+        return points[0][1]
+    for (low, low_rate), (high, high_rate) in pairwise(points):
+        if at <= high:
+            part = math.log(at / low) / math.log(high / low)
+            return low_rate * (high_rate / low_rate) ** part
+    return points[-1][1]
+
+
+def _linear(rates: Rates, constants: Constants, m: int, n: int, k: int) -> tuple[float, float, float]:
+    """Forward, gradient of the input, gradient of the weight."""
+    return (
+        product_s(rates, constants, m, n, k),
+        product_s(rates, constants, m, k, n),
+        product_s(rates, constants, k, n, m),
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Constants) -> Seconds:
+    """Seconds of one block for one micro-batch on one rank."""
+    m, h, d = part.tokens, -(-model.hidden // part.rows), model.head_dim
+    heads = -(-model.heads // part.cols)
+    kv_heads = -(-model.kv_heads // part.cols)
+    # Tokens of an expert: all choices spread evenly.
+    experts = max(1, model.experts)
+    tokens = -(-m * max(1, model.experts_per_token) // experts)
+    ffn = -(-model.ffn // part.cols)
+    ups = model.mlp_matrices - 1
+    products = [
+        (_linear(rates, constants, m, (heads + 2 * kv_heads) * d, h), 1),
+        (_linear(rates, constants, m, h, heads * d), 1),
+        (_linear(rates, constants, tokens, ffn, h), ups * experts),
+        (_linear(rates, constants, tokens, h, ffn), experts),
+    ]
+    if model.shared_ffn:
+        shared = -(-model.shared_ffn // part.cols)
+        products.append((_linear(rates, constants, m, shared, h), ups))
+        products.append((_linear(rates, constants, m, h, shared), 1))
+    forward, backward, weight = (sum(times[i] * count for times, count in products) for i in range(3))
+    attention, attention_back = _attention(part, heads, d, rates, constants)
+    moved = _elementwise_bytes(model, part, heads, kv_heads, ffn, h) * rates.itemsize / 2
+    vector = moved / (rates.memory_bytes_per_s * constants.memory_fraction)
+    launches = _FORWARD_OPERATORS + (2 * experts if model.experts else 0) + (0 if part.fused_attention else 4)
+    host = launches * rates.launch_s * (0.5 if part.compiled else 1.0)
+    device_forward = forward + attention + vector
+    device_backward = backward + attention_back + 2 * vector
+    return Seconds(device_forward, device_backward, weight, selective=attention + vector, host=host)
+
+
+COLLECTIVE_OPERATORS = 6  # host time of a collective, in operators: the call, its checks, two events
+_FORWARD_OPERATORS = 20  # of an eager block: 4 products, 2 norms, attention, residuals, activation, copies
+
+
+def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constants) -> tuple[float, float]:
+    """Forward and backward of scores, softmax and values."""
+    scores = float(part.batch) * heads * part.sequence * part.sequence
+    if part.fused_attention:
+        scores /= 2  # causal
+        products = 4.0 * scores * d / (rates.flops * constants.attention_fraction)
+        vector = scores * constants.softmax_sm_s / rates.num_sms
+        return products + vector, 2.5 * products + 2 * vector
+    slowdown = constants.unaligned_slowdown if d % 8 else 1.0
+    batch, s = part.batch * heads, part.sequence
+    one = product_s(rates, constants, batch * s, s, d) + product_s(rates, constants, batch * s, d, s)
+    per_byte = scores / (rates.memory_bytes_per_s * constants.memory_fraction) * rates.itemsize / 2
+    # Bytes per score: softmax and dropout of the forward, read and written; their backward.
+    return one * slowdown + 9 * per_byte, 2 * one * slowdown + 11 * per_byte
+
+
+def _elementwise_bytes(model: ModelShape, part: Slice, heads: int, kv_heads: int, ffn: int, h: int) -> float:
+    """Bytes of 2-byte elements that memory-bound operators of a block's forward read and write: norms,
+    residual additions and dropout on the residual stream; activations, rotary embeddings and biases
+    inside."""
+    residual = 20.0 * h / (part.cols if part.sp else 1)
+    inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
+    width = ffn * max(1, model.experts_per_token) + model.shared_ffn / part.cols
+    return part.tokens * (residual + inside + (2.0 + 2.0 * (model.mlp_matrices - 1)) * width)
+
+
+@lru_cache(maxsize=1 << 12)
+def head_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Constants) -> Seconds:
+    """The head and the loss."""
+    vocab = -(-model.vocab // part.cols)
+    forward, backward, weight = _linear(rates, constants, part.tokens, vocab, -(-model.hidden // part.rows))
+    per_byte = part.tokens * vocab / (rates.memory_bytes_per_s * constants.memory_fraction)
+    return Seconds(forward + 10 * per_byte, backward + 6 * per_byte, weight)
+
+
+@lru_cache(maxsize=1 << 12)
+def embedding_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Constants) -> Seconds:
+    """The look-up: reading and writing the tokens' vectors."""
+    moved = part.tokens * model.hidden / part.rows * rates.itemsize
+    read = 2 * moved / (rates.memory_bytes_per_s * constants.memory_fraction)
+    return Seconds(read, 0.0, 2 * read)
+
+
+def optimizer_s(owned: float, blocks: int, rates: Rates, constants: Constants) -> float:
+    """Adam on the owned elements: reads gradient, weight and two moments, writes weight, moments and the
+    copy in the precision of the computation, and the gradient norm reads the gradients once more. Each
+    block's tensors are also checked, scaled and copied one by one."""
+    moved = (
+        owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / (rates.memory_bytes_per_s * constants.memory_fraction)
+    )
+    return max(moved, blocks * _OPTIMIZER_OPERATORS * rates.launch_s)
+
+
+_OPTIMIZER_OPERATORS = 40  # per block: 12 tensors, 3 or 4 operators each

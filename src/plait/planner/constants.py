@@ -1,0 +1,75 @@
+"""The constants of the time model: few, each with a physical meaning, all fitted to published runs
+together."""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Each value with its unit; `plait plan score --calibrate` prints and refits them.
+
+    product_fraction    sustained rate of large products, of the highest that was measured on the device
+    product_start_k     products: loading the first and storing the last tile takes as long as this many
+                        steps of k
+    memory_fraction     rate of memory-bound operators, of the memory's bandwidth
+    attention_fraction  products inside a fused attention kernel, of the device's highest measured rate
+    softmax_sm_s        vector work of a fused attention kernel: seconds of one SM for one score
+    launch_s            the host's time to start one operator
+    link_fraction       bandwidth of collectives, of the links' inside a host
+    network_fraction    bandwidth of collectives, of the hosts' network
+    collective_s        fixed time of a collective
+    hop_s               time of one more rank in a collective inside a host
+    network_hop_s       time of one more host in a collective
+    overlap_tax         slow-down of computation and communication that run at the same time: the part of the
+                        shorter one that is lost
+    step_s              fixed time of a step: data, loss, gradient norm, logging
+    unaligned_slowdown  products in attention whose head dim is not a multiple of 8
+    """
+
+    product_fraction: float = 0.95
+    product_start_k: float = 200.0
+    memory_fraction: float = 0.75
+    attention_fraction: float = 0.75
+    softmax_sm_s: float = 8e-11
+    launch_s: float = 2e-5
+    link_fraction: float = 0.75
+    network_fraction: float = 0.7
+    collective_s: float = 3e-5
+    hop_s: float = 3e-6
+    network_hop_s: float = 1.5e-5
+    overlap_tax: float = 0.15
+    step_s: float = 1e-2
+    unaligned_slowdown: float = 3.0
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+
+# The largest physical values; a fit stays below.
+LIMITS = {
+    "product_fraction": 0.95,
+    "memory_fraction": 0.95,  # streaming kernels on GPUs reach 0.9 to 0.95
+    "attention_fraction": 0.95,
+    "link_fraction": 0.85,  # nccl-tests: 0.77 of A100's NVLink, 0.82 of H100's
+    "network_fraction": 0.95,
+    "hop_s": 4e-6,  # all-reduces on A100: 62, 75, 99 us on 2, 4, 8 ranks
+}
+PRIOR = Constants()  # first values, from data sheets, benchmarks and papers
+# Fitted to tests/data/planner/published_runs.csv and vTrain's 720 iterations of single hosts, 2026-11-23.
+DEFAULT = Constants(
+    product_fraction=0.808,
+    product_start_k=180.0,
+    memory_fraction=0.922,
+    attention_fraction=0.477,
+    softmax_sm_s=9.6e-11,
+    launch_s=2.25e-5,
+    link_fraction=0.85,
+    network_fraction=0.868,
+    collective_s=3.0e-5,
+    hop_s=3.0e-6,
+    network_hop_s=1.51e-5,
+    overlap_tax=0.154,
+    step_s=1.0e-2,
+    unaligned_slowdown=3.03,
+)

@@ -1,0 +1,97 @@
+"""Plans that are not among the best because of one of their values, and the reason."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from plait.plan import Plan, format_bytes
+from plait.planner.best_first import Counts, Field, Search
+from plait.planner.price import Price
+from plait.planner.space import VALUES, Decided
+
+_MOST_STEPS = 400  # of the search for a family's best plan
+_KEYS = ("pp", "tp", "zero", "schedule", "recompute", "sp", "offload")
+
+
+@dataclass(frozen=True)
+class Family:
+    """All plans with one value that none of the best plans has.
+
+    name           such as `zero=0`
+    best           the fastest of them; None: unknown, or none fits
+    slowdown       time of the fastest by the best plan's; a lower bound if `best` is None
+    excess_bytes   above the device's memory, of the plan that needs the least; None if one fits
+    reason         a sentence
+    """
+
+    name: str
+    best: Price | None
+    slowdown: float | None
+    excess_bytes: float | None
+    reason: str
+
+
+def rejected_families(
+    at: Field, best: Sequence[Price], report: Callable[[Counts], None] = lambda _: None
+) -> Iterator[Family]:
+    """Yield the families that none of the best plans belongs to."""
+    degrees = list(at.space.expand(Plan(), Decided.NOTHING))
+    for key in _KEYS:
+        shown = {getattr(price.plan, key) for price in best}
+        for name, values in _groups(key, at, degrees):
+            if not shown & values:
+                space = replace(at.space, only={key: values})
+                family = _family(name, replace(at, space=space), best, report)
+                if family is not None:
+                    yield family
+
+
+def _groups(key: str, at: Field, degrees: Sequence[Plan]) -> Iterator[tuple[str, set[Any]]]:
+    """Yield names and values of the families of a key."""
+    if key in at.space.pins:
+        return
+    if key == "tp":
+        grids = {plan.tp: plan for plan in degrees}
+        for tp, plan in grids.items():
+            if plan.rows == 1:
+                yield f"tp={tp}", {tp}
+        yield "tp of several rows", {tp for tp, plan in grids.items() if plan.rows > 1}
+        return
+    values = {plan.pp for plan in degrees} if key == "pp" else at.space.values(key, VALUES[key])
+    for value in sorted(values):
+        yield f"{key}={str(value).lower() if isinstance(value, bool) else value}", {value}
+
+
+def _family(name: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]) -> Family | None:
+    """The fastest plan and why it is slower, or why none fits; None for a family without plans."""
+    best = ranked[0]
+    fastest = Search(report=report, most_steps=_MOST_STEPS)
+    price = next((price for _, price in fastest.fastest([at])), None)
+    if price is not None:
+        slowdown = price.step_s / best.step_s
+        return Family(
+            name, price, slowdown, None, f"{slowdown:.2f}x: {difference(price, best)}; {price.plan}"
+        )
+    if not fastest.is_exhausted:
+        slowdown = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
+        return Family(name, None, slowdown, None, f"at least {slowdown:.2f}x")
+    smallest = Search(report=report, most_steps=_MOST_STEPS).smallest(at)
+    if smallest is None:
+        return None
+    plan, num_bytes = smallest
+    excess = num_bytes - at.capacity_bytes
+    return Family(name, None, None, excess, f"does not fit by {format_bytes(int(excess))}; {plan}")
+
+
+def difference(price: Price, best: Price) -> str:
+    """The part of a step that makes a plan slower than the best."""
+    more = {part: seconds - best.parts.get(part, 0.0) for part, seconds in price.parts.items()}
+    part = max(more, key=lambda part: more[part])
+    return f"{part} +{format_seconds(more[part])}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration with three digits."""
+    if seconds >= 1:
+        return f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"

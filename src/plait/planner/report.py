@@ -1,0 +1,175 @@
+"""Tables and JSON of searched, priced and compared plans."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from plait.plan import format_bytes
+from plait.planner.families import format_seconds
+from plait.planner.outcome import Outcome
+from plait.planner.search import Found
+from plait.tables import facts_table, plain, table
+
+_FOOT = (
+    "interval: 80 of 100 predictions are within it.\n"
+    "MFU: with attention to earlier tokens only, and to the full sequence; without recomputation.\n"
+    "memory: of the fullest rank, upper end. exposed: waiting for communication."
+)
+_NEAR = "\n~: the interval overlaps with the first plan's"
+_TOTALS = "dollars: device-hours at the device's price. energy: devices at full load only."
+
+
+def search_tables(found: Found) -> Iterator[RenderableType]:
+    """Yield what a search found: the ranked plans, and a line for each rejected family."""
+    first = found.best[0]
+    ranks = [
+        f"{'~' if rank > 1 and found.is_near_tie(outcome) else ''}{rank}"
+        for rank, outcome in enumerate(found.best, 1)
+    ]
+    caption = _FOOT + (_NEAR if any(rank.startswith("~") for rank in ranks) else "")
+    yield _ranked(_title(first), ranks, [_columns(outcome) for outcome in found.best], caption)
+    if first.tokens is not None:
+        title = f"training on {first.tokens:,.0f} tokens"
+        yield _ranked(title, ranks, [_totals(outcome) for outcome in found.best], _TOTALS)
+    plans = (plain(f"{rank:>3}  {outcome.plan}") for rank, outcome in zip(ranks, found.best, strict=True))
+    yield Group(Text("plans", style="italic"), *plans)
+    if found.families:
+        lines = [(family.name, family.reason) for family in found.families]
+        yield table(
+            "not among them",
+            ("plans with", "the fastest of them, or the memory that it lacks"),
+            lines,
+            left=("plans with", "the fastest of them, or the memory that it lacks"),
+        )
+    counts = found.counts
+    yield plain(
+        f"{counts.bounded:,} plans and parts of plans, {counts.too_large:,} dropped because of memory, "
+        f"{counts.priced:,} priced"
+    )
+
+
+def price_tables(outcome: Outcome) -> Iterator[RenderableType]:
+    """Yield the figures of one plan, and the parts of its step."""
+    yield facts_table(_title(outcome), [("plan", str(outcome.plan)), *_columns(outcome), *_totals(outcome)])
+    price = outcome.price
+    rows = [
+        (part, format_seconds(seconds), f"{seconds / price.step_s:.1%}", _hidden(outcome, part))
+        for part, seconds in price.parts.items()
+    ]
+    yield table("a step of the slowest rank", ("part", "time", "share", "hidden"), rows, left=("part",))
+    yield plain(f"memory: {price.memory}")
+    for note in price.notes:
+        yield plain(f"note: {note}")
+
+
+def compare_table(one: Outcome, other: Outcome) -> RenderableType:
+    """Return the parts of the steps of two plans, and their differences."""
+    left, right = one.price, other.price
+    parts = dict.fromkeys((*left.parts, *right.parts))
+    rows = [(part, left.parts.get(part, 0.0), right.parts.get(part, 0.0)) for part in parts]
+    shown: list[tuple[str, ...]] = [
+        (part, format_seconds(a), format_seconds(b), _signed(b - a))
+        for part, a, b in (*rows, ("step", left.step_s, right.step_s))
+    ]
+    memory = [format_bytes(int(price.memory_high_bytes)) for price in (left, right)]
+    shown.append(("memory", *memory, ""))
+    caption = f"A: {one.plan}\nB: {other.plan}\nB takes {right.step_s / left.step_s:.2f} times as long as A"
+    return table(_title(one), ("part", "A", "B", "B - A"), shown, left=("part",), caption=caption)
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """Return the figures of a plan, in SI units."""
+    price = outcome.price
+    return {
+        "plan": str(outcome.plan),
+        "devices": outcome.cluster.num_devices,
+        "step_s": price.step_s,
+        "interval_s": [price.low_s, price.high_s],
+        "tokens_per_s_per_device": outcome.tokens_per_s_per_device,
+        "mfu_causal": outcome.mfu(causal=True),
+        "mfu_full": outcome.mfu(causal=False),
+        "memory_bytes": price.memory.total,
+        "memory_high_bytes": price.memory_high_bytes,
+        "exposed_s": outcome.exposed_s,
+        "bubble": price.bubble,
+        "parts_s": dict(price.parts),
+        "hidden_s": dict(price.hidden),
+        "notes": list(price.notes),
+        "days": outcome.days,
+        "device_hours": outcome.device_hours,
+        "dollars": outcome.dollars,
+        "joules": outcome.joules,
+    }
+
+
+def search_json(found: Found) -> dict[str, Any]:
+    """Return the ranked plans and the rejected families."""
+    return {
+        "cluster": found.best[0].cluster.name,
+        "plans": [to_json(each) | {"near_tie": found.is_near_tie(each)} for each in found.best],
+        "families": [
+            {
+                "name": family.name,
+                "plan": str(family.best.plan) if family.best else None,
+                "slowdown": family.slowdown,
+                "excess_bytes": family.excess_bytes,
+                "reason": family.reason,
+            }
+            for family in found.families
+        ],
+        "considered": found.counts.bounded,
+        "priced": found.counts.priced,
+    }
+
+
+def _title(outcome: Outcome) -> str:
+    work = outcome.work
+    of = f"{outcome.cluster.num_devices:,} {outcome.cluster.device.name}"
+    return f"{outcome.model.name} on {of}, {work.batch:,} x {work.sequence:,} tokens a step"
+
+
+def _ranked(title: str, ranks: list[str], rows: list[list[tuple[str, str]]], caption: str) -> RenderableType:
+    """Return a table with a row of values for each rank, by their headings."""
+    headings = ("", *(name for name, _ in rows[0]))
+    values = ((rank, *(value for _, value in row)) for rank, row in zip(ranks, rows, strict=True))
+    return table(title, headings, values, caption=caption, left=(), pad_edge=False)
+
+
+def _columns(outcome: Outcome) -> list[tuple[str, str]]:
+    """Headings and values of a plan's step."""
+    price = outcome.price
+    return [
+        ("step", format_seconds(price.step_s)),
+        ("interval, s", f"{price.low_s:.3g}-{price.high_s:.3g}"),
+        ("tok/s/dev", f"{outcome.tokens_per_s_per_device:,.0f}"),
+        ("MFU, full", f"{outcome.mfu(causal=True):.0%}, {outcome.mfu(causal=False):.0%}"),
+        ("memory", format_bytes(int(price.memory_high_bytes))),
+        ("exposed", f"{outcome.exposed_s / price.step_s:.1%}"),
+        ("bubble", f"{price.bubble:.1%}"),
+    ]
+
+
+def _totals(outcome: Outcome) -> list[tuple[str, str]]:
+    """Headings and values of the whole training; none if its tokens are unknown."""
+    if outcome.days is None or outcome.device_hours is None:
+        return []
+    assert outcome.dollars is not None, "follows from the tokens"
+    assert outcome.joules is not None, "follows from the tokens"
+    return [
+        ("devices", f"{outcome.cluster.num_devices:,}"),
+        ("days", f"{outcome.days:,.1f}"),
+        ("device-hours", f"{outcome.device_hours:,.0f}"),
+        ("dollars", f"{outcome.dollars:,.0f}"),
+        ("energy", f"{outcome.joules / 3.6e9:,.1f} MWh"),
+    ]
+
+
+def _hidden(outcome: Outcome, part: str) -> str:
+    hidden = outcome.price.hidden.get(part, 0.0)
+    return format_seconds(hidden) if hidden else ""
+
+
+def _signed(seconds: float) -> str:
+    return ("-" if seconds < 0 else "+") + format_seconds(abs(seconds))

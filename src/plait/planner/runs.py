@@ -1,0 +1,234 @@
+"""Published runs: a row of a CSV file as a model, a plan, a cluster and a workload.
+
+[Note: the program of a published run]
+The columns do not name the training program. Its properties follow from rules that hold for any row, never
+from its id or source: attention is fused if the notes say FlashAttention (and not "-free"), or else if the
+run is in bf16; gradients and parameters are communicated during the computation under ZeRO 3 and in bf16.
+Programs in fp16 are older than both. Stages have equal numbers of blocks. What a row leaves open
+(micro-batch, recompute) is taken at the best price, as reports show a program at its best. Under ZeRO,
+programs in fp16 also sum gradients in fp16 (DeepSpeed).
+"""
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from plait.errors import DataError, PlaitError
+from plait.plan import Plan
+from plait.planner.cluster import Cluster, cluster
+from plait.planner.constants import DEFAULT, Constants
+from plait.planner.hardware import device
+from plait.planner.model_shape import ModelShape
+from plait.planner.price import Price, price
+from plait.planner.workload import Software, Workload
+
+_GBIT = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s)", re.IGNORECASE)
+_SCHEDULES = {"1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe"}
+_SCHEDULES |= {"zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-v": "zbv", "zbv": "zbv"}
+_HEAD_DIM = 128  # where a row has no heads
+_VOCAB = 50304  # where it has no vocabulary: GPT-2's, padded
+_REQUIRED = ("layers", "hidden", "seq_len", "gpu", "n_gpus", "global_batch")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row. `plans`: more than one if the row leaves something open. `step_s`, `memory_bytes`: measured,
+    None if it does not say. `ran_out`: it ran out of memory."""
+
+    row: int
+    source: str
+    model: ModelShape
+    plans: tuple[Plan, ...]
+    cluster: Cluster
+    work: Workload
+    software: Software
+    step_s: float | None
+    memory_bytes: float | None
+    ran_out: bool
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Runs that are alternatives: same source, model, devices and batch."""
+        return self.source, self.model, self.cluster.device.name, self.plans[0].num_ranks, self.work
+
+    def price(self, constants: Constants = DEFAULT) -> Price:
+        prices = [
+            price(self.model, plan, self.cluster, self.work, self.software, constants) for plan in self.plans
+        ]
+        fitting = [p for p in prices if p.memory_high_bytes <= self.cluster.device.memory_bytes]
+        return min(fitting or prices, key=lambda p: p.step_s)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that cannot be priced, and why."""
+
+    row: int
+    source: str
+    reason: str
+
+
+def read_runs(path: Path) -> Iterator[Run | Refused]:
+    """Read a file with the columns of published_runs.csv; fields may be empty. Raises DataError."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError("the file of runs cannot be read", given=f"{path}: {error}") from error
+    missing = [name for name in _REQUIRED if rows and name not in rows[0]]
+    if missing or not rows:
+        raise DataError(
+            "the file of runs has no rows" if not rows else "the file of runs lacks columns",
+            given=f"{path}: {', '.join(missing)}",
+            expected=f"a CSV file with the columns {', '.join(_REQUIRED)}, ...",
+        )
+    for number, row in enumerate(rows, start=2):
+        fields = {
+            key: (value or "").strip() for key, value in row.items() if key and not isinstance(value, list)
+        }
+        source = family(fields.get("source", ""))
+        try:
+            yield _run(number, source, fields)
+        except (PlaitError, ValueError) as error:
+            yield Refused(number, source, str(error).split("\n")[0])
+
+
+def family(source: str) -> str:
+    """The document that a row is from, without the section or line in it."""
+    return re.split(r"\s+§|\s+L\d+\b", source)[0].strip() or "unnamed"
+
+
+def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int:
+    text = row.get(key, "")
+    if not text:
+        if default is None:
+            raise ValueError(f"no {key}")
+        return default
+    return int(float(text))
+
+
+def _float(row: Mapping[str, str], key: str) -> float | None:
+    text = row.get(key, "")
+    return float(text) if text else None
+
+
+def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
+    for key, name in (("cp", "context parallel"), ("ep", "expert parallel")):
+        if _int(row, key, 1) > 1:
+            raise ValueError(f"{name} ({key}={row[key]}) is not priced")
+    if "moe" in row.get("model_name", "").lower() or _int(row, "experts", 0):
+        raise ValueError("models of experts are not priced: the columns do not give them")
+    text = row.get("precision", "").lower()
+    precision = next((name for name in ("fp8", "fp16", "bf16", "fp32") if name in text), "bf16")
+    if precision == "fp8":
+        raise ValueError("fp8 is not priced")
+    model, work = _model(row), Workload(_int(row, "seq_len"), _int(row, "global_batch"))
+    notes = row.get("notes", "").lower()
+    flash = re.search(r"flash[ -]?attention(-free| free)?", notes)
+    modern = precision == "bf16"
+    zero = _int(row, "zero_stage", 0)
+    fused = flash[1] is None if flash else modern
+    software = Software(
+        fused_attention=fused,
+        overlaps_data=zero == 3 or modern,
+        splits_evenly=True,
+        narrow_gradients=precision == "fp16" and zero > 0,
+    )
+    measured = _float(row, "step_time_s")
+    rate = _float(row, "tokens_per_s_per_gpu")
+    ranks = _int(row, "n_gpus")
+    if measured is None and rate:
+        measured = work.tokens / (rate * ranks)
+    memory = _float(row, "peak_mem_gb")
+    ran_out = row.get("status", "") == "no-number" or "oom" in row.get("status", "").lower()
+    return Run(
+        number,
+        source,
+        model,
+        _plans(row, precision, zero, ranks, work, notes),
+        _cluster(row, ranks),
+        work,
+        software,
+        None if ran_out else measured,
+        None if memory is None else memory * 1e9,
+        ran_out,
+    )
+
+
+def _model(row: Mapping[str, str]) -> ModelShape:
+    hidden = _int(row, "hidden")
+    heads = _int(row, "heads", 0) or max(1, hidden // _HEAD_DIM)
+    ffn = _int(row, "ffn_hidden", 4 * hidden)
+    size = _float(row, "params_b")
+    layers, vocab = _int(row, "layers"), _int(row, "vocab", _VOCAB)
+    kv_heads = _int(row, "kv_heads", heads)
+    shapes = [
+        ModelShape(
+            row.get("model_name", "model"), layers, hidden, heads, kv_heads, hidden // heads, ffn, matrices,
+            vocab, tied=matrices == 2, biases=matrices == 2,
+        )
+        for matrices in (2, 3)
+    ]  # fmt: skip
+    if size is None:
+        return shapes[0 if ffn == 4 * hidden else 1]
+    return min(shapes, key=lambda shape: abs(shape.num_params / 1e9 - size))
+
+
+def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
+    found = device(row["gpu"])
+    size = min(_int(row, "gpus_per_node", 8), ranks)
+    base = cluster(f"{found.name}:{max(1, ranks)}gpus")
+    domain = max(size, base.domain_size if base.domain_size > base.host_size else size)
+    match = _GBIT.search(row.get("inter_bw", ""))
+    network = base.network_bytes_per_s
+    if match:
+        network = int(match[1] or 1) * float(match[2]) * 1e9 / 8
+    return replace(
+        base, num_hosts=-(-ranks // size), host_size=size, domain_size=domain, network_bytes_per_s=network
+    )
+
+
+def _plans(
+    row: Mapping[str, str], precision: str, zero: int, ranks: int, work: Workload, notes: str
+) -> tuple[Plan, ...]:
+    tp, pp = _int(row, "tp", 1), _int(row, "pp", 1)
+    dp = _int(row, "dp", max(1, ranks // (tp * pp)))
+    if tp * pp * dp != ranks:
+        raise ValueError(f"tp x pp x dp = {tp} x {pp} x {dp} is not {ranks} devices")
+    chunks = _int(row, "virtual_stages", 1)
+    named = re.search(r"schedule=([\w-]+)", notes)
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    if named and pp > 1:
+        if named[1] not in _SCHEDULES:
+            raise ValueError(f"schedule {named[1]} is not one of this product's")
+        schedule = _SCHEDULES[named[1]]
+    group = re.search(r"sharding group=(\d+)", notes)
+    shard = int(group[1]) if group and zero and dp % int(group[1]) == 0 else 0
+    if work.batch % dp:
+        raise ValueError(f"a batch of {work.batch} does not divide over dp={dp}")
+    each = work.batch // dp
+    sizes = (
+        [_int(row, "micro_batch")]
+        if row.get("micro_batch")
+        else [b for b in (1, 2, 4, 8, 16) if each % b == 0]
+    )
+    recompute = row.get("recompute", "").lower()
+    policies = [recompute] if recompute in ("full", "selective", "none") else ["none", "selective", "full"]
+    plans = []
+    for batch in sizes:
+        # A published micro-batch that does not divide the rank's share: the last micro-batch is smaller.
+        micro = max(1, round(each / batch))
+        while each % micro:
+            micro += 1
+        for policy in policies:
+            plans.append(
+                Plan(
+                    dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved"
+                    else 0, sp=tp > 1 and row.get("seq_parallel", "").lower() in ("y", "yes", "true", "1"),
+                    zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
+                    accumulate="auto" if zero == 3 or zero < 2 else "unsharded",
+                )
+            )  # fmt: skip
+    return tuple(plans)

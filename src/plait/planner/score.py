@@ -1,0 +1,125 @@
+"""Score predictions against published runs: errors by source, ranking within groups, memory."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.errors import PlanError
+from plait.planner.constants import DEFAULT, Constants
+from plait.planner.price import Price
+from plait.planner.runs import Refused, Run
+
+
+@dataclass(frozen=True)
+class Priced:
+    run: Run
+    price: Price
+
+    @property
+    def error(self) -> float:
+        """Signed relative error of the step's time."""
+        assert self.run.step_s is not None
+        return self.price.step_s / self.run.step_s - 1
+
+
+def price_all(
+    runs: Iterable[Run | Refused], constants_of: Callable[[str], Constants] = lambda _: DEFAULT
+) -> tuple[list[Priced], list[Refused]]:
+    """Price every run, with the constants for its source."""
+    priced, refused = [], []
+    for run in runs:
+        if isinstance(run, Refused):
+            refused.append(run)
+            continue
+        try:
+            priced.append(Priced(run, run.price(constants_of(run.source))))
+        except PlanError as error:
+            refused.append(Refused(run.row, run.source, str(error).split("\n")[0]))
+    return priced, refused
+
+
+def score_runs(priced: Sequence[Priced], refused: Sequence[Refused]) -> dict[str, Any]:
+    """Return the figures that `plait plan score --json` prints."""
+    timed = [one for one in priced if one.run.step_s]
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for one in timed:
+        by_source[one.run.source].append(one.error)
+    sources = {
+        name: {"error": statistics.fmean(map(abs, errors)), "rows": len(errors)}
+        for name, errors in by_source.items()
+    }
+    measured = [
+        (one.price.memory.total - one.run.memory_bytes) / one.run.memory_bytes
+        for one in priced
+        if one.run.memory_bytes
+    ]
+    return {
+        "source_averaged_error": _mean([each["error"] for each in sources.values()]),
+        "p90_error": _quantile([abs(one.error) for one in timed], 0.9),
+        "bias": _mean([statistics.fmean(errors) for errors in by_source.values()]),
+        "sources": sources,
+        "groups": _groups(timed),
+        "memory": {
+            "error_mean": _mean(list(map(abs, measured))),
+            "error_max": max(map(abs, measured), default=None),
+            "rows": len(measured),
+        },
+        "false_fits": sum(
+            one.run.ran_out and one.price.memory_high_bytes <= one.run.cluster.device.memory_bytes
+            for one in priced
+        ),
+        "rows_priced": len(priced),
+        "rows_refused": len(refused),
+    }
+
+
+def _groups(timed: Sequence[Priced]) -> dict[str, Any]:
+    """Ranking of the alternatives of a group of at least two different plans."""
+    groups: dict[tuple[object, ...], list[Priced]] = defaultdict(list)
+    for one in timed:
+        groups[one.run.group].append(one)
+    spearmans, regrets = [], []
+    for members in groups.values():
+        if len({one.run.plans for one in members}) < 2:
+            continue
+        actual = [one.run.step_s or 0.0 for one in members]
+        predicted = [one.price.step_s for one in members]
+        regrets.append(actual[predicted.index(min(predicted))] / min(actual) - 1)
+        if len(members) > 2:
+            spearmans.append(spearman(actual, predicted))
+    return {
+        "spearman_mean": _mean(spearmans),
+        "regret_mean": _mean(regrets),
+        "regret_max": max(regrets, default=None),
+        "count": len(regrets),
+    }
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Correlation of ranks; equal values share their mean rank."""
+    first, second = _ranks(one), _ranks(other)
+    center = (len(one) - 1) / 2
+    covariance = math.fsum((a - center) * (b - center) for a, b in zip(first, second, strict=True))
+    spread = math.sqrt(
+        math.fsum((a - center) ** 2 for a in first) * math.fsum((b - center) ** 2 for b in second)
+    )
+    return covariance / spread if spread else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    positions: dict[float, list[int]] = defaultdict(list)
+    for position, value in enumerate(sorted(values)):
+        positions[value].append(position)
+    return [statistics.fmean(positions[value]) for value in values]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

@@ -1,0 +1,170 @@
+"""The best plans of a cluster, by time, money or energy, or on the fewest devices that meet a deadline."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal, get_args
+
+from plait.errors import ConfigError, PlanError
+from plait.plan import format_bytes
+from plait.planner.best_first import Counts, Field, Pricing, Search
+from plait.planner.bounds import Prices
+from plait.planner.cluster import Cluster
+from plait.planner.families import Family, rejected_families
+from plait.planner.model_shape import ModelShape
+from plait.planner.outcome import SECONDS_PER_DAY, Outcome
+from plait.planner.price import Software, Workload
+from plait.planner.space import Space, no_plan_error, read_pins
+
+Objective = Literal["time", "cost", "energy"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+MOST_LARGER = 64  # times the devices, to which the search for memory goes
+
+_OWN = Software()
+PricingOf = Callable[[ModelShape, Cluster, Workload, Software], Pricing]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    best      the best plans, the first is the answer
+    families  plans that are not among them because of one of their values, with the reason
+    counts    plans of the search
+    """
+
+    best: tuple[Outcome, ...]
+    families: tuple[Family, ...]
+    counts: Counts
+
+    def is_near_tie(self, outcome: Outcome) -> bool:
+        """True if the interval of its time overlaps with the first plan's."""
+        first = self.best[0]
+        return outcome.cluster == first.cluster and outcome.price.low_s <= first.price.high_s
+
+
+def search(
+    model: ModelShape,
+    cluster: Cluster,
+    work: Workload,
+    *,
+    objective: Objective = "time",
+    top: int = 10,
+    pins: str = "",
+    tokens: float | None = None,
+    deadline_days: float | None = None,
+    software: Software = _OWN,
+    report: Callable[[Counts], None] = lambda _: None,
+    pricing: PricingOf = Prices,
+) -> Found:
+    """Find the `top` best plans for all devices of a cluster.
+
+    objective      `time` of a step on all devices; or `cost` (dollars) or `energy` of the training, for which
+                   parts of the cluster are considered too: 1, 2, 3, 4, 6, 8, 12, ... hosts
+    pins           values that all plans have, such as `tp=8 zero=3`
+    tokens         of the whole training
+    deadline_days  longest training. With `objective="time"`, the fewest hosts that meet it are chosen
+    report         called now and then during the search
+    pricing        seam for tests
+
+    Raises PlanError if no plan exists, fits into memory or meets the deadline; ConfigError for an objective.
+    """
+    if objective not in OBJECTIVES:
+        raise ConfigError("unknown objective", given=f"{objective}", expected=", ".join(OBJECTIVES))
+    limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
+    pinned = read_pins(pins)
+
+    def field(of: Cluster) -> Field:
+        space = Space(model, of.num_devices, work.batch, pinned)
+        return Field(of, space, pricing(model, of, work, software), _weight(objective, of), limit_s)
+
+    by_size = objective == "time" and deadline_days is not None
+    fields = [field(of) for of in (parts(cluster) if by_size or objective != "time" else [cluster])]
+    found = Search(report=report)
+    groups = [[each] for each in fields] if by_size else [fields]
+    ranked = next(filter(None, (list(islice(found.fastest(group), top)) for group in groups)), [])
+    if not ranked:
+        raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, pricing, software)
+    best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
+    families = rejected_families(ranked[0][0], [price for _, price in ranked], report)
+    return Found(best, tuple(families), found.counts)
+
+
+def parts(cluster: Cluster) -> list[Cluster]:
+    """Return the cluster with 1, 2, 3, 4, 6, 8, 12, ... of its domains of hosts, and with all."""
+    unit = cluster.domain_size // cluster.host_size
+    num_units = cluster.num_hosts // unit
+    sizes = {num_units} | {size for n in range(num_units.bit_length()) for size in (2**n, 3 * 2**n)}
+    return [replace(cluster, num_hosts=unit * size) for size in sorted(sizes) if size <= num_units]
+
+
+def _weight(objective: Objective, cluster: Cluster) -> float:
+    if objective == "cost":
+        return cluster.num_devices * cluster.device.dollars_per_hour / 3600
+    return cluster.num_devices * cluster.device.watts if objective == "energy" else 1.0
+
+
+def _limit_s(deadline_days: float, tokens: float | None, work: Workload) -> float:
+    """The longest step with which the training meets the deadline."""
+    if tokens is None:
+        raise ConfigError(
+            "a deadline needs the number of tokens of the training",
+            given=f"deadline={deadline_days:g} days",
+            hint="--tokens 1T",
+        )
+    return deadline_days * SECONDS_PER_DAY * work.tokens / tokens
+
+
+def _nothing(
+    at: Field,
+    work: Workload,
+    tokens: float | None,
+    deadline_days: float | None,
+    pricing: PricingOf,
+    software: Software,
+) -> PlanError:
+    """The reason why a search of a whole cluster found no plan."""
+    found = Search()
+    least = found.smallest(at)
+    if least is None:
+        return no_plan_error(at.space)
+    plan, num_bytes = least
+    if num_bytes <= at.capacity_bytes:
+        assert tokens is not None, "a plan fits, but none was found"
+        assert deadline_days is not None, "a plan fits, but none was found"
+        price = next(found.fastest([at]))[1]
+        days = Outcome(price, at.space.model, at.cluster, work, tokens).days
+        return PlanError(
+            "no plan meets the deadline",
+            given=f"{deadline_days:g} days for {tokens:.3g} tokens on {at.cluster}",
+            expected=f"at least {days:,.1f} days: {price.plan}",
+            hint="a larger cluster, or fewer tokens",
+        )
+    return PlanError(
+        f"no plan fits into the memory of {at.cluster.device.name}",
+        given=f"{plan} needs the least: {format_bytes(int(num_bytes))} on the fullest rank",
+        expected=f"at most {format_bytes(int(at.capacity_bytes))}",
+        hint=_what_fits(at, work, pricing, software),
+    )
+
+
+def _what_fits(at: Field, work: Workload, pricing: PricingOf, software: Software) -> str:
+    """Return hints that would make a plan fit: without a pin, or with more devices."""
+    model, pins = at.space.model, dict(at.space.pins)
+
+    def fits(pins: dict[str, Any], times: int) -> bool:
+        cluster = replace(at.cluster, num_hosts=times * at.cluster.num_hosts)
+        space = Space(model, cluster.num_devices, work.batch, pins)
+        least = Search().smallest(Field(cluster, space, pricing(model, cluster, work, software)))
+        return least is not None and least[1] <= at.capacity_bytes
+
+    hints = [f"no --pin {key}" for key in pins if fits({k: v for k, v in pins.items() if k != key}, times=1)]
+    times = 2
+    while times <= MOST_LARGER and not fits(pins, times):
+        times *= 2
+    if times <= MOST_LARGER:
+        hints.append(f"{times * at.cluster.num_devices:,} devices")
+    if work.sequence > 1:
+        hints.append("shorter sequences")
+    return " or ".join(hints)

@@ -1,0 +1,314 @@
+"""The plans that are searched: all plans of N devices that the product runs, as its own checks decide.
+
+[Note: searched keys]
+Keys that change time or memory, and not the numbers: `pp`, `tp`, `dp`, `micro`, `sp`, `recompute`,
+`schedule`, `chunks`, `zero`, `shard`, `accumulate`, `reshard` and `offload`. All others have their defaults
+or pinned values. Ranks are placed in the one order of axes that the product has (`plan.grid.AXES`): which
+axis crosses hosts follows from the degrees, and `shard` decides which part of dp stays within hosts.
+
+Not searched, but can be pinned: `recompute=every=k`, `offload=disk`, more than MAX_CHUNKS chunks, and
+`gpipe` and `bfs` without zero=3, which take the time of `1f1b` and `interleaved` and keep the activations
+of all micro-batches."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from functools import cache
+from itertools import islice, product
+from typing import Any
+
+from plait.errors import PlanError, ScheduleError
+from plait.plan import Plan
+from plait.plan.plan import MAX_NUMBER, canonical_tp, check_choices, check_type, show_value
+from plait.plan.schedule.action import MAX_ACTIONS, too_large
+from plait.plan.schedule.generators import GENERATORS, Generator
+from plait.plan.sharding import split_heads, split_width
+from plait.planner.model_shape import ModelShape
+
+MAX_CHUNKS = 8
+DEFAULT_PRECISION = "bf16"
+_MOST_TRIED, _MOST_SHOWN = 2000, 6  # plans, and values, of a hint
+
+
+class Decided(IntEnum):
+    """How much of a plan is decided. The keys of later levels have their defaults."""
+
+    NOTHING = 0
+    DEGREES = 1  # pp, tp, dp, micro
+    COMPUTATION = 2  # sp, recompute
+    SCHEDULE = 3  # schedule, chunks
+    ALL = 4  # zero, shard, accumulate, reshard, offload
+
+
+# Values of the keys that do not depend on the number of devices.
+VALUES: Mapping[str, tuple[Any, ...]] = {
+    "sp": (False, True),
+    "recompute": ("none", "selective", "full"),
+    "schedule": tuple(name for name, generator in GENERATORS.items() if generator.trains),
+    "zero": (0, 1, 2, 3),
+    "offload": ("none", "cpu"),
+}
+_SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
+_SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
+
+
+def read_pins(text: str) -> dict[str, Any]:
+    """Read `tp=8 zero=3`: values that all plans of a search have. Raises PlanError for an invalid one."""
+    pins = Plan.read_values(text)
+    defaults = Plan()
+    types = {each.name: each.type for each in defaults.__dataclass_fields__.values()}
+    for key, value in pins.items():
+        check_type(key, types[key], value)
+    check_choices({key: pins.get(key, getattr(defaults, key)) for key in asdict(defaults)})
+    for key in ("zero", "schedule"):
+        Plan(**{key: pins.get(key, getattr(defaults, key))})
+    if "tp" in pins:
+        pins["tp"] = canonical_tp(pins["tp"])
+    if pins.get("dp") == 0:  # auto
+        del pins["dp"]
+    return pins
+
+
+@dataclass
+class Refusals:
+    """Plans that the product refuses: how many, and the first, by the fact of the error."""
+
+    first: dict[str, PlanError] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, error: PlanError, *, by: str = "") -> None:
+        """Count a refusal; `by`: the rule, if the fact has numbers."""
+        rule = by or error.fact
+        self.first.setdefault(rule, error)
+        self.counts[rule] = self.counts.get(rule, 0) + 1
+
+
+_ANY = Plan()
+
+
+@dataclass(frozen=True)
+class Space:
+    """All plans of `num_devices` for a batch of `batch` sequences. See [Note: searched keys].
+
+    pins     values that all plans have
+    only     by key, the values to which the search is restricted
+    """
+
+    model: ModelShape
+    num_devices: int
+    batch: int
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    refusals: Refusals = field(default_factory=Refusals)
+
+    def expand(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
+        """Yield the plans of the next level."""
+        levels = (self._degrees, self._computations, self._schedules, self._shardings)
+        for keys in levels[decided](plan):
+            try:
+                yield replace(plan, **keys)
+            except PlanError as error:
+                self.refusals.add(error)
+
+    def plans(self, plan: Plan = _ANY, decided: Decided = Decided.NOTHING) -> Iterator[Plan]:
+        """Yield all plans."""
+        for child in self.expand(plan, decided):
+            level = Decided(decided + 1)
+            yield from [child] if level is Decided.ALL else self.plans(child, level)
+
+    def values(self, key: str, values: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the pinned value of a key, or those of `values` that the search is not restricted from."""
+        values = (self.pins[key],) if key in self.pins else tuple(values)
+        return tuple(value for value in values if value in self.only[key]) if key in self.only else values
+
+    def _degrees(self, _: Plan) -> Iterator[dict[str, Any]]:
+        precision = self.pins.get("precision", DEFAULT_PRECISION)
+        for pp in self.values("pp", divisors(self.num_devices)):
+            if pp > self.model.layers:
+                self.refusals.add(_too_many_stages(self.model, pp, 1), by="stages")
+                continue
+            for tp in self.values("tp", _grids(self.num_devices // pp)):
+                dp = self.data_ranks(pp, tp)
+                for micro in self._micros(dp) if dp else ():
+                    yield {"dp": dp, "tp": tp, "pp": pp, "micro": micro, "precision": precision}
+
+    def data_ranks(self, pp: int, tp: str) -> int:
+        """`dp` for the other degrees; 0 if the model or the devices do not allow them."""
+        grid = Plan(tp=tp)
+        error = grid_error(self.model, grid.rows, grid.cols)
+        if error is not None:
+            self.refusals.add(error, by=f"tp {error.fact.partition(' into ')[0].partition(' over ')[0]}")
+            return 0
+        dp = self.num_devices // (pp * grid.rows * grid.cols)
+        if pp * grid.rows * grid.cols * self.pins.get("dp", dp) != self.num_devices:
+            given = f"pp={pp} tp={tp}" + (f" dp={self.pins['dp']}" if "dp" in self.pins else "")
+            self.refusals.add(_not_a_divisor(given, self.num_devices), by="devices")
+            return 0
+        return dp
+
+    def _micros(self, dp: int) -> Iterator[int]:
+        for micro in self.values("micro", divisors(self.batch // dp) if self.batch >= dp else (1,)):
+            try:
+                Plan(dp=dp, micro=micro).check_batch(self.batch)
+            except PlanError as error:
+                self.refusals.add(error)
+            else:
+                yield micro
+
+    def _computations(self, plan: Plan) -> Iterator[dict[str, Any]]:
+        shards_sequence = plan.cols > 1 and not self.model.experts
+        for sp in self.values("sp", VALUES["sp"] if shards_sequence else (False,)):
+            for recompute in self.values("recompute", VALUES["recompute"]):
+                yield {"sp": sp, "recompute": recompute}
+
+    def _schedules(self, plan: Plan) -> Iterator[dict[str, Any]]:
+        """Schedules and their chunks; one stage has a single schedule. Keys that are not searched get
+        their pinned values here, as some are checked against the schedule."""
+        others = {key: self.pins[key] for key in self.pins if key not in (*_SEARCHED, *_SHARDING)}
+        for name in self.values("schedule", VALUES["schedule"] if plan.pp > 1 else ("1f1b",)):
+            generator = GENERATORS.get(name)  # None: a file
+            choices = (0,) if generator is None else _chunks(generator, plan.pp, self.model.layers)
+            choices = self.values("chunks", choices)
+            for chunks in choices:
+                error = _schedule_error(self.model, plan, name, chunks)
+                if error is None:
+                    yield {"schedule": name, "chunks": chunks, **others}
+                else:
+                    self.refusals.add(error, by=error.fact if isinstance(error, ScheduleError) else "stages")
+
+    def _shardings(self, plan: Plan) -> Iterator[dict[str, Any]]:
+        all_forwards_first = plan.schedule in ("gpipe", "bfs") and "schedule" not in self.pins
+        prefetch = {"prefetch": self.pins["prefetch"]} if "prefetch" in self.pins else {}
+        for zero in self.values("zero", VALUES["zero"] if plan.dp > 1 else (0,)):
+            if all_forwards_first and zero != 3:
+                continue
+            accumulates = ("auto", "unsharded") if zero >= 2 and plan.micro > 1 else ("auto",)
+            keys = {
+                "shard": self.values("shard", _shards(plan.dp) if zero else (0,)),
+                "accumulate": self.values("accumulate", accumulates),
+                "reshard": self.values("reshard", ("use", "step") if zero == 3 else ("use",)),
+                "offload": self.values("offload", VALUES["offload"]),
+            }
+            for values in product(*keys.values()):
+                yield {"zero": zero, **dict(zip(keys, values, strict=True)), **prefetch}
+
+
+def _schedule_error(model: ModelShape, plan: Plan, name: str, chunks: int) -> PlanError | None:
+    """The reason why a schedule cannot be generated, or has more stages than layers."""
+    generator = GENERATORS.get(name)
+    if generator is None:
+        return None
+    num, pp, micro = chunks or generator.chunks, plan.pp, plan.micro
+    if pp * num > model.layers:
+        return _too_many_stages(model, pp, num)
+    generated = max(micro, 2 * pp - 1) if num == 2 and not generator.varies else micro
+    if pp * num * max(generated, micro * (3 if generator.splits else 2)) > MAX_ACTIONS:
+        return too_large(name, f"{pp} ranks, {micro} micro-batches, chunks={num}")
+    return None
+
+
+def _chunks(generator: Generator, pp: int, layers: int) -> tuple[int, ...]:
+    """Stages per rank, 0 for the schedule's default. With several, `1f1b` and `gpipe` are `interleaved` and
+    `bfs`."""
+    if generator.chunks == 1 or not generator.varies:
+        return (0,)
+    return (0, *range(3, min(MAX_CHUNKS, layers // pp) + 1))
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a number, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+@cache
+def _grids(num_ranks: int) -> tuple[str, ...]:
+    """All values of `tp` whose ranks divide `num_ranks`."""
+    return tuple(
+        canonical_tp((rows, size // rows)) for size in divisors(num_ranks) for rows in divisors(size)
+    )
+
+
+@cache
+def _shards(dp: int) -> tuple[int, ...]:
+    """Values of `shard`: 0 for all of dp, then the proper divisors."""
+    return (0, *(d for d in divisors(dp) if 1 < d < dp))
+
+
+@cache
+def grid_error(model: ModelShape, rows: int, cols: int) -> PlanError | None:
+    """The reason why the model cannot be sharded over a tp grid, or None."""
+    if rows > 1 and model.experts:
+        return PlanError("a mixture of experts needs a tp grid of one row", given=f"tp={rows}x{cols}")
+    try:
+        split_heads(model.heads, model.kv_heads, cols, rows=rows, of=model.name)
+        split_width(model.hidden, rows, of="the hidden dim")
+        split_width(model.ffn, cols, of="the ffn width")
+        split_width(model.vocab, cols, of="the vocabulary")
+    except PlanError as error:
+        return error
+    return None
+
+
+def _not_a_divisor(given: str, num_devices: int) -> PlanError:
+    return PlanError(
+        f"the degrees do not multiply to {num_devices:,} devices",
+        given=given,
+        expected=f"degrees whose product divides {num_devices:,}",
+    )
+
+
+def _too_many_stages(model: ModelShape, pp: int, chunks: int) -> PlanError:
+    given = f"layers={model.layers} pp={pp}" + (f" chunks={chunks}" if chunks > 1 else "")
+    return PlanError(
+        f"{model.layers} layers cannot fill {pp * chunks} stages",
+        given=given,
+        expected="at least one layer on every stage",
+        hint=f"pp x chunks up to {model.layers}",
+    )
+
+
+def no_plan_error(space: Space) -> PlanError:
+    """The reason why a space has no plan, and what would work."""
+    pinned = " ".join(f"{key}={show_value(key, value)}" for key, value in space.pins.items())
+    given = f"batch={space.batch}" + (f" pinned: {pinned}" if pinned else "")
+    batch = _nearest_batch(space)
+    if batch is not None:
+        return PlanError(
+            f"no plan of {space.num_devices:,} devices divides the batch",
+            given=given,
+            expected="a multiple of dp x micro",
+            hint=f"batch={batch}",
+        )
+    refusal = max(space.refusals.first.items(), key=lambda rule: space.refusals.counts[rule[0]])[1]
+    works = (f"{key}={' or '.join(values)}" for key in space.pins if (values := _working_values(space, key)))
+    return PlanError(
+        f"no plan of {space.num_devices:,} devices has the pinned values",
+        given=given,
+        expected=refusal.expected or refusal.fact,
+        hint="; ".join(works) or "fewer pinned keys",
+    )
+
+
+def _nearest_batch(space: Space) -> int | None:
+    """The nearest batch that some plan divides; None if it is the given one, or there is none."""
+    other = replace(space, batch=MAX_NUMBER, refusals=Refusals())
+    shares = {
+        dp * space.pins.get("micro", 1)
+        for pp in other.values("pp", divisors(space.num_devices))
+        if pp <= space.model.layers
+        for tp in other.values("tp", _grids(space.num_devices // pp))
+        if (dp := other.data_ranks(pp, tp))
+    }
+    batches = {max(1, round(space.batch / share)) * share for share in shares}
+    best = min(batches, key=lambda batch: (abs(batch - space.batch), batch), default=None)
+    return None if best == space.batch else best
+
+
+def _working_values(space: Space, key: str) -> list[str]:
+    """Values of a pinned key with which there are plans."""
+    pins = {other: value for other, value in space.pins.items() if other != key}
+    plans = replace(space, pins=pins, refusals=Refusals()).plans()
+    found = {getattr(plan, key): None for plan in islice(plans, _MOST_TRIED)}
+    return [show_value(key, value) for value in found][:_MOST_SHOWN]

@@ -1,0 +1,46 @@
+"""The number of blocks of every pipeline stage, as the engine balances them."""
+
+from functools import lru_cache
+
+from plait.errors import PlanError
+from plait.plan import Plan
+from plait.plan.stages import balance_blocks
+from plait.planner.model_shape import ModelShape
+from plait.planner.timeline import stages_of
+from plait.planner.workload import OWN, Software
+
+_LOSS_AS_HIDDEN_UNITS = 16  # as in models/stages/assign.py
+
+
+def block_counts(model: ModelShape, plan: Plan, software: Software = OWN) -> tuple[int, ...]:
+    """Blocks of every stage. Raises PlanError if there are fewer blocks than stages."""
+    if plan.blocks_per_stage is not None:
+        counts = plan.blocks_per_stage
+        if sum(counts) != model.layers:
+            raise PlanError(
+                "the stages' blocks do not add up to the model's",
+                given=f"stages={plan.stages}",
+                expected=f"{model.layers} blocks",
+            )
+        return counts
+    ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    if software.splits_evenly:
+        for ends in (0, 1):
+            each, rest = divmod(model.layers + 2 * ends, len(ranks))
+            if each > 0 and rest == 0:
+                return (each - ends, *(each,) * (len(ranks) - 2), each - ends) if len(ranks) > 1 else (each,)
+    if len(ranks) > model.layers:
+        raise PlanError(
+            f"{model.layers} blocks cannot fill {len(ranks)} stages",
+            given=str(plan),
+            expected="at least one block on every stage",
+        )
+    head = (model.hidden + _LOSS_AS_HIDDEN_UNITS) * model.vocab / model.block_matmul_params
+    return _balanced(model.layers, ranks, head)
+
+
+@lru_cache(maxsize=1 << 12)
+def _balanced(layers: int, ranks: tuple[int, ...], head: float) -> tuple[int, ...]:
+    if len(ranks) == 1:
+        return (layers,)
+    return balance_blocks([1.0] * layers, len(ranks), last=head, ranks=ranks)

@@ -1,0 +1,147 @@
+"""Seconds of a pipeline's step: the schedule's actions on a clock.
+
+[Note: compiled schedules]
+`plan/schedule` generates and simulates; its order of actions is compiled once per schedule into a flat list
+that a short loop evaluates for any durations, with the result of `simulate`. After its first micro-batches a
+schedule is periodic: for many micro-batches, two shorter runs that differ by one period of micro-batches
+give the rest.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from plait.plan.schedule import make_schedule
+from plait.plan.schedule.action import Kind, Schedule
+from plait.plan.schedule.load import load_schedule
+from plait.plan.schedule.simulate import Durations
+from plait.plan.schedule.validate import dependencies, run_untimed
+
+
+class Ends(NamedTuple):
+    """Per rank: when its last action ends, and how long it computes."""
+
+    end: tuple[float, ...]
+    busy: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return max(self.end)
+
+
+class _Step(NamedTuple):
+    rank: int
+    duration: int  # index into the durations
+    need: int  # step whose result arrives from another stage; -1: none
+    transfer: int  # index of the transfer; -1: on the same rank
+
+
+def pipeline_s(name: str, ranks: int, micros: int, chunks: int, durations: Durations) -> Ends:
+    """Evaluate a schedule. See [Note: compiled schedules]."""
+    if ranks == 1 and chunks <= 1:
+        busy = micros * (durations.forward[0] + durations.backward[0] + durations.weight[0])
+        return Ends((busy,), (busy,))
+    fill = _FILLS * ranks
+    if micros <= fill + 2 * ranks or name.startswith("file:"):
+        return _evaluate(_compiled(name, ranks, micros, chunks), durations)
+    few = fill + (micros - fill) % ranks
+    first = _evaluate(_compiled(name, ranks, few, chunks), durations)
+    second = _evaluate(_compiled(name, ranks, few + ranks, chunks), durations)
+    periods = (micros - few) // ranks
+    return Ends(
+        *(
+            tuple(low + periods * (high - low) for low, high in zip(*pair, strict=True))
+            for pair in zip(first, second, strict=True)
+        )
+    )
+
+
+_FILLS = 3  # pipelines of micro-batches after which a schedule is periodic
+
+
+@lru_cache(maxsize=512)
+def _compiled(name: str, ranks: int, micros: int, chunks: int) -> tuple[int, tuple[_Step, ...]]:
+    schedule = (
+        load_schedule(name, ranks, micros, chunks)
+        if name.startswith("file:")
+        else make_schedule(name, ranks, micros, chunks)
+    )
+    return schedule.num_ranks, _steps(schedule)
+
+
+def _steps(schedule: Schedule) -> tuple[_Step, ...]:
+    stages, rank_of, split = schedule.num_stages, schedule.rank_of, schedule.split
+    index: dict[object, int] = {}
+    steps: list[_Step] = []
+    for rank, action in run_untimed(schedule).order:
+        kind, stage, micro = action
+        offset = 0 if kind is Kind.F else 2 if kind is Kind.W else 1 if (stage, micro) in split else 3
+        need = transfer = -1
+        for other in dependencies(action, stages):
+            if rank_of[other.stage] != rank:
+                need, transfer = index[other], min(other.stage, stage)
+        index[action] = len(steps)
+        steps.append(_Step(rank, offset * stages + stage, need, transfer))
+    return tuple(steps)
+
+
+def _evaluate(compiled: tuple[int, tuple[_Step, ...]], durations: Durations) -> Ends:
+    ranks, steps = compiled
+    full = tuple(b + w for b, w in zip(durations.backward, durations.weight, strict=True))
+    seconds = (*durations.forward, *durations.backward, *durations.weight, *full)
+    transfers = durations.transfer
+    free, busy = [0.0] * ranks, [0.0] * ranks
+    ended: list[float] = []
+    for rank, duration, need, transfer in steps:
+        start = free[rank]
+        if need >= 0:
+            arrived = ended[need] + transfers[transfer]
+            if arrived > start:
+                start = arrived
+        taken = seconds[duration]
+        busy[rank] += taken
+        end = free[rank] = start + taken
+        ended.append(end)
+    return Ends(tuple(free), tuple(busy))
+
+
+def stages_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    """Return the rank of every stage."""
+    return _stage_ranks(name, ranks, chunks)
+
+
+@lru_cache(maxsize=256)
+def _stage_ranks(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    schedule = (
+        load_schedule(name, ranks, 0)
+        if name.startswith("file:")
+        else make_schedule(name, ranks, max(1, ranks), chunks)
+    )
+    return tuple(schedule.rank_of[stage] for stage in range(schedule.num_stages))
+
+
+def in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Per rank, the largest number of micro-batches whose activations it holds, per one of its stages (in
+    model order) at the moment when the sum over its stages is largest."""
+    return _in_flight(name, ranks, min(micros, 4 * ranks * max(1, chunks)) if ranks > 1 else 1, chunks)
+
+
+@lru_cache(maxsize=512)
+def _in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    schedule = (
+        load_schedule(name, ranks, 0)
+        if name.startswith("file:")
+        else make_schedule(name, ranks, micros, chunks)
+    )
+    peaks = []
+    for rank, actions in enumerate(schedule.ranks):
+        held = dict.fromkeys(schedule.stages_of(rank), 0)
+        peak, at_peak = 0, tuple(held.values())
+        for kind, stage, micro in actions:
+            if kind is Kind.F:
+                held[stage] += 1
+                if sum(held.values()) > peak:
+                    peak, at_peak = sum(held.values()), tuple(held.values())
+            elif kind is Kind.W or (stage, micro) not in schedule.split:
+                held[stage] -= 1
+        peaks.append(at_peak)
+    return tuple(peaks)

@@ -1,0 +1,37 @@
+"""The work of a step, and the program that does it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of a step: `batch` sequences of `sequence` tokens, over all data ranks and micro-batches."""
+
+    sequence: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequence * self.batch
+
+
+@dataclass(frozen=True)
+class Software:
+    """Properties of the training program that change the time of a plan. The defaults are this product's own.
+
+    Published runs were made by other programs, whose reports say which of these they have.
+
+    fused_attention    flash attention: scores are not stored
+    overlaps_data      gradients are reduced, and parameters gathered, during the computation
+    splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
+                       head's cost is balanced
+    narrow_gradients   full gradients are summed in the computation's precision
+    """
+
+    fused_attention: bool = True
+    overlaps_data: bool = True
+    splits_evenly: bool = False
+    narrow_gradients: bool = False
+
+
+OWN = Software()  # of this product

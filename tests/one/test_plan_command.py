@@ -1,0 +1,82 @@
+"""`plait plan`: a plan for a cluster from a configuration, prices and comparisons."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.cli.main import app
+from plait.plan import Plan
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+}
+WORK = ("--cluster", "dgx-h100:1", "--batch-tokens", "512K", "--seq", "4096")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    return result.exit_code, result.output
+
+
+def test_a_config_and_a_cluster_give_ranked_plans(config: str) -> None:
+    code, text = run(
+        "--model", config, *WORK, "--tokens", "1T", "--top", "3", "--pin", "recompute=none", "--json", "-"
+    )
+    assert code == 0, text
+    plans = json.loads(text)["plans"]
+    assert len(plans) == 3
+    assert [each["step_s"] for each in plans] == sorted(each["step_s"] for each in plans)
+    assert all(Plan.parse(each["plan"]).num_ranks == 8 for each in plans)
+    assert plans[0]["device_hours"] == pytest.approx(plans[0]["days"] * 24 * 8)
+    code, text = run("--model", config, *WORK, "--plan", plans[0]["plan"], "--json", "-")
+    assert json.loads(text)["step_s"] == plans[0]["step_s"]
+
+
+def test_tables_show_parts_and_differences(config: str) -> None:
+    code, text = run("--model", config, *WORK, "--plan", "dp=8 zero=1 precision=bf16")
+    assert code == 0, text
+    assert "compute" in text
+    code, text = run("--model", config, *WORK, "--compare", "dp=8 precision=bf16", "tp=8 precision=bf16")
+    assert code == 0, text
+    assert "tensor communication" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        ((), "plan needs a model, a cluster and a batch"),
+        (("--model", "CONFIG", *WORK[:2], "--batch-tokens", "5000", "--seq", "4096"), "full sequences"),
+        (("--model", "CONFIG", "--cluster", "dgx-h1000", *WORK[2:]), "unknown cluster"),
+        (("--model", "missing.json", *WORK), "cannot be read"),
+        (("--model", "CONFIG", *WORK, "--deadline", "soon"), "not a duration"),
+        (("--model", "CONFIG", *WORK, "--pin", "tp=3"), "pinned values"),
+        (("--model", "CONFIG", *WORK, "--plan", "dp=16"), "do not multiply"),
+    ],
+)
+def test_mistakes_are_errors_of_the_command(config: str, arguments: tuple[str, ...], fact: str) -> None:
+    code, text = run(*(config if each == "CONFIG" else each for each in arguments))
+    assert code == 2
+    assert fact in text
+
+
+def test_a_plan_that_the_planner_picks_is_explained(config: str) -> None:
+    _, text = run("--model", config, *WORK, "--top", "1", "--pin", "pp=2", "--json", "-")
+    plan = json.loads(text)["plans"][0]["plan"]
+    arguments = ["explain", "--model", config, "--plan", plan, "--batch", "128", "--sequence", "4096"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output

@@ -1,0 +1,136 @@
+"""The price of a plan: facts that hold for every plan, and published runs."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.errors import ConfigError, PlanError
+from plait.plan import Plan
+from plait.plan.schedule import make_schedule
+from plait.plan.schedule.simulate import Durations, simulate
+from plait.planner import timeline
+from plait.planner.cluster import cluster
+from plait.planner.model_shape import ModelShape
+from plait.planner.price import Software, Workload, price
+from plait.planner.runs import Run, read_runs
+from plait.planner.score import price_all, score_runs
+
+DATA = Path(__file__).parents[1] / "data" / "planner"
+LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+MODEL = ModelShape.from_config(LLAMA)
+WORK = Workload(sequence=4096, batch=128)
+
+
+def step_s(text: str, **changes: float) -> float:
+    machines = cluster("dgx-h100:8")
+    device = replace(machines.device, **{k: v for k, v in changes.items() if hasattr(machines.device, k)})
+    own = {k: v for k, v in changes.items() if not hasattr(machines.device, k)}
+    return price(MODEL, Plan.parse(text), replace(machines, device=device, **own), WORK).step_s
+
+
+def test_config_json_of_llama_gives_its_published_number_of_parameters() -> None:
+    assert MODEL.num_params == 8_030_261_248
+
+
+def test_a_configuration_without_layers_is_an_error_that_names_the_key() -> None:
+    with pytest.raises(ConfigError, match="layers"):
+        ModelShape.from_config({"hidden_size": 4096})
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=64 zero=3 micro=2", "dp=8 tp=8 sp=true micro=4", "dp=8 tp=2 pp=4 zero=1 micro=8"]
+)
+@pytest.mark.parametrize("name", ["link_bytes_per_s", "network_bytes_per_s", "memory_bytes_per_s"])
+def test_more_bandwidth_is_never_slower(text: str, name: str) -> None:
+    text += " precision=bf16"
+    machines = cluster("dgx-h100:8")
+    base = getattr(machines.device, name, None) or getattr(machines, name)
+    times = [step_s(text, **{name: base * factor}) for factor in (0.25, 0.5, 1, 2, 4)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_bubbles_order_as_1f1b_interleaved_zero_bubble() -> None:
+    """For even stages whose forward, backward and weight gradient take the same time."""
+    idle = []
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
+        durations = Durations.uniform(8 * chunks, forward=1 / chunks, backward=1 / chunks, weight=1 / chunks)
+        ends = timeline.pipeline_s(name, 8, 16, chunks, durations)
+        idle.append(ends.total - max(ends.busy))
+    assert idle == sorted(idle, reverse=True)
+
+
+def test_more_recompute_and_more_zero_never_need_more_memory() -> None:
+    def total(text: str) -> int:
+        return price(MODEL, Plan.parse(f"{text} precision=bf16"), cluster("dgx-h100:8"), WORK).memory.total
+
+    recompute = [total(f"dp=64 zero=1 micro=2 recompute={kind}") for kind in ("none", "every=2", "full")]
+    zero = [total(f"dp=64 micro=2 zero={stage}") for stage in range(4)]
+    assert recompute == sorted(recompute, reverse=True)
+    assert zero == sorted(zero, reverse=True)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe", "zb-h1", "zbv"])
+def test_the_fast_timeline_ends_when_the_simulation_does(name: str) -> None:
+    rng, ranks = random.Random(0), 4
+    chunks = 2 if name in ("interleaved", "zbv") else 1
+    stages = ranks * chunks
+    durations = Durations(
+        *(tuple(rng.uniform(0.8, 1.2) for _ in range(number)) for number in (stages,) * 3),
+        tuple(rng.uniform(0, 0.2) for _ in range(stages - 1)),
+    )
+    for micros in (1, 5, 16, 41, 64):
+        simulated = simulate(make_schedule(name, ranks, micros, chunks), durations).total
+        assert timeline.pipeline_s(name, ranks, micros, chunks, durations).total == pytest.approx(
+            simulated, rel=5e-3
+        )
+
+
+def test_parts_add_up_to_the_step() -> None:
+    priced = price(
+        MODEL, Plan.parse("dp=8 tp=2 pp=4 zero=1 micro=8 precision=bf16"), cluster("dgx-h100:8"), WORK
+    )
+    assert sum(priced.parts.values()) == pytest.approx(priced.step_s)
+
+
+def test_a_batch_that_does_not_divide_is_an_error_with_one_that_does() -> None:
+    with pytest.raises(PlanError, match="does not divide"):
+        price(MODEL, Plan.parse("dp=3"), cluster("dgx-h100:1"), WORK)
+
+
+def runs() -> list[Run]:
+    return [run for run in read_runs(DATA / "published_runs.csv") if isinstance(run, Run)]
+
+
+def test_predictions_of_published_runs_stay_within_their_measured_accuracy() -> None:
+    priced, refused = price_all(read_runs(DATA / "published_runs.csv"))
+    result = score_runs(priced, refused)
+    assert result["source_averaged_error"] < 0.12
+    assert result["p90_error"] < 0.25
+    assert result["false_fits"] == 0
+    assert {one.reason for one in refused} == {
+        "fp8 is not priced",
+        "schedule zb-2p is not one of this product's",
+    }
+
+
+def test_no_row_is_a_special_case(tmp_path: Path) -> None:
+    """Prices do not depend on the columns that name a row."""
+    lines = (DATA / "published_runs.csv").read_text(encoding="utf-8").splitlines()
+    header = lines[0].replace("id,source,confidence,model_name", "confidence,x1,x2,model_name")
+    (tmp_path / "anonymous.csv").write_text("\n".join([header, *lines[1:60]]), encoding="utf-8")
+    anonymous = [run for run in read_runs(tmp_path / "anonymous.csv") if isinstance(run, Run)]
+    assert [run.price().step_s for run in anonymous] == [
+        run.price().step_s for run in runs()[: len(anonymous)]
+    ]
+
+
+def test_fused_attention_is_faster_than_stored_scores() -> None:
+    plan = Plan.parse("dp=64 zero=3 micro=2 precision=bf16")
+    times = [
+        price(MODEL, plan, cluster("dgx-h100:8"), WORK, Software(fused_attention=f)).step_s
+        for f in (True, False)
+    ]
+    assert times[0] < times[1]
