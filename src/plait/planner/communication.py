@@ -81,12 +81,13 @@ def _collective_s(links: Links, group: Group, num_bytes: float, passes: int) -> 
     if group.degree == 1 or not num_bytes:
         return 0.0
     local, domains = group.placement(links.domain)
-    inside = (group.degree - 1) / group.degree * num_bytes / links.link if local > 1 else 0.0
+    share = (group.degree - 1) / group.degree
+    inside = share * num_bytes / links.link if local > 1 else 0.0
     hops = (local - 1) * links.hop_s
     between = 0.0
     if domains > 1:
         sharing = min(links.domain, group.ranks) / local
-        between = (domains - 1) / domains * num_bytes * sharing / _network(links, domains * group.stride)
+        between = share * num_bytes * sharing / _network(links, domains * group.stride)
         # A ring of few domains, a tree of many.
         hops += min(domains - 1, 2 * math.log2(domains)) * links.network_hop_s
     return links.collective_s + passes * (max(inside, between) + hops)

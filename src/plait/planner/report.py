@@ -13,7 +13,7 @@ from plait.planner.search import Found
 from plait.tables import facts_table, plain, table
 
 _FOOT = (
-    "interval: 80 of 100 predictions are within it.\n"
+    "interval: 80 of 100 published steps are within theirs.\n"
     "MFU: with attention to earlier tokens only, and to the full sequence; without recomputation.\n"
     "memory: of the fullest rank, upper end. exposed: waiting for communication."
 )
