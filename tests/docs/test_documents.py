@@ -96,7 +96,7 @@ class Page:
         self._to_run = blocks
         self._complaints: dict[Block, str] = {}
         self._python: Python | None = None
-        for name in ("README.md", "docs", "examples", "recipes", "src"):
+        for name in ("README.md", "docs", "examples", "recipes", "src", "tests"):
             (folder / name).symlink_to(ROOT / name)
 
     def complaint(self, block: Block) -> str:

@@ -12,6 +12,8 @@ from plait.plan.schedule import make_schedule
 from plait.plan.schedule.simulate import Durations, simulate
 from plait.planner import timeline
 from plait.planner.cluster import cluster
+from plait.planner.communication import Group, Links, all_gather_s
+from plait.planner.constants import DEFAULT
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import Software, Workload, price
 from plait.planner.runs import Run, read_runs
@@ -134,3 +136,10 @@ def test_fused_attention_is_faster_than_stored_scores() -> None:
         for f in (True, False)
     ]
     assert times[0] < times[1]
+
+
+def test_a_ring_over_two_hosts_sends_what_all_of_its_ranks_send() -> None:
+    """A ring of 16 ranks passes 15/16 of the bytes through every link, between the hosts too."""
+    links = Links.of(cluster("dgx-h100:2"), DEFAULT)
+    slow = links._replace(collective_s=0.0, hop_s=0.0, network_hop_s=0.0, link=links.network)
+    assert all_gather_s(slow, Group(16, 1, 16), 16e9) == pytest.approx(15e9 / links.network)
