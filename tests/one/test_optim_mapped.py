@@ -17,8 +17,10 @@ from plait.optim.mapped import MappedFile, mapped_bytes
 AS_ANYONE = ("setpriv", "--bounding-set=-dac_override")
 
 
-def own_maps() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/.plait-" in line]
+def maps_of(folder: Path) -> list[str]:
+    """This process's mappings of files in a folder. Other tests' tensors may still be alive."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if f"{folder}/.plait-" in line]
 
 
 def test_a_file_has_no_name_and_its_full_size_from_the_start(tmp_path: Path) -> None:
@@ -26,7 +28,7 @@ def test_a_file_has_no_name_and_its_full_size_from_the_start(tmp_path: Path) -> 
     file = MappedFile(tmp_path, size)
     assert list(tmp_path.iterdir()) == []
     assert os.fstat(file._file).st_blocks * 512 >= size
-    assert len(own_maps()) == 1
+    assert len(maps_of(tmp_path)) == 1
 
 
 def test_tensors_keep_their_values_when_evicted_and_share_no_page(tmp_path: Path) -> None:
@@ -56,8 +58,8 @@ def test_disk_space_is_freed_with_the_file_and_its_tensors(tmp_path: Path) -> No
     assert tensor.sum() == 200
     del tensor
     gc.collect()
-    assert own_maps() == []
-    assert not [fd for fd in Path("/proc/self/fd").iterdir() if "/.plait-" in str(fd.resolve())]
+    assert maps_of(tmp_path) == []
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if f"{tmp_path}/.plait-" in str(fd.resolve())]
 
 
 def test_an_unusable_folder_is_an_error(tmp_path: Path) -> None:
