@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import plait
 from plait.comm import connect
@@ -96,3 +97,67 @@ def test_sequences_that_are_packed_into_a_row_stay_separate(pool: Pool) -> None:
     assert packed_on_cuda == pytest.approx(packed, rel=1e-5)
     assert one_row_on_cuda == pytest.approx(one_row, rel=1e-5)
     assert packed != pytest.approx(one_row, rel=1e-5)
+
+
+def _syncs_with(entries: dict[str, Tensor], plan: str, device: str) -> Recording | None:
+    """Two steps with these entries besides token ids, on `device`; the second one is recorded."""
+    engine = _engine(plan)
+    ids = torch.arange(4 * 8).reshape(4, 8)
+    batch = {"input_ids": ids, "labels": ids, **entries}
+    batch = {key: value.to(device) for key, value in batch.items()}
+    engine.step(batch)
+    with recorded() as recording:
+        engine.step(batch)
+    return recording
+
+
+_PADDED = torch.arange(8) < torch.tensor([[8], [5], [8], [3]])
+_PACKED = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]).expand(4, 8)
+
+
+@pytest.mark.parametrize("plan", ["dp=1 micro=2 precision=bf16", "pp=2 micro=4 precision=bf16"])
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"attention_mask": _PADDED.long()},
+        {"attention_mask": torch.ones_like(_PADDED).long()},
+        {"position_ids": _PACKED},
+        {"position_ids": torch.arange(8).expand(4, 8)},
+    ],
+    ids=["padded", "full", "packed", "in order"],
+)
+def test_masks_and_positions_of_a_batch_cost_no_wait(
+    pool: Pool, entries: dict[str, Tensor], plan: str
+) -> None:
+    ranks = 2 if "pp" in plan else 1
+    for recording in pool.run(_syncs_with, ranks, entries, plan, "cpu"):
+        assert recording is None or recording.findings.syncs.total() <= 1, recording.findings.syncs
+        assert recording is None or not recording.findings.races, recording.findings.races
+
+
+def test_a_mask_on_the_gpu_is_read_once_per_step(pool: Pool) -> None:
+    entries = {"attention_mask": _PADDED.long()}
+    [recording] = pool.run(_syncs_with, 1, entries, "dp=1 micro=4 precision=bf16", "cuda")
+    assert recording is None or recording.findings.syncs.total() <= 2, recording.findings.syncs
+
+
+def _padded_loss(device: str, mask: Tensor | None) -> float:
+    world = connect(device=device)
+    engine = plait.parallelize(programs.rough_llama(), "precision=fp32", world=world)
+    ids = torch.arange(4 * 8).reshape(4, 8)
+    batch = {"input_ids": ids, "labels": ids} | ({} if mask is None else {"attention_mask": mask})
+    loss = engine.step(batch).loss
+    world.close()
+    return loss
+
+
+def _padded_losses(mask: Tensor) -> list[float]:
+    full = torch.ones_like(mask)
+    return [_padded_loss(device, each) for device in ("cpu", "cuda") for each in (mask, full, None)]
+
+
+def test_masks_that_are_decided_on_the_cpu_have_the_same_effect(pool: Pool) -> None:
+    [losses] = pool.run(_padded_losses, 1, _PADDED.flip(1).long())  # padding in front changes later tokens
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-5)
+    assert losses[0] != pytest.approx(losses[1], rel=1e-5)
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.comm import Group, all_gather
 from plait.errors import ModelError, PlanError, shown
+from plait.models import remember_sources
 
 _MAX_COUNT = 2**53
 
@@ -88,6 +89,7 @@ class BatchPreparer:
         if self._num_checked[trains] % _COMPARED_EVERY == 0:
             check_same_batch(moved, self.model)
         self._num_checked[trains] += 1
+        remember_sources([moved], batch)
         return moved
 
     def micros(self, batch: Batch | Sequence[Batch]) -> list[dict[str, Tensor]]:
@@ -111,7 +113,9 @@ class BatchPreparer:
                 given=f"{sizes}, micro={self.micro}",
                 expected="tensors of one size along dim 0, a multiple of micro",
             )
-        return split_batch(moved, self.micro)
+        micros = split_batch(moved, self.micro)
+        remember_sources(micros, batch)
+        return micros
 
 
 def on_device(
@@ -122,11 +126,12 @@ def on_device(
 ) -> dict[str, Tensor]:
     """Move the batch; floating-point `inputs` (None: all but the labels) are cast to the compute dtype.
 
-    Raises ModelError for an invalid batch.
+    The CPU does not wait for the GPU: entries are pinned first. Raises ModelError for an invalid batch.
     """
     check_is_batch(batch)
+    pins = device.type == "cuda"
     return {
-        key: value.to(
+        key: (value.contiguous().pin_memory() if pins and value.device.type == "cpu" else value).to(
             device,
             compute
             if value.is_floating_point() and key != "labels" and (inputs is None or key in inputs)

@@ -18,10 +18,10 @@ from plait.models import (
     StageModule,
     activation_bytes,
     copy_to_meta,
+    decided_on_cpu,
     forward_inputs,
     label_keys,
     receiving,
-    skip_packing_search,
     watch_activations,
 )
 from plait.parallel.pipeline.split_backward import DeferredBytes
@@ -79,7 +79,7 @@ class StageRunner:
 
     def _forward(self, inputs: Mapping[str, Any], micro: Mapping[str, Tensor]) -> Any:
         try:
-            with skip_packing_search(inputs):
+            with decided_on_cpu(inputs):
                 return self.part.module(**inputs)
         except Exception as error:
             ignored = [key for key in micro if key not in (*inputs, *label_keys(self.part.module))]

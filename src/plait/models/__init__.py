@@ -24,7 +24,7 @@ from plait.models.huggingface_config import (
 )
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
-from plait.models.packed_sequences import skip_packing_search
+from plait.models.mask_decisions import decided_on_cpu, remember_sources
 from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
 from plait.models.stages.dataflow_check import DataflowCheck
@@ -63,6 +63,7 @@ __all__ = [
     "check_forward",
     "config_of_model",
     "copy_to_meta",
+    "decided_on_cpu",
     "default_groups",
     "foreign_modules",
     "forward_inputs",
@@ -79,10 +80,10 @@ __all__ = [
     "pretrained_causal_lm",
     "read_config",
     "receiving",
+    "remember_sources",
     "running_on_meta",
     "saved_model_on_meta",
     "seeded_rng",
-    "skip_packing_search",
     "split_stage",
     "task_of",
     "unit_facts",

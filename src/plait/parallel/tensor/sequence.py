@@ -28,8 +28,8 @@ from torch import Tensor
 
 from plait.comm import Group
 from plait.errors import ModelError
+from plait.models.weak_map import WeakTensorMap
 from plait.parallel.tensor.token_shards import TokenShards, token_dim
-from plait.parallel.tensor.weak_map import WeakTensorMap
 
 _MARK = "plait: length of the full sequence"
 

@@ -55,9 +55,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, Work, start_all_reduce
+from plait.models.weak_map import WeakTensorMap
 from plait.parallel.linear_ops import weight_gradient
 from plait.parallel.tensor.token_shards import TokenGather, TokenShards
-from plait.parallel.tensor.weak_map import WeakTensorMap
 
 
 class SharedInput:

@@ -82,15 +82,13 @@ inline double flops_of(const std::string& name, const std::vector<at::Tensor>& a
 }
 
 // Operators whose result, or its shape, the host reads.
-inline bool host_reads(const std::string& name, const std::vector<at::Tensor>& args) {
+inline bool host_reads(const std::string& name, bool indexes_by_bools) {
   static const std::unordered_set<std::string> names{
       "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2",
       "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::is_nonzero"};
   if (names.count(name)) return true;
-  if (name != "aten::index" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return false;
-  for (size_t each = 1; each < args.size(); each++)  // an index of bools is one of nonzero()
-    if (args[each].scalar_type() == at::kBool) return true;
-  return false;
+  // An index of bools is one of nonzero(), which aten::index calls on the device.
+  return indexes_by_bools && (name == "aten::index_put_" || name == "aten::_index_put_impl_");
 }
 
 inline bool makes_view(const c10::FunctionSchema& schema) {
@@ -139,7 +137,7 @@ class CpuCall {
     }
     entry_.flops = flops_of(entry_.name, inputs_);
     entry_.itemsize = inputs_.empty() ? 0 : static_cast<int>(inputs_[0].itemsize());
-    if (host_reads(entry_.name, inputs_)) sync_stream(entry_.stream, entry_.name);
+    if (host_reads(entry_.name, indexes_by_bools_)) sync_stream(entry_.stream, entry_.name);
     {
       DrawFromDevice generator(!has_generator && op_.hasTag(at::Tag::nondeterministic_seeded));
       const auto key = type_ == DeviceType::CPU ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
@@ -184,8 +182,10 @@ class CpuCall {
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector())
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+        indexes_by_bools_ |= tensor && tensor->scalar_type() == at::kBool;
         list.push_back(tensor ? std::optional<at::Tensor>(cpu_of(*tensor, writes)) : std::nullopt);
+      }
       value = list;
     } else if (value.isDevice() && value.toDevice().is_cuda()) {
       value = c10::IValue(Device(type_));
@@ -231,6 +231,7 @@ class CpuCall {
   const c10::OperatorHandle& op_;
   torch::jit::Stack* stack_;
   Entry entry_;
+  bool indexes_by_bools_ = false;
   DeviceType type_ = DeviceType::CPU;  // of the kernel
   std::vector<at::Tensor> inputs_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // on the CPU, on the device
