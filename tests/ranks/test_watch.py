@@ -80,7 +80,7 @@ def _notes(plan: str, slow_rank: int) -> list[str]:
     notes: list[str] = []
     stragglers = Stragglers(engine.world, engine.plan, EVERY, 3.0, notes.append)
     for step, batch in enumerate(programs.batches(STEPS), 1):
-        stragglers.begin()
+        stragglers.begin(step - 1)
         if engine.world.rank == slow_rank:
             time.sleep(SLOW_S)  # as in its data
         engine.step(programs.share_of(batch, engine))

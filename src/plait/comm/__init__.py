@@ -64,6 +64,7 @@ from plait.comm.objects import (
 from plait.comm.powersgd import PowerSGDReduce
 from plait.comm.shm.native_calls import sum_of_squares
 from plait.comm.shm.rendezvous import ranks_by_host
+from plait.comm.stats import DeviceWaits
 from plait.comm.torch_backend import register_backend
 from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Transport, Work
 from plait.comm.world import TRANSPORTS, Connection, World, connect
@@ -78,6 +79,7 @@ __all__ = [
     "CompressedReduce",
     "Compressor",
     "Connection",
+    "DeviceWaits",
     "Group",
     "Mesh",
     "OpType",

@@ -8,12 +8,17 @@ counted. A communication nested in another (a sum made of messages) is part of t
 counts as waiting: a rank with a slow network looks like the ranks that wait for it.
 
 On a CUDA device the host runs ahead of the device, and the clock counts the host time spent on starting
-communications, which is not comparable between ranks.
+communications, which is not comparable between ranks. There, `DeviceWaits` measures how long a stream waits:
+by an event before and one after each wait, which are read when the device has passed them. Other streams'
+communications delay nothing until that stream waits for them. Backward waits in a thread of autograd, while
+the training thread is in `backward`: the two never measure at the same time.
 """
 
 import threading
 import time
 from types import TracebackType
+
+import torch
 
 from plait.plan.comm_log import CommCount, CommKey, Traffic
 
@@ -38,10 +43,46 @@ class CommLog:
             return {key: CommCount(*count) for key, count in self._counts.items()}
 
 
+class DeviceWaits:
+    """A piece of a stream's work, and its waits for communications. See [Note: wait time]."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._is_waiting = False
+        self._first = self._recorded()
+
+    def begin_wait(self) -> torch.cuda.Event | None:
+        """Return the event to pass to `end_wait`; None within another wait, or on another stream."""
+        if self._is_waiting or torch.cuda.current_stream() != self._stream:
+            return None
+        self._is_waiting = True
+        return self._recorded()
+
+    def end_wait(self, begin: torch.cuda.Event) -> None:
+        self._waits.append((begin, self._recorded()))
+        self._is_waiting = False
+
+    def end(self) -> None:
+        self._last = self._recorded()
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds of own work, and those with waits. The device must have passed the end."""
+        full_ms = self._first.elapsed_time(self._last)
+        waits_ms = sum(begin.elapsed_time(end) for begin, end in self._waits)
+        return (full_ms - waits_ms) / 1000, full_ms / 1000
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+
 class WaitClock:
     """Seconds that the thread which created it spends in communications. See [Note: wait time]."""
 
     def __init__(self) -> None:
+        self.device_waits: DeviceWaits | None = None  # being measured
         self.seconds = 0.0
         self.current: object | None = None  # in progress; `str` names it; other threads may read it
         self.thread = threading.get_ident()
@@ -53,7 +94,7 @@ class WaitClock:
 
 
 class _TimedWait:
-    __slots__ = ("_clock", "_counts", "_operation")
+    __slots__ = ("_begin", "_clock", "_counts", "_operation", "_waits")
 
     def __init__(self, clock: WaitClock, operation: object) -> None:
         self._clock = clock
@@ -65,10 +106,14 @@ class _TimedWait:
         self._counts = clock.current is None and threading.get_ident() == clock.thread
         if self._counts:
             clock.current, clock.since_s = self._operation, time.perf_counter()
+        self._waits = clock.device_waits
+        self._begin = None if self._waits is None else self._waits.begin_wait()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._waits is not None and self._begin is not None:
+            self._waits.end_wait(self._begin)
         if self._counts:
             self._clock.seconds += time.perf_counter() - self._clock.since_s
             self._clock.current = None

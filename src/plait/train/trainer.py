@@ -213,7 +213,7 @@ class Trainer:
         for group, base_lr in zip(self._engine.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         loss_scale = self._engine.loss_scale
-        parts.stragglers.begin()
+        parts.stragglers.begin(self._step)
         parts.heartbeat.beat(self._step, "reading data", slow=is_slow)
         batch = next(parts.batches)
         parts.heartbeat.beat(self._step, "a step", slow=is_slow)

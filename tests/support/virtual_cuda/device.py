@@ -9,6 +9,7 @@ for CUDA loads; the simulated ones work with a torch that was built without CUDA
 import ctypes
 import importlib.util
 import sys
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,14 @@ class Event(torch.Event):
 
     def __new__(cls, enable_timing: bool = False, **_: Any) -> "Event":
         return super().__new__(cls, _device(), enable_timing=enable_timing)
+
+    def record(self, stream: Any = None) -> None:
+        """The host computes what it queues, so its time is the device's."""
+        self.time_s = time.perf_counter()
+        super().record(stream)
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end.time_s - self.time_s)
 
 
 class StreamContext:
