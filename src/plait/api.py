@@ -112,6 +112,7 @@ def _start(
     self_check = SelfCheck.build(model, probe, spec.plan, spec.seed)  # before the model is sharded
     if not model.training:  # otherwise parts of it may be in evaluation mode on purpose
         model.train()
+    world.renew_connections()
     mesh = Mesh(world, Grid.from_plan(spec.plan), communicators(spec.plan, spec.schedule.rank_of))
     engine = Engine(model, spec, mesh)
     if reader is not None:

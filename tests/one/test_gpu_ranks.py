@@ -1,5 +1,7 @@
 """A rank chooses its GPU, its backend and its processors, in a process that has no GPU."""
 
+import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import plait.comm.world
 from plait.cli.multirank import LOST_RANK, USER_ERROR, report_once
 from plait.comm import World, launch
-from plait.comm.device import check_backend, claim_device, processors_near, select_device, use_processors
+from plait.comm.device import (
+    NodeBinding,
+    check_backend,
+    claim_device,
+    processors_near,
+    select_device,
+    use_processors,
+)
 from plait.comm.flight_recorder import describe_trace
 from plait.comm.torch_transport import _guard, backend_of
 from plait.comm.transport import Call, OpType
@@ -113,6 +123,48 @@ def test_the_processors_near_a_gpu_are_those_of_its_numa_node(tmp_path: Path) ->
     (tmp_path / "devices/system/node/node1/cpulist").write_text("8-10,24\n")
     assert processors_near("0000:1b:00.0", tmp_path) == {8, 9, 10, 24}
     assert processors_near("0000:2c:00.0", tmp_path) == set()
+
+
+def _affinities() -> list[set[int]]:
+    return [os.sched_getaffinity(int(thread.name)) for thread in Path("/proc/self/task").iterdir()]
+
+
+def test_threads_run_near_the_gpu_until_the_world_is_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    address = {"pci_domain_id": 0, "pci_bus_id": 0x1B, "pci_device_id": 0}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**address))
+    (tmp_path / "bus/pci/devices/0000:1b:00.0").mkdir(parents=True)
+    (tmp_path / "bus/pci/devices/0000:1b:00.0/numa_node").write_text("0\n")
+    (tmp_path / "devices/system/node/node0").mkdir(parents=True)
+    # One of this machine's processors, and one that the process may not use.
+    (tmp_path / "devices/system/node/node0/cpulist").write_text(f"{min(allowed)},{max(allowed) + 1}")
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait) for _ in range(2)]
+    threads[0].start()
+    binding = NodeBinding.near(CUDA, tmp_path)
+    threads[1].start()
+    bound = _affinities()
+    World(0, 1, 0, torch.device("cpu"), Connection(binding=binding)).close()
+    released = _affinities()
+    end.set()
+    assert len(bound) >= 3
+    assert all(each == {min(allowed)} for each in bound)
+    assert all(each == allowed for each in released)
+
+
+def test_ranks_on_one_node_share_its_processors_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = ["another host"]
+    monkeypatch.setattr(plait.comm.world, "gather_texts", lambda text, *_, **__: [text, *others, text])
+    monkeypatch.setattr(plait.comm.world, "allowed_processors", lambda: {*range(8, 24)})
+    shares: list[int] = []
+    monkeypatch.setattr(plait.comm.world, "use_processors", shares.append)
+    world = World.alone(torch.device("cpu"))
+    world.use_processors()
+    world.device = CUDA
+    world.use_processors()
+    assert shares == [8]
 
 
 def test_only_torchruns_single_thread_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,10 @@ class CommThread:
         work = Work(task.wait, is_done=task.done.is_set)
         return work.timed_by(self._clock, "a communication on the comm thread")
 
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
     def close(self) -> None:
         """Drop what has not begun. Nothing may be submitted afterwards."""
         self._error = self._error or CommError("the world was closed during a communication")

@@ -3,7 +3,8 @@
 [Note: processors of a GPU]
 Copies between a GPU and pinned memory of another NUMA node run at about half the speed, and memory is
 allocated on the node of the thread that first writes it. So a rank that trains on a GPU runs on those of its
-processors that belong to the GPU's node, as with torchrun's --numa-binding=node.
+processors that belong to the GPU's node, as with torchrun's --numa-binding=node. Ranks that may use the same
+processors compute with equal numbers of threads; the kernel distributes these.
 """
 
 import contextlib
@@ -91,11 +92,10 @@ def set_nccl_defaults() -> None:
             os.environ.setdefault(name, value)
 
 
-def share_of_processors() -> int:
-    """Return the number of processors for each rank of this host."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, allowed // max(1, int(local_ranks) if local_ranks.isdecimal() else 1))
+def allowed_processors() -> set[int]:
+    """Return the processors on which this thread may run."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return os.sched_getaffinity(0) if has_affinity else {*range(os.cpu_count() or 1)}
 
 
 def use_processors(num_processors: int) -> None:
@@ -104,16 +104,48 @@ def use_processors(num_processors: int) -> None:
         torch.set_num_threads(num_processors)
 
 
-def bind_to_numa_node(device: torch.device) -> None:
-    """Run this thread, and those that it starts, near the GPU. See [Note: processors of a GPU]."""
-    properties: Any = torch.cuda.get_device_properties(device)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown, or not allowed
-        address = (
-            f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        )
-        near = os.sched_getaffinity(0) & processors_near(address)
-        if near:
-            os.sched_setaffinity(0, near)
+class NodeBinding:
+    """Restricts this process's threads to the processors of a NUMA node, until `release`.
+
+    All threads, because those of OpenMP, which run the optimizer of offloaded states, may exist already;
+    threads that are started later inherit the restriction.
+    """
+
+    def __init__(self, processors: set[int]) -> None:
+        """Leaves out what a thread may not use; does nothing for a thread that would have none left."""
+        self._allowed = allowed_processors()
+        self._previous: dict[int, set[int]] = {}
+        for thread in _threads():
+            with contextlib.suppress(OSError):  # it has ended
+                previous = os.sched_getaffinity(thread)
+                if near := previous & processors:
+                    os.sched_setaffinity(thread, near)
+                    self._previous[thread] = previous
+
+    @classmethod
+    def near(cls, device: torch.device, sys_folder: Path = _SYS) -> "NodeBinding":
+        """Bind to the node of a GPU. See [Note: processors of a GPU]."""
+        properties: Any = torch.cuda.get_device_properties(device)
+        processors: set[int] = set()
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown
+            address = (
+                f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+            )
+            processors = processors_near(address, sys_folder)
+        return cls(processors)
+
+    def release(self) -> None:
+        """Give every thread back what it might use before; to one started since, what the binding thread
+        might."""
+        for thread in _threads() if self._previous else ():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, self._previous.get(thread, self._allowed))
+        self._previous.clear()
+
+
+def _threads() -> list[int]:
+    folder = Path("/proc/self/task")
+    return [int(thread.name) for thread in folder.iterdir()] if folder.exists() else []
 
 
 def processors_near(pci_address: str, sys_folder: Path = _SYS) -> set[int]:

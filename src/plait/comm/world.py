@@ -1,4 +1,15 @@
-"""The ranks of the job: started by torchrun, by our launcher, by `mpirun` or `srun`, or a single process."""
+"""The ranks of the job: started by torchrun, by our launcher, by `mpirun` or `srun`, or a single process.
+
+[Note: connections of several engines]
+Connections last until the world is closed: destroying a communicator of NCCL is a collective, and ranks drop
+an engine at different times. So engines share them: groups of the same ranks and channel, in meshes of
+different engines, are one communicator (or shared segment) and one comm thread. All ranks run one program, so
+what engines start there is in one order, and what a dropped engine has left in flight runs first.
+
+Either all groups of a partition are new or none, on all ranks: a partition by axes consists of translations
+of one set of ranks, and only one partition of all ranks does. After an exception, messages may be left that
+are never received, so the next engine has new connections if there was one on any rank.
+"""
 
 import atexit
 import datetime
@@ -20,16 +31,17 @@ import torch.distributed as dist
 from plait.comm.collectives import Group, all_reduce, barrier
 from plait.comm.comm_thread import CommThread
 from plait.comm.device import (
-    bind_to_numa_node,
+    NodeBinding,
+    allowed_processors,
     check_backend,
     claim_device,
     select_device,
     set_nccl_defaults,
-    share_of_processors,
     use_processors,
 )
 from plait.comm.null_transport import NullTransport
-from plait.comm.shm import HostPeers, connect_host_peers, open_group
+from plait.comm.objects import gather_texts
+from plait.comm.shm import HostPeers, connect_host_peers, host_identity, open_group
 from plait.comm.stats import CommLog, WaitClock
 from plait.comm.store import JobStore
 from plait.comm.subgroup_transport import SubgroupTransport
@@ -40,6 +52,8 @@ from plait.launchers import RENDEZVOUS_FILE, adopt_ranks
 from plait.plan.cost_model import TRANSPORTS
 
 _ABORT_S = 10.0  # limit of aborting communications
+
+_Key = tuple[tuple[int, ...], str, int | None]  # of shared connections: ranks, channel, limit of CTAs
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,7 @@ class Connection:
     owns_process_group: bool = False  # the world destroys it
     serves_store: bool = False  # the store is a server in this process
     dry_run_host_size: int | None = None  # ranks per host of a dry run; None: a real run
-    num_processors: int = 1  # of this host, for each of its ranks
+    binding: NodeBinding | None = None  # to the processors near the GPU
 
 
 class World:
@@ -83,6 +97,8 @@ class World:
         self._process_group = dist.group.WORLD if size > 1 else None
         self._host_peers: HostPeers | None = None
         self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._shared: dict[_Key | None, tuple[Transport, CommThread]] = {}
+        self.was_interrupted = False  # an exception left messages, see [Note: connections of several engines]
         if size > 1 and device.type == "cpu":
             self._connect_host(connection.transport)
             self.store.is_gone = self._is_gone
@@ -145,25 +161,31 @@ class World:
         """Create a group of these ranks, which include this one, with connections of its own. All of them
         must call it at the same point of the program; see `Mesh.group` for channels. `axes`: its name in
         `comm_log`."""
-        self._check_member(ranks)
         return self._group(ranks, channel, axes, partial(self._own_transport, ranks, channel))
 
     def split_group(
         self, ranks: tuple[int, ...], channel: str, axes: tuple[str, ...], max_ctas: int | None = None
     ) -> Group:
-        """Like `new_group`, with a communicator for each group of a partition of all ranks. Collective over
-        all ranks of the job: see [Note: creation order of communicators] in `plan/communicators.py`."""
-        self._check_member(ranks)
+        """Return a group with a communicator for each group of a partition of all ranks, which others of the
+        same ranks and channel share: [Note: connections of several engines]. Collective over all ranks of the
+        job: see [Note: creation order of communicators] in `plan/communicators.py`."""
         make = partial(self._own_transport, ranks, channel, splits=True, max_ctas=max_ctas)
-        return self._group(ranks, channel, axes, make)
+        return self._group(ranks, channel, axes, make, (ranks, channel, max_ctas))
 
     def subgroup(self, ranks: tuple[int, ...], channel: str = "", axes: tuple[str, ...] = ()) -> Group:
-        """Like `new_group`, for small or rare messages: with `shares_communicators`, through the connections
-        of all ranks. Then it is not a collective."""
-        self._check_member(ranks)
-        if not self.shares_communicators:
-            return self.new_group(ranks, channel, axes)
-        return self._group(ranks, channel, axes, partial(self._shared_transport, ranks))
+        """Return a group for small or rare messages, which shares its connections like `split_group`'s; with
+        `shares_communicators`, it has those of all ranks. Then it is not a collective."""
+        make = partial(self._own_transport, ranks, channel)
+        if self.shares_communicators:
+            make = partial(self._shared_transport, ranks)
+        return self._group(ranks, channel, axes, make, (ranks, channel, None))
+
+    def renew_connections(self) -> None:
+        """Give later groups new connections if messages may be left in the old ones. Collective."""
+        failed = any(comm_thread.has_failed for _, comm_thread in self._shared.values())
+        if self.any_flag(self.was_interrupted or failed):
+            self._shared.clear()
+            self.was_interrupted = False
 
     def _check_member(self, ranks: tuple[int, ...]) -> None:
         if self.rank not in ranks:
@@ -174,14 +196,26 @@ class World:
             )
 
     def _group(
-        self, ranks: tuple[int, ...], channel: str, axes: tuple[str, ...], make: Callable[[], Transport]
+        self,
+        ranks: tuple[int, ...],
+        channel: str,
+        axes: tuple[str, ...],
+        make: Callable[[], Transport],
+        key: _Key | None = None,
     ) -> Group:
+        """`key`: of connections to share."""
+        self._check_member(ranks)
         group_rank = ranks.index(self.rank)
         if len(ranks) == 1:
             return Group(ranks, group_rank, None)
-        transport, comm_thread = make(), CommThread(self.device, self.clock)
-        self._transports.append(transport)
-        self._comm_threads.append(comm_thread)
+        if key in self._shared:
+            transport, comm_thread = self._shared[key]
+        else:
+            transport, comm_thread = make(), CommThread(self.device, self.clock)
+            self._transports.append(transport)
+            self._comm_threads.append(comm_thread)
+            if key is not None:
+                self._shared[key] = transport, comm_thread
         return Group(ranks, group_rank, transport, comm_thread, axes, channel, self.comm_log, self.clock)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -252,6 +286,8 @@ class World:
         for transport in self._transports:
             transport.close()
         self._process_group = None
+        if self._connection.binding is not None:
+            self._connection.binding.release()
         if self._connection.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
         self._connection = Connection()  # without the store
@@ -264,9 +300,11 @@ class World:
             atexit.unregister(self._exit)
 
     def use_processors(self) -> None:
-        """Use this rank's share of the host's processors, for work on the CPU next to a GPU."""
+        """Use this rank's share of the processors near its GPU, for work on the CPU. Collective."""
         if self.device.type == "cuda":
-            use_processors(self._connection.num_processors)
+            text = f"{host_identity()} {sorted(allowed_processors())}"
+            texts = gather_texts(text, self.group, self.device, label="processors")
+            use_processors(max(1, len(allowed_processors()) // texts.count(text)))
 
     def abort(self) -> None:
         """Abort NCCL's communications in a process that ends because of an error: kernels that wait for other
@@ -324,16 +362,13 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     elif size > 1:
         store = _store(rank, size, timeout)
         _join(store, rank, size, torch_device, timeout)
-    num_processors = share_of_processors()
-    if torch_device.type == "cuda":
-        bind_to_numa_node(torch_device)
     connection = Connection(
         transport,
         timeout,
         store,
         owns_process_group=store is not None and not has_process_group,
         serves_store=store is not None and rank == 0 and not _has_outer_store(),
-        num_processors=num_processors,
+        binding=NodeBinding.near(torch_device) if torch_device.type == "cuda" else None,
     )
     _world = World(rank, size, local_rank, torch_device, connection)
     atexit.register(_world._exit)

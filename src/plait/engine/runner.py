@@ -153,6 +153,7 @@ class MicrobatchRunner:
             return self._parts.pipeline.run(schedule, stages, keys, records=records)
         except BaseException:
             self._is_broken = self._last > 0 and schedule.num_ranks > 1
+            self._parts.context.mesh.world.was_interrupted |= self._is_broken
             raise
 
     def _broadcast_from_last(self, make: Callable[[], Any]) -> Any:
