@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import plait.comm.device
 import plait.comm.world
 from plait.cli.multirank import LOST_RANK, USER_ERROR, report_once
 from plait.comm import World, launch
@@ -62,10 +63,21 @@ def test_a_rank_that_sees_one_gpu_uses_it_whatever_its_local_rank(gpus: Any) -> 
         select_device(None, 4)
 
 
-def test_two_ranks_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     uuids = {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=uuids[d.index]))
+    buses = [0x1B, 0x1B, 0x1B, 0x2C]  # the last GPU has another's UUID, as on some drivers
+
+    def properties(device: torch.device) -> Any:
+        uuid = uuids.get(device.index, "GPU-a")
+        return SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=buses[device.index], pci_device_id=0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(plait.comm.device, "_BOOT_ID", tmp_path / "boot_id")
+    (tmp_path / "boot_id").write_text("another host")
     store = dist.HashStore()
+    claim_device(torch.device("cuda", 0), store, 9)
+    (tmp_path / "boot_id").write_text("this host")
+    claim_device(torch.device("cuda", 3), store, 3)
     for rank in (0, 1, 1):  # again by the same rank: it has connected a second time
         claim_device(torch.device("cuda", rank), store, rank)
     with pytest.raises(CommError, match="two ranks use the same GPU") as caught:

@@ -9,6 +9,7 @@ processors compute with equal numbers of threads; the kernel distributes these.
 
 import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from plait.comm.torch_transport import backend_of
 from plait.errors import CommError
 
 _SYS = Path("/sys")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NCCL_DEFAULTS = {
     # Kernels of several communicators start in the order of the program, which is the same on all ranks.
     # See [Note: two channels] in `parallel/zero/sharded_model.py`. AMD's library does not support it.
@@ -73,16 +75,31 @@ def _device_index(local_rank: int) -> int:
 
 
 def claim_device(device: torch.device, store: dist.Store, rank: int) -> None:
-    """Raise CommError if another rank of the job uses the same GPU: NCCL would hang or fail later."""
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    owner = store.compare_set(f"GPU {uuid}", "", str(rank)).decode()
+    """Raise CommError if another rank of the job uses the same GPU: NCCL would hang or fail later.
+
+    A GPU is identified by its host's boot (the same in all containers of a host), PCI address and UUID. Parts
+    of a GPU (MIG) have one address; on some drivers, and in virtual machines, GPUs have one UUID.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    gpu = f"{_pci_address(properties)} {getattr(properties, 'uuid', '')}"
+    owner = store.compare_set(f"GPU {boot} {gpu}", "", str(rank)).decode()
     if owner != str(rank):
         raise CommError(
             "two ranks use the same GPU",
-            given=f"ranks {owner} and {rank}: {device}, {uuid}",
+            given=f"ranks {owner} and {rank}: {device}, {gpu}",
             expected="one GPU per rank",
             hint="fewer ranks per host, or another CUDA_VISIBLE_DEVICES for each rank",
         )
+
+
+def _pci_address(properties: Any) -> str:
+    """Return the address in the form of /sys; "" if torch does not have it."""
+    try:
+        bus, slot = properties.pci_bus_id, properties.pci_device_id
+        return f"{properties.pci_domain_id:04x}:{bus:02x}:{slot:02x}.0"
+    except AttributeError:
+        return ""
 
 
 def set_nccl_defaults() -> None:
@@ -127,11 +144,8 @@ class NodeBinding:
         """Bind to the node of a GPU. See [Note: processors of a GPU]."""
         properties: Any = torch.cuda.get_device_properties(device)
         processors: set[int] = set()
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # unknown
-            address = (
-                f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-            )
-            processors = processors_near(address, sys_folder)
+        with contextlib.suppress(OSError, ValueError):  # unknown
+            processors = processors_near(_pci_address(properties), sys_folder)
         return cls(processors)
 
     def release(self) -> None:
