@@ -1,5 +1,8 @@
 """Plans on CUDA ranks: the CPU ranks' numbers, ordered streams, few host syncs, no memory kept back."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from support import cuda_steps
@@ -41,3 +44,17 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_streams_are_ordered_and_results_are_those_of_the_cpu(pool: Pool, case: Case) -> None:
     check(pool, case)
+
+
+# Weights that are not in host memory are copied to the device in blocks of the files, which blocks the host.
+ON_DISK = [
+    Case(1, "dp=1 zero=3 offload=disk precision=bf16", syncs=2),
+    Case(2, "dp=2 zero=3 micro=2 offload=disk optim_dtype=bf16 precision=bf16", syncs=2),
+    Case(2, "dp=2 zero=2 micro=2 offload=disk precision=bf16", syncs=20),
+    Case(2, "dp=2 zero=1 offload=disk precision=fp32", syncs=8),
+]
+
+
+@pytest.mark.parametrize("case", ON_DISK, ids=str)
+def test_states_on_disk_train_gpus_as_they_train_cpus(pool: Pool, case: Case, tmp_path: Path) -> None:
+    check(pool, replace(case, options={"offload_dir": tmp_path}))

@@ -161,14 +161,36 @@ def test_a_model_that_needs_values_is_an_error() -> None:
         explain(Looking(), "dp=2", micro, loss=lambda out, _: (out.sum(), 1))
 
 
+@pytest.mark.parametrize(
+    ("plan", "communicators"),
+    [("dp=1", 0), ("dp=2 zero=3", 3), ("pp=2 dp=2 zero=1 micro=2", 5), ("tp=2 dp=4 shard=2 zero=3", 5)],
+)
+def test_memory_of_communicators_is_estimated_for_each_that_a_rank_makes(
+    plan: str, communicators: int
+) -> None:
+    gpus = Cluster("nccl", 8, torch.device("cuda"))
+    for rank_class in explained(small(2), plan, cluster=gpus).rank_classes:
+        assert rank_class.memory.runtime == (600 + 64 + 200 * communicators) * 2**20
+
+
+def test_a_gpu_holds_the_same_with_states_on_disk_and_in_host_memory() -> None:
+    gpus = Cluster("nccl", 8, torch.device("cuda"))
+    in_memory, on_disk = (
+        explained(small(2), f"dp=2 zero=3 precision=bf16 offload={place}", cluster=gpus)
+        .rank_classes[0]
+        .memory
+        for place in ("cpu", "disk")
+    )
+    assert on_disk.total == in_memory.total
+    assert on_disk.disk > 0 == in_memory.disk
+
+
 def test_invalid_plans_are_refused_as_on_real_ranks() -> None:
     with pytest.raises(PlanError, match="cannot fill"):
         explained(small(2), "pp=4")
     gpus = Cluster("nccl", 8, torch.device("cuda"))
     with pytest.raises(PlanError, match="named all-reduce algorithms need CPU ranks"):
         explained(small(2), "dp=2 algorithm=ring", cluster=gpus)
-    with pytest.raises(PlanError, match="offload=disk needs CPU ranks"):
-        explained(small(2), "dp=2 offload=disk precision=bf16", cluster=gpus)
     with pytest.raises(PlanError, match="needs repeated blocks"):
         explain(nn.Linear(4, 4), "recompute=full", {"input": torch.ones(2, 4)})
     with pytest.raises(ConfigError, match="optimizer must be a class"):

@@ -235,7 +235,8 @@ from pathlib import Path
 import torch
 from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
 from plait.optim.mapped import MappedFile, mapped_bytes
-from plait.optim.stepper import CHUNK, ChunkedOptimizer
+from plait.optim.stepper import ChunkedOptimizer
+from plait.plan.estimate.memory import CHUNK
 
 def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.engine.spec import validate
-from plait.errors import ConfigError, ModelError, PlanError, RunError
+from plait.errors import ConfigError, ModelError, RunError
 from support import programs
 from support.pool import Pool
 
@@ -259,14 +258,6 @@ def test_unusable_folders_are_errors_before_training(pool: Pool, precision: str,
 )
 def test_a_folder_and_a_plan_that_offloads_to_disk_belong_together(plan: str, folder: str | None) -> None:
     assert "belong together" in _refused(plan, folder).fact
-
-
-def test_offloading_to_disk_from_a_gpu_is_an_error() -> None:
-    """Before the GPU is used, or a file is made: here there may be none."""
-    plan = plait.Plan.parse("precision=bf16 offload=disk")
-    with pytest.raises(PlanError, match="offload=disk needs CPU ranks") as caught:
-        validate(torch.nn.Linear(2, 2), plan, device=torch.device("cuda", 0))
-    assert "offload=disk on cuda:0" in str(caught.value)
 
 
 # --- whole processes

@@ -56,7 +56,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     layouts = shard_map.layouts[groups.model.rank]
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
     masters = MasterWeights(spec.plan, layout, device, spec.offload_dir)
-    context = RankContext(spec.plan, mesh, device, groups, masters)
+    context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
     units = {
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }

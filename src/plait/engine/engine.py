@@ -538,7 +538,8 @@ class Engine:
         """Bytes that this rank holds. Activations: the peak over the schedule of what micro-batches keep from
         forward to backward, from the bytes of one, measured in the first step (None before it)."""
         parts, activation_bytes = self._parts, self._runner.activation_bytes()
-        return allocated_bytes(parts.sharded, parts.optimizer, parts.context, activation_bytes)
+        loss_bytes = max(stage.loss_buffers.peak_bytes for stage in parts.stages.values())
+        return allocated_bytes(parts.sharded, parts.optimizer, parts.context, activation_bytes, loss_bytes)
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape.
@@ -553,12 +554,14 @@ class Engine:
         return estimated_bytes(
             self.layout,
             self._parts.context,
+            self.plan,
             states_per_element=self._parts.optimizer.states_per_element,
             scratch_bytes=sum(stage.reduction.scratch_bytes for stage in self._stages),
             activation_bytes=activation_bytes,
             num_communicators=num_communicators(self.plan, self._spec.schedule.rank_of)
             if self.device.type == "cuda"
             else None,
+            loss_bytes=max(stage.estimated_loss_bytes for stage in self._parts.stages.values()),
         )
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:

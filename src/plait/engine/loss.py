@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from plait.comm import Group
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, Task, pretrained_base, task_of
-from plait.parallel.tensor.cross_entropy import SINGLE_RANK, cross_entropy
+from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, cross_entropy
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
@@ -33,12 +33,13 @@ def choose_loss(
     *,
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
+    buffers: LossBuffers | None = None,
 ) -> Loss:
     """The user's loss, or that of a Hugging Face model's task: the loss that the model itself returns, but
     summed over targets instead of averaged. Raises ModelError if neither applies.
 
     Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
-    of each rank of `group`. None: full logits.
+    of each rank of `group`. None: full logits. `buffers`: see `cross_entropy`.
     """
     if loss is not None:
         return loss
@@ -57,7 +58,8 @@ def choose_loss(
             hint="output_router_logits=False, or loss= with the auxiliary term in it",
         )
     if task in (Task.CAUSAL_LM, Task.ALIGNED_LM):
-        return partial(token_loss, shift=task is Task.CAUSAL_LM, group=group, columns=columns)
+        shift = task is Task.CAUSAL_LM
+        return partial(token_loss, shift=shift, group=group, columns=columns, buffers=buffers)
     if task is Task.QUESTION_ANSWERING:
         return answer_loss
     return (
@@ -72,6 +74,7 @@ def token_loss(
     shift: bool,
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
+    buffers: LossBuffers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of tokens, summed. `labels` (B, S): positions with -100 are not targets.
 
@@ -85,7 +88,8 @@ def token_loss(
         labels_BS = F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]
     targets = labels_BS.reshape(-1)
     columns = columns or [(0, logits_BSV.shape[-1])]
-    total = cross_entropy(logits_BSV.flatten(0, 1), targets, group, columns, ignore_index=IGNORED_LABEL)
+    logits_TV = logits_BSV.flatten(0, 1)
+    total = cross_entropy(logits_TV, targets, group, columns, ignore_index=IGNORED_LABEL, buffers=buffers)
     return total, (targets != IGNORED_LABEL).sum()
 
 

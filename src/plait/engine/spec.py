@@ -122,12 +122,6 @@ def _check_device(plan: Plan, device: torch.device) -> None:
         )
     if plan.tf32 and device.type == "cpu":
         raise PlanError("tf32 needs GPUs", given=f"{plan} on {device}", hint="no tf32")
-    if plan.offload == "disk" and device.type != "cpu":  # optimizers need gradients and states on one device
-        raise PlanError(
-            "offload=disk needs CPU ranks",
-            given=f"{plan} on {device}",
-            hint="offload=cpu, optim_dtype=bf16, or a higher zero over more ranks",
-        )
     if plan.precision == "fp16" and (device.type == "cpu" or torch.cuda.is_available()):
         _check_fp16(device)
 

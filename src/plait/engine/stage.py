@@ -25,7 +25,7 @@ from plait.models import (
     watch_activations,
 )
 from plait.parallel.pipeline.split_backward import DeferredBytes
-from plait.parallel.tensor.cross_entropy import SINGLE_RANK
+from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers
 from plait.parallel.tensor.linear import HeadOutput
 from plait.parallel.zero.sharded_model import ShardedStage
 
@@ -51,6 +51,8 @@ class StageRunner:
         """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `tp`: the ranks
         that hold shards of the model. `loss`: the user's."""
         self.activation_bytes: int | None = None
+        self.loss_buffers = LossBuffers("")  # measured
+        self.estimated_loss_bytes = 0  # by `estimated_bytes`
         self.part = part
         self.zero = zero
         self.is_last = is_last
@@ -131,8 +133,10 @@ class StageRunner:
             yield
         self.activation_bytes = watch.total
 
-    def loss(self) -> Loss:
-        return choose_loss(self.part.module, self._user_loss, group=self._col, columns=self._columns)
+    def loss(self, buffers: LossBuffers | None = None) -> Loss:
+        buffers = buffers or self.loss_buffers
+        module, columns = self.part.module, self._columns
+        return choose_loss(module, self._user_loss, group=self._col, columns=columns, buffers=buffers)
 
     def logits(self) -> contextlib.AbstractContextManager[None]:
         """The built-in loss takes this rank's logits; a user's loss takes full ones."""
@@ -155,12 +159,16 @@ class StageRunner:
                 assert block_outputs is not None, "a stage without its meta model"
                 received = receiving(meta_module, block_outputs.output_of(self.part.previous_block, inputs))
 
+            buffers = LossBuffers(device.type)
+
             def run() -> None:
                 outputs = meta_module(**inputs)
                 if self.is_last:
-                    self.loss()(outputs, batch)
+                    self.loss(buffers)(outputs, batch)
 
             deferred = DeferredBytes()
             with received, deferred.recording(meta_module):
-                return activation_bytes(meta_module, run, device), deferred.total
+                kept_bytes = activation_bytes(meta_module, run, device)
+                self.estimated_loss_bytes = buffers.peak_bytes
+                return kept_bytes, deferred.total
         return None

@@ -62,6 +62,7 @@ class DryStage:
 
     facts: StageFacts
     activation_bytes: tuple[int, int] | None
+    loss_bytes: int  # see `MemoryUse.loss`
 
 
 class NullMasters:
@@ -90,8 +91,9 @@ def dry_stages(
     meta_model = copy_to_meta(model)
     meta_blocks = [(name, meta_model.get_submodule(name)) for name, _ in spec.blocks]
     # Without options that do not affect the result and need memory, files or a compiler.
-    offload = "none" if spec.plan.offload == "disk" else spec.plan.offload
-    plan = replace(spec.plan, algorithm="auto", reduce="fp32", compile=False, offload=offload)
+    placed = spec.plan.placed_on(device.type)
+    offload = "none" if placed.offload == "disk" else placed.offload
+    plan = replace(placed, algorithm="auto", reduce="fp32", compile=False, offload=offload)
     spec = replace(spec, plan=plan, blocks=meta_blocks)
     move_buffers(meta_model, plan, META)
     context = RankContext(plan, mesh, META, DataGroups.build(mesh, plan), NullMasters())
@@ -116,9 +118,8 @@ def dry_stages(
         run.backward()
     gathers = not context.keeps_params_unsharded
     facts = [_stage_facts(run, stage, layout, gathers=gathers) for stage, layout in layouts.items()]
-    return [
-        DryStage(of_stage, num_bytes) for of_stage, num_bytes in zip(facts, activation_bytes, strict=True)
-    ]
+    loss_bytes = [stage.estimated_loss_bytes for stage in stages.values()]
+    return [DryStage(*each) for each in zip(facts, activation_bytes, loss_bytes, strict=True)]
 
 
 @contextmanager

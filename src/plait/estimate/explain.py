@@ -202,7 +202,8 @@ class _PlanView:
         """Run all stages at the rank's tp coordinate."""
         mesh = self.cluster.mesh(self.grid, rank)
         coord = (mesh.coord["row"], mesh.coord["col"])
-        context = RankContext(self.plan, mesh, META, DataGroups.build(mesh, self.plan), NullMasters())
+        plan = self.plan.placed_on(self.cluster.device.type)
+        context = RankContext(plan, mesh, META, DataGroups.build(mesh, plan), NullMasters())
         layouts = self._layouts(coord)
         return dry_stages(self.model, self.spec, layouts, mesh, self.micro, self.cluster.device), context
 
@@ -222,10 +223,12 @@ class _PlanView:
         memory = estimated_bytes(
             Layout(tuple(units)),
             context,
+            self.plan,
             states_per_element=self.per_element,
             scratch_bytes=scratch_bytes(facts),
             activation_bytes=peak_activation_bytes(self.spec.schedule, facts.pp_coord, activation_bytes),
             num_communicators=self._num_communicators(),
+            loss_bytes=max(stages[stage].loss_bytes for stage in own),
         )
         return RankClass(
             ranks,

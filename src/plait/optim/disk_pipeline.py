@@ -1,8 +1,8 @@
 """Blocks of files: later ones are read and earlier ones written while one is updated.
 
 [Note: blocks in flight]
-A block's bytes are in one of a few buffers, which are allocated once: `_NUM_READ` are being read, one is
-updated, `_NUM_WRITTEN` are being written. So resident memory does not depend on the files' size, and an
+A block's bytes are in one of DISK_BUFFERS, which are allocated once: `_NUM_READ` are being read, one is
+updated, the others are being written. So resident memory does not depend on the files' size, and an
 update takes the longer of the disk's time and the optimizer's, not their sum. Threads transfer the bytes:
 system calls release the interpreter's lock. Blocks share no page, so transfers of two blocks may overlap.
 """
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from plait.optim.mapped import MappedFile
+from plait.plan.estimate.memory import DISK_BUFFERS
 
-_NUM_READ, _NUM_WRITTEN = 2, 2
+_NUM_READ = 2
 _THREADS = 2
 
 
@@ -55,6 +56,11 @@ class DiskPipeline:
         self._reads: deque[_InFlight] = deque()
         self._writes: deque[_InFlight] = deque()
         self._threads = ThreadPoolExecutor(_THREADS, "plait-disk")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return self._num_buffers * self._buffer_bytes
 
     def load(self, block: int) -> Tensor:
         """Return the block's bytes, span after span, for updating; start to read the blocks after it.
@@ -110,7 +116,7 @@ class DiskPipeline:
         return _InFlight(block, buffer, transfers)
 
     def _take_buffer(self) -> mmap.mmap:
-        if not self._free and self._num_buffers < _NUM_READ + 1 + _NUM_WRITTEN:
+        if not self._free and self._num_buffers < DISK_BUFFERS:
             self._num_buffers += 1
             # Aligned to pages, as direct I/O requires.
             return mmap.mmap(-1, self._buffer_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -28,8 +28,6 @@ from plait.optim.flat import scaled_step
 from plait.optim.mapped import MappedFile, mapped_bytes
 from plait.optim.rounding import StochasticRounding
 
-CHUNK = 2**18  # elements of a leaf with streamed states
-
 
 @dataclass(frozen=True)
 class _Counter:
@@ -174,6 +172,11 @@ class ChunkedOptimizer:
             ]
             stored_values += leaf_state.counters.values()
         return sum(value.nbytes for value in stored_values if isinstance(value, Tensor))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the blocks of files in memory."""
+        return 0 if self._pipeline is None else self._pipeline.nbytes
 
     @property
     def disk_bytes(self) -> int:

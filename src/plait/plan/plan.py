@@ -469,6 +469,11 @@ class Plan:
         gradients."""
         return self.shard_degree == 1 and self.offload != "cpu"
 
+    def placed_on(self, device_type: str) -> "Plan":
+        """Return the plan by which tensors are placed on a device or in host memory: GPUs have nothing of
+        what is offloaded to disk, so all that is not in files is where `offload=cpu` has it."""
+        return replace(self, offload="cpu") if (self.offload, device_type) == ("disk", "cuda") else self
+
     def check_ranks(self, num_ranks: int) -> None:
         """Raise PlanError unless the degrees multiply to `num_ranks`."""
         if num_ranks != self.num_ranks:

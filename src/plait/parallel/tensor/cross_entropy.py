@@ -39,6 +39,20 @@ _GPU_MIN_CHUNK = 1 << 23  # logits
 _GPU_MAX_CHUNK = 1 << 28
 
 
+@dataclass
+class LossBuffers:
+    """Peak bytes of the copies in float32 that a loss holds besides its logits.
+
+    device_type   of the device for which logits on meta are estimated
+    """
+
+    device_type: str
+    peak_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+
+
 def cross_entropy(
     logits_Tv: Tensor,
     targets_T: Tensor,
@@ -49,6 +63,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    buffers: LossBuffers | None = None,
 ) -> Tensor:
     """Return the loss summed over tokens, bitwise equal on every rank of `group`; in float32 at least.
 
@@ -56,7 +71,7 @@ def cross_entropy(
     none. `targets_T` are indices into the full vocabulary, the same on every rank; tokens whose target is
     `ignore_index` contribute nothing. `label_smoothing` is the fraction of a target that is distributed over
     the full vocabulary, `z_loss` the weight of the squared log of the partition function; `softcap` c first
-    replaces every logit z by c tanh(z / c).
+    replaces every logit z by c tanh(z / c). `buffers` counts the memory of this call.
 
     Gradients have the logits' dtype. Raises ModelError for a target outside of the vocabulary (on a GPU a
     device-side assert fails instead), and for a second derivative.
@@ -66,7 +81,7 @@ def cross_entropy(
         f"logits {tuple(logits_Tv.shape)} for {len(targets_T)} targets, columns {start} to {stop}"
     )
     options = _Options(
-        group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap
+        group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap, buffers
     )
     _check_targets(targets_T, options)
     loss_sum: Tensor = _CrossEntropy.apply(logits_Tv, targets_T, options)
@@ -82,6 +97,7 @@ class _Options:
     label_smoothing: float
     z_loss: float
     softcap: float | None
+    buffers: LossBuffers | None
 
     def local_targets(self, logits_Tv: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mask of targets that are this rank's columns, and their local indices (0 elsewhere)."""
@@ -99,6 +115,10 @@ class _CrossEntropy(torch.autograd.Function):
         if logits_Tv.is_meta:
             for message in _empty_messages(logits_Tv, options):
                 all_reduce(message, options.group)
+            if options.buffers is not None:
+                chunk_size, num_copies = _chunk_facts(logits_Tv, options, options.buffers.device_type)
+                row_bytes = _new(logits_Tv, logits_Tv.shape[1]).nbytes
+                options.buffers.add(num_copies * chunk_size * row_bytes)
             ctx.save_for_backward(logits_Tv, targets_T, _new(logits_Tv, len(logits_Tv)))
             return _new(logits_Tv)
         loss_sum, factor_T = _loss_sum(logits_Tv, targets_T, options)
@@ -213,10 +233,12 @@ def _logit_gradient(
 def _chunks(logits_Tv: Tensor, options: _Options) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (slice of tokens, their logits in float32 with the softcap applied, scratch of that shape)."""
     num_tokens, num_columns = logits_Tv.shape
-    chunk_size = max(1, min(num_tokens, chunk_tokens(num_columns, logits_Tv.device.type)))
+    chunk_size, num_copies = _chunk_facts(logits_Tv, options, logits_Tv.device.type)
     scratch = _new(logits_Tv, chunk_size, num_columns)
-    needs_no_copy = options.softcap is None and logits_Tv.dtype == scratch.dtype
+    needs_no_copy = num_copies == 1
     buffer = scratch[:0] if needs_no_copy else torch.empty_like(scratch)
+    if options.buffers is not None:
+        options.buffers.add(scratch.nbytes + buffer.nbytes)
     for start in range(0, num_tokens, chunk_size):
         rows = slice(start, min(start + chunk_size, num_tokens))
         z_tv = logits_Tv[rows]
@@ -225,6 +247,14 @@ def _chunks(logits_Tv: Tensor, options: _Options) -> Iterator[tuple[slice, Tenso
         if options.softcap is not None:
             z_tv.div_(options.softcap).tanh_().mul_(options.softcap)
         yield rows, z_tv, scratch[: len(z_tv)]
+
+
+def _chunk_facts(logits_Tv: Tensor, options: _Options, device_type: str) -> tuple[int, int]:
+    """Return the number of tokens in a chunk, and of tensors in float32 of its logits' shape."""
+    num_tokens, num_columns = logits_Tv.shape
+    needs_no_copy = options.softcap is None and logits_Tv.dtype == _new(logits_Tv, 0).dtype
+    chunk_size = max(1, min(num_tokens, chunk_tokens(num_columns, device_type)))
+    return chunk_size, 1 if needs_no_copy else 2
 
 
 def chunk_tokens(num_columns: int, device_type: str) -> int:

@@ -75,7 +75,7 @@ class CopyStream:
 
 class StagingBuffers:
     """Two flat buffers on one device, used in turn for copies to or from another; they are allocated at first
-    use, grow to the largest tensor, and are never freed."""
+    use, grow to the largest tensor that any of them was for, and are never freed."""
 
     def __init__(self, device: torch.device) -> None:
         """`device`: the CPU for pinned host memory."""
@@ -83,6 +83,11 @@ class StagingBuffers:
         self._buffers: list[Tensor | None] = [None, None]
         self._copies: list[Copy | None] = [None, None]
         self._index = 0
+        self._num_bytes = 0  # of each
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the next buffer, whose contents are undefined, when the copy of the tensor before the last
@@ -93,8 +98,9 @@ class StagingBuffers:
             copy.synchronize() if is_host else copy.wait()
             self._copies[index] = None
         buffer, num_bytes = self._buffers[index], numel * dtype.itemsize
-        if buffer is None or buffer.numel() < num_bytes:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=is_host)
+        self._num_bytes = max(self._num_bytes, num_bytes)
+        if buffer is None or buffer.numel() < self._num_bytes:
+            buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device, pin_memory=is_host)
             self._buffers[index] = buffer
         return buffer[:num_bytes].view(dtype)
 

@@ -7,14 +7,18 @@ from plait.comm import shares_memory
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.sharded_model import ShardedModel
 from plait.parallel.zero.sharded_optim import ShardedOptimizer
-from plait.plan import Layout, MemoryUse, model_state_bytes, pinned_bytes
+from plait.plan import Layout, MemoryUse, Plan, model_state_bytes, pinned_bytes
 from plait.plan.estimate.traffic import TransportFacts
 
 
 def allocated_bytes(
-    model: ShardedModel, optimizer: ShardedOptimizer, context: RankContext, activation_bytes: int | None
+    model: ShardedModel,
+    optimizer: ShardedOptimizer,
+    context: RankContext,
+    activation_bytes: int | None,
+    loss_bytes: int,
 ) -> MemoryUse:
-    """Measure the bytes allocated now; for temporary buffers, the peak so far."""
+    """Measure the bytes allocated now; for temporary buffers, the peak so far. `loss_bytes`: of the loss."""
     offloads, host = context.offloads, 0
     use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": optimizer.chunked.state_bytes}
     for unit in model.units:
@@ -35,15 +39,19 @@ def allocated_bytes(
         host += _host_bytes(unit.grad_shard) if offloads else 0
         separate = unit.master is not unit.shard
         use["master"] += unit.master.nbytes if separate and context.plan.offload == "none" else 0
-        host += _host_bytes(unit.master) if separate and offloads else 0
+        in_host_memory = separate and offloads and not context.masters.are_in_file
+        host += _host_bytes(unit.master) if in_host_memory else 0
     compressors = [c for stage in model.stages.values() for c in stage.reduction.compressors]
     use["gradients"] += sum(tensor.nbytes for compressor in compressors for tensor in compressor.state)
+    buffers, blocks = context.tracker.peak_bytes + context.staged_grads.nbytes, optimizer.chunked.buffer_bytes
     if offloads:
-        host, use["optimizer"] = host + use["optimizer"], 0
+        host, use["optimizer"] = host + use["optimizer"] + blocks, 0
+        host += 2 * pinned_bytes(context.staged_params.nbytes // 2)
     return MemoryUse(
         **use,
-        buffers=context.tracker.peak_bytes,
+        buffers=buffers + (0 if offloads else blocks),
         activations=activation_bytes,
+        loss=loss_bytes if context.device.type == "cuda" else 0,
         host=host,
         disk=optimizer.disk_bytes,
         **_besides_tensors(context.device),
@@ -74,22 +82,24 @@ def num_allocator_retries(device: torch.device) -> int:
 def estimated_bytes(
     layout: Layout,
     context: RankContext,
+    plan: Plan,
     *,
     states_per_element: int,
     scratch_bytes: int,
     activation_bytes: int | None,
     num_communicators: int | None,
+    loss_bytes: int,
 ) -> MemoryUse:
     """Estimate what `allocated_bytes` returns after a step.
 
-    `states_per_element`: of the optimizer. `scratch_bytes`: receive buffers of a named algorithm.
-    `num_communicators`: of NCCL; None on CPUs.
+    `plan`: as it was given, see `Plan.placed_on`. `states_per_element`: of the optimizer. `scratch_bytes`:
+    receive buffers of a named algorithm. `num_communicators`: of NCCL; None on CPUs.
     """
     groups, exchanges = context.groups, context.exchanges_contributions
     reads_in_place = shares_memory(groups.replicate if exchanges else groups.reduce_scatter)
     return model_state_bytes(
         layout,
-        context.plan,
+        plan,
         states_per_element=states_per_element,
         grad_itemsize=context.grad_buffer_dtype.itemsize,
         exchanges=exchanges,
@@ -98,6 +108,7 @@ def estimated_bytes(
         scratch_bytes=scratch_bytes,
         activation_bytes=activation_bytes,
         num_communicators=num_communicators,
+        loss_bytes=loss_bytes,
     )
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from plait.errors import ConfigError
 from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
 from plait.optim.mapped import MappedFile, mapped_bytes
-from plait.optim.stepper import CHUNK, ChunkedOptimizer
+from plait.optim.stepper import ChunkedOptimizer
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Layout, Plan
+from plait.plan.estimate.memory import CHUNK
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ _WORKSPACE_BYTES = 2 * 32 * 2**20
 _COMMUNICATOR_BYTES = 200 * 2**20
 _ALLOCATOR_FRACTION = 0.1
 _OFFLOADED = ("host", "disk")
+CHUNK = 2**18  # elements of the optimizer's parameters on a CPU, if their states are streamed
+DISK_BUFFERS = 5  # blocks of files in memory: see `optim/disk_pipeline.py`
+_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class MemoryUse:
     """Bytes held by one rank, by category. `activations` is None if they cannot be estimated. Printed with
     units.
 
-    buffers       peak of gathered parameters and gradients in flight
+    buffers       peak of gathered parameters and gradients in flight, staging buffers, blocks of files
     activations   peak of what micro-batches keep from their forwards to their backwards
+    loss          on GPUs: copies of logits in float32, of one chunk of tokens
     runtime       on GPUs: context, kernels, workspaces of libraries, communicators
     allocator     on GPUs: what the caching allocator holds besides tensors
     host, disk    offloaded bytes: not on the device, and in no other category
@@ -48,6 +52,7 @@ class MemoryUse:
     optimizer: int
     buffers: int
     activations: int | None
+    loss: int = 0
     runtime: int = 0
     allocator: int = 0
     host: int = 0
@@ -95,6 +100,7 @@ def model_state_bytes(
     scratch_bytes: int = 0,
     activation_bytes: int | None = 0,
     num_communicators: int | None = None,
+    loss_bytes: int = 0,
 ) -> MemoryUse:
     """Estimate the bytes of a rank. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
 
@@ -105,7 +111,9 @@ def model_state_bytes(
     scratch_bytes       buffer of a named algorithm for received data that is not yet added
     activation_bytes    peak of activations; None: unknown
     num_communicators   of NCCL, on this rank; None: the rank has no GPU
+    loss_bytes          copies of logits in float32 on a GPU; on CPUs, they fit the cache
     """
+    in_files, plan = plan.offload == "disk", plan.placed_on("cpu" if num_communicators is None else "cuda")
     compute, master = COMPUTE_BYTES[plan.precision], MASTER_BYTES[plan.precision]
     shards = plan.shard_degree
     numel, trained = layout.numel, layout.trained_numel
@@ -128,24 +136,63 @@ def model_state_bytes(
         layout, plan, grad_itemsize, exchanges=exchanges, receives=receives, persistent=persistent
     )
     buffers += scratch_bytes
-    use = _offloaded(parts, plan, sums, buffers, activation_bytes)
-    return use if num_communicators is None else _on_gpu(use, layout, plan, num_communicators)
+    blocks = _block_bytes(layout, plan, states_per_element) if in_files else 0
+    buffers += 0 if offloads else blocks
+    if offloads and num_communicators is not None:
+        buffers += _staged_gradient_bytes(layout, plan)
+    use = _offloaded(parts, plan, sums, buffers, activation_bytes, in_files=in_files)
+    if num_communicators is None:
+        return use
+    use = replace(use, host=use.host + (blocks if offloads else 0), loss=loss_bytes)
+    return _on_gpu(use, layout, plan, num_communicators, in_files=in_files)
 
 
-def _on_gpu(use: MemoryUse, layout: Layout, plan: Plan, num_communicators: int) -> MemoryUse:
+def _on_gpu(
+    use: MemoryUse, layout: Layout, plan: Plan, num_communicators: int, *, in_files: bool
+) -> MemoryUse:
     """Add the memory of a GPU besides tensors, and the rounding of pinned host memory."""
     host = use.host
     if plan.offload == "cpu":
-        masters = [unit.range_numel * MASTER_BYTES[plan.precision] for unit in layout.units if unit.trains]
+        sums = [unit.range_numel * MASTER_BYTES[plan.precision] for unit in layout.units if unit.trains]
         params = [unit.range_numel * COMPUTE_BYTES[plan.precision] for unit in layout.units]
-        pinned = [*masters, *masters, *(params if plan.zero == 3 else ())]  # master weights and gradient sums
+        are_pinned = not in_files if _has_wide_masters(plan) else params_stay_full(plan)
+        masters = sums if are_pinned else []
+        pinned = [*sums, *masters, *(params if plan.zero == 3 else ())]
         host += sum(pinned_bytes(size) - size for size in pinned)
+        if params_stay_full(plan):  # rounded on the host, in two staging buffers
+            compute = COMPUTE_BYTES[plan.precision]
+            host += 2 * pinned_bytes(_largest_range(layout) * compute)
     return replace(
         use,
         runtime=_CONTEXT_BYTES + _WORKSPACE_BYTES + num_communicators * _COMMUNICATOR_BYTES,
         allocator=int(use.total * _ALLOCATOR_FRACTION),
         host=host,
     )
+
+
+def _largest_range(layout: Layout) -> int:
+    return max((unit.range_numel for unit in layout.units if unit.trains), default=0)
+
+
+def _staged_gradient_bytes(layout: Layout, plan: Plan) -> int:
+    """Bytes of the two buffers on the device for sums that are copied to the host. Sums over replicas that
+    start during backward have memory of their own instead."""
+    has_replicas = plan.dp > plan.shard_degree and not (compresses(plan) and reduces_over_all(plan))
+    defers = not params_stay_full(plan) and plan.reshard == "use" and not plan.keeps_full_grads
+    sums_often = plan.micro > 1 and not plan.accumulates_full
+    if has_replicas and not defers and not sums_often:
+        return 0
+    return 2 * _largest_range(layout) * MASTER_BYTES[plan.precision]
+
+
+def _block_bytes(layout: Layout, plan: Plan, states_per_element: int) -> int:
+    """Bytes of the blocks of files in memory: master weights and states of a chunk."""
+    chunks = [-(-unit.range_numel // CHUNK) for unit in layout.units if unit.trains]
+    numel = min(CHUNK, _largest_range(layout))
+    state_bytes = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.precision]
+    parts = [numel * state_bytes] * states_per_element
+    parts += [numel * MASTER_BYTES[plan.precision]] if _has_wide_masters(plan) else []
+    return min(DISK_BUFFERS, sum(chunks)) * sum(-(-part // _PAGE) * _PAGE for part in parts)
 
 
 def pinned_bytes(num_bytes: int) -> int:
@@ -158,20 +205,31 @@ def params_stay_full(plan: Plan) -> bool:
     return plan.zero < 3 or (plan.shard_degree == 1 and plan.offload != "cpu")
 
 
+def _has_wide_masters(plan: Plan) -> bool:
+    return COMPUTE_BYTES[plan.precision] != MASTER_BYTES[plan.precision]
+
+
 def _offloaded(
-    parts: dict[str, int], plan: Plan, sums: int, buffers: int, activation_bytes: int | None
+    parts: dict[str, int],
+    plan: Plan,
+    sums: int,
+    buffers: int,
+    activation_bytes: int | None,
+    *,
+    in_files: bool,
 ) -> MemoryUse:
     """Move to host or disk what the plan offloads."""
     host = disk = 0
+    if in_files:
+        masters = parts["master"] if _has_wide_masters(plan) else 0
+        disk = masters + parts["optimizer"]
+        parts |= {"master": parts["master"] - masters, "optimizer": 0}
     if plan.offload == "cpu":
         host = parts["master"] + parts["optimizer"] + sums
         parts |= {"master": 0, "optimizer": 0, "gradients": parts["gradients"] - sums}
         if plan.zero == 3:
             host += parts["parameters"]
             parts["parameters"] = 0
-    if plan.offload == "disk":
-        disk = parts["master"] + parts["optimizer"]
-        parts |= {"master": 0, "optimizer": 0}
     return MemoryUse(**parts, buffers=buffers, activations=activation_bytes, host=host, disk=disk)
 
 
