@@ -8,6 +8,7 @@ from typing import NamedTuple
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.cluster import Cluster
@@ -15,6 +16,7 @@ from plait.planner.communication import Group, Links, all_gather_s, all_reduce_s
 from plait.planner.compute import (
     COLLECTIVE_OPERATORS,
     Rates,
+    Seconds,
     Slice,
     block_seconds,
     embedding_seconds,
@@ -168,21 +170,20 @@ def _stage_seconds(
     rates: Rates,
     links: Links,
     ranks: int,
+    overlaps: bool,
     constants: Constants,
 ) -> tuple[StageSeconds, ...]:
     block = block_seconds(model, part, rates, constants)
-    across = _block_tensor_s(model, part, links, rates, ranks)
+    across, across_back = _block_tensor_s(model, part, links, rates, ranks, block, overlaps, constants)
     share, again = _recomputed(recompute, block.forward, block.selective)
-    tensor_again = share * across
+    across_back += share * across
     head, embedding = (
         head_seconds(model, part, rates, constants),
         embedding_seconds(model, part, rates, constants),
     )
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
     forward_s = max(block.forward + across, host)
-    backward_s = (
-        max(block.backward + block.weight + across + again + tensor_again, (2 + share) * host) - block.weight
-    )
+    backward_s = max(block.backward + block.weight + across_back + again, (2 + share) * host) - block.weight
     kinds: dict[tuple[int, bool, bool], StageSeconds] = {}
     stages = []
     for stage, blocks in enumerate(counts):
@@ -194,7 +195,7 @@ def _stage_seconds(
                 blocks * backward_s + sum(end.backward for end in ends),
                 blocks * block.weight + sum(end.weight for end in ends),
                 blocks * again,
-                blocks * (2 * across + tensor_again),
+                blocks * (across + across_back),
             )
         stages.append(kinds[key])
     return tuple(stages)
@@ -216,7 +217,11 @@ def stage_seconds(
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     counts = block_counts(model, plan, software)
-    return _stage_seconds(model, counts, part, plan.recompute, rates, links, plan.num_ranks, constants)
+    generator = GENERATORS.get(plan.schedule)
+    overlaps = software.overlaps_tensor and not (generator is not None and generator.splits)
+    return _stage_seconds(
+        model, counts, part, plan.recompute, rates, links, plan.num_ranks, overlaps, constants
+    )
 
 
 def _recomputed(recompute: str, forward: float, selective: float) -> tuple[float, float]:
@@ -232,19 +237,36 @@ def _block_collectives(part: Slice) -> int:
     return (0 if part.cols == 1 else 4 if part.sp else 2) + (0 if part.rows == 1 else 2)
 
 
-def _block_tensor_s(model: ModelShape, part: Slice, links: Links, rates: Rates, ranks: int) -> float:
-    """Seconds of one block's collectives in one forward; a backward has as many."""
+def _block_tensor_s(
+    model: ModelShape,
+    part: Slice,
+    links: Links,
+    rates: Rates,
+    ranks: int,
+    block: Seconds,
+    overlaps: bool,
+    constants: Constants,
+) -> tuple[float, float]:
+    """Exposed seconds of one block's collectives in a forward and in a backward, which has as many.
+
+    Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
+    gathered again during those of input gradients (parallel/tensor/shared_input.py, and Megatron's programs)."""
     tokens = part.tokens * rates.itemsize
     columns, rows = Group(part.cols, 1, ranks), Group(part.rows, part.cols, ranks)
     hidden = tokens * model.hidden / part.rows
     if part.sp:  # a reduce-scatter and an all-gather for every all-reduce
-        seconds = 4 * all_gather_s(links, columns, hidden)
+        forward = 4 * all_gather_s(links, columns, hidden)
     else:
-        seconds = 2 * all_reduce_s(links, columns, hidden)
+        forward = 2 * all_reduce_s(links, columns, hidden)
+    backward = forward
+    if overlaps:
+        beside = block.shared_weight + (block.shared_input if part.sp else 0.0)
+        backward = _overlap(beside, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
+    both = 0.0
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-        seconds += 2 * all_reduce_s(links, rows, tokens * inside / part.cols / 2)
-    return seconds
+        both = 2 * all_reduce_s(links, rows, tokens * inside / part.cols / 2)
+    return forward + both, backward + both
 
 
 class _Overlapped(NamedTuple):

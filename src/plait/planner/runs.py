@@ -13,6 +13,7 @@ import csv
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from plait.errors import DataError, PlaitError
@@ -133,6 +134,7 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
     software = Software(
         fused_attention=fused,
         overlaps_data=zero == 3 or modern,
+        overlaps_tensor=modern,
         splits_evenly=True,
         narrow_gradients=precision == "fp16" and zero > 0,
     )
@@ -197,13 +199,12 @@ def _plans(
     dp = _int(row, "dp", max(1, ranks // (tp * pp)))
     if tp * pp * dp != ranks:
         raise ValueError(f"tp x pp x dp = {tp} x {pp} x {dp} is not {ranks} devices")
-    chunks = _int(row, "virtual_stages", 1)
-    named = re.search(r"schedule=([\w-]+)", notes)
-    schedule = "interleaved" if chunks > 1 else "1f1b"
-    if named and pp > 1:
-        if named[1] not in _SCHEDULES:
-            raise ValueError(f"schedule {named[1]} is not one of this product's")
-        schedule = _SCHEDULES[named[1]]
+    layers = _int(row, "layers")
+    open_chunks = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else [1]
+    chunk_choices = [_int(row, "virtual_stages")] if row.get("virtual_stages") else open_chunks
+    named = re.search(r"schedule=([\w-]+)", notes) if pp > 1 else None
+    if named and named[1] not in _SCHEDULES:
+        raise ValueError(f"schedule {named[1]} is not one of this product's")
     group = re.search(r"sharding group=(\d+)", notes)
     shard = int(group[1]) if group and zero and dp % int(group[1]) == 0 else 0
     if work.batch % dp:
@@ -222,7 +223,8 @@ def _plans(
         micro = max(1, round(each / batch))
         while each % micro:
             micro += 1
-        for policy in policies:
+        for policy, chunks in product(policies, chunk_choices):
+            schedule = _SCHEDULES[named[1]] if named else "interleaved" if chunks > 1 else "1f1b"
             plans.append(
                 Plan(
                     dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved"

@@ -35,6 +35,7 @@ class _Step(NamedTuple):
     transfer: int  # index of the transfer; -1: on the same rank
 
 
+@lru_cache(maxsize=1 << 12)
 def pipeline_s(name: str, ranks: int, micros: int, chunks: int, durations: Durations) -> Ends:
     """Evaluate a schedule. See [Note: compiled schedules]."""
     if ranks == 1 and chunks <= 1:

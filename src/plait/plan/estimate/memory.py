@@ -14,6 +14,7 @@ in the measured memory. Pinned host memory is rounded up to a power of two for e
 """
 
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all, residual_bytes
 from plait.plan.layout import Layout
@@ -197,14 +198,18 @@ def _buffers(
     replica_itemsize = 0 if exchanges or plan.algorithm_reduces_all else _replica_copy_itemsize(plan)
     defers = not persistent and plan.reshard == "use"  # replicas are reduced after backward
     peak = layout.trained_numel // plan.shard_degree * replica_itemsize
+    up_to = [0, *accumulate(unit.numel for unit in units)]
+    trained = [0]
     for k in range(len(units)):
         # An embedding's gradient arrives during the previous use: backward does not read its weight.
         use = k - 1 if units[k].block == "embedding" and k else k
-        window = units if plan.reshard == "step" else units[use : use + 1 + ahead]
-        gathered = 0 if persistent else sum(unit.numel for unit in window)
-        gradients = [unit.numel for unit in units[: k + 1] if unit.trains]
-        unreduced = sum(gradients[-in_flight - 1 :])
-        reduced = 0 if defers else sum(gradients) - unreduced
+        first, last = (0, len(units)) if plan.reshard == "step" else (use, min(use + 1 + ahead, len(units)))
+        gathered = 0 if persistent else up_to[last] - up_to[first]
+        if units[k].trains:
+            trained.append(trained[-1] + units[k].numel)
+        earlier = trained[max(0, len(trained) - 2 - in_flight)]
+        unreduced = trained[-1] - earlier
+        reduced = 0 if defers else earlier
         held = gathered * COMPUTE_BYTES[plan.precision] + unreduced * per_element
         held += (
             int(unreduced * received) * sent_itemsize
