@@ -53,12 +53,9 @@ def _rank_memory(
     units: list[UnitLayout] = []
     for stage in own:
         units += stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[stage], stage, len(ranks))
-    activations = 0.0
-    in_flight = timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
-    for stage, micros in zip(own, in_flight, strict=True):
-        activations += micros * _kept(model, plan, counts[stage], batch, sequence, software)
-        if stage == len(ranks) - 1:
-            activations += _logit_bytes(model, plan, batch, sequence)
+    activations = kept_bytes(model, plan, rank, batch, sequence, software)
+    if len(ranks) - 1 in own:
+        activations += _logit_bytes(model, plan, batch, sequence)
     activations += _working(model, plan, batch, sequence, software)
     return model_state_bytes(
         Layout(tuple(units)),
@@ -69,6 +66,20 @@ def _rank_memory(
         else _grad_itemsize(plan, on_gpu),
         activation_bytes=int(activations),
         num_communicators=num_communicators(plan, dict(enumerate(ranks))) if on_gpu else None,
+    )
+
+
+def kept_bytes(
+    model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software
+) -> float:
+    """Bytes that a pipeline rank keeps of all micro-batches between their forwards and backwards, at most."""
+    counts = block_counts(model, plan, software)
+    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    own = [counts[stage] for stage, of in enumerate(ranks) if of == rank]
+    in_flight = timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
+    return sum(
+        micros * _kept(model, plan, blocks, batch, sequence, software)
+        for blocks, micros in zip(own, in_flight, strict=True)
     )
 
 

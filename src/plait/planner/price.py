@@ -86,8 +86,7 @@ def price(
     stages = stage_seconds(model, plan, cluster, work, software, constants)
     batch = work.batch // (plan.data_ranks * plan.micro)
     stride = plan.num_ranks // plan.pp
-    sent = batch * work.sequence * model.hidden // plan.rows * rates.itemsize
-    sent //= plan.cols if plan.sp else 1
+    sent = message_bytes(model, plan, batch, work.sequence)
     transfer = send_s(links, stride, plan.num_ranks, sent) if plan.pp > 1 else 0.0
     gathers = _gathers(model, plan, links, stages, software, constants)
     durations = Durations(
@@ -129,6 +128,12 @@ def price(
         idle / step,
         model.training_flops_per_token(work.sequence) * work.tokens,
     )
+
+
+def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> int:
+    """Bytes of a micro-batch's output that a rank of a stage sends to the next one."""
+    numel = batch * sequence * model.hidden // plan.rows
+    return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
 
 
 def _busy_parts(
@@ -250,7 +255,7 @@ def _block_tensor_s(
     """Exposed seconds of one block's collectives in a forward and in a backward, which has as many.
 
     Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
-    gathered again during those of input gradients (parallel/tensor/shared_input.py, and Megatron's programs)."""
+    gathered again during those of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
     tokens = part.tokens * rates.itemsize
     columns, rows = Group(part.cols, 1, ranks), Group(part.rows, part.cols, ranks)
     hidden = tokens * model.hidden / part.rows
