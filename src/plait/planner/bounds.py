@@ -103,8 +103,7 @@ class Prices:
                 plan, zero=0, shard=0, accumulate="auto", reshard="use", prefetch=1, offload="none"
             )
             use, high = peak_memory(self._model, base, self._cluster, self._work, self._software)
-            tensors = use.total - use.allocator - use.runtime
-            self._uses[key] = use, (1 + use.allocator / max(1, tensors)) * high / max(1, use.total)
+            self._uses[key] = use, (1 + use.allocator / max(1, use.tensors)) * high / max(1, use.total)
         return self._uses[key]
 
 

@@ -60,6 +60,11 @@ class MemoryUse:
         on_device = (field.name for field in fields(self) if field.name not in _OFFLOADED)
         return sum(getattr(self, name) or 0 for name in on_device)
 
+    @property
+    def tensors(self) -> int:
+        """Bytes of tensors on the device, as torch.cuda.max_memory_allocated counts."""
+        return self.total - self.runtime - self.allocator
+
     def __str__(self) -> str:
         on_device, offloaded = (
             [f"{name} {format_bytes(getattr(self, name))}" for name in names]
