@@ -26,8 +26,8 @@ from plait.planner.workload import Software, Workload
 Row = dict[str, str]
 FILE = Path(__file__).parents[1] / "data" / "planner" / "published_anchors.csv"
 GIB = 2**30
-# Programs of 2021 and 2022: scores are stored, stages have equal numbers of blocks.
-MEGATRON = Software(fused_attention=False, splits_evenly=True)
+# Programs of 2021 and 2022: fused operators, stored scores, stages with equal numbers of blocks.
+MEGATRON = Software(eager=False, fused_attention=False, splits_evenly=True)
 
 
 def rows() -> list[Row]:
@@ -173,7 +173,7 @@ def activation_ratio(row: Row) -> float:
 def freed_outputs(row: Row) -> float:
     """Outputs that have been sent and need not be kept, of the micro-batches in flight."""
     model, plan, batch = korthikanti("MT-NLG-530B", False, "none")
-    in_flight = timeline.in_flight("1f1b", plan.pp, plan.micro, 0)[0][0]
+    ((in_flight, _),) = timeline.in_flight("1f1b", plan.pp, plan.micro, 0)[0][0]
     return difference(in_flight * message_bytes(model, plan, batch, 2048) / GIB, float(row["value"]))
 
 
@@ -215,7 +215,7 @@ def pipeline(row: Row) -> float:
     """Idle time of a rank between its first and its last action, in forwards and backwards of a stage."""
     name, chunks, bubble = BUBBLES[row["name"]]
     ranks, micros = 8, 32
-    kept = sum(timeline.in_flight(name, ranks, micros, chunks)[0]) / chunks
+    kept = max(sum(map(sum, held)) for held in timeline.in_flight(name, ranks, micros, chunks)[0]) / chunks
     worst = difference(kept, KEPT.get(row["name"], 8))
     for f, b, w in ((1.0, 1.0, 1.0), (1.2, 1.4, 0.8)):
         if row["name"] == "ZB-V" and w != 1:
@@ -235,7 +235,7 @@ def highest_rate(row: Row) -> float:
 
 
 def all_reduce(row: Row) -> float:
-    """Of a gibibyte."""
+    """The difference for a gibibyte."""
     name, ranks = row["name"].split()[0], int(row["name"].split()[-2])
     alpha, bus = map(float, re.findall(r"[\d.]+", row["value"]))
     links, sent = Links.of(cluster(f"{name}:8"), DEFAULT), 2 * (ranks - 1) / ranks * GIB

@@ -6,6 +6,9 @@ Bytes that one token keeps from a block's forward to its backward, in 2-byte ele
 sequence parallel; inside, on the columns, queries, keys, values, the input of the output projection and of
 the activation, and that of the last product. Programs with dropout keep its masks, those without fused
 attention scores, their softmax and its dropout.
+
+Eager models keep more: a norm its input in float32 as well, an activation every intermediate result. Their
+counts are those that `plait explain` finds in a dry run, which a test compares.
 """
 
 from dataclasses import replace
@@ -54,8 +57,8 @@ def _rank_memory(
     for stage in own:
         units += stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[stage], stage, len(ranks))
     activations = kept_bytes(model, plan, rank, batch, sequence, software)
-    if len(ranks) - 1 in own:
-        activations += _logit_bytes(model, plan, batch, sequence)
+    if len(ranks) - 1 in own:  # the gradient of the logits
+        activations += batch * sequence * _logit_bytes(model, plan)
     activations += _working(model, plan, batch, sequence, software)
     return model_state_bytes(
         Layout(tuple(units)),
@@ -75,11 +78,22 @@ def kept_bytes(
     """Bytes that a pipeline rank keeps of all micro-batches between their forwards and backwards, at most."""
     counts = block_counts(model, plan, software)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    own = [counts[stage] for stage, of in enumerate(ranks) if of == rank]
-    in_flight = timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
-    return sum(
-        micros * _kept(model, plan, blocks, batch, sequence, software)
-        for blocks, micros in zip(own, in_flight, strict=True)
+    own = [stage for stage, of in enumerate(ranks) if of == rank]
+    each = []
+    for stage in own:
+        saved = _kept(model, plan, counts[stage], batch, sequence, software)
+        deferred = counts[stage] * batch * sequence * _deferred_bytes(model, plan)
+        if stage == len(ranks) - 1:
+            saved += batch * sequence * _head_bytes(model, plan, software)
+        each.append((saved, deferred))
+    moments = timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
+    return max(
+        sum(
+            count * size
+            for counted, sizes in zip(held, each, strict=True)
+            for count, size in zip(counted, sizes, strict=True)
+        )
+        for held in moments
     )
 
 
@@ -89,12 +103,14 @@ def stage_units(
 ) -> tuple[UnitLayout, ...]:
     """The units of a stage with the number of elements that a rank stores."""
     units = []
-    if stage == 0:
-        units.append(_unit("embedding", model.embedding_params / (rows * cols), shards))
+    words = model.vocab * model.hidden / (rows * cols)
+    if stage == 0:  # positions and norms are on every column
+        rest = model.embedding_params - model.vocab * model.hidden
+        units.append(_unit("embedding", words + rest / rows, shards))
     units += [_unit("block", _block_numel(model, rows, cols), shards)] * blocks
-    if stage == stages - 1:
-        tied = model.vocab * model.hidden if model.tied and stages > 1 else 0
-        units.append(_unit("head", (model.head_params + tied) / (rows * cols), shards))
+    if stage == stages - 1:  # a tied embedding is on both ends of a pipeline
+        own = not model.tied or stages > 1
+        units.append(_unit("head", own * words + model.norm_params / rows, shards))
     return tuple(units)
 
 
@@ -130,14 +146,25 @@ def block_activation_bytes(
     across = cols if sp else 1  # what the residual stream is sharded over
     if recompute == "full":
         return 2 * h / across
-    fused = software.fused_attention
-    residual = (8 if fused else 10) * h / across
-    inside = (4.0 * model.attention_width + 4.0 * model.kv_heads * model.head_dim) / cols
-    width = model.active_ffn / cols
-    inside += 2.0 * model.mlp_matrices * width
-    if not fused and recompute != "selective":
-        inside += 5.0 * model.heads * sequence / cols
-    return residual + inside
+    kv = 4.0 * model.kv_heads * model.head_dim
+    gated = model.mlp_matrices == 3
+    if software.eager and recompute == "selective":  # the results of products
+        return (
+            6 * h / across
+            + (2.0 * model.attention_width + kv + 2.0 * (model.mlp_matrices - 1) * model.active_ffn) / cols
+        )
+    if software.eager:
+        heads = 4.0 * model.attention_width + 4.0 * model.heads  # and float32 sums of softmax
+        return _NORMS[gated] * h / across + (heads + kv + _ACTIVATIONS[gated] * model.active_ffn) / cols
+    residual = (8 if software.fused_attention else 10) * h / across
+    inside = 4.0 * model.attention_width + kv + 2.0 * model.mlp_matrices * model.active_ffn
+    if not software.fused_attention and recompute != "selective":
+        inside += 5.0 * model.heads * sequence
+    return residual + inside / cols
+
+
+# Bytes per element that two norms, and an activation, keep in eager models: of two and of three matrices.
+_NORMS, _ACTIVATIONS = (12, 16), (10, 8)
 
 
 def _kept(model: ModelShape, plan: Plan, blocks: int, batch: int, sequence: int, software: Software) -> float:
@@ -161,7 +188,23 @@ def _working(model: ModelShape, plan: Plan, batch: int, sequence: int, software:
     return tokens * block_activation_bytes(model, plan.cols, plan.rows, plan.sp, "none", sequence, software)
 
 
-def _logit_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> float:
-    """Logits, in the computation's precision and in float32, and the gradient."""
-    itemsize = COMPUTE_BYTES[plan.precision]
-    return batch * sequence * model.vocab / plan.cols * (2 * itemsize + max(4, itemsize))
+def _deferred_bytes(model: ModelShape, plan: Plan) -> float:
+    """Bytes that a token keeps for a block's weight gradients: inputs of products, gradients of results."""
+    inside = 4.0 * model.attention_width + 4.0 * model.kv_heads * model.head_dim
+    inside += 2.0 * model.mlp_matrices * model.active_ffn
+    residual = 8 * model.hidden / plan.rows / (plan.cols if plan.sp else 1)
+    return (residual + inside / plan.cols) * COMPUTE_BYTES[plan.precision] / 2
+
+
+def _logit_bytes(model: ModelShape, plan: Plan) -> float:
+    return model.vocab / plan.cols * COMPUTE_BYTES[plan.precision]
+
+
+def _head_bytes(model: ModelShape, plan: Plan, software: Software) -> float:
+    """Bytes that a token keeps of the head: its logits, and the final norm's if it is eager; other programs
+    keep float32 logits too."""
+    logits = _logit_bytes(model, plan)
+    if not software.eager:
+        return logits + model.vocab / plan.cols * max(4, COMPUTE_BYTES[plan.precision])
+    norm = _NORMS[model.mlp_matrices == 3] / 2 * model.hidden / plan.rows
+    return logits + norm * COMPUTE_BYTES[plan.precision] / 2

@@ -265,8 +265,8 @@ def _block_tensor_s(
         forward = 2 * all_reduce_s(links, columns, hidden)
     backward = forward
     if overlaps:
-        beside = block.shared_weight + (block.shared_input if part.sp else 0.0)
-        backward = _overlap(beside, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
+        during = block.shared_weight + (block.shared_input if part.sp else 0.0)
+        backward = _overlap(during, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
     both = 0.0
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn

@@ -144,6 +144,7 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
     zero = _int(row, "zero_stage", 0)
     fused = flash[1] is None if flash else modern
     software = Software(
+        eager=False,
         fused_attention=fused,
         overlaps_data=zero == 3 or modern,
         overlaps_tensor=modern,
