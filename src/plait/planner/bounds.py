@@ -82,29 +82,29 @@ class Prices:
         return longest
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
-        """Activations, with those model states of the rank that is fullest without sharding that it keeps."""
+        """The first rank's activations, with the model states that it keeps, then all that it holds."""
         if decided < Decided.SCHEDULE:
             return 0.0
-        use, factor = self._use(plan)
-        num_bytes = float(use.activations or 0)
-        if decided is Decided.ALL:
-            share = 1 / plan.shard_degree
-            offloads = plan.offload != "none"
-            num_bytes += use.parameters * ((0 if offloads else share) if plan.zero == 3 else 1)
-            num_bytes += use.gradients * (1 if plan.keeps_full_grads else 0 if offloads else share)
-            num_bytes += 0 if offloads else (use.master + use.optimizer) * share
-        return num_bytes * factor
-
-    def _use(self, plan: Plan) -> tuple[MemoryUse, float]:
-        """The fullest rank's memory, and the upper end of the total for a byte of its tensors."""
         key = _computation(plan)
         if key not in self._uses:
             base = replace(
                 plan, zero=0, shard=0, accumulate="auto", reshard="use", prefetch=1, offload="none"
             )
-            use, high = peak_memory(self._model, base, self._cluster, self._work, self._software)
-            self._uses[key] = use, (1 + use.allocator / max(1, use.tensors)) * high / max(1, use.total)
-        return self._uses[key]
+            self._uses[key] = self._first_rank(base)
+        use, high = self._uses[key]
+        tensors = use.activations or 0
+        if decided is Decided.ALL:
+            share = 0 if plan.offload != "none" else 1 / plan.shard_degree
+            tensors += int(use.parameters * (share if plan.zero == 3 else 1))
+            tensors += int(use.gradients * (1 if plan.keeps_full_grads else share))
+            tensors += int((use.master + use.optimizer) * share)
+        least = tensors * high / use.total * (1 + use.allocator / use.tensors)
+        if decided is Decided.ALL and least <= self._cluster.device.memory_bytes:
+            return self._first_rank(plan)[1]
+        return least
+
+    def _first_rank(self, plan: Plan) -> tuple[MemoryUse, float]:
+        return peak_memory(self._model, plan, self._cluster, self._work, self._software, only_first=True)
 
 
 # What the time of a pipeline without sharding depends on, of the keys in which the plans of a search differ.

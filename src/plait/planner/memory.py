@@ -26,12 +26,19 @@ from plait.planner.workload import Software, Workload
 
 
 def peak_memory(
-    model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software
+    model: ModelShape,
+    plan: Plan,
+    cluster: Cluster,
+    work: Workload,
+    software: Software,
+    *,
+    only_first: bool = False,
 ) -> tuple[MemoryUse, float]:
-    """Return the bytes of the fullest rank, and the upper end of their interval."""
+    """Return the bytes of the fullest rank, and the upper end of their interval. `only_first`: of the first
+    rank, which is seldom not the fullest."""
     batch = work.batch // (plan.data_ranks * plan.micro)
     on_gpu = "cpu" not in cluster.device.name.lower()
-    ranks = sorted({0, min(1, plan.pp - 1), plan.pp - 1})
+    ranks = {0} if only_first else {0, min(1, plan.pp - 1), plan.pp - 1}
 
     def fullest(program: Software) -> MemoryUse:
         uses = [_rank_memory(model, plan, rank, batch, work.sequence, program, on_gpu) for rank in ranks]
@@ -53,15 +60,13 @@ def _rank_memory(
     counts = block_counts(model, plan, software)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
     own = [stage for stage, of in enumerate(ranks) if of == rank]
-    units: list[UnitLayout] = []
-    for stage in own:
-        units += stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[stage], stage, len(ranks))
+    blocks = tuple((stage, counts[stage]) for stage in own)
     activations = kept_bytes(model, plan, rank, batch, sequence, software)
     if len(ranks) - 1 in own:  # the gradient of the logits
         activations += batch * sequence * _logit_bytes(model, plan)
     activations += _working(model, plan, batch, sequence, software)
     return model_state_bytes(
-        Layout(tuple(units)),
+        _layout(model, plan.rows, plan.cols, plan.shard_degree, blocks, len(ranks)),
         plan,
         states_per_element=2,
         grad_itemsize=COMPUTE_BYTES[plan.precision]
@@ -69,6 +74,20 @@ def _rank_memory(
         else _grad_itemsize(plan, on_gpu),
         activation_bytes=int(activations),
         num_communicators=num_communicators(plan, dict(enumerate(ranks))) if on_gpu else None,
+    )
+
+
+@lru_cache(maxsize=1 << 12)
+def _layout(
+    model: ModelShape, rows: int, cols: int, shards: int, own: tuple[tuple[int, int], ...], stages: int
+) -> Layout:
+    """Return the units of a rank's stages, given as (stage, blocks)."""
+    return Layout(
+        tuple(
+            unit
+            for stage, blocks in own
+            for unit in stage_units(model, rows, cols, shards, blocks, stage, stages)
+        )
     )
 
 

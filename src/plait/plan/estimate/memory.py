@@ -14,6 +14,7 @@ in the measured memory. Pinned host memory is rounded up to a power of two for e
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate
 
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all, residual_bytes
@@ -54,7 +55,7 @@ class MemoryUse:
     host: int = 0
     disk: int = 0
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Bytes on the device."""
         on_device = (field.name for field in fields(self) if field.name not in _OFFLOADED)
@@ -121,7 +122,7 @@ def model_state_bytes(
     parts = {
         "parameters": compute * (numel // shards if plan.zero == 3 or shares else numel),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
-        "optimizer": sum(stop - start for u in layout.units for _, start, stop in u.owned_groups(0))
+        "optimizer": layout.first_owned_numel
         * states_per_element
         * (2 if plan.optim_dtype == "bf16" else master),
         "gradients": 0,
@@ -203,6 +204,8 @@ def _buffers(
     replica_itemsize = 0 if exchanges or plan.algorithm_reduces_all else _replica_copy_itemsize(plan)
     defers = not persistent and plan.reshard == "use"  # replicas are reduced after backward
     peak = layout.trained_numel // plan.shard_degree * replica_itemsize
+    if persistent and not (per_element or received or copies):
+        return peak + sum(message_buffer_bytes(layout, plan))
     up_to = [0, *accumulate(unit.numel for unit in units)]
     trained = [0]
     for k in range(len(units)):
