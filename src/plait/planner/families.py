@@ -74,22 +74,23 @@ def _family(
         return Family(
             name, price, slowdown, None, f"{slowdown:.2f}x: {difference(price, best)}; {price.plan}"
         )
-    if not fastest.is_exhausted:
-        least = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
-        found = (fastest.least[1], _nearby(key, at, ranked, report))
-        prices = [at.pricing.price(plan) for plan in found if plan is not None]
-        if not prices:
-            return Family(name, None, least, None, f"at least {least:.2f}x")
-        price = min(prices, key=lambda each: each.step_s)
-        slowdown = price.step_s / best.step_s
-        reason = f"{least:.2f}x to {slowdown:.2f}x: {difference(price, best)}; {price.plan}"
-        return Family(name, price, slowdown, None, reason)
-    smallest = Search(report=report, most_steps=_MOST_STEPS).smallest(at)
-    if smallest is None:
+    found = () if fastest.is_exhausted else (fastest.least[1], _nearby(key, at, ranked, report))
+    plans = [plan for plan in found if plan is not None]
+    smallest = None if plans else Search(report=report, most_steps=_MOST_STEPS).smallest(at)
+    if smallest is not None and smallest[1] > at.capacity_bytes:
+        excess = smallest[1] - at.capacity_bytes
+        reason = f"does not fit by {format_bytes(int(excess))}; {smallest[0]}"
+        return Family(name, None, None, excess, reason)
+    if fastest.is_exhausted:
         return None
-    plan, num_bytes = smallest
-    excess = num_bytes - at.capacity_bytes
-    return Family(name, None, None, excess, f"does not fit by {format_bytes(int(excess))}; {plan}")
+    least = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
+    plans += [smallest[0]] if smallest is not None else []
+    if not plans:
+        return Family(name, None, least, None, f"at least {least:.2f}x")
+    price = min((at.pricing.price(plan) for plan in plans), key=lambda each: each.step_s)
+    slowdown = price.step_s / best.step_s
+    reason = f"{least:.2f}x to {slowdown:.2f}x: {difference(price, best)}; {price.plan}"
+    return Family(name, price, slowdown, None, reason)
 
 
 def _nearby(key: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]) -> Plan | None:
