@@ -13,6 +13,7 @@ counts are those that `plait explain` finds in a dry run, which a test compares.
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
@@ -57,16 +58,13 @@ _UNCERTAINTY = 0.13  # the largest by which published runs with the same columns
 def _rank_memory(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software, on_gpu: bool
 ) -> MemoryUse:
-    counts = block_counts(model, plan, software)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    own = [stage for stage, of in enumerate(ranks) if of == rank]
-    blocks = tuple((stage, counts[stage]) for stage in own)
     activations = kept_bytes(model, plan, rank, batch, sequence, software)
-    if len(ranks) - 1 in own:  # the gradient of the logits
+    if ranks[-1] == rank:  # the gradient of the logits
         activations += batch * sequence * _logit_bytes(model, plan)
     activations += _working(model, plan, batch, sequence, software)
     return model_state_bytes(
-        _layout(model, plan.rows, plan.cols, plan.shard_degree, blocks, len(ranks)),
+        rank_layout(model, plan, rank, software),
         plan,
         states_per_element=2,
         grad_itemsize=COMPUTE_BYTES[plan.precision]
@@ -77,18 +75,20 @@ def _rank_memory(
     )
 
 
+def rank_layout(model: ModelShape, plan: Plan, rank: int, software: Software) -> Layout:
+    """Return the units of a pipeline rank's stages, with the number of elements that a rank stores."""
+    counts = block_counts(model, plan, software)
+    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    own = tuple((stage, counts[stage]) for stage, of in enumerate(ranks) if of == rank)
+    return _layout(model, plan.rows, plan.cols, plan.shard_degree, own, len(ranks))
+
+
 @lru_cache(maxsize=1 << 12)
 def _layout(
     model: ModelShape, rows: int, cols: int, shards: int, own: tuple[tuple[int, int], ...], stages: int
 ) -> Layout:
-    """Return the units of a rank's stages, given as (stage, blocks)."""
-    return Layout(
-        tuple(
-            unit
-            for stage, blocks in own
-            for unit in stage_units(model, rows, cols, shards, blocks, stage, stages)
-        )
-    )
+    units = (stage_units(model, rows, cols, shards, blocks, stage, stages) for stage, blocks in own)
+    return Layout(tuple(chain.from_iterable(units)))
 
 
 def kept_bytes(

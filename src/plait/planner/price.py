@@ -24,7 +24,7 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import DEFAULT, Constants
-from plait.planner.memory import peak_memory, stage_units
+from plait.planner.memory import peak_memory, rank_layout, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
 from plait.planner.workload import OWN, Software, Workload
@@ -97,14 +97,14 @@ def price(
     )
     ends = timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    data = _reductions(model, plan, links, stages, ranks, software, constants)
+    numels = [rank_layout(model, plan, rank, software).numel for rank in range(plan.pp)]
+    data = _reductions(plan, links, stages, ranks, numels, software, constants)
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
-    counts = block_counts(model, plan, software)
-    own_blocks = sum(counts[stage] for stage, rank in enumerate(ranks) if rank == slowest)
-    owned = _owned(model, plan, ranks, slowest, software)
-    update = optimizer_s(owned, own_blocks, rates, constants) + _offload_s(plan, owned, links)
-    step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
+    counts, owned = block_counts(model, plan, software), numels[slowest] // plan.shard_degree
+    update = optimizer_s(owned, sum(counts[stage] for stage in own), rates, constants)
+    update += _offload_s(plan, owned, links)
+    step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
     idle = ends.end[slowest] - ends.busy[slowest]
     sends = min(idle, 2 * (plan.pp - 1) * transfer)
     parts = {
@@ -336,58 +336,37 @@ def _shard_group(plan: Plan) -> Group:
 
 
 def _reductions(
-    model: ModelShape,
     plan: Plan,
     links: Links,
     stages: tuple[StageSeconds, ...],
     ranks: tuple[int, ...],
+    numels: list[int],
     software: Software,
     constants: Constants,
 ) -> list[_Overlapped]:
-    """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step."""
+    """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step.
+    `numels`: of the ranks' parameters."""
     if plan.data_ranks == 1:
         return [_Overlapped(0.0, 0.0)] * plan.pp
-    counts = block_counts(model, plan, software)
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
     size, reduced = COMPUTE_BYTES[plan.precision], _reduced_itemsize(plan)
     result = []
-    seen: dict[tuple[int, float], _Overlapped] = {}
-    for rank in range(plan.pp):
-        own = [stage for stage, of in enumerate(ranks) if of == rank]
-        numel = sum(
-            unit.numel
-            for s in own
-            for unit in stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[s], s, len(counts))
-        )
-        during = sum(stages[s].backward + stages[s].weight for s in own)
-        ahead = sum(stages[s].forward for s in own)
-        if (numel, during) not in seen:
-            scatter = gather = 0.0
-            if plan.zero and plan.accumulates_full:
-                scatter = all_gather_s(links, shard, numel * reduced)
-            if 0 < plan.zero < 3:
-                gather = all_gather_s(links, shard, numel * size)
-            scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
-            if software.overlaps_data:
-                exposed, hidden = _overlap(during, scatter, constants)
-                more, also = _overlap(ahead, gather, constants)
-                seen[numel, during] = _Overlapped(exposed + more, hidden + also)
-            else:
-                seen[numel, during] = _Overlapped(scatter + gather, 0.0)
-        result.append(seen[numel, during])
+    for rank, numel in enumerate(numels):
+        own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]
+        scatter = gather = 0.0
+        if plan.zero and plan.accumulates_full:
+            scatter = all_gather_s(links, shard, numel * reduced)
+        if 0 < plan.zero < 3:
+            gather = all_gather_s(links, shard, numel * size)
+        scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
+        if software.overlaps_data:
+            exposed, hidden = _overlap(sum(s.backward + s.weight for s in own), scatter, constants)
+            more, also = _overlap(sum(s.forward for s in own), gather, constants)
+            result.append(_Overlapped(exposed + more, hidden + also))
+        else:
+            result.append(_Overlapped(scatter + gather, 0.0))
     return result
-
-
-def _owned(model: ModelShape, plan: Plan, ranks: tuple[int, ...], rank: int, software: Software) -> float:
-    """Elements that a rank's optimizer updates."""
-    counts = block_counts(model, plan, software)
-    return sum(
-        unit.range_numel
-        for s, of in enumerate(ranks)
-        if of == rank
-        for unit in stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[s], s, len(counts))
-    )
 
 
 def _offload_s(plan: Plan, owned: float, links: Links) -> float:
