@@ -11,9 +11,10 @@ from plait.plan import Plan
 from plait.plan.schedule import make_schedule
 from plait.plan.schedule.simulate import Durations, simulate
 from plait.planner import timeline
+from plait.planner.calibrate import fit, fit_without
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, all_gather_s
-from plait.planner.constants import DEFAULT
+from plait.planner.constants import DEFAULT, PRIOR, Constants
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import Software, Workload, price, stage_seconds
 from plait.planner.runs import Run, read_runs
@@ -184,3 +185,20 @@ def test_a_ring_over_two_hosts_sends_what_all_of_its_ranks_send() -> None:
     links = Links.of(cluster("dgx-h100:2"), DEFAULT)
     slow = links._replace(collective_s=0.0, hop_s=0.0, network_hop_s=0.0, link=links.network)
     assert all_gather_s(slow, Group(16, 1, 16), 16e9) == pytest.approx(15e9 / links.network)
+
+
+def test_fitted_constants_predict_runs_that_other_constants_made() -> None:
+    """Times of known constants, which a fit of another source's runs leaves out."""
+    made = replace(PRIOR, product_fraction=0.6, network_fraction=0.3, memory_fraction=0.5)
+    some = [run for run in runs() if run.step_s and len(run.plans) == 1][::24]
+    assert len({run.source for run in some}) > 2
+    learned = [replace(run, source="one", step_s=run.price(made).step_s) for run in some]
+
+    def error(constants: Constants) -> float:
+        return max(abs(run.price(constants).step_s / (run.step_s or 0) - 1) for run in learned)
+
+    fitted = fit(learned)
+    assert error(PRIOR) > 0.2
+    assert error(fitted) < 0.08
+    slow = [replace(run, source="other", step_s=10 * (run.step_s or 0)) for run in learned]
+    assert fit_without([*learned, *slow], ["other"])["other"] == fitted
