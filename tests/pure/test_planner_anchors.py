@@ -162,12 +162,13 @@ def first_stage(row: Row) -> float:
 def activation_ratio(row: Row) -> float:
     """In points of percent."""
     name, _, kind = row["name"].removesuffix(" vs TP baseline").partition(" ")
-    model = korthikanti(name, False, "none")[0]
 
-    def of_a_block(sp: bool, recompute: str) -> float:
-        return block_activation_bytes(model, 8, 1, sp, recompute, 2048, MEGATRON)
+    def of_a_block(policy: str) -> float:
+        model, plan, _ = korthikanti(name, *POLICIES[policy])
+        return block_activation_bytes(model, plan, plan.recompute, 2048, MEGATRON)
 
-    return 100 * of_a_block(*POLICIES[kind]) / of_a_block(False, "none") - float(row["value"])
+    ratio = of_a_block(kind) / of_a_block("TP8 no recompute no SP")
+    return 100 * ratio - float(row["value"])
 
 
 def freed_outputs(row: Row) -> float:

@@ -36,7 +36,7 @@ def fields(model: ModelShape, machine: Cluster, work: Workload, pins: str = "") 
 def test_the_best_plans_are_those_of_an_exhaustive_search(
     devices: int, batch: int, memory_gib: float, pins: str
 ) -> None:
-    """Of all plans of 4 devices, some of which do not fit, and of parts of the plans of 8."""
+    """Search all plans of 4 devices, of which some do not fit, and parts of the plans of 8."""
     machine, work = small_cluster(devices, memory_gib), Workload(1024, batch)
     prices = [
         price(SMALL, plan, machine, work) for plan in Space(SMALL, devices, batch, read_pins(pins)).plans()

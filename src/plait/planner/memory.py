@@ -59,10 +59,12 @@ def _rank_memory(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software, on_gpu: bool
 ) -> MemoryUse:
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
     activations = kept_bytes(model, plan, rank, batch, sequence, software)
     if ranks[-1] == rank:  # the gradient of the logits
-        activations += batch * sequence * _logit_bytes(model, plan)
-    activations += _working(model, plan, batch, sequence, software)
+        activations += tokens * 2 * model.vocab / plan.cols
+    # One recomputed block, or its largest gradients.
+    activations += tokens * block_activation_bytes(model, plan, "none", sequence, software)
     return model_state_bytes(
         rank_layout(model, plan, rank, software),
         plan,
@@ -97,22 +99,22 @@ def kept_bytes(
     """Bytes that a pipeline rank keeps of all micro-batches between their forwards and backwards, at most."""
     counts = block_counts(model, plan, software)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    own = [stage for stage, of in enumerate(ranks) if of == rank]
-    each = []
-    for stage in own:
-        saved = _kept(model, plan, counts[stage], batch, sequence, software)
-        deferred = counts[stage] * batch * sequence * _deferred_bytes(model, plan)
-        if stage == len(ranks) - 1:
-            saved += batch * sequence * _head_bytes(model, plan, software)
-        each.append((saved, deferred))
-    moments = timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
+    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
+    policy, _, every = plan.recompute.partition("=")
+    kinds = ("full", "none") if every else (policy, policy)
+    one, other = (block_activation_bytes(model, plan, kind, sequence, software) for kind in kinds)
+    # Deferred weight gradients need the inputs of products and the gradients of their results.
+    deferred = tokens * block_activation_bytes(model, plan, "none", sequence, _FUSED)
+    sizes = []  # of a micro-batch on each of the rank's stages
+    for stage, of in enumerate(ranks):
+        if of == rank:
+            full = counts[stage] // int(every or 1)
+            saved = full * one + (counts[stage] - full) * other
+            saved += _head_bytes(model, plan, software) if stage == len(ranks) - 1 else 0.0
+            sizes.append((tokens * saved, counts[stage] * deferred))
     return max(
-        sum(
-            count * size
-            for counted, sizes in zip(held, each, strict=True)
-            for count, size in zip(counted, sizes, strict=True)
-        )
-        for held in moments
+        sum(a * saved + b * later for (a, b), (saved, later) in zip(held, sizes, strict=True))
+        for held in timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
     )
 
 
@@ -157,12 +159,15 @@ def _grad_itemsize(plan: Plan, on_gpu: bool) -> int:
     return MASTER_BYTES[plan.precision] if on_gpu else COMPUTE_BYTES[plan.precision]
 
 
+_FUSED = Software(eager=False)
+
+
 def block_activation_bytes(
-    model: ModelShape, cols: int, rows: int, sp: bool, recompute: str, sequence: int, software: Software
+    model: ModelShape, plan: Plan, recompute: str, sequence: int, software: Software
 ) -> float:
     """Bytes that one token keeps for one block, with 2-byte elements. See [Note: activations of a block]."""
-    h = model.hidden / rows
-    across = cols if sp else 1  # what the residual stream is sharded over
+    h, cols = model.hidden / plan.rows, plan.cols
+    across = cols if plan.sp else 1  # what the residual stream is sharded over
     if recompute == "full":
         return 2 * h / across
     kv = 4.0 * model.kv_heads * model.head_dim
@@ -186,44 +191,9 @@ def block_activation_bytes(
 _NORMS, _ACTIVATIONS = (12, 16), (10, 8)
 
 
-def _kept(model: ModelShape, plan: Plan, blocks: int, batch: int, sequence: int, software: Software) -> float:
-    """Bytes that a stage keeps of one micro-batch."""
-    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
-    recompute = plan.recompute
-    kinds: tuple[tuple[str, int], ...] = ((recompute, blocks),)
-    if recompute.startswith("every="):
-        full = blocks // int(recompute.removeprefix("every="))
-        kinds = (("full", full), ("none", blocks - full))
-    each = {
-        kind: block_activation_bytes(model, plan.cols, plan.rows, plan.sp, kind, sequence, software)
-        for kind, _ in kinds
-    }
-    return tokens * sum(each[kind] * number for kind, number in kinds)
-
-
-def _working(model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software) -> float:
-    """Bytes of one recomputed block, or of its largest gradients."""
-    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
-    return tokens * block_activation_bytes(model, plan.cols, plan.rows, plan.sp, "none", sequence, software)
-
-
-def _deferred_bytes(model: ModelShape, plan: Plan) -> float:
-    """Bytes that a token keeps for a block's weight gradients: inputs of products, gradients of results."""
-    inside = 4.0 * model.attention_width + 4.0 * model.kv_heads * model.head_dim
-    inside += 2.0 * model.mlp_matrices * model.active_ffn
-    residual = 8 * model.hidden / plan.rows / (plan.cols if plan.sp else 1)
-    return (residual + inside / plan.cols) * COMPUTE_BYTES[plan.precision] / 2
-
-
-def _logit_bytes(model: ModelShape, plan: Plan) -> float:
-    return model.vocab / plan.cols * COMPUTE_BYTES[plan.precision]
-
-
 def _head_bytes(model: ModelShape, plan: Plan, software: Software) -> float:
-    """Bytes that a token keeps of the head: its logits, and the final norm's if it is eager; other programs
-    keep float32 logits too."""
-    logits = _logit_bytes(model, plan)
+    """Bytes that one token keeps of the head, with 2-byte elements: its logits, and the final norm's if it is
+    eager; other programs keep float32 logits too."""
     if not software.eager:
-        return logits + model.vocab / plan.cols * max(4, COMPUTE_BYTES[plan.precision])
-    norm = _NORMS[model.mlp_matrices == 3] / 2 * model.hidden / plan.rows
-    return logits + norm * COMPUTE_BYTES[plan.precision] / 2
+        return 6 * model.vocab / plan.cols
+    return 2 * model.vocab / plan.cols + _NORMS[model.mlp_matrices == 3] / 2 * model.hidden / plan.rows
