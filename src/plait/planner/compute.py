@@ -65,6 +65,8 @@ class Slice(NamedTuple):
     sequence: int
     fused_attention: bool
     compiled: bool
+    overlaps: bool  # collectives of the backward run during products
+    ranks: int  # of the job
 
     @property
     def tokens(self) -> int:

@@ -105,15 +105,9 @@ class ModelShape:
     def parse(cls, text: str) -> "ModelShape":
         """Read `layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256`. Raises ConfigError."""
         pairs = dict(word.partition("=")[::2] for word in re.split(r"[\s,]+", text.strip()))
+        known = {"true": True, "false": False}
         return cls.from_config(
-            {
-                key: value == "true"
-                if value in ("true", "false")
-                else int(value)
-                if value.isdigit()
-                else value
-                for key, value in pairs.items()
-            }
+            {key: int(text) if text.isdigit() else known.get(text, text) for key, text in pairs.items()}
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from plait.errors import PlanError
@@ -174,12 +174,10 @@ def _stage_seconds(
     recompute: str,
     rates: Rates,
     links: Links,
-    ranks: int,
-    overlaps: bool,
     constants: Constants,
 ) -> tuple[StageSeconds, ...]:
     block = block_seconds(model, part, rates, constants)
-    across, across_back = _block_tensor_s(model, part, links, rates, ranks, block, overlaps, constants)
+    across, across_back = _block_tensor_s(model, part, links, rates, block, constants)
     share, again = _recomputed(recompute, block.forward, block.selective)
     across_back += share * across
     head, embedding = (
@@ -217,16 +215,16 @@ def stage_seconds(
     """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
     shard and offload."""
     batch = work.batch // (plan.data_ranks * plan.micro)
-    fused = software.fused_attention
-    part = Slice(plan.rows, plan.cols, plan.sp, batch, work.sequence, fused, plan.compile)
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     counts = block_counts(model, plan, software)
     generator = GENERATORS.get(plan.schedule)
     overlaps = software.overlaps_tensor and not (generator is not None and generator.splits)
-    return _stage_seconds(
-        model, counts, part, plan.recompute, rates, links, plan.num_ranks, overlaps, constants
-    )
+    part = Slice(
+        plan.rows, plan.cols, plan.sp, batch, work.sequence, software.fused_attention, plan.compile, overlaps,
+        plan.num_ranks,
+    )  # fmt: skip
+    return _stage_seconds(model, counts, part, plan.recompute, rates, links, constants)
 
 
 def _recomputed(recompute: str, forward: float, selective: float) -> tuple[float, float]:
@@ -243,28 +241,21 @@ def _block_collectives(part: Slice) -> int:
 
 
 def _block_tensor_s(
-    model: ModelShape,
-    part: Slice,
-    links: Links,
-    rates: Rates,
-    ranks: int,
-    block: Seconds,
-    overlaps: bool,
-    constants: Constants,
+    model: ModelShape, part: Slice, links: Links, rates: Rates, block: Seconds, constants: Constants
 ) -> tuple[float, float]:
     """Exposed seconds of one block's collectives in a forward and in a backward, which has as many.
 
     Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
     gathered again during those of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
     tokens = part.tokens * rates.itemsize
-    columns, rows = Group(part.cols, 1, ranks), Group(part.rows, part.cols, ranks)
+    columns, rows = Group(part.cols, 1, part.ranks), Group(part.rows, part.cols, part.ranks)
     hidden = tokens * model.hidden / part.rows
     if part.sp:  # a reduce-scatter and an all-gather for every all-reduce
         forward = 4 * all_gather_s(links, columns, hidden)
     else:
         forward = 2 * all_reduce_s(links, columns, hidden)
     backward = forward
-    if overlaps:
+    if part.overlaps:
         during = block.shared_weight + (block.shared_input if part.sp else 0.0)
         backward = _overlap(during, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
     both = 0.0
@@ -281,9 +272,11 @@ class _Overlapped(NamedTuple):
     backward: float = 0.0
 
 
-def _overlap(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
+def _overlap(
+    compute: float, communication: float, constants: Constants, *, overlaps: bool = True
+) -> tuple[float, float]:
     """Exposed and hidden seconds of communication that runs during computation, which slow each other."""
-    hidden = min(compute, communication)
+    hidden = min(compute, communication) if overlaps else 0.0
     return communication - hidden + constants.overlap_tax * hidden, hidden
 
 
@@ -303,6 +296,7 @@ def _gathers(
         return [nothing] * len(stages)
     counts, group = block_counts(model, plan, software), _shard_group(plan)
     size = COMPUTE_BYTES[plan.precision]
+    overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     kinds: dict[tuple[StageSeconds, int], _Overlapped] = {}
     result = []
     for stage, (seconds, blocks) in enumerate(zip(stages, counts, strict=True)):
@@ -317,12 +311,9 @@ def _gathers(
             backward = 0.0 if plan.zero < 3 or plan.reshard == "step" else gather
             if per_micro:
                 backward += len(units) * all_gather_s(links, group, each * _reduced_itemsize(plan))
-            if software.overlaps_data:
-                exposed, hidden = _overlap(seconds.forward, forward, constants)
-                exposed_back, hidden_back = _overlap(seconds.backward + seconds.weight, backward, constants)
-            else:
-                exposed, exposed_back, hidden, hidden_back = forward, backward, 0.0, 0.0
-            kinds[key] = _Overlapped(exposed + exposed_back, hidden + hidden_back, exposed, exposed_back)
+            ahead = overlap(seconds.forward, forward)
+            back = overlap(seconds.backward + seconds.weight, backward)
+            kinds[key] = _Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0])
         result.append(kinds[key])
     return result
 
@@ -351,6 +342,7 @@ def _reductions(
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
     size, reduced = COMPUTE_BYTES[plan.precision], _reduced_itemsize(plan)
+    overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     result = []
     for rank, numel in enumerate(numels):
         own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]
@@ -360,12 +352,9 @@ def _reductions(
         if 0 < plan.zero < 3:
             gather = all_gather_s(links, shard, numel * size)
         scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
-        if software.overlaps_data:
-            exposed, hidden = _overlap(sum(s.backward + s.weight for s in own), scatter, constants)
-            more, also = _overlap(sum(s.forward for s in own), gather, constants)
-            result.append(_Overlapped(exposed + more, hidden + also))
-        else:
-            result.append(_Overlapped(scatter + gather, 0.0))
+        back = overlap(sum(s.backward + s.weight for s in own), scatter)
+        ahead = overlap(sum(s.forward for s in own), gather)
+        result.append(_Overlapped(back[0] + ahead[0], back[1] + ahead[1]))
     return result
 
 
