@@ -3,20 +3,20 @@
 import random
 import time
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
 from plait.errors import ConfigError, PlanError
 from plait.plan import Plan
-from plait.planner import Cluster, ModelShape, Software, Workload, cluster, price, search
+from plait.planner import OBJECTIVES, Cluster, ModelShape, Software, Workload, cluster, price, search
 from plait.planner.best_first import Field, Search
 from plait.planner.bounds import Prices
 from plait.planner.search import parts
 from plait.planner.space import Decided, Space, read_pins
 
-SMALL = ModelShape.parse("layers=6 hidden=1024 heads=8 kv_heads=2 ffn=2816 vocab=32000 gated=true")
+SMALL = ModelShape.parse("layers=4 hidden=1024 heads=8 kv_heads=2 ffn=2816 vocab=32000 gated=true")
 SEVEN_B = ModelShape.parse("layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256 gated=true")
-WORK = Workload(sequence=2048, batch=16)
 
 
 def small_cluster(devices: int, memory_gib: float = 80) -> Cluster:
@@ -24,23 +24,33 @@ def small_cluster(devices: int, memory_gib: float = 80) -> Cluster:
     return replace(found, device=replace(found.device, memory_bytes=memory_gib * 2**30))
 
 
+def fields(model: ModelShape, machine: Cluster, work: Workload, pins: str = "") -> list[Field]:
+    space = Space(model, machine.num_devices, work.batch, read_pins(pins))
+    return [Field(machine, space, Prices(model, machine, work, Software()))]
+
+
 @pytest.mark.parametrize(
-    ("devices", "memory_gib", "pins"),
-    [(4, 3.5, "micro=4"), (8, 5.0, "pp=2 zero=1"), (8, 3.0, "tp=2 sp=true")],
+    ("devices", "batch", "memory_gib", "pins"),
+    [(4, 4, 80, ""), (4, 4, 2.3, ""), (8, 8, 2.3, "pp=2 sp=false"), (8, 8, 2.3, "tp=2 sp=true")],
 )
-def test_the_best_plans_are_those_of_an_exhaustive_search(devices: int, memory_gib: float, pins: str) -> None:
-    machine = small_cluster(devices, memory_gib)
-    space = Space(SMALL, devices, WORK.batch, read_pins(pins))
-    prices = [price(SMALL, plan, machine, WORK) for plan in space.plans()]
+def test_the_best_plans_are_those_of_an_exhaustive_search(
+    devices: int, batch: int, memory_gib: float, pins: str
+) -> None:
+    """Search all plans of 4 devices, of which some do not fit, and parts of the plans of 8."""
+    machine, work = small_cluster(devices, memory_gib), Workload(1024, batch)
+    prices = [
+        price(SMALL, plan, machine, work) for plan in Space(SMALL, devices, batch, read_pins(pins)).plans()
+    ]
     fitting = [each for each in prices if each.memory_high_bytes <= machine.device.memory_bytes]
+    assert len(prices) > 900
     assert len(fitting) > 20
+    assert (len(fitting) < len(prices)) == (memory_gib < 80)
     expected = sorted(fitting, key=lambda each: (each.step_s, str(each.plan)))[:10]
-    found = search(SMALL, machine, WORK, top=10, pins=pins)
-    assert [str(each.plan) for each in found.best] == [str(each.plan) for each in expected]
-    least = min(prices, key=lambda each: each.memory_high_bytes)
-    smallest = Search().smallest(Field(machine, space, Prices(SMALL, machine, WORK, Software())))
+    found = islice(Search().fastest(fields(SMALL, machine, work, pins)), 10)
+    assert [str(each.plan) for _, each in found] == [str(each.plan) for each in expected]
+    smallest = Search().smallest(fields(SMALL, machine, work, pins)[0])
     assert smallest is not None
-    assert smallest[1] == least.memory_high_bytes
+    assert smallest[1] == min(each.memory_high_bytes for each in prices)
 
 
 def test_bounds_are_below_prices() -> None:
@@ -69,29 +79,79 @@ def test_degrees_multiply_to_the_devices_and_pins_hold() -> None:
 
 
 def test_a_larger_cluster_is_not_slower() -> None:
-    work = Workload(2048, 256)
-    times = [search(SEVEN_B, cluster(f"dgx-h100:{n}"), work, top=1).best[0].price.step_s for n in (1, 4)]
+    times = [
+        next(Search().fastest(fields(SMALL, small_cluster(devices), Workload(1024, 8), "sp=false")))[1].step_s
+        for devices in (1, 2, 4, 8)
+    ]
     assert times == sorted(times, reverse=True)
 
 
+HOSTS = replace(cluster("dgx-h100:4"), host_size=2, domain_size=2)  # 1, 2, 3 or 4 of them can be used
+FEW = Workload(1024, 24)
+
+
+def test_objectives_choose_among_the_parts_of_a_cluster() -> None:
+    """Money and energy grow with the devices, so they are the least where these are used best."""
+    alone = {
+        part.num_devices: next(Search().fastest(fields(SMALL, part, FEW, "pp=1 sp=false")))[1].step_s
+        for part in parts(HOSTS)
+    }
+    cheapest = min(alone, key=lambda devices: devices * alone[devices])
+    found = {
+        objective: search(
+            SMALL, HOSTS, FEW, objective=objective, top=1, pins="pp=1 sp=false", tokens=1e9
+        ).best[0]
+        for objective in OBJECTIVES
+    }
+    assert {name: each.cluster.num_devices for name, each in found.items()} == {
+        "time": HOSTS.num_devices,
+        "cost": cheapest,
+        "energy": cheapest,
+    }
+    assert cheapest < HOSTS.num_devices
+    device, hours = HOSTS.device, cheapest * alone[cheapest] * 1e9 / FEW.tokens / 3600
+    assert found["cost"].dollars == pytest.approx(hours * device.dollars_per_hour)
+    assert found["energy"].joules == pytest.approx(hours * 3600 * device.watts)
+
+
 def test_the_smallest_cluster_meets_the_deadline_and_the_next_smaller_does_not() -> None:
-    machine, work = cluster("dgx-h100:4"), Workload(2048, 128)
-    best = search(SEVEN_B, machine, work, top=1, tokens=4e10, deadline_days=4).best[0]
-    assert best.days is not None
-    assert best.days <= 4
-    smaller = [each for each in parts(machine) if each.num_devices < best.cluster.num_devices][-1]
+    def days(part: Cluster) -> float:
+        return search(SMALL, part, FEW, top=1, pins="pp=1 sp=false", tokens=1e12).best[0].days or 0.0
+
+    one, two = (days(part) for part in parts(HOSTS)[:2])
+    options = {"top": 1, "tokens": 1e12, "pins": "pp=1 sp=false"}
+    best = search(SMALL, HOSTS, FEW, deadline_days=(one + two) / 2, **options).best[0]
+    assert best.cluster.num_devices == parts(HOSTS)[1].num_devices
+    assert best.days == pytest.approx(two)
     with pytest.raises(PlanError, match="no plan meets the deadline"):
-        search(SEVEN_B, smaller, work, top=1, tokens=4e10, deadline_days=4)
+        search(SMALL, parts(HOSTS)[0], FEW, deadline_days=(one + two) / 2, **options)
 
 
 def test_families_say_why_their_plans_are_not_the_best() -> None:
-    found = search(SEVEN_B, cluster("dgx-h100:1"), Workload(2048, 64), top=3)
+    machine, work = small_cluster(4, 1.7), Workload(1024, 4)
+    found = search(SMALL, machine, work, top=3)
     families = {family.name: family for family in found.families}
-    shown = {each.plan.tp for each in found.best}
-    assert families
-    assert all(f"tp={tp}" not in families for tp in shown)
-    assert all((family.slowdown is None) != (family.excess_bytes is None) for family in found.families)
-    assert all(family.slowdown >= 0.999 for family in found.families if family.slowdown is not None)
+    assert all(f"tp={each.plan.tp}" not in families for each in found.best)
+    found_plans = [family for family in families.values() if family.best is not None]
+    assert found_plans
+    assert any(family.excess_bytes is not None for family in families.values())
+    for family in found_plans:
+        assert family.best is not None
+        assert family.best.memory_high_bytes <= machine.device.memory_bytes
+        assert family.slowdown == family.best.step_s / found.best[0].price.step_s >= 1
+        key, _, value = family.name.partition("=")
+        assert value.lower() in (str(getattr(family.best.plan, key, "")).lower(), ""), family
+
+
+def test_a_family_that_is_too_large_to_exhaust_has_a_bound_and_a_plan() -> None:
+    """The bound is not above the plan, and all plans of the family are above the bound."""
+    machine, work = cluster("dgx-h100:2"), Workload(2048, 64)
+    found = search(SEVEN_B, machine, work, top=3, pins="micro=2 sp=false")
+    bounded = [family for family in found.families if " to " in family.reason.partition(":")[0]]
+    assert bounded
+    for family in bounded:
+        low, high = (float(each.removesuffix("x")) for each in family.reason.partition(":")[0].split(" to "))
+        assert 1 <= low <= high == round(family.slowdown or 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -116,16 +176,15 @@ def test_searches_without_a_plan_say_what_would_work(
 
 def test_a_deadline_needs_tokens() -> None:
     with pytest.raises(ConfigError, match="tokens"):
-        search(SMALL, small_cluster(8), WORK, deadline_days=3)
+        search(SMALL, small_cluster(8), FEW, deadline_days=3)
 
 
 def test_a_large_search_is_no_slower_than_the_published_plan() -> None:
     model = ModelShape.parse("layers=126 hidden=16384 heads=128 kv_heads=8 ffn=53248 vocab=128256 gated=true")
     machine, work = cluster("dgx-h100:2048"), Workload(8192, 2048)  # Llama 3 405B (2407.21783, table 4)
-    space = Space(model, machine.num_devices, work.batch)
     found = Search()
     begun_s = time.process_time()
-    _, best = next(found.fastest([Field(machine, space, Prices(model, machine, work, Software()))]))
+    _, best = next(found.fastest(fields(model, machine, work, "tp=8 sp=true offload=none")))
     elapsed_s = time.process_time() - begun_s
     assert elapsed_s < found.counts.bounded / 1000  # a second per thousand
     published = price(

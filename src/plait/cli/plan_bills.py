@@ -15,16 +15,9 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBTG]?)", re.IGNORECASE)
 _FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_PREFIXES = (
-    (1e21, "Z"),
-    (1e18, "E"),
-    (1e15, "P"),
-    (1e12, "T"),
-    (1e9, "G"),
-    (1e6, "M"),
-    (1e3, "k"),
-    (1.0, ""),
-)
+_PREFIXES = [(1e3**power, prefix) for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E", "Z"))][
+    ::-1
+]
 _RANKS = 64  # of the table of ZeRO's paper
 _TREE_PORTS = (24, 48, 64)
 

@@ -41,6 +41,7 @@ in one order, see [Note: global message order] in `parallel/pipeline/executor.py
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from plait.plan.compression import compresses, reduces_over_all
 from plait.plan.grid import AXES, Grid
@@ -94,7 +95,12 @@ def num_communicators(plan: Plan, rank_of: Mapping[int, int]) -> int:
 
 def sender_classes(rank_of: Mapping[int, int]) -> dict[int, int]:
     """Return the class of every pipeline rank. See [Note: classes of senders]."""
-    neighbors: dict[int, set[int]] = {rank: set() for rank in sorted(set(rank_of.values()))}
+    return _sender_classes(tuple(rank_of[stage] for stage in range(len(rank_of))))
+
+
+@cache
+def _sender_classes(rank_of: tuple[int, ...]) -> dict[int, int]:
+    neighbors: dict[int, set[int]] = {rank: set() for rank in sorted(set(rank_of))}
     for stage in range(len(rank_of) - 1):
         rank, next_rank = rank_of[stage], rank_of[stage + 1]
         if rank != next_rank:

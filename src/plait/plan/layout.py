@@ -14,6 +14,7 @@ rows are sharded unevenly, what the rows of one column share may be at different
 import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, product
 
 from plait.plan.sharding import Boxes, ParamSharding, TPPlan
@@ -242,15 +243,20 @@ class Layout:
                     layouts.append(replace(layout, params=tuple(params)))
         return cls(tuple(layouts))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of stored elements, gaps included."""
         return sum(unit.numel for unit in self.units)
 
-    @property
+    @cached_property
     def trained_numel(self) -> int:
         """Number of elements in trainable units, gaps included."""
         return sum(unit.numel for unit in self.units if unit.trains)
+
+    @cached_property
+    def first_owned_numel(self) -> int:
+        """Number of elements that the optimizer of the first rank of a shard group updates."""
+        return sum(stop - start for unit in self.units for _, start, stop in unit.owned_groups(0))
 
     @property
     def num_parameters(self) -> int:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from plait.errors import PlanError, shown, unknown_key_hint
@@ -202,9 +203,10 @@ class Plan:
                 hint=f'Plan.parse("{self.dp}"); parallelize takes the text as it is',
             )
         object.__setattr__(self, "tp", canonical_tp(self.tp))
-        for field in fields(self):
-            check_type(field.name, field.type, getattr(self, field.name))
-        check_choices({field.name: getattr(self, field.name) for field in fields(self)})
+        values = vars(self)
+        for name, kind in _kinds():
+            check_type(name, kind, values[name])
+        check_choices(values)
         self._check_tensor()
         self._check_pipeline()
         self._check_zero()
@@ -419,14 +421,12 @@ class Plan:
     @property
     def rows(self) -> int:
         """Degree of `row`: ranks that shard the hidden dim."""
-        match = TP.fullmatch(self.tp)
-        assert match is not None, self.tp
-        return int(match[1]) if match[2] else 1
+        return _grid(self.tp)[0]
 
     @property
     def cols(self) -> int:
         """Degree of `col`: ranks that shard heads and ffn widths."""
-        return int(self.tp.rpartition("x")[2])
+        return _grid(self.tp)[1]
 
     @property
     def shard_degree(self) -> int:
@@ -517,6 +517,19 @@ class Plan:
                 hint=f"batch={nearest}",
             )
         return num_sequences // shares
+
+
+@cache
+def _kinds() -> tuple[tuple[str, Any], ...]:
+    """Names and types of a plan's keys."""
+    return tuple((field.name, field.type) for field in fields(Plan))
+
+
+@cache
+def _grid(tp: str) -> tuple[int, int]:
+    """Rows and columns of a valid `tp`."""
+    rows, _, cols = tp.rpartition("x")
+    return int(rows or 1), int(cols)
 
 
 def compile_conflict(schedule: str) -> PlanError:

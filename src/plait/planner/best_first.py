@@ -79,6 +79,7 @@ class Search:
     most_steps    plans taken from the heap, after which it gives up
     reached       value up to which there is no other plan than those found
     is_exhausted  there is no other plan at all
+    least         the least value of a complete plan, and the plan, which may not have been yielded
     """
 
     counts: Counts = field(default_factory=Counts)
@@ -86,6 +87,7 @@ class Search:
     most_steps: int | None = None
     reached: float = 0.0
     is_exhausted: bool = False
+    least: tuple[float, Plan | None] = (math.inf, None)
 
     def fastest(self, fields: Sequence[Field]) -> Iterator[tuple[Field, Price]]:
         """Yield the plans that fit into memory, the best first."""
@@ -144,6 +146,7 @@ class Search:
                 continue
             elif decided is Decided.ALL:
                 exact = value(at, plan)
+                self.least = min(self.least, (exact, plan), key=lambda each: each[0])
                 if math.isfinite(exact):
                     heapq.heappush(heap, (exact, 1, (number, str(plan)), number, plan, decided))
             else:

@@ -7,18 +7,16 @@ split off can fill that last wait, so it counts without them. The step takes at 
 over the ranks. While the schedule is open, it takes at least the mean of the ranks' computation."""
 
 from dataclasses import replace
+from operator import attrgetter
 
 from plait.plan import MemoryUse, Plan
-from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.plan.schedule.generators import GENERATORS
 from plait.planner.cluster import Cluster
-from plait.planner.memory import block_activation_bytes, peak_memory
+from plait.planner.memory import peak_memory
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import Price, Software, Workload, price, stage_seconds
-from plait.planner.space import Decided
+from plait.planner.space import SEARCHED, Decided
 from plait.planner.timeline import stages_of
-
-_EVEN = 0.8  # of the blocks of even stages, which the fullest rank of an uneven schedule has at least
 
 
 class Prices:
@@ -29,8 +27,8 @@ class Prices:
         self._prices: dict[Plan, Price] = {}
         self._memory: dict[Plan, float] = {}
         self._totals: dict[tuple[object, ...], float] = {}
-        self._pipelines: dict[Plan, float] = {}
-        self._uses: dict[Plan, tuple[MemoryUse, float]] = {}
+        self._pipelines: dict[tuple[object, ...], float] = {}
+        self._uses: dict[tuple[object, ...], tuple[MemoryUse, float]] = {}
 
     def price(self, plan: Plan) -> Price:
         if plan not in self._prices:
@@ -45,10 +43,10 @@ class Prices:
     def least_seconds(self, plan: Plan, decided: Decided) -> float:
         """See [Note: bound of a pipeline's time]."""
         if decided >= Decided.SCHEDULE:
-            base = _unsharded(plan)
-            if base not in self._pipelines:
-                self._pipelines[base] = self._pipeline_s(base)
-            return self._pipelines[base]
+            key = _computation(plan)
+            if key not in self._pipelines:
+                self._pipelines[key] = self._pipeline_s(plan)
+            return self._pipelines[key]
         options = [plan]
         if decided < Decided.COMPUTATION and plan.cols > 1:
             options.append(replace(plan, sp=True))
@@ -84,46 +82,30 @@ class Prices:
         return longest
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
-        """Activations, with those model states of the rank that is fullest without sharding that it keeps."""
-        if decided < Decided.COMPUTATION:
-            return 0.0
+        """The first rank's activations, with the model states that it keeps, then all that it holds."""
         if decided < Decided.SCHEDULE:
-            return self._least_activations(plan)
-        base = _unsharded(plan)
-        if base.schedule != "1f1b" and not base.stages and not base.schedule.startswith("file:"):
-            # No schedule keeps much less than 1f1b, whose memory one computation gives for all of them.
-            use, factor = self._use(replace(base, schedule="1f1b", chunks=0))
-            num_bytes = _EVEN * (use.activations or 0) * factor
-            if num_bytes > self._cluster.device.memory_bytes:
-                return num_bytes
-        use, factor = self._use(base)
-        num_bytes = float(use.activations or 0)
+            return 0.0
+        key = _computation(plan)
+        if key not in self._uses:
+            base = replace(
+                plan, zero=0, shard=0, accumulate="auto", reshard="use", prefetch=1, offload="none"
+            )
+            self._uses[key] = self._first_rank(base)
+        use, high = self._uses[key]
+        tensors = use.activations or 0
         if decided is Decided.ALL:
-            share = 1 / plan.shard_degree
-            offloads = plan.offload != "none"
-            num_bytes += use.parameters * ((0 if offloads else share) if plan.zero == 3 else 1)
-            num_bytes += use.gradients * (1 if plan.keeps_full_grads else 0 if offloads else share)
-            num_bytes += 0 if offloads else (use.master + use.optimizer) * share
-        return num_bytes * factor
+            share = 0 if plan.offload != "none" else 1 / plan.shard_degree
+            tensors += int(use.parameters * (share if plan.zero == 3 else 1))
+            tensors += int(use.gradients * (1 if plan.keeps_full_grads else share))
+            tensors += int((use.master + use.optimizer) * share)
+        least = tensors * high / use.total * (1 + use.allocator / use.tensors)
+        if decided is Decided.ALL and least <= self._cluster.device.memory_bytes:
+            return self._first_rank(plan)[1]
+        return least
 
-    def _use(self, plan: Plan) -> tuple[MemoryUse, float]:
-        """The fullest rank's memory, and the upper end of the total for a byte of its tensors."""
-        if plan not in self._uses:
-            use, high = peak_memory(self._model, plan, self._cluster, self._work, self._software)
-            tensors = use.total - use.allocator - use.runtime
-            self._uses[plan] = use, (1 + use.allocator / max(1, tensors)) * high / max(1, use.total)
-        return self._uses[plan]
-
-    def _least_activations(self, plan: Plan) -> float:
-        """Activations that any schedule keeps on some rank: as many micro-batches as there are ranks, of its
-        blocks, less what uneven stages can save."""
-        model, work = self._model, self._work
-        each = block_activation_bytes(
-            model, plan.cols, plan.rows, plan.sp, plan.recompute, work.sequence, self._software
-        )
-        tokens = work.tokens / (plan.dp * plan.micro) * COMPUTE_BYTES[plan.precision] / 2
-        return _EVEN * each * tokens * min(plan.micro, plan.pp) * (model.layers // plan.pp)
+    def _first_rank(self, plan: Plan) -> tuple[MemoryUse, float]:
+        return peak_memory(self._model, plan, self._cluster, self._work, self._software, only_first=True)
 
 
-def _unsharded(plan: Plan) -> Plan:
-    return replace(plan, zero=0, shard=0, accumulate="auto", reshard="use", prefetch=1, offload="none")
+# What the time of a pipeline without sharding depends on, of the keys in which the plans of a search differ.
+_computation = attrgetter(*SEARCHED)

@@ -65,6 +65,8 @@ class Slice(NamedTuple):
     sequence: int
     fused_attention: bool
     compiled: bool
+    overlaps: bool  # collectives of the backward run during products
+    ranks: int  # of the job
 
     @property
     def tokens(self) -> int:
@@ -76,6 +78,7 @@ class Seconds:
     """Seconds of a part of the model for one micro-batch, without communication.
 
     backward   of the input's gradient; `weight` of the parameters'
+    shared_weight, shared_input   the gradients' seconds of the products whose input is on all columns
     selective  what recompute=selective computes again; full recompute repeats `forward`
     host       the host's time to start the forward's operators; a backward has twice as many
     """
@@ -83,6 +86,8 @@ class Seconds:
     forward: float
     backward: float
     weight: float
+    shared_weight: float = 0.0
+    shared_input: float = 0.0
     selective: float = 0.0
     host: float = 0.0
 
@@ -141,6 +146,7 @@ def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Const
     tokens = -(-m * max(1, model.experts_per_token) // experts)
     ffn = -(-model.ffn // part.cols)
     ups = model.mlp_matrices - 1
+    # In turn, products whose input is on all columns, and products whose output is summed over them.
     products = [
         (_linear(rates, constants, m, (heads + 2 * kv_heads) * d, h), 1),
         (_linear(rates, constants, m, h, heads * d), 1),
@@ -159,7 +165,10 @@ def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Const
     host = launches * rates.launch_s * (0.5 if part.compiled else 1.0)
     device_forward = forward + attention + vector
     device_backward = backward + attention_back + 2 * vector
-    return Seconds(device_forward, device_backward, weight, selective=attention + vector, host=host)
+    shared_input, shared_weight = (sum(times[i] * count for times, count in products[::2]) for i in (1, 2))
+    return Seconds(
+        device_forward, device_backward, weight, shared_weight, shared_input, attention + vector, host
+    )
 
 
 COLLECTIVE_OPERATORS = 6  # host time of a collective, in operators: the call, its checks, two events

@@ -18,8 +18,8 @@ class Family:
     """All plans with one value that none of the best plans has.
 
     name           such as `zero=0`
-    best           the fastest of them; None: unknown, or none fits
-    slowdown       time of the fastest by the best plan's; a lower bound if `best` is None
+    best           the fastest that was found; None: unknown, or none fits
+    slowdown       its time by the best plan's; a lower bound of all if `best` is None
     excess_bytes   above the device's memory, of the plan that needs the least; None if one fits
     reason         a sentence
     """
@@ -41,7 +41,7 @@ def rejected_families(
         for name, values in _groups(key, at, degrees):
             if not shown & values:
                 space = replace(at.space, only={key: values})
-                family = _family(name, replace(at, space=space), best, report)
+                family = _family(name, key, replace(at, space=space), best, report)
                 if family is not None:
                     yield family
 
@@ -62,7 +62,9 @@ def _groups(key: str, at: Field, degrees: Sequence[Plan]) -> Iterator[tuple[str,
         yield f"{key}={str(value).lower() if isinstance(value, bool) else value}", {value}
 
 
-def _family(name: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]) -> Family | None:
+def _family(
+    name: str, key: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]
+) -> Family | None:
     """The fastest plan and why it is slower, or why none fits; None for a family without plans."""
     best = ranked[0]
     fastest = Search(report=report, most_steps=_MOST_STEPS)
@@ -72,15 +74,35 @@ def _family(name: str, at: Field, ranked: Sequence[Price], report: Callable[[Cou
         return Family(
             name, price, slowdown, None, f"{slowdown:.2f}x: {difference(price, best)}; {price.plan}"
         )
-    if not fastest.is_exhausted:
-        slowdown = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
-        return Family(name, None, slowdown, None, f"at least {slowdown:.2f}x")
-    smallest = Search(report=report, most_steps=_MOST_STEPS).smallest(at)
-    if smallest is None:
+    found = () if fastest.is_exhausted else (fastest.least[1], _nearby(key, at, ranked, report))
+    plans = [plan for plan in found if plan is not None]
+    smallest = None if plans else Search(report=report, most_steps=_MOST_STEPS).smallest(at)
+    if smallest is not None and smallest[1] > at.capacity_bytes:
+        excess = smallest[1] - at.capacity_bytes
+        reason = f"does not fit by {format_bytes(int(excess))}; {smallest[0]}"
+        return Family(name, None, None, excess, reason)
+    if fastest.is_exhausted:
         return None
-    plan, num_bytes = smallest
-    excess = num_bytes - at.capacity_bytes
-    return Family(name, None, None, excess, f"does not fit by {format_bytes(int(excess))}; {plan}")
+    least = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
+    plans += [smallest[0]] if smallest is not None else []
+    if not plans:
+        return Family(name, None, least, None, f"at least {least:.2f}x")
+    price = min((at.pricing.price(plan) for plan in plans), key=lambda each: each.step_s)
+    slowdown = price.step_s / best.step_s
+    reason = f"{least:.2f}x to {slowdown:.2f}x: {difference(price, best)}; {price.plan}"
+    return Family(name, price, slowdown, None, reason)
+
+
+def _nearby(key: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]) -> Plan | None:
+    """Return a fast plan of a family among those that have the best plans' values of other keys."""
+    for others in (_KEYS, ("pp", "tp", "schedule", "sp"), ("zero",)):
+        near = {other: {getattr(p.plan, other) for p in ranked} for other in others if other != key}
+        space = replace(at.space, only={**near, **at.space.only})
+        search = Search(report=report, most_steps=_MOST_STEPS)
+        next(search.fastest([replace(at, space=space)]), None)
+        if search.least[1] is not None:
+            return search.least[1]
+    return None
 
 
 def difference(price: Price, best: Price) -> str:

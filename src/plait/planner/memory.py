@@ -6,10 +6,14 @@ Bytes that one token keeps from a block's forward to its backward, in 2-byte ele
 sequence parallel; inside, on the columns, queries, keys, values, the input of the output projection and of
 the activation, and that of the last product. Programs with dropout keep its masks, those without fused
 attention scores, their softmax and its dropout.
+
+Eager models keep more: a norm its input in float32 as well, an activation every intermediate result. Their
+counts are those that `plait explain` finds in a dry run, which a test compares.
 """
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
@@ -23,12 +27,19 @@ from plait.planner.workload import Software, Workload
 
 
 def peak_memory(
-    model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software
+    model: ModelShape,
+    plan: Plan,
+    cluster: Cluster,
+    work: Workload,
+    software: Software,
+    *,
+    only_first: bool = False,
 ) -> tuple[MemoryUse, float]:
-    """Return the bytes of the fullest rank, and the upper end of their interval."""
+    """Return the bytes of the fullest rank, and the upper end of their interval. `only_first`: of the first
+    rank, which is seldom not the fullest."""
     batch = work.batch // (plan.data_ranks * plan.micro)
     on_gpu = "cpu" not in cluster.device.name.lower()
-    ranks = sorted({0, min(1, plan.pp - 1), plan.pp - 1})
+    ranks = {0} if only_first else {0, min(1, plan.pp - 1), plan.pp - 1}
 
     def fullest(program: Software) -> MemoryUse:
         uses = [_rank_memory(model, plan, rank, batch, work.sequence, program, on_gpu) for rank in ranks]
@@ -47,21 +58,15 @@ _UNCERTAINTY = 0.13  # the largest by which published runs with the same columns
 def _rank_memory(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software, on_gpu: bool
 ) -> MemoryUse:
-    counts = block_counts(model, plan, software)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    own = [stage for stage, of in enumerate(ranks) if of == rank]
-    units: list[UnitLayout] = []
-    for stage in own:
-        units += stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[stage], stage, len(ranks))
-    activations = 0.0
-    in_flight = timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
-    for stage, micros in zip(own, in_flight, strict=True):
-        activations += micros * _kept(model, plan, counts[stage], batch, sequence, software)
-        if stage == len(ranks) - 1:
-            activations += _logit_bytes(model, plan, batch, sequence)
-    activations += _working(model, plan, batch, sequence, software)
+    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
+    activations = kept_bytes(model, plan, rank, batch, sequence, software)
+    if ranks[-1] == rank:  # the gradient of the logits
+        activations += tokens * 2 * model.vocab / plan.cols
+    # One recomputed block, or its largest gradients.
+    activations += tokens * block_activation_bytes(model, plan, "none", sequence, software)
     return model_state_bytes(
-        Layout(tuple(units)),
+        rank_layout(model, plan, rank, software),
         plan,
         states_per_element=2,
         grad_itemsize=COMPUTE_BYTES[plan.precision]
@@ -72,18 +77,61 @@ def _rank_memory(
     )
 
 
+def rank_layout(model: ModelShape, plan: Plan, rank: int, software: Software) -> Layout:
+    """Return the units of a pipeline rank's stages, with the number of elements that a rank stores."""
+    counts = block_counts(model, plan, software)
+    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    own = tuple((stage, counts[stage]) for stage, of in enumerate(ranks) if of == rank)
+    return _layout(model, plan.rows, plan.cols, plan.shard_degree, own, len(ranks))
+
+
+@lru_cache(maxsize=1 << 12)
+def _layout(
+    model: ModelShape, rows: int, cols: int, shards: int, own: tuple[tuple[int, int], ...], stages: int
+) -> Layout:
+    units = (stage_units(model, rows, cols, shards, blocks, stage, stages) for stage, blocks in own)
+    return Layout(tuple(chain.from_iterable(units)))
+
+
+def kept_bytes(
+    model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software
+) -> float:
+    """Bytes that a pipeline rank keeps of all micro-batches between their forwards and backwards, at most."""
+    counts = block_counts(model, plan, software)
+    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
+    policy, _, every = plan.recompute.partition("=")
+    kinds = ("full", "none") if every else (policy, policy)
+    one, other = (block_activation_bytes(model, plan, kind, sequence, software) for kind in kinds)
+    # Deferred weight gradients need the inputs of products and the gradients of their results.
+    deferred = tokens * block_activation_bytes(model, plan, "none", sequence, _FUSED)
+    sizes = []  # of a micro-batch on each of the rank's stages
+    for stage, of in enumerate(ranks):
+        if of == rank:
+            full = counts[stage] // int(every or 1)
+            saved = full * one + (counts[stage] - full) * other
+            saved += _head_bytes(model, plan, software) if stage == len(ranks) - 1 else 0.0
+            sizes.append((tokens * saved, counts[stage] * deferred))
+    return max(
+        sum(a * saved + b * later for (a, b), (saved, later) in zip(held, sizes, strict=True))
+        for held in timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
+    )
+
+
 @lru_cache(maxsize=1 << 12)
 def stage_units(
     model: ModelShape, rows: int, cols: int, shards: int, blocks: int, stage: int, stages: int
 ) -> tuple[UnitLayout, ...]:
     """The units of a stage with the number of elements that a rank stores."""
     units = []
-    if stage == 0:
-        units.append(_unit("embedding", model.embedding_params / (rows * cols), shards))
+    words = model.vocab * model.hidden / (rows * cols)
+    if stage == 0:  # positions and norms are on every column
+        rest = model.embedding_params - model.vocab * model.hidden
+        units.append(_unit("embedding", words + rest / rows, shards))
     units += [_unit("block", _block_numel(model, rows, cols), shards)] * blocks
-    if stage == stages - 1:
-        tied = model.vocab * model.hidden if model.tied and stages > 1 else 0
-        units.append(_unit("head", (model.head_params + tied) / (rows * cols), shards))
+    if stage == stages - 1:  # a tied embedding is on both ends of a pipeline
+        own = not model.tied or stages > 1
+        units.append(_unit("head", own * words + model.norm_params / rows, shards))
     return tuple(units)
 
 
@@ -111,46 +159,41 @@ def _grad_itemsize(plan: Plan, on_gpu: bool) -> int:
     return MASTER_BYTES[plan.precision] if on_gpu else COMPUTE_BYTES[plan.precision]
 
 
+_FUSED = Software(eager=False)
+
+
 def block_activation_bytes(
-    model: ModelShape, cols: int, rows: int, sp: bool, recompute: str, sequence: int, software: Software
+    model: ModelShape, plan: Plan, recompute: str, sequence: int, software: Software
 ) -> float:
     """Bytes that one token keeps for one block, with 2-byte elements. See [Note: activations of a block]."""
-    h = model.hidden / rows
-    across = cols if sp else 1  # what the residual stream is sharded over
+    h, cols = model.hidden / plan.rows, plan.cols
+    across = cols if plan.sp else 1  # what the residual stream is sharded over
     if recompute == "full":
         return 2 * h / across
-    fused = software.fused_attention
-    residual = (8 if fused else 10) * h / across
-    inside = (4.0 * model.attention_width + 4.0 * model.kv_heads * model.head_dim) / cols
-    width = model.active_ffn / cols
-    inside += 2.0 * model.mlp_matrices * width
-    if not fused and recompute != "selective":
-        inside += 5.0 * model.heads * sequence / cols
-    return residual + inside
+    kv = 4.0 * model.kv_heads * model.head_dim
+    gated = model.mlp_matrices == 3
+    if software.eager and recompute == "selective":  # the results of products
+        return (
+            6 * h / across
+            + (2.0 * model.attention_width + kv + 2.0 * (model.mlp_matrices - 1) * model.active_ffn) / cols
+        )
+    if software.eager:
+        heads = 4.0 * model.attention_width + 4.0 * model.heads  # and float32 sums of softmax
+        return _NORMS[gated] * h / across + (heads + kv + _ACTIVATIONS[gated] * model.active_ffn) / cols
+    residual = (8 if software.fused_attention else 10) * h / across
+    inside = 4.0 * model.attention_width + kv + 2.0 * model.mlp_matrices * model.active_ffn
+    if not software.fused_attention and recompute != "selective":
+        inside += 5.0 * model.heads * sequence
+    return residual + inside / cols
 
 
-def _kept(model: ModelShape, plan: Plan, blocks: int, batch: int, sequence: int, software: Software) -> float:
-    """Bytes that a stage keeps of one micro-batch."""
-    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
-    recompute = plan.recompute
-    kinds: tuple[tuple[str, int], ...] = ((recompute, blocks),)
-    if recompute.startswith("every="):
-        full = blocks // int(recompute.removeprefix("every="))
-        kinds = (("full", full), ("none", blocks - full))
-    each = {
-        kind: block_activation_bytes(model, plan.cols, plan.rows, plan.sp, kind, sequence, software)
-        for kind, _ in kinds
-    }
-    return tokens * sum(each[kind] * number for kind, number in kinds)
+# Bytes per element that two norms, and an activation, keep in eager models: of two and of three matrices.
+_NORMS, _ACTIVATIONS = (12, 16), (10, 8)
 
 
-def _working(model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software) -> float:
-    """Bytes of one recomputed block, or of its largest gradients."""
-    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
-    return tokens * block_activation_bytes(model, plan.cols, plan.rows, plan.sp, "none", sequence, software)
-
-
-def _logit_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> float:
-    """Logits, in the computation's precision and in float32, and the gradient."""
-    itemsize = COMPUTE_BYTES[plan.precision]
-    return batch * sequence * model.vocab / plan.cols * (2 * itemsize + max(4, itemsize))
+def _head_bytes(model: ModelShape, plan: Plan, software: Software) -> float:
+    """Bytes that one token keeps of the head, with 2-byte elements: its logits, and the final norm's if it is
+    eager; other programs keep float32 logits too."""
+    if not software.eager:
+        return 6 * model.vocab / plan.cols
+    return 2 * model.vocab / plan.cols + _NORMS[model.mlp_matrices == 3] / 2 * model.hidden / plan.rows

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError
-from plait.fileio import parse_json, read_text
+from plait.fileio import parse_json, parse_toml, read_text
 from plait.plan.cost_model import training_flops_per_token
 
 # Names of the same figure in the config.json of different families. The first that is present counts.
@@ -27,58 +27,7 @@ _KEYS = {
     "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
     "positions": ("n_positions", "max_position_embeddings", "max_seq_len", "positions"),
 }
-# Families whose MLP has two matrices; all others have a gated one, as Llama.
-_TWO_MATRICES = frozenset(
-    [
-        "gpt2",
-        "gptj",
-        "gpt_j",
-        "gpt_neo",
-        "gpt_neox",
-        "gpt_neox_japanese",
-        "opt",
-        "bloom",
-        "falcon",
-        "refinedweb",
-        "refinedwebmodel",
-        "mpt",
-        "phi",
-        "starcoder2",
-        "gpt_bigcode",
-        "codegen",
-        "xglm",
-        "nemotron",
-        "persimmon",
-        "openai-gpt",
-        "biogpt",
-        "ctrl",
-    ]
-)
-_BIASED = _TWO_MATRICES - {"falcon", "refinedweb", "refinedwebmodel", "nemotron", "gptj", "gpt_j", "ctrl"}
-_TIED = frozenset(
-    [
-        "gpt2",
-        "gpt_neo",
-        "opt",
-        "bloom",
-        "falcon",
-        "refinedweb",
-        "refinedwebmodel",
-        "mpt",
-        "gpt_bigcode",
-        "starcoder2",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "gemma3_text",
-        "cohere",
-        "cohere2",
-        "xglm",
-        "biogpt",
-        "openai-gpt",
-    ]
-)
-_LEARNED_POSITIONS = frozenset(["gpt2", "gpt_neo", "opt", "gpt_bigcode", "openai-gpt", "biogpt"])
+_FAMILIES = Path(__file__).parent / "data" / "families.toml"
 _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
 
 
@@ -143,7 +92,7 @@ class ModelShape:
             ffn=expert_ffn,
             mlp_matrices=3 if _is_gated(values, family) else 2,
             vocab=vocab,
-            tied=bool(values.get("tie_word_embeddings", values.get("tied", family in _TIED))),
+            tied=bool(values.get("tie_word_embeddings", values.get("tied", _is_of(family, "tied")))),
             positions=_positions(values, family),
             biases=_has_biases(values, family),
             experts=experts,
@@ -156,15 +105,9 @@ class ModelShape:
     def parse(cls, text: str) -> "ModelShape":
         """Read `layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256`. Raises ConfigError."""
         pairs = dict(word.partition("=")[::2] for word in re.split(r"[\s,]+", text.strip()))
+        known = {"true": True, "false": False}
         return cls.from_config(
-            {
-                key: value == "true"
-                if value in ("true", "false")
-                else int(value)
-                if value.isdigit()
-                else value
-                for key, value in pairs.items()
-            }
+            {key: int(text) if text.isdigit() else known.get(text, text) for key, text in pairs.items()}
         )
 
     @property
@@ -256,6 +199,15 @@ def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[
     return values, name
 
 
+@cache
+def _families() -> Mapping[str, list[str]]:
+    return parse_toml(read_text(_FAMILIES))
+
+
+def _is_of(family: str, kind: str) -> bool:
+    return family in _families()[kind]
+
+
 def _find(values: Mapping[str, Any], key: str) -> Any:
     return next((values[alias] for alias in _KEYS[key] if values.get(alias) is not None), None)
 
@@ -285,7 +237,7 @@ def _is_gated(values: Mapping[str, Any], family: str) -> bool:
     activation = str(values.get("hidden_act") or values.get("activation_function") or "").lower()
     if not family:
         return activation in _GATED_ACTIVATIONS
-    return family not in _TWO_MATRICES
+    return not _is_of(family, "two_matrices")
 
 
 def _has_biases(values: Mapping[str, Any], family: str) -> bool:
@@ -293,14 +245,14 @@ def _has_biases(values: Mapping[str, Any], family: str) -> bool:
         return bool(values["biases"])
     if isinstance(values.get("no_bias"), bool):  # of MPT
         return not values["no_bias"]
-    return bool(values.get("bias", family in _BIASED))
+    return bool(values.get("bias", _is_of(family, "two_matrices") and not _is_of(family, "unbiased")))
 
 
 def _positions(values: Mapping[str, Any], family: str) -> int:
     if family == "mpt":
         learned = values.get("learned_pos_emb", True) and not values.get("alibi", False)
         return _number(values, "positions", 0) if learned else 0
-    if family in _LEARNED_POSITIONS or not family:
+    if _is_of(family, "learned_positions") or not family:
         named = _KEYS["positions"] if family else ("positions",)
         found = next((values[key] for key in named if values.get(key)), 0)
         return int(found) + (2 if family == "opt" else 0)

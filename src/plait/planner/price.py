@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.cluster import Cluster
@@ -15,6 +16,7 @@ from plait.planner.communication import Group, Links, all_gather_s, all_reduce_s
 from plait.planner.compute import (
     COLLECTIVE_OPERATORS,
     Rates,
+    Seconds,
     Slice,
     block_seconds,
     embedding_seconds,
@@ -22,7 +24,7 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import DEFAULT, Constants
-from plait.planner.memory import peak_memory, stage_units
+from plait.planner.memory import peak_memory, rank_layout, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
 from plait.planner.workload import OWN, Software, Workload
@@ -84,8 +86,7 @@ def price(
     stages = stage_seconds(model, plan, cluster, work, software, constants)
     batch = work.batch // (plan.data_ranks * plan.micro)
     stride = plan.num_ranks // plan.pp
-    sent = batch * work.sequence * model.hidden // plan.rows * rates.itemsize
-    sent //= plan.cols if plan.sp else 1
+    sent = message_bytes(model, plan, batch, work.sequence)
     transfer = send_s(links, stride, plan.num_ranks, sent) if plan.pp > 1 else 0.0
     gathers = _gathers(model, plan, links, stages, software, constants)
     durations = Durations(
@@ -96,14 +97,14 @@ def price(
     )
     ends = timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    data = _reductions(model, plan, links, stages, ranks, software, constants)
+    numels = [rank_layout(model, plan, rank, software).numel for rank in range(plan.pp)]
+    data = _reductions(plan, links, stages, ranks, numels, software, constants)
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
-    counts = block_counts(model, plan, software)
-    own_blocks = sum(counts[stage] for stage, rank in enumerate(ranks) if rank == slowest)
-    owned = _owned(model, plan, ranks, slowest, software)
-    update = optimizer_s(owned, own_blocks, rates, constants) + _offload_s(plan, owned, links)
-    step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
+    counts, owned = block_counts(model, plan, software), numels[slowest] // plan.shard_degree
+    update = optimizer_s(owned, sum(counts[stage] for stage in own), rates, constants)
+    update += _offload_s(plan, owned, links)
+    step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
     idle = ends.end[slowest] - ends.busy[slowest]
     sends = min(idle, 2 * (plan.pp - 1) * transfer)
     parts = {
@@ -127,6 +128,12 @@ def price(
         idle / step,
         model.training_flops_per_token(work.sequence) * work.tokens,
     )
+
+
+def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> int:
+    """Bytes of a micro-batch's output that a rank of a stage sends to the next one."""
+    numel = batch * sequence * model.hidden // plan.rows
+    return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
 
 
 def _busy_parts(
@@ -167,22 +174,19 @@ def _stage_seconds(
     recompute: str,
     rates: Rates,
     links: Links,
-    ranks: int,
     constants: Constants,
 ) -> tuple[StageSeconds, ...]:
     block = block_seconds(model, part, rates, constants)
-    across = _block_tensor_s(model, part, links, rates, ranks)
+    across, across_back = _block_tensor_s(model, part, links, rates, block, constants)
     share, again = _recomputed(recompute, block.forward, block.selective)
-    tensor_again = share * across
+    across_back += share * across
     head, embedding = (
         head_seconds(model, part, rates, constants),
         embedding_seconds(model, part, rates, constants),
     )
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
     forward_s = max(block.forward + across, host)
-    backward_s = (
-        max(block.backward + block.weight + across + again + tensor_again, (2 + share) * host) - block.weight
-    )
+    backward_s = max(block.backward + block.weight + across_back + again, (2 + share) * host) - block.weight
     kinds: dict[tuple[int, bool, bool], StageSeconds] = {}
     stages = []
     for stage, blocks in enumerate(counts):
@@ -194,7 +198,7 @@ def _stage_seconds(
                 blocks * backward_s + sum(end.backward for end in ends),
                 blocks * block.weight + sum(end.weight for end in ends),
                 blocks * again,
-                blocks * (2 * across + tensor_again),
+                blocks * (across + across_back),
             )
         stages.append(kinds[key])
     return tuple(stages)
@@ -211,12 +215,16 @@ def stage_seconds(
     """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
     shard and offload."""
     batch = work.batch // (plan.data_ranks * plan.micro)
-    fused = software.fused_attention
-    part = Slice(plan.rows, plan.cols, plan.sp, batch, work.sequence, fused, plan.compile)
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     counts = block_counts(model, plan, software)
-    return _stage_seconds(model, counts, part, plan.recompute, rates, links, plan.num_ranks, constants)
+    generator = GENERATORS.get(plan.schedule)
+    overlaps = software.overlaps_tensor and not (generator is not None and generator.splits)
+    part = Slice(
+        plan.rows, plan.cols, plan.sp, batch, work.sequence, software.fused_attention, plan.compile, overlaps,
+        plan.num_ranks,
+    )  # fmt: skip
+    return _stage_seconds(model, counts, part, plan.recompute, rates, links, constants)
 
 
 def _recomputed(recompute: str, forward: float, selective: float) -> tuple[float, float]:
@@ -232,19 +240,29 @@ def _block_collectives(part: Slice) -> int:
     return (0 if part.cols == 1 else 4 if part.sp else 2) + (0 if part.rows == 1 else 2)
 
 
-def _block_tensor_s(model: ModelShape, part: Slice, links: Links, rates: Rates, ranks: int) -> float:
-    """Seconds of one block's collectives in one forward; a backward has as many."""
+def _block_tensor_s(
+    model: ModelShape, part: Slice, links: Links, rates: Rates, block: Seconds, constants: Constants
+) -> tuple[float, float]:
+    """Exposed seconds of one block's collectives in a forward and in a backward, which has as many.
+
+    Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
+    gathered again during those of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
     tokens = part.tokens * rates.itemsize
-    columns, rows = Group(part.cols, 1, ranks), Group(part.rows, part.cols, ranks)
+    columns, rows = Group(part.cols, 1, part.ranks), Group(part.rows, part.cols, part.ranks)
     hidden = tokens * model.hidden / part.rows
     if part.sp:  # a reduce-scatter and an all-gather for every all-reduce
-        seconds = 4 * all_gather_s(links, columns, hidden)
+        forward = 4 * all_gather_s(links, columns, hidden)
     else:
-        seconds = 2 * all_reduce_s(links, columns, hidden)
+        forward = 2 * all_reduce_s(links, columns, hidden)
+    backward = forward
+    if part.overlaps:
+        during = block.shared_weight + (block.shared_input if part.sp else 0.0)
+        backward = _overlap(during, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
+    both = 0.0
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-        seconds += 2 * all_reduce_s(links, rows, tokens * inside / part.cols / 2)
-    return seconds
+        both = 2 * all_reduce_s(links, rows, tokens * inside / part.cols / 2)
+    return forward + both, backward + both
 
 
 class _Overlapped(NamedTuple):
@@ -254,9 +272,11 @@ class _Overlapped(NamedTuple):
     backward: float = 0.0
 
 
-def _overlap(compute: float, communication: float, constants: Constants) -> tuple[float, float]:
+def _overlap(
+    compute: float, communication: float, constants: Constants, *, overlaps: bool = True
+) -> tuple[float, float]:
     """Exposed and hidden seconds of communication that runs during computation, which slow each other."""
-    hidden = min(compute, communication)
+    hidden = min(compute, communication) if overlaps else 0.0
     return communication - hidden + constants.overlap_tax * hidden, hidden
 
 
@@ -276,6 +296,7 @@ def _gathers(
         return [nothing] * len(stages)
     counts, group = block_counts(model, plan, software), _shard_group(plan)
     size = COMPUTE_BYTES[plan.precision]
+    overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     kinds: dict[tuple[StageSeconds, int], _Overlapped] = {}
     result = []
     for stage, (seconds, blocks) in enumerate(zip(stages, counts, strict=True)):
@@ -290,12 +311,9 @@ def _gathers(
             backward = 0.0 if plan.zero < 3 or plan.reshard == "step" else gather
             if per_micro:
                 backward += len(units) * all_gather_s(links, group, each * _reduced_itemsize(plan))
-            if software.overlaps_data:
-                exposed, hidden = _overlap(seconds.forward, forward, constants)
-                exposed_back, hidden_back = _overlap(seconds.backward + seconds.weight, backward, constants)
-            else:
-                exposed, exposed_back, hidden, hidden_back = forward, backward, 0.0, 0.0
-            kinds[key] = _Overlapped(exposed + exposed_back, hidden + hidden_back, exposed, exposed_back)
+            ahead = overlap(seconds.forward, forward)
+            back = overlap(seconds.backward + seconds.weight, backward)
+            kinds[key] = _Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0])
         result.append(kinds[key])
     return result
 
@@ -309,58 +327,35 @@ def _shard_group(plan: Plan) -> Group:
 
 
 def _reductions(
-    model: ModelShape,
     plan: Plan,
     links: Links,
     stages: tuple[StageSeconds, ...],
     ranks: tuple[int, ...],
+    numels: list[int],
     software: Software,
     constants: Constants,
 ) -> list[_Overlapped]:
-    """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step."""
+    """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step.
+    `numels`: of the ranks' parameters."""
     if plan.data_ranks == 1:
         return [_Overlapped(0.0, 0.0)] * plan.pp
-    counts = block_counts(model, plan, software)
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
     size, reduced = COMPUTE_BYTES[plan.precision], _reduced_itemsize(plan)
+    overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     result = []
-    seen: dict[tuple[int, float], _Overlapped] = {}
-    for rank in range(plan.pp):
-        own = [stage for stage, of in enumerate(ranks) if of == rank]
-        numel = sum(
-            unit.numel
-            for s in own
-            for unit in stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[s], s, len(counts))
-        )
-        during = sum(stages[s].backward + stages[s].weight for s in own)
-        ahead = sum(stages[s].forward for s in own)
-        if (numel, during) not in seen:
-            scatter = gather = 0.0
-            if plan.zero and plan.accumulates_full:
-                scatter = all_gather_s(links, shard, numel * reduced)
-            if 0 < plan.zero < 3:
-                gather = all_gather_s(links, shard, numel * size)
-            scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
-            if software.overlaps_data:
-                exposed, hidden = _overlap(during, scatter, constants)
-                more, also = _overlap(ahead, gather, constants)
-                seen[numel, during] = _Overlapped(exposed + more, hidden + also)
-            else:
-                seen[numel, during] = _Overlapped(scatter + gather, 0.0)
-        result.append(seen[numel, during])
+    for rank, numel in enumerate(numels):
+        own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]
+        scatter = gather = 0.0
+        if plan.zero and plan.accumulates_full:
+            scatter = all_gather_s(links, shard, numel * reduced)
+        if 0 < plan.zero < 3:
+            gather = all_gather_s(links, shard, numel * size)
+        scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
+        back = overlap(sum(s.backward + s.weight for s in own), scatter)
+        ahead = overlap(sum(s.forward for s in own), gather)
+        result.append(_Overlapped(back[0] + ahead[0], back[1] + ahead[1]))
     return result
-
-
-def _owned(model: ModelShape, plan: Plan, ranks: tuple[int, ...], rank: int, software: Software) -> float:
-    """Elements that a rank's optimizer updates."""
-    counts = block_counts(model, plan, software)
-    return sum(
-        unit.range_numel
-        for s, of in enumerate(ranks)
-        if of == rank
-        for unit in stage_units(model, plan.rows, plan.cols, plan.shard_degree, counts[s], s, len(counts))
-    )
 
 
 def _offload_s(plan: Plan, owned: float, links: Links) -> float:

@@ -3,19 +3,23 @@
 [Note: the program of a published run]
 The columns do not name the training program. Its properties follow from rules that hold for any row, never
 from its id or source: attention is fused if the notes say FlashAttention (and not "-free"), or else if the
-run is in bf16; gradients and parameters are communicated during the computation under ZeRO 3 and in bf16.
-Programs in fp16 are older than both. Stages have equal numbers of blocks. What a row leaves open
-(micro-batch, recompute) is taken at the best price, as reports show a program at its best. Under ZeRO,
-programs in fp16 also sum gradients in fp16 (DeepSpeed).
+run is in bf16; gradients and parameters are communicated during the computation under ZeRO 3 and in bf16,
+input gradients in bf16. Programs in fp16 are older than both. Stages have equal numbers of blocks. What a row
+leaves open (micro-batch, recompute, virtual stages) is taken at the best price, as reports show a program at
+its best. Under ZeRO, programs in fp16 also sum gradients in fp16 (DeepSpeed). What its memory counts is said
+by the column `memory_counts`, or by data/reports.toml: this is compared, and changes no price.
 """
 
 import csv
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 from plait.errors import DataError, PlaitError
+from plait.fileio import parse_toml, read_text
 from plait.plan import Plan
 from plait.planner.cluster import Cluster, cluster
 from plait.planner.constants import DEFAULT, Constants
@@ -24,6 +28,7 @@ from plait.planner.model_shape import ModelShape
 from plait.planner.price import Price, price
 from plait.planner.workload import Software, Workload
 
+_REPORTS = Path(__file__).parent / "data" / "reports.toml"
 _GBIT = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s)", re.IGNORECASE)
 _SCHEDULES = {"1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe"}
 _SCHEDULES |= {"zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-v": "zbv", "zbv": "zbv"}
@@ -35,7 +40,8 @@ _REQUIRED = ("layers", "hidden", "seq_len", "gpu", "n_gpus", "global_batch")
 @dataclass(frozen=True)
 class Run:
     """A row. `plans`: more than one if the row leaves something open. `step_s`, `memory_bytes`: measured,
-    None if it does not say. `ran_out`: it ran out of memory."""
+    None if it does not say. `counts_tensors`: its memory is that of tensors, not all of the device's.
+    `ran_out`: it ran out of memory."""
 
     row: int
     source: str
@@ -47,6 +53,7 @@ class Run:
     step_s: float | None
     memory_bytes: float | None
     ran_out: bool
+    counts_tensors: bool = False
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -100,6 +107,12 @@ def family(source: str) -> str:
     return re.split(r"\s+§|\s+L\d+\b", source)[0].strip() or "unnamed"
 
 
+@cache
+def _memory_counts(source: str) -> str:
+    reports = parse_toml(read_text(_REPORTS))
+    return next((each["counts"] for name, each in reports.items() if source.startswith(name)), "device")
+
+
 def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int:
     text = row.get(key, "")
     if not text:
@@ -131,8 +144,10 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
     zero = _int(row, "zero_stage", 0)
     fused = flash[1] is None if flash else modern
     software = Software(
+        eager=False,
         fused_attention=fused,
         overlaps_data=zero == 3 or modern,
+        overlaps_tensor=modern,
         splits_evenly=True,
         narrow_gradients=precision == "fp16" and zero > 0,
     )
@@ -154,6 +169,7 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
         None if ran_out else measured,
         None if memory is None else memory * 1e9,
         ran_out,
+        (row.get("memory_counts") or _memory_counts(source)) == "tensors",
     )
 
 
@@ -197,13 +213,12 @@ def _plans(
     dp = _int(row, "dp", max(1, ranks // (tp * pp)))
     if tp * pp * dp != ranks:
         raise ValueError(f"tp x pp x dp = {tp} x {pp} x {dp} is not {ranks} devices")
-    chunks = _int(row, "virtual_stages", 1)
-    named = re.search(r"schedule=([\w-]+)", notes)
-    schedule = "interleaved" if chunks > 1 else "1f1b"
-    if named and pp > 1:
-        if named[1] not in _SCHEDULES:
-            raise ValueError(f"schedule {named[1]} is not one of this product's")
-        schedule = _SCHEDULES[named[1]]
+    layers = _int(row, "layers")
+    open_chunks = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else [1]
+    chunk_choices = [_int(row, "virtual_stages")] if row.get("virtual_stages") else open_chunks
+    named = re.search(r"schedule=([\w-]+)", notes) if pp > 1 else None
+    if named and named[1] not in _SCHEDULES:
+        raise ValueError(f"schedule {named[1]} is not one of this product's")
     group = re.search(r"sharding group=(\d+)", notes)
     shard = int(group[1]) if group and zero and dp % int(group[1]) == 0 else 0
     if work.batch % dp:
@@ -222,7 +237,8 @@ def _plans(
         micro = max(1, round(each / batch))
         while each % micro:
             micro += 1
-        for policy in policies:
+        for policy, chunks in product(policies, chunk_choices):
+            schedule = _SCHEDULES[named[1]] if named else "interleaved" if chunks > 1 else "1f1b"
             plans.append(
                 Plan(
                     dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved"

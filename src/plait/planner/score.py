@@ -24,6 +24,13 @@ class Priced:
         assert self.run.step_s is not None
         return self.price.step_s / self.run.step_s - 1
 
+    @property
+    def memory_error(self) -> float:
+        """Signed relative error of the memory, of what the report counts."""
+        assert self.run.memory_bytes is not None
+        use = self.price.memory
+        return (use.tensors if self.run.counts_tensors else use.total) / self.run.memory_bytes - 1
+
 
 def price_all(
     runs: Iterable[Run | Refused], constants_of: Callable[[str], Constants] = lambda _: DEFAULT
@@ -51,11 +58,7 @@ def score_runs(priced: Sequence[Priced], refused: Sequence[Refused]) -> dict[str
         name: {"error": statistics.fmean(map(abs, errors)), "rows": len(errors)}
         for name, errors in by_source.items()
     }
-    measured = [
-        (one.price.memory.total - one.run.memory_bytes) / one.run.memory_bytes
-        for one in priced
-        if one.run.memory_bytes
-    ]
+    measured = [one.memory_error for one in priced if one.run.memory_bytes]
     return {
         "source_averaged_error": _mean([each["error"] for each in sources.values()]),
         "p90_error": _quantile([abs(one.error) for one in timed], 0.9),

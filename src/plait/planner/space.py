@@ -48,7 +48,9 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "offload": ("none", "cpu"),
 }
-_SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
+SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
+# Keys that are decided at the end of each level.
+_DECIDES = (("pp", "tp"), ("sp", "recompute"), ("schedule",), ("zero", "offload"))
 _SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
 
 
@@ -100,9 +102,17 @@ class Space:
     pins: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     refusals: Refusals = field(default_factory=Refusals)
+    known: dict[tuple[Plan, Decided], list[Plan]] = field(default_factory=dict, repr=False)
 
-    def expand(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
-        """Yield the plans of the next level."""
+    def expand(self, plan: Plan, decided: Decided) -> list[Plan]:
+        """Return the plans of the next level. Spaces that differ in `only` share what they generate."""
+        if (plan, decided) not in self.known:
+            self.known[plan, decided] = list(self._generate(plan, decided))
+        only = [(key, self.only[key]) for key in _DECIDES[decided] if key in self.only]
+        children = self.known[plan, decided]
+        return [p for p in children if all(getattr(p, key) in values for key, values in only)]
+
+    def _generate(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
         levels = (self._degrees, self._computations, self._schedules, self._shardings)
         for keys in levels[decided](plan):
             try:
@@ -117,9 +127,8 @@ class Space:
             yield from [child] if level is Decided.ALL else self.plans(child, level)
 
     def values(self, key: str, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Return the pinned value of a key, or those of `values` that the search is not restricted from."""
-        values = (self.pins[key],) if key in self.pins else tuple(values)
-        return tuple(value for value in values if value in self.only[key]) if key in self.only else values
+        """Return the pinned value of a key, or else `values`."""
+        return (self.pins[key],) if key in self.pins else tuple(values)
 
     def _degrees(self, _: Plan) -> Iterator[dict[str, Any]]:
         precision = self.pins.get("precision", DEFAULT_PRECISION)
@@ -164,7 +173,7 @@ class Space:
     def _schedules(self, plan: Plan) -> Iterator[dict[str, Any]]:
         """Schedules and their chunks; one stage has a single schedule. Keys that are not searched get
         their pinned values here, as some are checked against the schedule."""
-        others = {key: self.pins[key] for key in self.pins if key not in (*_SEARCHED, *_SHARDING)}
+        others = {key: self.pins[key] for key in self.pins if key not in (*SEARCHED, *_SHARDING)}
         for name in self.values("schedule", VALUES["schedule"] if plan.pp > 1 else ("1f1b",)):
             generator = GENERATORS.get(name)  # None: a file
             choices = (0,) if generator is None else _chunks(generator, plan.pp, self.model.layers)
@@ -309,6 +318,6 @@ def _nearest_batch(space: Space) -> int | None:
 def _working_values(space: Space, key: str) -> list[str]:
     """Values of a pinned key with which there are plans."""
     pins = {other: value for other, value in space.pins.items() if other != key}
-    plans = replace(space, pins=pins, refusals=Refusals()).plans()
+    plans = replace(space, pins=pins, refusals=Refusals(), known={}).plans()
     found = {getattr(plan, key): None for plan in islice(plans, _MOST_TRIED)}
     return [show_value(key, value) for value in found][:_MOST_SHOWN]

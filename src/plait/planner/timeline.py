@@ -35,6 +35,7 @@ class _Step(NamedTuple):
     transfer: int  # index of the transfer; -1: on the same rank
 
 
+@lru_cache(maxsize=1 << 12)
 def pipeline_s(name: str, ranks: int, micros: int, chunks: int, durations: Durations) -> Ends:
     """Evaluate a schedule. See [Note: compiled schedules]."""
     if ranks == 1 and chunks <= 1:
@@ -119,29 +120,43 @@ def _stage_ranks(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(schedule.rank_of[stage] for stage in range(schedule.num_stages))
 
 
-def in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Per rank, the largest number of micro-batches whose activations it holds, per one of its stages (in
-    model order) at the moment when the sum over its stages is largest."""
+Held = tuple[tuple[int, int], ...]  # see `in_flight`
+
+
+def in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[Held, ...], ...]:
+    """Return, per rank, what it holds at moments of which one has its peak: for each of its stages, in model
+    order, the micro-batches between forward and backward, and those between backward and weight gradients."""
     return _in_flight(name, ranks, min(micros, 4 * ranks * max(1, chunks)) if ranks > 1 else 1, chunks)
 
 
 @lru_cache(maxsize=512)
-def _in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+def _in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[Held, ...], ...]:
     schedule = (
         load_schedule(name, ranks, 0)
         if name.startswith("file:")
         else make_schedule(name, ranks, micros, chunks)
     )
-    peaks = []
-    for rank, actions in enumerate(schedule.ranks):
-        held = dict.fromkeys(schedule.stages_of(rank), 0)
-        peak, at_peak = 0, tuple(held.values())
-        for kind, stage, micro in actions:
-            if kind is Kind.F:
-                held[stage] += 1
-                if sum(held.values()) > peak:
-                    peak, at_peak = sum(held.values()), tuple(held.values())
-            elif kind is Kind.W or (stage, micro) not in schedule.split:
-                held[stage] -= 1
-        peaks.append(at_peak)
-    return tuple(peaks)
+    return tuple(_largest(schedule, rank) for rank in range(schedule.num_ranks))
+
+
+def _largest(schedule: Schedule, rank: int) -> tuple[Held, ...]:
+    """Return what a rank holds after its forwards, of which no other moment's holds as much."""
+    saved = dict.fromkeys(schedule.stages_of(rank), 0)
+    deferred = dict(saved)
+    found: list[Held] = []
+    for kind, stage, micro in schedule.ranks[rank]:
+        if kind is Kind.F:
+            saved[stage] += 1
+            held = tuple((saved[of], deferred[of]) for of in saved)
+            if not any(_covers(other, held) for other in found):
+                found = [other for other in found if not _covers(held, other)] + [held]
+        elif kind is Kind.W:
+            deferred[stage] -= 1
+        else:
+            saved[stage] -= 1
+            deferred[stage] += (stage, micro) in schedule.split
+    return tuple(found)
+
+
+def _covers(one: Held, other: Held) -> bool:
+    return all(a[0] >= b[0] and a[1] >= b[1] for a, b in zip(one, other, strict=True))

@@ -21,15 +21,19 @@ class Software:
 
     Published runs were made by other programs, whose reports say which of these they have.
 
+    eager              every operator of a block keeps what its backward needs, as in Hugging Face's models
     fused_attention    flash attention: scores are not stored
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
+    overlaps_tensor    input gradients are reduced during the computation of weight gradients
     splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
                        head's cost is balanced
     narrow_gradients   full gradients are summed in the computation's precision
     """
 
+    eager: bool = True
     fused_attention: bool = True
     overlaps_data: bool = True
+    overlaps_tensor: bool = True
     splits_evenly: bool = False
     narrow_gradients: bool = False
 

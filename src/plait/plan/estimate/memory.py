@@ -14,6 +14,8 @@ in the measured memory. Pinned host memory is rounded up to a power of two for e
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
 
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all, residual_bytes
 from plait.plan.layout import Layout
@@ -58,11 +60,16 @@ class MemoryUse:
     host: int = 0
     disk: int = 0
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Bytes on the device."""
         on_device = (field.name for field in fields(self) if field.name not in _OFFLOADED)
         return sum(getattr(self, name) or 0 for name in on_device)
+
+    @property
+    def tensors(self) -> int:
+        """Bytes of tensors on the device, as torch.cuda.max_memory_allocated counts."""
+        return self.total - self.runtime - self.allocator
 
     def __str__(self) -> str:
         on_device, offloaded = (
@@ -123,7 +130,7 @@ def model_state_bytes(
     parts = {
         "parameters": compute * (numel // shards if plan.zero == 3 or shares else numel),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
-        "optimizer": sum(stop - start for u in layout.units for _, start, stop in u.owned_groups(0))
+        "optimizer": layout.first_owned_numel
         * states_per_element
         * (2 if plan.optim_dtype == "bf16" else master),
         "gradients": 0,
@@ -255,14 +262,20 @@ def _buffers(
     replica_itemsize = 0 if exchanges or plan.algorithm_reduces_all else _replica_copy_itemsize(plan)
     defers = not persistent and plan.reshard == "use"  # replicas are reduced after backward
     peak = layout.trained_numel // plan.shard_degree * replica_itemsize
+    if persistent and not (per_element or received or copies):
+        return peak + sum(message_buffer_bytes(layout, plan))
+    up_to = [0, *accumulate(unit.numel for unit in units)]
+    trained = [0]
     for k in range(len(units)):
         # An embedding's gradient arrives during the previous use: backward does not read its weight.
         use = k - 1 if units[k].block == "embedding" and k else k
-        window = units if plan.reshard == "step" else units[use : use + 1 + ahead]
-        gathered = 0 if persistent else sum(unit.numel for unit in window)
-        gradients = [unit.numel for unit in units[: k + 1] if unit.trains]
-        unreduced = sum(gradients[-in_flight - 1 :])
-        reduced = 0 if defers else sum(gradients) - unreduced
+        first, last = (0, len(units)) if plan.reshard == "step" else (use, min(use + 1 + ahead, len(units)))
+        gathered = 0 if persistent else up_to[last] - up_to[first]
+        if units[k].trains:
+            trained.append(trained[-1] + units[k].numel)
+        earlier = trained[max(0, len(trained) - 2 - in_flight)]
+        unreduced = trained[-1] - earlier
+        reduced = 0 if defers else earlier
         held = gathered * COMPUTE_BYTES[plan.precision] + unreduced * per_element
         held += (
             int(unreduced * received) * sent_itemsize

@@ -1,0 +1,60 @@
+"""The planner's memory is that of `plait explain`, which runs the engine's code on meta tensors."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.estimate.dry_run import Cluster
+from plait.estimate.explain import explain
+from plait.models import causal_lm_on_meta
+from plait.plan import Plan
+from plait.planner import ModelShape, Software, Workload, cluster, price
+from plait.planner.memory import kept_bytes
+
+LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 512}
+LLAMA |= {
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+GPT: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 512, "n_layer": 4, "n_head": 8}
+GPT |= {"n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}
+SEQUENCES, LENGTH = 2, 512
+STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime", "host")
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "limit"),
+    [
+        (LLAMA, "dp=8 zero=1", 0.015),
+        (LLAMA, "dp=8 zero=3 shard=4 recompute=full", 0.015),
+        (LLAMA, "dp=2 tp=4 sp=true zero=2", 0.015),
+        (LLAMA, "tp=4 sp=true recompute=selective", 0.06),
+        (LLAMA, "tp=2x2 recompute=every=2", 0.015),
+        (LLAMA, "pp=4 dp=2 micro=8", 0.015),
+        (LLAMA, "pp=2 micro=4 schedule=zb-h1", 0.015),
+        (LLAMA, "pp=2 micro=4 schedule=zbv", 0.015),
+        (LLAMA, "dp=2 zero=1 offload=cpu recompute=selective", 0.01),
+        (GPT, "dp=8 zero=1", 0.02),
+        (GPT, "pp=2 tp=2 micro=4 schedule=interleaved", 0.05),
+    ],
+)
+def test_the_planner_and_explain_count_the_same_bytes(
+    config: dict[str, Any], text: str, limit: float
+) -> None:
+    """On every rank, what is kept of micro-batches; on the fullest one, each category of model states."""
+    plan = Plan.parse(f"{text} precision=bf16")
+    ids = torch.zeros((SEQUENCES, LENGTH), dtype=torch.long, device="meta")
+    node = Cluster("nccl", 8, torch.device("cuda"))
+    explained = explain(causal_lm_on_meta(config), plan, {"input_ids": ids, "labels": ids}, cluster=node)
+    model = ModelShape.from_config(config)
+    for ranks in explained.rank_classes:
+        kept = kept_bytes(model, plan, ranks.coord["pp"], SEQUENCES, LENGTH, Software())
+        assert kept == pytest.approx(ranks.memory.activations, rel=limit)
+    work = Workload(LENGTH, SEQUENCES * plan.data_ranks * plan.micro)
+    ours = price(model, plan, cluster("dgx-h100:1"), work).memory
+    theirs = max((ranks.memory for ranks in explained.rank_classes), key=lambda use: use.total)
+    for name in STATES:
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.005), name
