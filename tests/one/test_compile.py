@@ -1,4 +1,5 @@
-"""Compiled blocks: the numbers of uncompiled ones, storages that come and go, a missing compiler."""
+"""Compiled blocks: the numbers of uncompiled ones, storages that come and go, code that cannot be compiled, a
+missing compiler, the order of collectives."""
 
 import copy
 from pathlib import Path
@@ -12,6 +13,7 @@ from plait.errors import PlanError
 from plait.models import blocks_of, copy_to_meta, watch_activations
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.compile import check_compiler, compile_blocks
+from plait.parallel.tensor.operators import CollectivesInOrder
 from support import programs
 
 HOWS = ("none", "full", "every=2", "selective")
@@ -29,9 +31,10 @@ def small_llama() -> nn.Module:
 def wrapped(how: str, *, compiled: bool = True) -> nn.Module:
     model = small_llama()
     blocks = [block for _, block in blocks_of(model)]
-    recompute_blocks(blocks, how)
     if compiled:
-        compile_blocks(blocks, CPU)
+        compile_blocks(blocks, CPU, selective=how == "selective")
+    if not (compiled and how == "selective"):
+        recompute_blocks(blocks, how)
     return model
 
 
@@ -94,10 +97,11 @@ def test_hooks_stay_outside_of_compiled_code(how: str) -> None:
     assert calls == [0, 1, 0, 1]
 
 
-def test_blocks_of_one_kind_share_compiled_code() -> None:
+@pytest.mark.parametrize("how", ["none", "selective"])
+def test_blocks_of_one_kind_share_compiled_code(how: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = wrapped("none")
+    model = wrapped(how)
     with watch_activations(model) as watch:  # as in an engine's first step, but not in its others
         model(IDS, use_cache=False).logits.sum().backward()
     model(IDS, use_cache=False).logits.sum().backward()
@@ -130,3 +134,58 @@ def test_a_missing_compiler_is_an_error_before_training(
 def test_compile_without_blocks_is_an_error() -> None:
     with pytest.raises(PlanError, match="the model has none"):
         plait.parallelize(nn.Linear(2, 2), "compile=true", loss=lambda *_: (torch.zeros(()), 1))
+
+
+# --- code that cannot be compiled
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        torch._dynamo.graph_break()
+        return y.tanh()
+
+
+def test_a_block_that_is_compiled_in_parts_is_reported_once() -> None:
+    model = nn.Sequential(Untraceable(), Untraceable())
+    compile_blocks(list(model), CPU)
+    with pytest.warns(UserWarning, match="Untraceable is compiled in parts only") as found:
+        model(model(torch.ones(3, 4))).sum().backward()
+    assert "graph_break" in str(found[0].message)
+    assert len(found) == 1
+
+
+def test_selective_recompute_of_a_block_that_cannot_be_compiled_as_a_whole_is_an_error() -> None:
+    block = Untraceable()
+    compile_blocks([block], CPU, selective=True)
+    with pytest.raises(PlanError, match="Untraceable cannot be compiled as a whole") as caught:
+        block(torch.ones(3, 4))
+    assert "graph_break" in str(caught.value.given)
+    assert "recompute=full" in str(caught.value.hint)
+
+
+# --- collectives
+
+
+def test_each_collective_of_a_graph_waits_for_the_one_before_it() -> None:
+    """Two that do not depend on each other, one with several results, and another operator between them."""
+    graph, x = torch.fx.Graph(), torch.ones(4)
+    inputs = [graph.placeholder(name) for name in "ab"]
+    for node in inputs:
+        node.meta["val"] = x
+    all_gather = torch.ops.plait.all_gather.default
+    first = graph.call_function(all_gather, (inputs[0], "group", 2, "tokens"))
+    graph.call_function(torch.ops.aten.sin.default, (inputs[1],))
+    second = graph.call_function(all_gather, (inputs[0], "another group", 2, "tokens"))
+    third = graph.call_function(all_gather, (inputs[1], "group", 2, "tokens"))
+    for node, value in ((first, x), (second, [x]), (third, x)):
+        node.meta["val"] = value
+    CollectivesInOrder()(graph)
+    graph.lint()
+    assert "after" not in first.kwargs
+    assert second.kwargs["after"] is first
+    assert third.kwargs["after"].args == (second, 0)

@@ -8,6 +8,8 @@ may differ from run to run. In a group of one rank a collective only copies loca
 collectives do nothing, and are logged in a dry run only.
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -39,6 +41,13 @@ class Group:
     channel: str = field(default="", compare=False)
     comm_log: CommLog | None = field(default=None, compare=False)  # records its calls
     clock: WaitClock = field(default_factory=WaitClock, compare=False)
+    name: str = field(init=False, default="", compare=False)  # see named_group
+
+    def __post_init__(self) -> None:
+        base = f"{'/'.join(self.axes)} {self.channel} of {self.ranks}"
+        names = (f"{base}, {number}" for number in itertools.count())
+        object.__setattr__(self, "name", next(name for name in names if name not in _named))
+        _named[self.name] = self
 
     @property
     def size(self) -> int:
@@ -60,6 +69,18 @@ class Group:
             self.comm_log.record(
                 CommKey(self.axes, self.channel, op_type), 0 if tensor is None else tensor.nbytes
             )
+
+
+_named: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+
+
+def named_group(name: str) -> Group:
+    """Return the group with this name, while it is alive: operators of torch take names, not objects.
+
+    No two live groups have one name. A later group of the same ranks may get it again, and with it the code
+    that torch.compile made for the earlier one.
+    """
+    return _named[name]
 
 
 def _start_and_run(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -143,15 +144,17 @@ def _build_stage(
     grid = TensorGroups(mesh.group("row"), mesh.group("col"))
     tensor = part.tp_plan(spec.tensor)
     part.shard_placeholders(spec.tensor, grid.row.rank, grid.col.rank)
-    head = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp)
+    is_first, selective = mesh.world.rank == 0, plan.recompute == "selective"
+    compiler = partial(compile_blocks, blocks, mesh.world.device, selective=selective, warns=is_first)
+    options = {"compile_blocks": compiler} if plan.compile else {}
+    head = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp, **options)
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)
     if plan.sync_batchnorm:
         sync_batch_norms(part.module, mesh.group("replicate", "shard", channel="statistics"))
     if spec.schedule.split:
         split_linears(blocks, splitter)
-    recompute_blocks(blocks, plan.recompute)
-    if plan.compile:
-        compile_blocks(blocks, mesh.world.device)
+    if not (plan.compile and selective):  # which recomputes inside of compiled code
+        recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
     return StageRunner(part, zero, head, columns, grid.col, groups.tp, spec.loss, is_last=is_last)
 

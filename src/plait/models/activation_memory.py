@@ -142,12 +142,14 @@ class DeviceKernelsOnMeta(TorchFunctionMode):
 
 _ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
+_FORWARDS = ("forward", "compiled_forward")  # a module's attributes; the latter of parallel/compile.py
+
 
 @contextmanager
 def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
     """Count the bytes saved for backward inside the context, without parameters and buffers."""
     counter = ActivationBytes(model)
-    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    forwards = [module.__dict__.get(key) for module in model.modules() for key in _FORWARDS]
     reporters = [forward for forward in forwards if isinstance(forward, ReportsSavedTensors)]
     for reporter in reporters:
         reporter.on_save = counter.pack

@@ -224,7 +224,10 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 
 def _save_products(_: Any, func: Callable[..., Any], *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_product(func) else CheckpointPolicy.PREFER_RECOMPUTE
+    """Also save what operators of plait return: see [Note: order of collectives in compiled graphs] in
+    parallel/tensor/operators.py."""
+    is_saved = _is_product(func) or getattr(func, "namespace", "") == "plait"
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # See [Note: own modes for saved products]

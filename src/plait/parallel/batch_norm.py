@@ -44,7 +44,7 @@ class SyncedBatchNorm:
         self._local: Any = getattr(forward, "__func__", forward)
         self._group = group
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="a synchronized BatchNorm")
     def __call__(self, module: _BatchNorm, x: Tensor) -> Tensor:
         """Normalize `x` (B, C, ...), in its dtype; statistics are in float32 at least."""
         if not module.training:

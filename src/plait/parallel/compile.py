@@ -8,56 +8,105 @@ graph. Blocks of one kind share the code that was compiled for the first of them
 block's inputs, as without compile. `selective`: the compiler is outside, because only it sees the matrix
 products inside its graph; torch's partitioner saves those that the policy names, and fuses the recomputation
 of the rest into backward.
+
+[Note: uncompiled code]
+Code that torch.compile cannot trace runs uncompiled between two graphs (a graph break), which the first rank
+reports once. With `selective` it would run the whole block uncompiled, so that is an error.
 """
 
 import copy
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from plait.errors import PlanError
-from plait.parallel.activation_checkpoint import RecomputedForward
+from plait.parallel.activation_checkpoint import recompute_blocks
+from plait.parallel.tensor.operators import CollectivesInOrder
 
 # Warnings of torch about its own code while it compiles: with warnings as errors nothing would compile.
 _TORCH_WARNINGS = (
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed", UserWarning),
     (r"`torch\.jit\.script_method` is deprecated", DeprecationWarning),
 )
+_OPTIONS: dict[str, Any] = {"post_grad_custom_pre_pass": CollectivesInOrder()}  # one object: torch compares
 
 
-def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Compile the forward of each block, after `recompute_blocks`. See [Note: compile and recompute].
+def compile_blocks(
+    blocks: Sequence[nn.Module], device: torch.device, *, selective: bool = False, warns: bool = True
+) -> None:
+    """Compile the forward of each block. See [Note: compile and recompute].
 
-    Compilation itself happens at a block's first forward and backward, and again for new shapes. Raises
-    PlanError if no compiler works for `device`.
+    `selective`: with selective recompute; any other is applied afterwards. `warns`: report code that cannot
+    be compiled. Compilation itself happens at a block's first forward and backward, and again for new shapes.
+    Raises PlanError if no compiler works for `device`.
     """
     for message, category in _TORCH_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
     check_compiler(device.type)
+    torch._inductor.custom_graph_pass.CustomGraphPass.register(CollectivesInOrder)
+    if selective:
+        recompute_blocks(blocks, "selective")
     for block in blocks:
-        forward = block.forward
-        if isinstance(forward, RecomputedForward) and not forward.selective:
-            forward.forward = CompiledForward(forward.forward)
-        else:
-            block.forward = CompiledForward(forward)
+        compiled = CompiledForward(type(block).__name__, block.forward, must_be_whole=selective, warns=warns)
+        block.compiled_forward = compiled  # type: ignore[assignment]
+        block.forward = MethodType(_run_compiled, block)
+
+
+def _run_compiled(block: Any, *args: Any, **kwargs: Any) -> Any:
+    return block.compiled_forward(*args, **kwargs)
 
 
 class CompiledForward:
     """A block's forward, compiled. A deep copy is the uncompiled forward, for copies of the model on meta."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, block: str, forward: Callable[..., Any], *, must_be_whole: bool, warns: bool) -> None:
+        """`block`: its class. `must_be_whole`, `warns`: see [Note: uncompiled code]."""
         self.eager = forward
-        self._compiled = torch.compile(forward)
+        self._block, self._must_be_whole = block, must_be_whole
+        self._compiled = torch.compile(forward, fullgraph=must_be_whole, options=_OPTIONS)
+        self._is_first_call, self._warns = True, warns
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(*args, **kwargs)
+        if not self._is_first_call:
+            return self._compiled(*args, **kwargs)
+        self._is_first_call = False
+        before = Counter(torch._dynamo.utils.counters["graph_break"])
+        try:
+            output = self._compiled(*args, **kwargs)
+        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UncapturedHigherOrderOpError) as error:
+            if not self._must_be_whole:
+                raise
+            raise PlanError(
+                f"{self._block} cannot be compiled as a whole, which recompute=selective needs",
+                given=f"compile=true recompute=selective, and {_reason(f'{error} {error.__cause__}')}",
+                hint="recompute=full or recompute=none, which compile the other parts, or compile=false",
+            ) from error
+        found = Counter(torch._dynamo.utils.counters["graph_break"]) - before
+        if self._warns and (reasons := dict.fromkeys(map(_reason, found))):
+            warnings.warn(
+                f"compile=true: {self._block} is compiled in parts only, because torch.compile cannot trace "
+                f"{'; '.join(reasons)}. TORCH_LOGS=graph_breaks shows where",
+                stacklevel=2,
+            )
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)
+
+
+def _reason(graph_break: str) -> str:
+    """A phrase for one of torch's descriptions of a graph break."""
+    if "(reason: " in graph_break:
+        return graph_break.partition("(reason: ")[2].partition(")\n")[0]
+    title, _, rest = graph_break.strip().partition("\n")
+    explanation = rest.partition("Explanation: ")[2].partition("\n")[0]
+    return explanation or title
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 """Apply a TPPlan to a model: give its modules forwards that compute with shards.
 
 [Note: forwards are methods]
-A new forward is `types.MethodType(callable, module)`: a copy of the module gets the same callable, bound to
-the copy. So callables hold groups and names, but no modules or tensors of the model; those are arguments, or
-are looked up by identity.
+A module's new forward is one function, the same for all modules, which calls what the module's attribute
+`plait_forward` holds: torch.compile takes two modules to be alike only if their forwards are one function. A
+copy of the module shares the callable. So callables hold groups and names, but no modules or tensors of the
+model; those are arguments, or are looked up by identity.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,10 +43,13 @@ def apply_tp_plan(
     blocks: Sequence[tuple[str, nn.Module]],
     *,
     sequence: bool,
+    compile_blocks: Callable[[], None] = lambda: None,
 ) -> HeadOutput:
     """Replace forwards in place, in a model whose parameters are this rank's shards already.
 
     `sequence`: between the first block's input and the last block's output a rank has its tokens only.
+    `compile_blocks` is called when everything inside of the blocks is done. What shards and gathers their
+    inputs and outputs stays outside of compiled code, because it keeps records of autograd's graph.
     Returns the head's output mode. Raises ModelError for a module that cannot be sharded as planned.
     """
     assert (groups.row.size, groups.col.size) == (plan.rows, plan.cols), "groups of another grid"
@@ -54,8 +58,10 @@ def apply_tp_plan(
     )
     for layer in plan.layers:
         application.apply_to_layer(layer)
+    application.apply_to_regions()
+    compile_blocks()
     if application.is_sequence_parallel:
-        application.apply_sequence_parallel(blocks)
+        application.apply_to_blocks(blocks)
     slice_head_arguments(model, plan, groups.col.rank)
     for name, attribute, values in plan.attributes:
         setattr(model.get_submodule(name), attribute, values[groups.col.rank])
@@ -77,6 +83,7 @@ class _Application:
     def __post_init__(self) -> None:
         self.shared_inputs = {"row": SharedInputs(self.groups.row), "col": SharedInputs(self.groups.col)}
         self.sequence_shard = SequenceShard(self.groups.col)
+        self.side_inputs = SideInputs(self.sequence_shard)
         self.regions = self._regions() if self.is_sequence_parallel else {}
 
     def apply_to_layer(self, layer: LayerSharding) -> None:
@@ -116,17 +123,20 @@ class _Application:
             if self.model.get_submodule(layer.module) is table and out is not None and out.group.size > 1:
                 self.model.register_forward_pre_hook(_shard_input_embeddings(out), with_kwargs=True)
 
-    def apply_sequence_parallel(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        sequence, side_inputs = self.sequence_shard, SideInputs(self.sequence_shard)
+    def apply_to_regions(self) -> None:
+        sequence, shared = self.sequence_shard, self.shared_inputs["col"]
         for name, region in self.regions.items():
             if region.gathers:
                 module = self.model.get_submodule(name)
-                forward, columns = own_forward(name, module), self._columns_of(region)
-                shared, scope = self.shared_inputs["col"], self._scope(name)
+                forward, where = own_forward(name, module), (self._scope(name), self._columns_of(region))
                 set_forward(
                     module,
-                    SequenceParallelRegion(region, forward, sequence, side_inputs, shared, scope, columns),
+                    SequenceParallelRegion(region, forward, sequence, self.side_inputs, shared, *where),
                 )
+
+    def apply_to_blocks(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        """Shard the tokens of the blocks' inputs and outputs."""
+        sequence, side_inputs = self.sequence_shard, self.side_inputs
         for index, (name, block) in enumerate(blocks):
             forward, is_last = own_forward(name, block), index == len(blocks) - 1
             set_forward(
@@ -210,15 +220,32 @@ def _is_in(name: str, ancestor: str) -> bool:
     return not ancestor or name == ancestor or name.startswith(ancestor + ".")
 
 
+class _Shared:
+    """A callable that copies of a module share."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Shared":
+        return self
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module.plait_forward.forward(module, *args, **kwargs)
+
+
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.forward = MethodType(forward, module)
+    """Replace the module's forward by a function of the module. See [Note: forwards are methods]."""
+    module.plait_forward = _Shared(forward)  # type: ignore[assignment]
+    module.forward = MethodType(_forward, module)
 
 
 def own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     """Return the module's forward as a function of the module. See [Note: forwards are methods]."""
     forward = module.forward
     if isinstance(forward, MethodType) and forward.__self__ is module:
-        return forward.__func__
+        replaced = module.plait_forward if forward.__func__ is _forward else None
+        return replaced.forward if isinstance(replaced, _Shared) else forward.__func__
     raise ModelError(
         f"the forward of {name} has been replaced by something other than a method",
         given=type(forward).__name__,

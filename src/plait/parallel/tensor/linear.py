@@ -11,12 +11,15 @@ The gradients of the weight shard, dw_oi = dy_To^T x_Ti, and of the bias need no
 [Note: product and reduction in one operator]
 Selective recompute saves the outputs of matrix products. If a partial product were saved and then summed in
 place, recompute would have to multiply and reduce again. So torch sees product and reduction as one operator,
-and the sum is saved. Operators take tensors and numbers only: the reduction is looked up by the number of the
-call, in a table that holds it for the duration of the call.
+and the sum is saved.
+
+[Note: compiled layers]
+torch.compile traces a block's own code up to a layer, which is one call of `_traced_linear`. It runs the
+layer's forward and backward without values, as they are; operators.py has what becomes of their collectives.
+A layer that splits its input or gathers its output runs uncompiled, between two graphs.
 """
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +29,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plait.comm import Group
+from plait.comm import Group, named_group
 from plait.parallel.linear_ops import autocast_dtype, bias_gradient, input_gradient, product, weight_gradient
 from plait.parallel.tensor.functional import all_reduce_in_place, gather, split
 from plait.parallel.tensor.groups import ShardedDim
+from plait.parallel.tensor.operators import define, is_traced
 from plait.parallel.tensor.sequence import SequenceShard
-from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
-from plait.parallel.tensor.token_shards import TokenShards
+from plait.parallel.tensor.shared_input import InputView, SharedInput, SharedInputs, weight_of
+from plait.parallel.tensor.token_shards import TokenShards, token_dim
+from plait.parallel.tensor.traced_input import lookup_traced, share_traced
 
 
 @dataclass
@@ -75,13 +80,24 @@ class ParallelLinear:
     head: HeadOutput | None = None
     sequence_shard: SequenceShard | None = None
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
         num_sequences = None if self.sequence_shard is None else self.sequence_shard.num_flattened(x)
         if num_sequences is None:
-            y = self.sharded_output(module, x)
-        else:
-            y = self.sharded_output(module, x.unflatten(0, (num_sequences, -1))).flatten(0, 1)
+            return self._output(module, x)
+        return self._output(module, x.unflatten(0, (num_sequences, -1))).flatten(0, 1)
+
+    def _output(self, module: nn.Module, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() or self.split_input or self.gather_output:
+            return self._uncompiled_output(module, x)
+        tokens = None if self.sequence_shard is None else self.sequence_shard.shards_of_full(x)
+        sizes = None if tokens is None else tokens.sizes
+        options = (self.reduce_group.name, self.shared_inputs.group.name, self.input_is_gathered)
+        bias = getattr(module, "bias", None)
+        return _traced_linear(x, weight_of(module), bias, *options, self.transposed, sizes)
+
+    @torch.compiler.disable(reason="a layer that splits its input or gathers its output")
+    def _uncompiled_output(self, module: nn.Module, x: Tensor) -> Tensor:
+        y = self.sharded_output(module, x)
         if self.gather_output is None or (self.head is not None and self.head.keep_sharded):
             return y
         return gather(y, self.gather_output)
@@ -90,19 +106,39 @@ class ParallelLinear:
         """Return this rank's features of the output, (..., o)."""
         if self.split_input is not None:
             x = split(x, self.split_input)
-        weight, bias = weight_of(module), getattr(module, "bias", None)
-        dtype = autocast_dtype(x.device.type)
-        if dtype is not None:
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        x, weight, bias = _autocast(x, weight_of(module), getattr(module, "bias", None))
         lookup = self.shared_inputs.lookup if self.input_is_gathered else self.shared_inputs.share
         view = lookup(x, module, self.scope)
         tokens = None if self.sequence_shard is None else self.sequence_shard.shards_of_full(x)
         call = _LinearCall(self.reduce_group, self.transposed, view.shared_input, weight, tokens)
-        x = x if view.tensor is None else view.tensor
-        if call.defers_weight_grad:
-            return _LinearFunction.apply(x, None, bias, view.shard, call)
-        return _LinearFunction.apply(x, weight, bias, None, call)
+        return call.run(x, bias, view)
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    dtype = autocast_dtype(x.device.type)
+    if dtype is None:
+        return x, weight, bias
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+@torch.compiler.allow_in_graph
+def _traced_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    reduce_group: str,
+    input_group: str,
+    input_is_gathered: bool,
+    transposed: bool,
+    sizes: tuple[int, ...] | None,
+) -> Tensor:
+    """The layer's output in a graph that is traced. `sizes`: tokens of each rank, if sharded. See [Note:
+    compiled layers]."""
+    x, weight, bias = _autocast(x, weight, bias)
+    group = named_group(reduce_group)
+    view = (lookup_traced if input_is_gathered else share_traced)(x, weight, named_group(input_group))
+    tokens = None if sizes is None else TokenShards(group, sizes)
+    return _LinearCall(group, transposed, view.shared_input, weight, tokens).run(x, bias, view)
 
 
 @dataclass(frozen=True)
@@ -120,11 +156,11 @@ class _LinearCall:
         """True if the shared input's node computes the weight's gradient."""
         return self.shared_input is not None and self.shared_input.defers(self.weight)
 
-    def reduce(self, partial_To: Tensor) -> Tensor:
-        """Sum over the ranks, in place; or return this rank's tokens of the sum."""
-        if self.tokens is None:
-            return all_reduce_in_place(partial_To, self.reduce_group, "parts of a product")
-        return self.tokens.reduce_scatter(partial_To)
+    def run(self, x: Tensor, bias: Tensor | None, view: InputView) -> Tensor:
+        x = x if view.tensor is None else view.tensor
+        if self.defers_weight_grad:
+            return _LinearFunction.apply(x, None, bias, view.shard, self)
+        return _LinearFunction.apply(x, self.weight, bias, None, self)
 
 
 class _LinearFunction(Function):
@@ -148,12 +184,8 @@ class _LinearFunction(Function):
         bias_once_o = bias_o if call.reduce_group.rank == 0 else None
         if call.reduce_group.size == 1:
             return product(x_Ti, weight_oi, bias_once_o, call.transposed)
-        call_id = next(_call_ids)
-        _calls[call_id] = call
-        try:
-            return torch.ops.plait.summed_product(x_Ti, weight_oi, bias_once_o, call.transposed, call_id)
-        finally:
-            del _calls[call_id]
+        group, sizes = call.reduce_group.name, None if call.tokens is None else call.tokens.sizes
+        return torch.ops.plait.summed_product(x_Ti, weight_oi, bias_once_o, call.transposed, group, sizes)
 
     @staticmethod
     @once_differentiable
@@ -163,12 +195,16 @@ class _LinearFunction(Function):
         # False in a backward that does not run the shared input's node: it would compute no gradient.
         defers = saved is not None and call.defers_weight_grad
         defers = defers and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        if defers:
+        overlaps_in_graph = defers and is_traced(dy)
+        if defers and not overlaps_in_graph:
             call.shared_input.start_regather(saved)
         db_o = bias_gradient(dy) if needs[2] else None  # over this rank's tokens
         if call.tokens is not None:
             dy = call.tokens.all_gather(dy)
-        dx_Ti = input_gradient(dy, weight_oi, call.transposed) if needs[0] else None
+        if overlaps_in_graph:
+            dx_Ti = call.shared_input.regather_during_product(saved, dy, weight_oi, call.transposed)
+        else:
+            dx_Ti = input_gradient(dy, weight_oi, call.transposed) if needs[0] else None
         if defers:
             call.shared_input.defer_weight_grad(call.weight, dy, saved, call.transposed)
         dw_oi = weight_gradient(dy, saved, call.transposed) if needs[1] else None
@@ -176,16 +212,39 @@ class _LinearFunction(Function):
 
 
 def _summed_product(
-    x_Ti: Tensor, weight_oi: Tensor, bias_o: Tensor | None, transposed: bool, call_id: int
+    x_Ti: Tensor,
+    weight_oi: Tensor,
+    bias_o: Tensor | None,
+    transposed: bool,
+    group: str,
+    sizes: Sequence[int] | None,
 ) -> Tensor:
-    """See [Note: product and reduction in one operator]."""
-    return _calls[call_id].reduce(product(x_Ti, weight_oi, bias_o, transposed))
+    """Multiply and sum over the ranks; with the tokens of each rank, return this rank's tokens of the sum.
+    See [Note: product and reduction in one operator]."""
+    partial_To = product(x_Ti, weight_oi, bias_o, transposed)
+    if sizes is None:
+        return all_reduce_in_place(partial_To, named_group(group), "parts of a product")
+    return TokenShards(named_group(group), tuple(sizes)).reduce_scatter(partial_To)
 
 
-_call_ids = itertools.count()
-_calls: dict[int, _LinearCall] = {}  # by id, during the call
-_operators = torch.library.Library("plait", "FRAGMENT")
-_operators.define(
-    "summed_product(Tensor x, Tensor weight, Tensor? bias, bool transposed, int number) -> Tensor"
+def _summed_product_shape(
+    x_Ti: Tensor,
+    weight_oi: Tensor,
+    _: Tensor | None,
+    transposed: bool,
+    group: str,
+    sizes: Sequence[int] | None,
+) -> Tensor:
+    leading = list(x_Ti.shape[:-1])
+    if sizes is not None:
+        leading[token_dim(x_Ti)] = sizes[named_group(group).rank]
+    return x_Ti.new_empty(*leading, weight_oi.shape[1 if transposed else 0])
+
+
+define(
+    "summed_product",
+    "Tensor x, Tensor weight, Tensor? bias, bool transposed, str group, SymInt[]? sizes",
+    "Tensor",
+    _summed_product,
+    _summed_product_shape,
 )
-_operators.impl("summed_product", _summed_product, "CompositeExplicitAutograd")

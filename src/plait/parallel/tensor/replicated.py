@@ -62,7 +62,7 @@ class ReplicatedLayer:
     tail: int
     col: Group
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="a replicated layer between sharded ones")
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inp, out = self.inp, self.out
         if inp is not None:
@@ -85,7 +85,7 @@ class ParallelExperts:
     forward: Callable[..., Any]
     col: Group
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="experts")
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args_copy = tuple(self._copy_to_group(value) for value in args)
         kwargs_copy = {key: self._copy_to_group(value) for key, value in kwargs.items()}

@@ -212,7 +212,9 @@ class _StreamForward:
     scope: StreamScope
     is_outermost: bool
 
-    @torch.compiler.disable(recursive=False)  # the module's own forward may be compiled
+    @torch.compiler.disable(
+        recursive=False, reason="dropout on a tensor-parallel grid"
+    )  # the module's own forward may be compiled
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.is_outermost and not (module.training and _has_values(args, kwargs)):
             return self.forward(module, *args, **kwargs)

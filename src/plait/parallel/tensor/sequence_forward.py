@@ -32,6 +32,7 @@ from plait.parallel.tensor.functional import gather, split
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
 from plait.parallel.tensor.side_inputs import Arguments, SideInputs, map_side_inputs
+from plait.parallel.tensor.traced_input import traced_full_input
 
 
 def check_outer_modules(model: nn.Module, blocks: Sequence[str], sequence_shard: SequenceShard) -> None:
@@ -132,11 +133,25 @@ class SequenceParallelRegion:
     columns: tuple[str, ...]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._enter(module, args, kwargs)
+        if torch.compiler.is_compiling() and self.region.is_pure and not self.side_inputs.is_used:
+            args, kwargs = self._traced_enter(module, args, kwargs)
+        else:
+            args, kwargs = self._enter(module, args, kwargs)
         output = self.forward(module, *args, **kwargs)
         return self._exit(output) if self.region.is_closed else output
 
-    @torch.compiler.disable
+    def _traced_enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        def full_input(x_BtH: Tensor) -> Tensor:
+            self.sequence_shard.region_input_dims = x_BtH.dim()
+            weights = [weight_of(module.get_submodule(name)) for name in self.columns]
+            sizes = self.sequence_shard.shards_of_own(x_BtH).sizes
+            return traced_full_input(x_BtH, weights, self.sequence_shard.group.name, sizes)
+
+        return map_hidden_input(full_input, self.region.name, args, kwargs)
+
+    @torch.compiler.disable(
+        reason="a region with other layers than sharded ones, or other inputs than tokens"
+    )
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         name = self.region.name
         args, kwargs = map_hidden_input(lambda x: self._full_input(module, x), name, args, kwargs)
@@ -168,7 +183,7 @@ class SequenceParallelRegion:
         sequence.gathered[is_pure].put(x_BtH, x_BTH)
         return x_BTH
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="a region that does not scatter its tokens")
     def _exit(self, output: Any) -> Any:
         shards_of_full = self.sequence_shard.shards_of_full
         return map_hidden_output(lambda x: split(x, shards_of_full(x)), self.region.name, output)

@@ -46,6 +46,7 @@ every rank.
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,11 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, Work, start_all_reduce
 from plait.models.weak_map import WeakTensorMap
-from plait.parallel.linear_ops import weight_gradient
+from plait.parallel.linear_ops import input_gradient, weight_gradient
+from plait.parallel.tensor.operators import is_traced
 from plait.parallel.tensor.token_shards import TokenGather, TokenShards
+
+_REGATHERED = "a region's tokens"
 
 
 class SharedInput:
@@ -89,7 +93,13 @@ class SharedInput:
     def start_regather(self, x_t: Tensor) -> None:
         """Start the all-gather of the saved input, if only this rank's tokens were saved."""
         if self.regather is not None:
-            self.regather.start(x_t, "a region's tokens")
+            self.regather.start(x_t, _REGATHERED)
+
+    def regather_during_product(self, x_t: Tensor, dy: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+        """`start_regather` in a graph that is traced; returns the input gradient of a layer."""
+        if self.regather is None:
+            return input_gradient(dy, weight, transposed)
+        return self.regather.run_during_product(x_t, _REGATHERED, dy, weight, transposed)
 
     def defer_weight_grad(self, weight: Tensor, dy: Tensor, saved: Tensor, transposed: bool) -> None:
         """In backward, leave one summand of the gradient of `weight` to be computed by the node."""
@@ -126,6 +136,31 @@ class SharedInput:
         dz = dz.contiguous()  # reduced in place: only products use z, so nothing else refers to dz
         return dz, start_all_reduce(dz, self.reduction, label="gradient of features")
 
+    def traced_backward(self, dz: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the node's inputs, in a graph that is traced. See traced_input.py."""
+        summands = [
+            (index, dy, self.regather.wait() if x is None and self.regather is not None else x, transposed)
+            for index, deferred in enumerate(self._deferred)
+            for dy, x, transposed in deferred
+            if needs[2 + index]
+        ]
+        self._deferred = [[] for _ in self._deferred]
+        indices, dys, xs, transposed = zip(*summands, strict=True) if summands else ((),) * 4
+        if self.reduction is None or not needs[0]:
+            dx, parts = dz, [weight_gradient(*each) for each in zip(dys, xs, transposed, strict=True)]
+        else:
+            tokens = self.reduction if isinstance(self.reduction, TokenShards) else None
+            group = self.reduction if isinstance(self.reduction, Group) else self.reduction.group
+            dx, *parts = torch.ops.plait.reduced_during_products(
+                dz, group.name, None if tokens is None else tokens.sizes, dys, xs, transposed
+            )
+        dws: list[Tensor | None] = [None] * len(self._deferred)
+        for index, part in zip(indices, parts, strict=True):
+            grad = dws[index]
+            dws[index] = part if grad is None else grad + part
+        self.end_backward()
+        return dx if needs[0] else None, None, *dws
+
     def end_backward(self) -> None:
         """Free the re-gathered input, unless it is another node's."""
         if self.regather is not None and self.reduction is not None:
@@ -145,6 +180,8 @@ class _SharedInputFunction(Function):
         needs = ctx.needs_input_grad
         if dz is None:
             return (None,) * len(needs)
+        if is_traced(dz):
+            return ctx.shared.traced_backward(dz, needs)
         dx, work = ctx.shared.start_reduce(dz) if needs[0] else (None, Work())
         dws = [
             ctx.shared.compute_weight_grad(index) if need else None for index, need in enumerate(needs[2:])
@@ -177,7 +214,7 @@ class SharedInputs:
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group  # over which input gradients are reduced
+        self.group = group  # over which input gradients are reduced
         self._views: WeakTensorMap[InputView] = WeakTensorMap()
         self._sharing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = (
             weakref.WeakKeyDictionary()
@@ -185,11 +222,11 @@ class SharedInputs:
 
     def share(self, x: Tensor, module: nn.Module, scope: str) -> InputView:
         """Return the view of `x` that `module` uses, whose gradient is reduced over the group in backward."""
-        if self._group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+        if self.group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
             return InputView()
         if self._views.get(x) is None:
             weights = self.predict_weights(module, [weight_of(module)])
-            shared = SharedInput(module, scope, weights, self._group)
+            shared = SharedInput(module, scope, weights, self.group)
             self._views.put(x, InputView(shared.apply(x), shared))
         return self.lookup(x, module, scope)
 

@@ -32,10 +32,12 @@ class SideInputs:
 
     def __init__(self, sequence_shard: SequenceShard) -> None:
         self._sequence_shard = sequence_shard
+        self.is_used = False  # in this forward
         self._copies: WeakTensorMap[Tensor] = WeakTensorMap()  # by original
         self._originals: WeakTensorMap[weakref.ref[Tensor]] = WeakTensorMap()  # by copy
 
     def clear(self) -> None:
+        self.is_used = False
         self._copies.clear()
         self._originals.clear()
 
@@ -49,6 +51,7 @@ class SideInputs:
         if not _has_gradient(x) or self.original(x) is not None:
             return x
         if is_first or x.grad_fn is None or x.grad_fn._sequence_nr() < self._sequence_shard.begin_seq_nr:
+            self.is_used = True
             copy = self._copies.get(x)
             if copy is None:
                 copy = copy_to_group(x, self._sequence_shard.group)

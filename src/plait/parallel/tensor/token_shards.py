@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm import Group, Work, all_gather, start_all_gather, start_reduce_scatter
+from plait.comm import Group, Work, start_all_gather, start_reduce_scatter
+from plait.parallel.linear_ops import input_gradient
+from plait.parallel.tensor.operators import all_gather_into
 
 
 def token_dim(x: Tensor) -> int:
@@ -33,8 +35,7 @@ class TokenShards:
         """All-gather to (B, T, H), without a graph. Copies once more than the transport does where B > 1 or
         shards are uneven."""
         output, own = self.gather_buffers(x_BtH)
-        all_gather(output.view(-1), own.view(-1), self.group, label="tokens")
-        return self.unpadded(output, x_BtH.dim())
+        return self.unpadded(all_gather_into(output, own, self.group, "tokens"), x_BtH.dim())
 
     def start_reduce_scatter(self, x_BTH: Tensor, label: str) -> tuple[Tensor, Work]:
         """Start summing (B, T, H) over ranks; return this rank's tokens, valid once the Work is done."""
@@ -57,7 +58,7 @@ class TokenShards:
 
     def _are_rank_major(self, x: Tensor) -> bool:
         """Return whether the full tensor is the shards one after another in memory, of equal sizes."""
-        return len(set(self.sizes)) == 1 and (token_dim(x) == 0 or x.shape[0] == 1)
+        return min(self.sizes) == max(self.sizes) and (token_dim(x) == 0 or x.shape[0] == 1)
 
     def gather_buffers(self, x_BtH: Tensor) -> tuple[Tensor, Tensor]:
         """Return an all-gather's output and input. The output is the full tensor itself or, where the shards
@@ -92,6 +93,21 @@ class TokenGather:
             output, own = self._shards.gather_buffers(x_BtH)
             work = start_all_gather(output.view(-1), own.view(-1), self._shards.group, label=label)
             self._started = output, x_BtH.dim(), work
+
+    def run_during_product(
+        self, x_BtH: Tensor, label: str, dy: Tensor, weight: Tensor, transposed: bool
+    ) -> Tensor:
+        """Return a layer's input gradient, and all-gather meanwhile, unless another user has. For graphs that
+        are traced; see operators.py."""
+        if self._started is not None or self._full is not None:
+            return input_gradient(dy, weight, transposed)
+        output, own = self._shards.gather_buffers(x_BtH)
+        group = self._shards.group
+        full, dx = torch.ops.plait.all_gather_during_product(
+            own.reshape(-1), group.name, group.size, label, dy, weight, transposed
+        )
+        self._started = full.view(output.shape), x_BtH.dim(), Work()
+        return dx
 
     def wait(self) -> Tensor:
         """Return (B, T, H); the first call waits."""
