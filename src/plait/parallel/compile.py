@@ -84,7 +84,7 @@ class CompiledForward:
                 raise
             raise PlanError(
                 f"{self._block} cannot be compiled as a whole, which recompute=selective needs",
-                given=f"compile=true recompute=selective, and {_reason(f'{error} {error.__cause__}')}",
+                given=f"compile=true recompute=selective, and {_reason(_innermost(error))}",
                 hint="recompute=full or recompute=none, which compile the other parts, or compile=false",
             ) from error
         found = Counter(torch._dynamo.utils.counters["graph_break"]) - before
@@ -98,6 +98,13 @@ class CompiledForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return copy.deepcopy(self.eager, memo)
+
+
+def _innermost(error: BaseException) -> str:
+    """The first of torch's descriptions, of the code itself; others are of operators around it."""
+    while isinstance(error.__cause__, torch._dynamo.exc.TorchDynamoException):
+        error = error.__cause__
+    return str(error)
 
 
 def _reason(graph_break: str) -> str:
