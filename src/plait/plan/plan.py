@@ -24,15 +24,18 @@ CHOICES = {
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
+    "exchange": ("fp32", "bf16", "int8"),
 }
 # The smallest value of integer keys; 1 for all others.
-_MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0}
+_MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0, "local_steps": 0}
 MAX_NUMBER = 999_999  # of any integer in a plan: six digits
 _NUMBER = "[1-9][0-9]{0,5}"
 RECOMPUTE = re.compile(f"none|full|selective|every={_NUMBER}")
 TP = re.compile(f"({_NUMBER})(?:x({_NUMBER}))?")
 REDUCE = re.compile(f"fp32|bf16|fp16|int8|powersgd(?::({_NUMBER})(?::({_NUMBER}))?)?")
 DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
+_DECIMAL = "[0-9]+(?:\\.[0-9]+)?"
+OUTER = re.compile(f"average|nesterov:({_DECIMAL}):({_DECIMAL})")
 STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
@@ -57,6 +60,7 @@ def check_choices(values: Mapping[str, object]) -> None:
             REDUCE,
             "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s, with a rank r from 1",
         ),
+        ("outer", OUTER, "average, or nesterov:LR:MOMENTUM such as nesterov:0.7:0.9"),
     ):
         value = values[key]
         if not (isinstance(value, str) and pattern.fullmatch(value)):
@@ -166,6 +170,11 @@ class Plan:
     compile     torch.compile each block
     sync_batchnorm  BatchNorm computes with the statistics of all data ranks' micro-batches
     tf32        on GPUs, compute float32 matrix products in TF32: with 10 bits of mantissa instead of 23
+    local_steps  optimizer steps that each island takes alone, before all exchange the change of their weights.
+                The islands are the dp / shard replicas. 0: gradients of all data ranks are summed in every step
+    outer       what an exchange does with the mean change: `average` adds it (local SGD), `nesterov:LR:MOMENTUM`
+                is a step of SGD with Nesterov momentum along it (DiLoCo, Douillard et al. 2311.08105)
+    exchange    dtype in which changes are sent. The error of int8 is added to the next change
     deterministic  use only kernels, and algorithms of NCCL, that give the same bits in every run on the same
                 ranks. On CPUs all do
     """
@@ -193,6 +202,9 @@ class Plan:
     sync_batchnorm: bool = False
     tf32: bool = False
     deterministic: bool = False
+    local_steps: int = 0
+    outer: str = "average"
+    exchange: str = "fp32"
 
     def __post_init__(self) -> None:
         if isinstance(self.dp, str) and "=" in self.dp:
@@ -210,6 +222,7 @@ class Plan:
         self._check_zero()
         self._check_exact()
         self._check_compile()
+        self._check_local_steps()
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
             raise PlanError(
                 "compressed gradients cannot use a named all-reduce algorithm",
@@ -317,6 +330,31 @@ class Plan:
     def _check_compile(self) -> None:
         if self.compile and not self.schedule.startswith("file:") and GENERATORS[self.schedule].splits:
             raise compile_conflict(f"schedule={self.schedule}")
+
+    def _check_local_steps(self) -> None:
+        """Reject islands without peers, and reductions over replicas, which do not take place."""
+        if not self.local_steps:
+            for key, default in (("outer", "average"), ("exchange", "fp32")):
+                if getattr(self, key) != default:
+                    raise PlanError(
+                        f"{key} has an effect only with local_steps",
+                        given=f"{key}={getattr(self, key)}",
+                        hint=f"local_steps=32 {key}={getattr(self, key)}, or no {key}",
+                    )
+            return
+        if self.dp and self.num_islands == 1:
+            raise PlanError(
+                "local_steps needs at least two replicas: the islands that train alone",
+                given=f"dp={self.dp} zero={self.zero} shard={self.shard_degree} local_steps={self.local_steps}",
+                expected="dp a multiple of shard, at least twice as large",
+                hint="zero=0, or a smaller shard",
+            )
+        if self.algorithm != "auto" or self.reduce not in ("fp32", "bf16"):
+            raise PlanError(
+                "named algorithms and compressed gradients cannot be combined with local_steps",
+                given=f"algorithm={self.algorithm} reduce={self.reduce} local_steps={self.local_steps}",
+                hint="exchange=int8 compresses what islands send each other",
+            )
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -432,6 +470,17 @@ class Plan:
     def shard_degree(self) -> int:
         """Ranks that share one copy of what `zero` shards; 1 for zero=0."""
         return (self.shard or self.data_ranks) if self.zero else 1
+
+    @property
+    def num_islands(self) -> int:
+        """Replicas that train alone between exchanges; 1 without local steps."""
+        return self.data_ranks // self.shard_degree if self.local_steps else 1
+
+    @property
+    def outer_momentum(self) -> tuple[float, float] | None:
+        """Learning rate and momentum of the outer optimizer; None for an average."""
+        match = OUTER.fullmatch(self.outer)
+        return (float(match[1]), float(match[2])) if match and match[1] else None
 
     @property
     def powersgd_rank(self) -> int | None:
