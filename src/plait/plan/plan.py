@@ -14,6 +14,7 @@ from typing import Any
 
 from plait.errors import PlanError, shown, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
+from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -24,7 +25,7 @@ CHOICES = {
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
-    "exchange": ("fp32", "bf16", "int8"),
+    "exchange": EXCHANGES,
 }
 # The smallest value of integer keys; 1 for all others.
 _MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0, "local_steps": 0}
@@ -34,8 +35,6 @@ RECOMPUTE = re.compile(f"none|full|selective|every={_NUMBER}")
 TP = re.compile(f"({_NUMBER})(?:x({_NUMBER}))?")
 REDUCE = re.compile(f"fp32|bf16|fp16|int8|powersgd(?::({_NUMBER})(?::({_NUMBER}))?)?")
 DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
-_DECIMAL = "[0-9]+(?:\\.[0-9]+)?"
-OUTER = re.compile(f"average|nesterov:({_DECIMAL}):({_DECIMAL})")
 STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
@@ -170,13 +169,15 @@ class Plan:
     compile     torch.compile each block
     sync_batchnorm  BatchNorm computes with the statistics of all data ranks' micro-batches
     tf32        on GPUs, compute float32 matrix products in TF32: with 10 bits of mantissa instead of 23
-    local_steps  optimizer steps that each island takes alone, before all exchange the change of their weights.
-                The islands are the dp / shard replicas. 0: gradients of all data ranks are summed in every step
-    outer       what an exchange does with the mean change: `average` adds it (local SGD), `nesterov:LR:MOMENTUM`
-                is a step of SGD with Nesterov momentum along it (DiLoCo, Douillard et al. 2311.08105)
-    exchange    dtype in which changes are sent. The error of int8 is added to the next change
     deterministic  use only kernels, and algorithms of NCCL, that give the same bits in every run on the same
                 ranks. On CPUs all do
+    local_steps  optimizer steps that each island takes alone before all exchange the change of their weights;
+                the islands are the dp / shard replicas. 0: every step sums gradients over all data ranks
+    outer       what an exchange does with the islands' mean change: `average` adds it (local SGD);
+                `nesterov:LR:MOMENTUM` takes a step of SGD with Nesterov momentum along it (DiLoCo)
+    exchange    what islands send: `fp32` (the dtype of master weights), `bf16`, or 8-bit codes, whose errors
+                are added to the next change
+    exchange_parts  parts that are exchanged at different steps, during later steps: see `plan/local_steps.py`
     """
 
     dp: int = 1
@@ -205,6 +206,7 @@ class Plan:
     local_steps: int = 0
     outer: str = "average"
     exchange: str = "fp32"
+    exchange_parts: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.dp, str) and "=" in self.dp:
@@ -216,13 +218,14 @@ class Plan:
         object.__setattr__(self, "tp", canonical_tp(self.tp))
         for field in fields(self):
             check_type(field.name, field.type, getattr(self, field.name))
-        check_choices({field.name: getattr(self, field.name) for field in fields(self)})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_choices(values)
         self._check_tensor()
         self._check_pipeline()
         self._check_zero()
         self._check_exact()
         self._check_compile()
-        self._check_local_steps()
+        check_local_steps(values, self.num_islands if self.dp else None)
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
             raise PlanError(
                 "compressed gradients cannot use a named all-reduce algorithm",
@@ -311,11 +314,11 @@ class Plan:
                 )
 
     def _check_exact(self) -> None:
-        narrow = [key for key in ("reduce", "optim_dtype") if getattr(self, key) != "fp32"]
+        narrow = [key for key in ("reduce", "optim_dtype", "exchange") if getattr(self, key) != "fp32"]
         if self.precision == "fp64" and narrow:
             pairs = " ".join(f"{key}={getattr(self, key)}" for key in narrow)
             raise PlanError(
-                "fp64 cannot be combined with a narrower reduce or optim_dtype",
+                "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange",
                 given=f"precision=fp64 {pairs}",
                 hint=f"{' and '.join(f'no {key}' for key in narrow)}, or precision=bf16 {pairs}",
             )
@@ -330,31 +333,6 @@ class Plan:
     def _check_compile(self) -> None:
         if self.compile and not self.schedule.startswith("file:") and GENERATORS[self.schedule].splits:
             raise compile_conflict(f"schedule={self.schedule}")
-
-    def _check_local_steps(self) -> None:
-        """Reject islands without peers, and reductions over replicas, which do not take place."""
-        if not self.local_steps:
-            for key, default in (("outer", "average"), ("exchange", "fp32")):
-                if getattr(self, key) != default:
-                    raise PlanError(
-                        f"{key} has an effect only with local_steps",
-                        given=f"{key}={getattr(self, key)}",
-                        hint=f"local_steps=32 {key}={getattr(self, key)}, or no {key}",
-                    )
-            return
-        if self.dp and self.num_islands == 1:
-            raise PlanError(
-                "local_steps needs at least two replicas: the islands that train alone",
-                given=f"dp={self.dp} zero={self.zero} shard={self.shard_degree} local_steps={self.local_steps}",
-                expected="dp a multiple of shard, at least twice as large",
-                hint="zero=0, or a smaller shard",
-            )
-        if self.algorithm != "auto" or self.reduce not in ("fp32", "bf16"):
-            raise PlanError(
-                "named algorithms and compressed gradients cannot be combined with local_steps",
-                given=f"algorithm={self.algorithm} reduce={self.reduce} local_steps={self.local_steps}",
-                hint="exchange=int8 compresses what islands send each other",
-            )
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -477,10 +455,14 @@ class Plan:
         return self.data_ranks // self.shard_degree if self.local_steps else 1
 
     @property
-    def outer_momentum(self) -> tuple[float, float] | None:
-        """Learning rate and momentum of the outer optimizer; None for an average."""
-        match = OUTER.fullmatch(self.outer)
-        return (float(match[1]), float(match[2])) if match and match[1] else None
+    def reduced_ranks(self) -> int:
+        """Data ranks over which a step's gradient is summed: those of an island under local steps."""
+        return self.shard_degree if self.local_steps else self.dp
+
+    @property
+    def local(self) -> LocalSteps:
+        """When and how islands exchange weights."""
+        return LocalSteps.from_keys(self.local_steps, self.outer, self.exchange_parts)
 
     @property
     def powersgd_rank(self) -> int | None:

@@ -37,7 +37,7 @@ class DataGroups:
 
     data: Group  # replicate x shard: ranks that see different data
     islands: Group  # replicate: ranks that exchange weights under local steps
-    # Under local steps the following are the groups of an island: of ranks with one coordinate on `replicate`.
+    # Under local steps the following are groups of an island: of ranks with one coordinate on `replicate`.
     world: Group
     dp: Group  # replicate x shard
     replicate: Group

@@ -86,7 +86,11 @@ class ShardedState:
 
     def gradients(self) -> dict[str, Tensor]:
         """Collect copies of the last step's full gradients."""
-        return self._in_order(self._gather_full(lambda unit: unit.grad_shard))
+        return self.trained(lambda unit: unit.grad_shard)
+
+    def trained(self, own_range: Callable[[FlatParam], Tensor]) -> dict[str, Tensor]:
+        """Collect full tensors, for each parameter that trains, from the ranks' ranges of the units."""
+        return self._in_order(self._gather_full(own_range))
 
     def gradient_error(self, name: str, expected: Tensor) -> tuple[float, float] | None:
         """For this rank's ranges of a parameter: the squared distance of its gradient from `expected` (the
@@ -112,9 +116,7 @@ class ShardedState:
         if self._optimizer.has_states:
             for kind in sorted(self._optimizer.kinds):
                 if "." not in kind:
-                    states = self._in_order(
-                        self._gather_full(functools.partial(self._flat_state_of_unit, kind))
-                    )
+                    states = self.trained(functools.partial(self._flat_state_of_unit, kind))
                     tensors |= {f"{kind}/{name}": tensor for name, tensor in states.items()}
             tensors |= self._all_counters()
         return tensors if self._is_first else {}
@@ -135,22 +137,11 @@ class ShardedState:
                 shards.append(
                     StateShard.from_tensor(f"{tensor.kind}/{name}", tensors[stages.index(tensor.stage)])
                 )
-        replica, num_replicas = self._replicate_group.rank, self._replicate_group.size
-        own = []
-        for index, shard in enumerate(shards):
-            if shard.num_bytes >= num_replicas * _MIN_CHUNK_BYTES:
-                own.append(shard.chunk(replica, num_replicas))
-            elif index % num_replicas == replica:
-                own.append(shard)
-        return own
+        return divided(shards, self._replicate_group.rank, self._replicate_group.size)
 
     def _shards_of(self, unit: FlatParam) -> Iterator[StateShard]:
         """The state of this rank's range of a unit."""
-        for overlap in unit.layout.overlaps(unit.start, unit.stop):
-            if overlap.shard.counted:
-                yield _shard_of(
-                    f"weights/{overlap.shard.name}", overlap, unit.master.dtype, lambda: unit.master
-                )
+        yield from shards_of_unit("weights", unit, unit.master)
         for part in self._optimizer.slices[unit] if unit.trains and self._optimizer.has_states else ():
             for overlap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
                 if overlap.shard.counted:
@@ -421,6 +412,24 @@ class ShardedState:
         """The kinds of optimizer state to expect: none if the state was saved before the first step."""
         saved = {key.partition("/")[0] for key in keys} - set(_NOT_OPTIMIZER)
         return self._optimizer.kinds if saved else set()
+
+
+def shards_of_unit(kind: str, unit: FlatParam, flat: Tensor) -> Iterator[StateShard]:
+    """The state in `flat`, which is laid out like this rank's range of the unit."""
+    for overlap in unit.layout.overlaps(unit.start, unit.stop):
+        if overlap.shard.counted:
+            yield _shard_of(f"{kind}/{overlap.shard.name}", overlap, flat.dtype, lambda: flat)
+
+
+def divided(shards: Sequence[StateShard], rank: int, size: int) -> list[StateShard]:
+    """One rank's share of shards that `size` ranks have in common."""
+    own = []
+    for index, shard in enumerate(shards):
+        if shard.num_bytes >= size * _MIN_CHUNK_BYTES:
+            own.append(shard.chunk(rank, size))
+        elif index % size == rank:
+            own.append(shard)
+    return own
 
 
 def _shard_of(key: str, overlap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> StateShard:

@@ -165,7 +165,7 @@ def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             once = sum_traffic([_partial_grads(facts, unit), _reduction(facts, unit, replicas=False)])
             times = 1 if plan.accumulates_full else plan.micro
             calls.append({key: count * times for key, count in once.items()})
-            if not _covers_replicas(facts):
+            if not (_covers_replicas(facts) or plan.local_steps):
                 calls.append(_reduction(facts, unit, replicas=True))
     master = MASTER_BYTES[plan.precision]
     for name, stages in facts.shared.items():
@@ -251,7 +251,7 @@ def _hosts(ranks: Sequence[int], host_size: int) -> Hosts:
 
 
 def _rounds(plan: Plan) -> bool:
-    return plan.reduce == "bf16" and plan.dp > 1
+    return plan.reduce == "bf16" and plan.reduced_ranks > 1
 
 
 # --- between stages, and once a step
@@ -281,10 +281,29 @@ def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Once per step: loss, targets, step count, late gradients; the norm; buffers that forward changes."""
     loss, norm = 6 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
     calls = [facts.calls("all-reduce", [norm], "pp", "shard", "row", "col", channel="reductions")]
-    if facts.grid.num_ranks > 1:
+    replicas = () if facts.plan.local_steps else ("replicate",)
+    if facts.plan.local_steps:
+        calls.append(facts.calls("all-reduce", [loss], "pp", "shard", "row", "col"))
+    elif facts.grid.num_ranks > 1:
         calls.append({CommKey((), "", "all-reduce"): CommCount(1, loss)})
     buffers = [size for stage in facts.own.values() for size in stage.buffers]
-    calls.append(facts.calls("broadcast", buffers, "replicate", "shard", "row", "col"))
+    calls.append(facts.calls("broadcast", buffers, *replicas, "shard", "row", "col"))
+    return sum_traffic(calls)
+
+
+def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
+    """Communication of one exchange of weights between islands, of all its parts; of no step without local
+    steps. Without the few bytes that measure the drift."""
+    plan = facts.plan
+    units = [unit for stage in facts.own.values() for unit in stage.layout.units if unit.trains]
+    calls = []
+    for unit in units if plan.local_steps else ():
+        if plan.exchange == "fp32":
+            sizes = {"all-reduce": unit.range_numel * MASTER_BYTES[plan.precision]}
+        else:
+            codes = blocks_per_rank(unit.range_numel, plan.num_islands) * BLOCK_BYTES[plan.exchange]
+            sizes = dict.fromkeys(("all-to-all", "all-gather"), plan.num_islands * codes)
+        calls += [facts.calls(op, [size], "replicate", channel="reductions") for op, size in sizes.items()]
     return sum_traffic(calls)
 
 
