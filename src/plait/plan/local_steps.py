@@ -97,7 +97,7 @@ def check_local_steps(values: Mapping[str, Any], islands: int | None) -> None:
             )
     if not steps:
         return
-    if islands == 1:
+    if islands is not None and islands < 2:
         raise PlanError(
             "local_steps needs at least two islands",
             given=f"dp={dp} zero={zero} shard={values['shard']} local_steps={steps}",

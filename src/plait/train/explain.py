@@ -291,4 +291,5 @@ def _row(explanation: Explanation, row: RankClass) -> dict[str, Any]:
             for strand, traffic in row.traffic.items()
             for key, count in traffic.items()
         ],
+        "exchange": to_rows(row.exchange),
     }

@@ -142,7 +142,8 @@ class Trainer:
             Heartbeat(run.dir.stacks, self._world, config.hang_s) as heartbeat,
             GarbageCollection(config.collect_garbage_every) as garbage,
         ):
-            every, factor = config.check_stragglers_every, config.straggler_factor
+            round_steps, factor = engine.plan.local_steps or 1, config.straggler_factor
+            every = -(-config.check_stragglers_every // round_steps) * round_steps  # at exchanges
             stragglers = Stragglers(self._world, engine.plan, every, factor, metrics.log)
             parts = _LoopParts(
                 metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, first_step

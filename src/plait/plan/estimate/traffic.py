@@ -292,18 +292,25 @@ def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
 
 
 def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
-    """Communication of one exchange of weights between islands, of all its parts; of no step without local
-    steps. Without the few bytes that measure the drift."""
+    """Communication of one exchange of weights between islands, of all its parts: changes, their drift and
+    buffers of floating-point numbers. Empty without local steps."""
     plan = facts.plan
-    units = [unit for stage in facts.own.values() for unit in stage.layout.units if unit.trains]
-    calls = []
-    for unit in units if plan.local_steps else ():
-        if plan.exchange == "fp32":
-            sizes = {"all-reduce": unit.range_numel * MASTER_BYTES[plan.precision]}
-        else:
-            codes = blocks_per_rank(unit.range_numel, plan.num_islands) * BLOCK_BYTES[plan.exchange]
-            sizes = dict.fromkeys(("all-to-all", "all-gather"), plan.num_islands * codes)
-        calls += [facts.calls(op, [size], "replicate", channel="reductions") for op, size in sizes.items()]
+    if not plan.local_steps:
+        return {}
+    sizes: dict[str, list[int]] = {"all-reduce": [], "all-to-all": [], "all-gather": []}
+    for stage in facts.own.values():
+        sizes["all-reduce"] += stage.buffers
+        for unit in (unit for unit in stage.layout.units if unit.trains):
+            if plan.exchange == "fp32":
+                sizes["all-reduce"].append(unit.range_numel * MASTER_BYTES[plan.precision])
+            else:
+                blocks = plan.num_islands * blocks_per_rank(unit.range_numel, plan.num_islands)
+                for op in ("all-to-all", "all-gather"):
+                    sizes[op].append(blocks * BLOCK_BYTES[plan.exchange])
+    drifts = [2 * 8] * plan.exchange_parts
+    sizes["all-reduce"] += drifts
+    calls = [facts.calls(op, of_op, "replicate", channel="reductions") for op, of_op in sizes.items()]
+    calls.append(facts.calls("all-reduce", drifts, "pp", "shard", "row", "col", channel="reductions"))
     return sum_traffic(calls)
 
 
