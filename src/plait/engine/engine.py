@@ -52,12 +52,11 @@ from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
 from plait.optim.clip import clip_factor, clip_values
 from plait.optim.groups import check_hyperparameters, check_options, load_options, options_state
-from plait.parallel.local_steps.island_state import collect_shards
 from plait.parallel.local_steps.outer import ExchangeResult
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
-from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard
+from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
 from plait.plan.communicators import num_communicators
 
@@ -460,12 +459,7 @@ class Engine:
     def state(self) -> dict[str, Tensor]:
         """Copies of the full training state, by name: on rank 0, elsewhere {}. Every rank must call it."""
         self._check_consistent()
-        if self.plan.local_steps:
-            return collect_shards(self.state_shards(), self.world.group, self.device)
-        if self._is_replica:
-            return {}
-        tensors = self._parts.state.full_state()
-        return tensors | self._own_state() if self.world.rank == 0 else tensors
+        return collect_shards(self.state_shards(), self.world.group, self.device)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned, under any plan: every rank passes all of it.

@@ -14,20 +14,19 @@ islands is continued by islands, all begin with its state. An exchange in flight
 belong to the plan's schedule: what the islands have added to the global weights is in the next one.
 """
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from plait.comm import Group, receive, receive_text, send, send_text
+from plait.comm import Group
 from plait.errors import CheckpointError
 from plait.parallel.local_steps.outer import OuterOptimizer
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.state_dict import divided, shards_of_unit
-from plait.parallel.zero.state_io import StateReader, StateShard, boxes_of, view_of
+from plait.parallel.zero.state_io import StateReader, StateShard
 from plait.plan import Boxes
 
 _ISLANDS = "islands/"
@@ -147,35 +146,3 @@ def _read(source: StateReader, kind: str, unit: FlatParam, flat: Tensor) -> None
         if key in source.shapes:
             into = flat[overlap.at : overlap.at + overlap.stop - overlap.start]
             source.read(key, piece.boxes, overlap.start, into, counted=piece.counted)
-
-
-def collect_shards(shards: Sequence[StateShard], world: Group, device: torch.device) -> dict[str, Tensor]:
-    """The full tensors of all ranks' shards by key, on rank 0; {} elsewhere. Collective."""
-    if world.rank:
-        facts = [
-            (s.key, s.full_shape, str(s.dtype), s.boxes.ranges, s.start, s.stop - s.start) for s in shards
-        ]
-        send_text(json.dumps(facts), world, 0, device)
-        for shard in shards:
-            send(shard.read().detach().to(device), world, 0, label=shard.key)
-        return {}
-    full: dict[str, Tensor] = {}
-    for shard in shards:
-        _write(full, shard.key, shard.full_shape, shard.boxes, shard.start, shard.read().detach())
-    for rank in range(1, world.size):
-        for key, shape, dtype, ranges, start, numel in json.loads(receive_text(world, rank, device)):
-            flat = torch.empty(numel, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
-            receive(flat, world, rank, label=key)
-            boxes = Boxes(tuple(tuple((low, high) for low, high in dim) for dim in ranges))
-            _write(full, key, tuple(shape), boxes, start, flat)
-    return dict(sorted(full.items()))
-
-
-def _write(
-    full: dict[str, Tensor], key: str, shape: tuple[int, ...], boxes: Boxes, start: int, flat: Tensor
-) -> None:
-    """Write a shard into its full tensor, which is created with the first one."""
-    if key not in full:
-        full[key] = torch.empty(shape, dtype=flat.dtype)
-    for box, values in boxes_of(flat, boxes, start):
-        view_of(full[key], box).copy_(values)

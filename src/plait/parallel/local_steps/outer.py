@@ -74,7 +74,7 @@ class OuterShard:
 
     @property
     def residual(self) -> Tensor | None:
-        """What this island's codes have lost so far, if they are 8-bit."""
+        """The sum of what this island's codes have lost, if they are 8-bit."""
         state = self._compressor.state[0] if self._compressor is not None else torch.empty(0)
         return state if state.numel() else None
 

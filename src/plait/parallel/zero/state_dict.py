@@ -11,14 +11,13 @@ A key is `kind/name`, in the model's names:
 """
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm import all_gather, receive, receive_text, send, send_text
+from plait.comm import all_gather, receive, send
 from plait.errors import CheckpointError
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
@@ -65,10 +64,6 @@ class ShardedState:
         self._shard_map = shard_map
         self._unit_shards: dict[bool, list[StateShard]] = {}  # without and with optimizer states
 
-    @property
-    def _is_first(self) -> bool:
-        return self._shard_group.rank == self._model_group.rank == 0
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights, by key."""
         shapes = {piece.name: piece.full_shape for piece, _ in self._shard_map.pieces()}
@@ -86,11 +81,7 @@ class ShardedState:
 
     def gradients(self) -> dict[str, Tensor]:
         """Collect copies of the last step's full gradients."""
-        return self.trained(lambda unit: unit.grad_shard)
-
-    def trained(self, own_range: Callable[[FlatParam], Tensor]) -> dict[str, Tensor]:
-        """Collect full tensors, for each parameter that trains, from the ranks' ranges of the units."""
-        return self._in_order(self._gather_full(own_range))
+        return self._in_order(self._gather_full(lambda unit: unit.grad_shard))
 
     def gradient_error(self, name: str, expected: Tensor) -> tuple[float, float] | None:
         """For this rank's ranges of a parameter: the squared distance of its gradient from `expected` (the
@@ -108,18 +99,6 @@ class ShardedState:
                     squares = (float((actual - right).square().sum()), float(right.square().sum()))
                     total = squares if total is None else (total[0] + squares[0], total[1] + squares[1])
         return total
-
-    def full_state(self) -> dict[str, Tensor]:
-        """Collect copies of everything but the engine's counters, by key."""
-        tensors = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
-        tensors |= {f"buffers/{name}": tensor for name, tensor in self.buffers().items()}
-        if self._optimizer.has_states:
-            for kind in sorted(self._optimizer.kinds):
-                if "." not in kind:
-                    states = self.trained(functools.partial(self._flat_state_of_unit, kind))
-                    tensors |= {f"{kind}/{name}": tensor for name, tensor in states.items()}
-            tensors |= self._all_counters()
-        return tensors if self._is_first else {}
 
     def shards(self) -> list[StateShard]:
         """This rank's part of a checkpoint, except the engine's counters. Over all ranks every element occurs
@@ -278,60 +257,11 @@ class ShardedState:
                     tensors.append(tensor)
         return local
 
-    def _all_counters(self) -> dict[str, Tensor]:
-        """The optimizer's counters of all parameters, by key, on the first rank."""
-        if self._shard_group.rank:
-            return {}
-        counters = {
-            f"{kind}/{piece.name}": value
-            for unit in self._trained()
-            for piece in unit.layout.params
-            for kind, value in self._counters(unit, piece.start).items()
-        }
-        encoded = {
-            key: (str(value.dtype).removeprefix("torch."), value.item()) for key, value in counters.items()
-        }
-        stage_roots = {self._shard_map.first_rank(stage) for stage in self._stages}
-        for rank in sorted(stage_roots - {0}):
-            if self._model_group.rank == rank:
-                send_text(json.dumps(encoded), self._model_group, 0, self._context.device)
-            elif self._model_group.rank == 0:
-                text = receive_text(self._model_group, rank, self._context.device)
-                for key, (dtype, value) in json.loads(text).items():
-                    counters.setdefault(key, torch.tensor(value, dtype=getattr(torch, dtype)))
-        return {
-            f"{kind}/{name}": counters[f"{kind}/{name}"]
-            for name in self._shard_map.names
-            for kind in sorted(self._optimizer.kinds)
-            if f"{kind}/{name}" in counters
-        }
-
-    @property
-    def _stages(self) -> set[int]:
-        return {stage for layouts in self._shard_map.layouts for stage in layouts}
-
     def _trained(self) -> list[FlatParam]:
         return [unit for unit in self._all_units() if unit.trains]
 
     def _all_units(self) -> list[FlatParam]:
         return [unit for units in self._units.values() for unit in units]
-
-    def _flat_state_of_unit(self, kind: str, unit: FlatParam) -> Tensor:
-        """An optimizer state of this rank's range of a unit; zeros outside slices."""
-        flat = torch.zeros_like(unit.master, requires_grad=False)
-        for part in self._optimizer.slices[unit]:
-            flat[part.start : part.stop] = self._optimizer.chunked.state(part.leaf)[kind]
-        return flat
-
-    def _counters(self, unit: FlatParam, start: int) -> dict[str, Tensor]:
-        """The optimizer's counters of the parameter at `start`, from any slice of its group: all of them
-        agree."""
-        parts = self._optimizer.slices[unit]
-        group = next(group for group, low, high in unit.layout.groups if low <= start < high)
-        part = next((part for part in parts if part.group == group), parts[0])
-        return {
-            kind: self._counter(part, kind).cpu().clone() for kind in self._optimizer.kinds if "." in kind
-        }
 
     def _counter(self, part: OptimizerSlice, kind: str) -> Tensor:
         """A counter, where the optimizer has it."""
