@@ -5,6 +5,8 @@ is wrong.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from plait.train.metrics import read_metrics
 from support import cli_runs
 from support.cli_runs import ROOT
 
@@ -64,6 +67,33 @@ def killed(here: Path, kills: int, seed: int, *sets: str) -> list[dict[str, Any]
 
 def test_a_rank_killed_at_any_instant_costs_the_steps_since_the_last_save_alone(tmp_path: Path) -> None:
     assert len(killed(tmp_path, 3, 1, "run.save_in_background=true")) == 3
+
+
+def test_killed_islands_continue_with_the_same_bits_between_their_exchanges(tmp_path: Path) -> None:
+    plan = "plan=dp=2 local_steps=4 outer=nesterov:0.7:0.9 exchange=int8 exchange_parts=2"
+    assert len(killed(tmp_path, 2, 5, plan)) == 2
+
+
+def test_after_the_death_of_an_island_the_others_continue_without_it(tmp_path: Path) -> None:
+    recipe, outer = cli_runs.write_recipe(tmp_path), "local_steps=2 outer=nesterov:0.7:0.9"
+    sets = ("run.batch=6", "run.checkpoint_every=2", "run.evaluate_every=0", "run.steps=400")
+    words = [word for each in sets for word in ("--set", each)]
+    run = tmp_path / "run"
+    process = cli_runs.start("train", recipe, "--plan", f"dp=3 {outer}", *words)
+    cli_runs.wait_for_step(process, 5)
+    os.kill(cli_runs.ranks_of(process.pid)[1], signal.SIGKILL)
+    process.communicate(timeout=cli_runs.LIMIT_S)
+    before, step = cli_runs.last_state(run), cli_runs.last_step(run)
+    words = ["--plan", f"dp=2 {outer}", "--set", f"run.steps={step + 2}"]
+    cli_runs.finish(cli_runs.start("train", run, "--resume", *words))
+    islands = [
+        {key.split("/")[1] for key in of if key.startswith("islands/")}
+        for of in (before, cli_runs.last_state(run))
+    ]
+    assert islands == [{"0", "1", "2"}, {"0", "1"}]
+    assert cli_runs.last_step(run) == step + 2
+    records = read_metrics(run / "metrics.jsonl")
+    assert any(record["step"] == step + 2 and "island_drift" in record for record in records)
 
 
 @pytest.mark.sweep

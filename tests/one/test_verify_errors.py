@@ -24,6 +24,7 @@ from plait.cli.main import app
             ["--model", "llama", "--plan", "dp=2 reduce=int8"],
             "ConfigError: this plan cannot be verified in float64",
         ),
+        (["--model", "llama", "--plan", "dp=2 local_steps=2"], "PlanError: islands that train alone"),
         (["--model", ":build", "--plan", "dp=2"], "ModelError: cannot import the function"),
         (
             ["--model", "llama", "--plan", "dp=2", "--tolerance", "0"],

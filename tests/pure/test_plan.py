@@ -85,6 +85,9 @@ def test_the_text_names_dp_and_what_is_no_default(plan: Plan) -> None:
     assert named == {"dp"} | {key for key in names if getattr(plan, key) != getattr(default, key)}
 
 
+LOCAL = {"local_steps": 8, "outer": "nesterov:0.7:0.9", "exchange": "int8", "exchange_parts": 2}
+
+
 def test_every_key_takes_effect_on_the_value() -> None:
     text = (
         "dp=8 tp=2x4 pp=2 schedule=bfs chunks=3 stages=1,2,3,4,5,6 sp=true "
@@ -99,8 +102,11 @@ def test_every_key_takes_effect_on_the_value() -> None:
         *("bf16", "cpu", "every=2", True, True, False, True),
     )
     assert str(plan) == text
-    assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys()) - {"tf32"}
+    assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys()) - {"tf32", *LOCAL}
     assert Plan.parse("tf32=true") == Plan(tf32=True)
+    text = "dp=2 local_steps=8 outer=nesterov:0.7:0.9 exchange=int8 exchange_parts=2"
+    assert Plan.parse(text) == Plan(dp=2, **LOCAL)
+    assert str(Plan(dp=2, **LOCAL)) == text
     assert str(Plan()) == "dp=1"
 
 

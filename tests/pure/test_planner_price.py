@@ -103,6 +103,11 @@ def test_a_batch_that_does_not_divide_is_an_error_with_one_that_does() -> None:
         price(MODEL, Plan.parse("dp=3"), cluster("dgx-h100:1"), WORK)
 
 
+def test_local_steps_have_no_price() -> None:
+    with pytest.raises(PlanError, match="does not know the time of local steps"):
+        price(MODEL, Plan.parse("dp=2 local_steps=8"), cluster("dgx-h100:1"), WORK)
+
+
 def runs() -> list[Run]:
     return [run for run in read_runs(DATA / "published_runs.csv") if isinstance(run, Run)]
 

@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "plans.md"
 SEED, NUM_PLANS = 7, 16_000
 
 OPTIONS: dict[str, list[Any]] = {
-    "dp": [1, 2, 3, 4, 6, 8],
+    "dp": [2, 1, 3, 4, 6, 8],
     "tp": ["1", "2", "3", "4x1", "2x2", "2x4"],
     "pp": [1, 2, 3, 4],
     "schedule": ["1f1b", "gpipe", "interleaved", "bfs", "zb-h1", "zbv", "dualpipev", "file:a.csv"],
@@ -39,11 +39,19 @@ OPTIONS: dict[str, list[Any]] = {
     "sync_batchnorm": [False, False, True],
     "tf32": [False, False, False, True],
     "deterministic": [False, False, True],
+    "local_steps": [0, 0, 1, 4],
+    "outer": ["average", "average", "nesterov:0.7:0.9"],
+    "exchange": ["fp32", "fp32", "bf16", "int8"],
+    "exchange_parts": [1, 1, 2, 8],
 }
 
 Values = dict[str, Any]
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "bfs": 2, "zb-h1": 1, "zbv": 2, "dualpipev": 2}
 FIXED = ("zb-h1", "zbv", "dualpipev")
+
+
+def _islands(v: Values) -> int:
+    return int(v["dp"] // ((v["shard"] or v["dp"]) if v["zero"] else 1))
 
 
 def _miscounts(v: Values) -> bool:
@@ -69,13 +77,26 @@ RULES: dict[str, Callable[[Values], bool]] = {
     ),
     "prefetch has an effect only with zero=3": lambda v: v["prefetch"] != 1 and v["zero"] != 3,
     "reshard has an effect only with zero=3": lambda v: v["reshard"] != "use" and v["zero"] != 3,
-    "fp64 cannot be combined with a narrower reduce or optim_dtype": lambda v: (
-        v["precision"] == "fp64" and (v["reduce"], v["optim_dtype"]) != ("fp32", "fp32")
+    "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange": lambda v: (
+        v["precision"] == "fp64" and {v["reduce"], v["optim_dtype"], v["exchange"]} != {"fp32"}
     ),
     "tf32 has an effect only with precision=fp32": lambda v: v["tf32"] and v["precision"] != "fp32",
     "a compiled block's backward cannot be split": lambda v: v["compile"] and v["schedule"] in FIXED,
     "compressed gradients cannot use a named all-reduce algorithm": lambda v: (
         v["algorithm"] != "auto" and v["reduce"] not in ("fp32", "bf16")
+    ),
+    "outer has an effect only with local_steps": lambda v: not v["local_steps"] and v["outer"] != "average",
+    "exchange has an effect only with local_steps": lambda v: (
+        not v["local_steps"] and v["exchange"] != "fp32"
+    ),
+    "exchange_parts has an effect only with local_steps": lambda v: (
+        not v["local_steps"] and v["exchange_parts"] > 1
+    ),
+    "local_steps needs at least two islands": lambda v: v["local_steps"] and _islands(v) < 2,
+    "more parts of an exchange than local steps": lambda v: 0 < v["local_steps"] < v["exchange_parts"],
+    "local_steps cannot be combined with offload=disk": lambda v: v["local_steps"] and v["offload"] == "disk",
+    "local_steps cannot be combined with a named algorithm or compressed gradients": lambda v: (
+        v["local_steps"] and (v["algorithm"] != "auto" or v["reduce"] not in ("fp32", "bf16"))
     ),
 }
 

@@ -96,6 +96,8 @@ CASES = [
     ("llama", "dp=3 algorithm=ring zero=1", "gloo"),
     ("plain", "dp=4 algorithm=halving reduce=bf16 zero=2 shard=2 micro=2", "host"),
     ("llama", "dp=2 precision=bf16", "gloo"),
+    ("llama", "dp=4 zero=1 shard=2 local_steps=3 reduce=bf16", "host"),  # exchanges after the third step
+    ("plain", "dp=3 local_steps=3 outer=nesterov:0.7:0.9 exchange=int8", "gloo"),
     ("llama-tied", "tp=2", "gloo"),
     ("llama", "tp=4 recompute=selective micro=2", "host"),
     ("gpt2", "tp=2x2 recompute=full", "host"),
@@ -167,7 +169,7 @@ def check(pool: Pool, name: str, plan: str, transport: str) -> None:
     found = pool.over(transport).run(said, Plan.parse(plan).num_ranks, name, plan)
     for rank, (traffic, memory) in enumerate(found):
         row = explanation.of_rank(rank)
-        assert sum_traffic(row.traffic.values()) == traffic, (
+        assert sum_traffic([*row.traffic.values(), row.exchange]) == traffic, (
             f"rank {rank} of {name} under {plan} over {transport}"
         )
         assert row.memory == memory, f"rank {rank} of {name} under {plan} over {transport}"

@@ -191,6 +191,9 @@ PLAN_VALUES = {
     "optim_dtype": "fp32 bf16 int8",
     "offload": "none cpu disk gpu",
     "recompute": "none full selective every=1 every=999999 every=0",
+    **dict.fromkeys(("local_steps", "exchange_parts"), "1 2 8 0 -1 99999999999"),
+    "outer": "average nesterov:0.7:0.9 nesterov:0.7 nesterov:x:0.9 adam",
+    "exchange": "fp32 bf16 int8 fp8",
     "xp": "2",
 }  # fmt: skip
 

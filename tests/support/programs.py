@@ -295,7 +295,7 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
     assert named.keys() == first_weights.keys(), named.keys() ^ first_weights.keys()
     if task.prepare is not None:
         task.prepare(model)
-    groups = _decay_groups(named) if task.groups is None else task.groups(model)
+    groups = decay_groups(named) if task.groups is None else task.groups(model)
     if task.optimizer == "Lion":
         stepper: torch.optim.Optimizer = PlainLion(groups, task.arguments)
     else:
@@ -304,7 +304,7 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
     trace = Trace(first_weights=first_weights)
     for batch in task.data(task.steps):
         stepper.zero_grad()
-        loss = _mean_loss(model, batch, micros)
+        loss = mean_loss(model, batch, micros)
         loss.backward()
         for parameter in trainable.values():  # plait updates unused parameters with a zero gradient
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -334,7 +334,7 @@ class PlainLion(torch.optim.Optimizer):
                 self.state[w]["m"] = beta2 * m + (1 - beta2) * g
 
 
-def _mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
+def mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
     if not isinstance(batch, list):
         chunks = {key: value.chunk(micros) for key, value in batch.items()}
         batch = [{key: parts[micro] for key, parts in chunks.items()} for micro in range(micros)]
@@ -348,7 +348,7 @@ def _mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
     return loss
 
 
-def _decay_groups(named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+def decay_groups(named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     decay = [p for name, p in named.items() if p.requires_grad and _decays(name, p)]
     others = [p for name, p in named.items() if p.requires_grad and not _decays(name, p)]
     return [{"params": decay}, {"params": others, "weight_decay": 0.0}]

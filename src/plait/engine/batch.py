@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.comm import Group, all_gather
 from plait.errors import ModelError, PlanError, shown
 from plait.models import remember_sources
+from plait.parallel.local_steps.outer import ExchangeResult
 
 _MAX_COUNT = 2**53
 
@@ -24,12 +25,15 @@ class StepResult:
     grad_norm   2-norm of the step's gradient before clipping, each element counted once
     num_tokens  targets of the step, over all micro-batches and data ranks
     skipped     loss or norm was not finite, or there was no target: weights and optimizer are unchanged
+    exchange    under local steps: what islands have exchanged after the step. Loss, norm and targets are then
+                those of this rank's island
     """
 
     loss: float
     grad_norm: float
     num_tokens: int
     skipped: bool
+    exchange: ExchangeResult | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from plait.models.init_weights import parameter_only_modules
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.batch_norm import sync_batch_norms
 from plait.parallel.compile import compile_blocks
+from plait.parallel.local_steps.island_state import IslandState
+from plait.parallel.local_steps.outer import OuterOptimizer
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linears
 from plait.parallel.tensor.apply import apply_tp_plan
@@ -43,6 +45,7 @@ class EngineParts:
     stages: Mapping[int, StageRunner]
     sharded: ShardedModel
     optimizer: ShardedOptimizer
+    islands: IslandState
     state: ShardedState
     replicas: ReplicaCheck
     pipeline: Pipeline
@@ -88,6 +91,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         stages,
         sharded,
         optimizer,
+        IslandState(OuterOptimizer([*sharded.stages.values()], context)),
         ShardedState(context, modules, units, optimizer, shard_map),
         ReplicaCheck(sharded.units, context, shard_map),
         Pipeline(spec.schedule.rank_of, mesh, splitter),
@@ -150,7 +154,8 @@ def _build_stage(
     head = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp, **options)
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)
     if plan.sync_batchnorm:
-        sync_batch_norms(part.module, mesh.group("replicate", "shard", channel="statistics"))
+        replicas = () if plan.local_steps else ("replicate",)
+        sync_batch_norms(part.module, mesh.group(*replicas, "shard", channel="statistics"))
     if spec.schedule.split:
         split_linears(blocks, splitter)
     if not (plan.compile and selective):  # which recomputes inside of compiled code

@@ -52,11 +52,11 @@ from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
 from plait.optim.clip import clip_factor, clip_values
 from plait.optim.groups import check_hyperparameters, check_options, load_options, options_state
+from plait.parallel.local_steps.outer import ExchangeResult
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
-from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.sharded_model import ShardedStage
-from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard
+from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
 from plait.plan.communicators import num_communicators
 
@@ -140,16 +140,16 @@ class Engine:
     @property
     def data_rank(self) -> int:
         """Index of this rank's share of a step's batch, out of `data_ranks`."""
-        return self._groups.dp.rank
+        return self._groups.data.rank
 
     @property
     def data_group(self) -> Group:
         """The data ranks of this part of the model: for `plait.all_gather` in a loss."""
-        return self._groups.dp
+        return self._groups.data
 
     @property
     def data_ranks(self) -> int:
-        return self._groups.dp.size
+        return self._groups.data.size
 
     @overload
     def shard(self, batches: Batch, *, trains: bool = True) -> dict[str, Tensor]: ...
@@ -161,8 +161,8 @@ class Engine:
         `outputs`, of any number of samples. Raises PlanError, on all ranks, if a batch does not divide."""
         unit = self.plan.micro if trains else 1
         if isinstance(batches, Mapping):
-            return share_of(batches, unit, self._groups.dp)
-        return Shares(batches, unit, self._groups.dp, self.world.group, self.device)
+            return share_of(batches, unit, self._groups.data)
+        return Shares(batches, unit, self._groups.data, self.world.group, self.device)
 
     @property
     def num_parameters(self) -> int:
@@ -310,14 +310,23 @@ class Engine:
         if num_targets:
             self._scale.update(skipped=skipped)
         scaled = self._scale.factor / scale
-        for stage in self._parts.stages.values():
-            # Buffers follow the first data rank's, as in DDP; forward may have replaced the tensors.
-            for buffer in persistent_buffers(stage.part.module).values():
-                broadcast(buffer, self._groups.stage)
-            stage.zero.end_step(skipped=skipped, scale=scaled)
+        for stage in self._stages:
+            for buffer in stage.buffers():
+                broadcast(buffer, self._groups.stage)  # they follow the first data rank's, as in DDP
+            stage.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
         self.num_steps += 1
-        return StepResult(loss, norm, int(num_targets), skipped)
+        return StepResult(loss, norm, int(num_targets), skipped, self._exchange())
+
+    def _exchange(self) -> ExchangeResult | None:
+        """Exchange weights with the other islands, if it is time."""
+        if not self._parts.islands.outer.is_due(self.num_steps):
+            return None
+        self._wait_for_copy()
+        self._is_inconsistent = True
+        result = self._parts.islands.outer.exchange(self.num_steps)
+        self._is_inconsistent = False
+        return result
 
     def update_after(self, event: torch.cuda.Event) -> None:
         """Let the next change of weights and optimizer states wait for `event`: see `Saver.save`."""
@@ -368,7 +377,7 @@ class Engine:
         """
         micros = split_batch(self._batches.checked(batch, trains=False), self.plan.micro)
         max_micros = torch.tensor([len(micros)], device=self.device)
-        all_reduce(max_micros, self._groups.dp, "max")
+        all_reduce(max_micros, self._groups.data, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def add(loss: Tensor, count: int | Tensor) -> None:
@@ -378,7 +387,7 @@ class Engine:
 
         with self._inputs.explained(micros):
             self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
-        all_reduce(totals, self._groups.dp)
+        all_reduce(totals, self._groups.data)
         broadcast(totals, self._groups.pp, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
         check_total_count(num_targets)
@@ -426,7 +435,7 @@ class Engine:
         with self._runner.eval_mode():
             self._runner.probe(self._batches.moved(batch), mean)
         self._parts.sharded.finish_reductions()
-        divisor = scale * self.data_ranks
+        divisor = scale * self._groups.dp.size
         gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}
         self.discard_step()
         return gradients
@@ -450,10 +459,7 @@ class Engine:
     def state(self) -> dict[str, Tensor]:
         """Copies of the full training state, by name: on rank 0, elsewhere {}. Every rank must call it."""
         self._check_consistent()
-        if self._is_replica:
-            return {}
-        tensors = self._parts.state.full_state()
-        return tensors | self._own_state() if self.world.rank == 0 else tensors
+        return collect_shards(self.state_shards(), self.world.group, self.device)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned, under any plan: every rank passes all of it.
@@ -470,8 +476,9 @@ class Engine:
         """This rank's share of the checkpoint: over all ranks, every element of `state` once. No
         communication."""
         self._check_consistent()
-        own = self._own_state().items() if self.world.rank == 0 else ()
-        return [*self._parts.state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
+        own = self._own_state().items() if self._groups.world.rank == 0 else ()
+        shards = [*self._parts.state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
+        return self._parts.islands.shards(shards)
 
     @one_thread
     def load_from(self, source: StateReader, *, weights_only: bool = False, options: bool = True) -> None:
@@ -480,6 +487,7 @@ class Engine:
         if they were saved. Every rank must call it. Raises CheckpointError, on all ranks: for another model's
         state, before anything changes; for damage, after which the engine has to load again.
         """
+        source = self._parts.islands.reader(source, weights_only=weights_only)
         self._parts.state.check(source, weights_only=weights_only)
         keys = source.shapes if options and not weights_only else ()
         option_keys = [key.removeprefix(_OPTIONS) for key in keys if key.startswith(_OPTIONS)]
@@ -494,6 +502,7 @@ class Engine:
             self._scale.load(() if weights_only else source.shapes, source.read_full)
             self.num_steps = 0 if weights_only else _read_count(source, _NUM_STEPS)
             load_options(self.optimizer, option_keys, lambda key: source.read_full(f"{_OPTIONS}{key}"))
+            self._parts.islands.load(source, self.num_steps)
         except CheckpointError as error:
             problem = error
         source.finish(self._groups.norm, self.world.group, self.device, problem)
@@ -539,7 +548,14 @@ class Engine:
         forward to backward, from the bytes of one, measured in the first step (None before it)."""
         parts, activation_bytes = self._parts, self._runner.activation_bytes()
         loss_bytes = max(stage.loss_buffers.peak_bytes for stage in parts.stages.values())
-        return allocated_bytes(parts.sharded, parts.optimizer, parts.context, activation_bytes, loss_bytes)
+        return allocated_bytes(
+            parts.sharded,
+            parts.optimizer,
+            parts.context,
+            activation_bytes,
+            loss_bytes=loss_bytes,
+            outer_bytes=parts.islands.outer.num_bytes,
+        )
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape.

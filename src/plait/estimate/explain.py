@@ -30,7 +30,7 @@ from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
 from plait.plan.communicators import num_communicators
-from plait.plan.estimate.traffic import RankFacts, scratch_bytes, step_traffic
+from plait.plan.estimate.traffic import RankFacts, exchange_traffic, scratch_bytes, step_traffic
 from plait.plan.schedule import Durations, peak_activation_bytes, simulate
 
 TrafficByStrand = Mapping[str, Mapping[CommKey, CommCount]]  # communication of a step, by strand
@@ -45,6 +45,7 @@ class RankClass:
     boxes       number of boxes of full tensors in these shards
     owned       elements that a rank updates, gaps included
     traffic     of a step, by strand
+    exchange    of an exchange between islands, which local steps make instead of a reduction in every step
     """
 
     ranks: tuple[int, ...]
@@ -56,6 +57,7 @@ class RankClass:
     owned: int
     memory: MemoryUse
     traffic: TrafficByStrand
+    exchange: Mapping[CommKey, CommCount]
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,7 @@ class _PlanView:
             sum(unit.range_numel for unit in units if unit.trains),
             memory,
             step_traffic(facts),
+            exchange_traffic(facts),
         )
 
     def _num_communicators(self) -> int | None:

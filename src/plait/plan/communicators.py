@@ -76,7 +76,8 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
     else:
         wanted += [(("shard",), "reductions", None), (("replicate",), "reductions", None)]
     if plan.sync_batchnorm:
-        wanted.append((("replicate", "shard"), "statistics", None))
+        summed = ("shard",) if plan.local_steps else ("replicate", "shard")
+        wanted.append((summed, "statistics", None))
     wanted += [(("row",), "", None), (("col",), "", None)]
     classes = sorted(set(sender_classes(rank_of).values()))
     wanted += [(("pp",), sends_channel(number), _MESSAGE_CTAS) for number in classes]

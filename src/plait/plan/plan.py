@@ -15,6 +15,7 @@ from typing import Any
 
 from plait.errors import PlanError, shown, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
+from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -25,9 +26,10 @@ CHOICES = {
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
+    "exchange": EXCHANGES,
 }
 # The smallest value of integer keys; 1 for all others.
-_MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0}
+_MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0, "local_steps": 0}
 MAX_NUMBER = 999_999  # of any integer in a plan: six digits
 _NUMBER = "[1-9][0-9]{0,5}"
 RECOMPUTE = re.compile(f"none|full|selective|every={_NUMBER}")
@@ -58,6 +60,7 @@ def check_choices(values: Mapping[str, object]) -> None:
             REDUCE,
             "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s, with a rank r from 1",
         ),
+        ("outer", OUTER, "average, or nesterov:LR:MOMENTUM such as nesterov:0.7:0.9"),
     ):
         value = values[key]
         if not (isinstance(value, str) and pattern.fullmatch(value)):
@@ -169,6 +172,13 @@ class Plan:
     tf32        on GPUs, compute float32 matrix products in TF32: with 10 bits of mantissa instead of 23
     deterministic  use only kernels, and algorithms of NCCL, that give the same bits in every run on the same
                 ranks. On CPUs all do
+    local_steps  optimizer steps that each island takes alone before all exchange the change of their weights;
+                the islands are the dp / shard replicas. 0: every step sums gradients over all data ranks
+    outer       what an exchange does with the islands' mean change: `average` adds it (local SGD);
+                `nesterov:LR:MOMENTUM` takes a step of SGD with Nesterov momentum along it (DiLoCo)
+    exchange    what islands send: `fp32` (the dtype of master weights), `bf16`, or 8-bit codes, whose errors
+                are added to the next change
+    exchange_parts  parts that are exchanged at different steps, during later steps: see `plan/local_steps.py`
     """
 
     dp: int = 1
@@ -194,6 +204,10 @@ class Plan:
     sync_batchnorm: bool = False
     tf32: bool = False
     deterministic: bool = False
+    local_steps: int = 0
+    outer: str = "average"
+    exchange: str = "fp32"
+    exchange_parts: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.dp, str) and "=" in self.dp:
@@ -212,6 +226,7 @@ class Plan:
         self._check_zero()
         self._check_exact()
         self._check_compile()
+        check_local_steps(values, self.num_islands if self.dp else None)
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
             raise PlanError(
                 "compressed gradients cannot use a named all-reduce algorithm",
@@ -300,11 +315,11 @@ class Plan:
                 )
 
     def _check_exact(self) -> None:
-        narrow = [key for key in ("reduce", "optim_dtype") if getattr(self, key) != "fp32"]
+        narrow = [key for key in ("reduce", "optim_dtype", "exchange") if getattr(self, key) != "fp32"]
         if self.precision == "fp64" and narrow:
             pairs = " ".join(f"{key}={getattr(self, key)}" for key in narrow)
             raise PlanError(
-                "fp64 cannot be combined with a narrower reduce or optim_dtype",
+                "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange",
                 given=f"precision=fp64 {pairs}",
                 hint=f"{' and '.join(f'no {key}' for key in narrow)}, or precision=bf16 {pairs}",
             )
@@ -432,6 +447,21 @@ class Plan:
     def shard_degree(self) -> int:
         """Ranks that share one copy of what `zero` shards; 1 for zero=0."""
         return (self.shard or self.data_ranks) if self.zero else 1
+
+    @property
+    def num_islands(self) -> int:
+        """Replicas that train alone between exchanges; 1 without local steps."""
+        return self.data_ranks // self.shard_degree if self.local_steps else 1
+
+    @property
+    def reduced_ranks(self) -> int:
+        """Data ranks over which a step's gradient is summed: those of an island under local steps."""
+        return self.shard_degree if self.local_steps else self.dp
+
+    @property
+    def local(self) -> LocalSteps:
+        """When and how islands exchange weights."""
+        return LocalSteps.from_keys(self.local_steps, self.outer, self.exchange_parts)
 
     @property
     def powersgd_rank(self) -> int | None:

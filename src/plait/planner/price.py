@@ -162,6 +162,12 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
             given=f"precision={plan.precision} on {cluster.device.name}",
             expected=" or ".join(cluster.device.peak_flops),
         )
+    if plan.local_steps:
+        raise PlanError(
+            "the planner does not know the time of local steps",
+            given=f"local_steps={plan.local_steps}",
+            hint="no local_steps; `plait explain` shows the bytes of an exchange",
+        )
     plan.check_batch(work.batch)
     block_counts(model, plan, software)
 

@@ -71,6 +71,12 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         if measured is not None and measured.bubble is not None:
             bubble += f"; {measured.bubble:.1%} measured"
         facts |= {"schedule": f"{plan.schedule}, {explanation.num_stages} stages", "bubble": bubble}
+    if plan.local_steps:
+        sent = max(ring_bytes(row.exchange, grid) for row in explanation.rank_classes)
+        facts["exchange"] = (
+            f"every {counted(plan.local_steps, 'step')}, {format_bytes(sent)} sent by each rank: "
+            f"{format_bytes(sent // plan.local_steps)} per step"
+        )
     return facts_table("plan", facts.items())
 
 
@@ -285,4 +291,5 @@ def _row(explanation: Explanation, row: RankClass) -> dict[str, Any]:
             for strand, traffic in row.traffic.items()
             for key, count in traffic.items()
         ],
+        "exchange": to_rows(row.exchange),
     }

@@ -23,7 +23,8 @@ _TRACE_BARRIER = CommKey((), "", "barrier")  # over all ranks, at the start of a
 
 class StepRecorder:
     """Runs an engine's steps. Traces the third to the fifth since `begin`, as far as there are so many, and
-    records the traffic of one: the second that is not skipped or later. All after the first have the same.
+    records the traffic of one: the second that is not skipped or later. All after the first have the same,
+    except those after which islands exchange weights, which are not recorded.
 
     trace        the file of the trace; None: no trace
     step_number  of the step whose traffic is recorded, in the run, from 1; 0: none yet
@@ -53,7 +54,8 @@ class StepRecorder:
         comm_log = self._engine.world.comm_log
         before = comm_log.read()
         result = self._engine.step(batch)
-        if self._done > 1 and not self.step_number and not result.skipped:
+        exchanges = self._engine.plan.local.started_after(self._engine.num_steps) is not None
+        if self._done > 1 and not self.step_number and not (result.skipped or exchanges):
             traffic = subtract_traffic(before, comm_log.read())
             self.traffic = {key: count for key, count in traffic.items() if key != _TRACE_BARRIER}
             self.step_number = self._engine.num_steps

@@ -1,7 +1,8 @@
 """The metrics of a run: progress line, metrics.jsonl and TensorBoard. Written on rank 0 only.
 
 metrics.jsonl has one object per line: for a step all of `StepMetrics` (`loss_scale` only with fp16), for an
-evaluation `step`, `validation_loss` and `validation_perplexity`, for a save `step` and `save_pause_s`, for a
+evaluation `step`, `validation_loss` and `validation_perplexity`, for an exchange of islands `step`,
+`exchanged_part` and `island_drift`, for a save `step` and `save_pause_s`, for a
 warning `step` and `warning`. Non-finite numbers are written as null. A resumed run truncates the file to the
 step that it resumes from, so that no step is recorded twice.
 """
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.errors import RunError
 from plait.fileio import finite_json, open_regular, parse_json, write_text
+from plait.parallel.local_steps.outer import ExchangeResult
 from plait.tables import plain
 from plait.train.run_dir import RunDir
 
@@ -32,7 +34,8 @@ _CURVES = {
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One training step, over all ranks. `step` counts from 1.
+    """One training step, over all ranks. `step` counts from 1. With local steps, loss and norm are those of
+    the first island.
 
     skipped_steps  skipped since step 1
     batch          samples in the step
@@ -178,6 +181,13 @@ class Metrics:
         self.log(
             f"step {step}/{self._steps}  validation loss {loss:.4f}  perplexity {values['perplexity']:,.2f}"
         )
+
+    def exchange(self, step: int, result: ExchangeResult) -> None:
+        """Record an exchange of weights between islands after `step` steps."""
+        self._record({"step": step, "exchanged_part": result.part, "island_drift": result.drift}, flush=False)
+        if self._console is not None:
+            with self._writing():
+                self._board.add_scalar("train/island_drift", result.drift, step)
 
     def saved(self, step: int, pause_s: float, text: str) -> None:
         """Record that the state after `step` steps is saved, for which training paused `pause_s` seconds."""

@@ -280,6 +280,8 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
             given=f"[loss_scale] and precision={plan.precision}",
             hint="precision=fp16, or --set loss_scale= to remove the section from the recipe",
         )
+    if plan.local_steps:
+        _check_local_steps(recipe.run, plan)
     if plan.offload == "disk":  # other plans ignore the folder, so that one recipe can be run under several
         _check_offload(recipe.run)
     check_output_paths({"run.trace": recipe.run.trace})
@@ -289,6 +291,23 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
     model = check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
     param_groups(recipe.optimizer, model)
     return plan
+
+
+def _check_local_steps(config: RunConfig, plan: Plan) -> None:
+    """Raise ConfigError if the last steps would not be exchanged, or islands would decide differently."""
+    if config.steps % plan.local_steps:
+        raise ConfigError(
+            "the run does not end with an exchange of its islands",
+            given=f"run.steps = {config.steps}, local_steps={plan.local_steps}",
+            expected="a multiple of local_steps",
+            hint=f"--set run.steps={-(-config.steps // plan.local_steps) * plan.local_steps}",
+        )
+    if config.spike_factor:
+        raise ConfigError(
+            "islands have losses of their own, and cannot be rolled back together",
+            given=f"run.spike_factor = {config.spike_factor}, local_steps={plan.local_steps}",
+            hint="--set run.spike_factor=0",
+        )
 
 
 def _check_offload(config: RunConfig) -> None:

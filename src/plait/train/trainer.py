@@ -142,7 +142,8 @@ class Trainer:
             Heartbeat(run.dir.stacks, self._world, config.hang_s) as heartbeat,
             GarbageCollection(config.collect_garbage_every) as garbage,
         ):
-            every, factor = config.check_stragglers_every, config.straggler_factor
+            round_steps, factor = engine.plan.local_steps or 1, config.straggler_factor
+            every = -(-config.check_stragglers_every // round_steps) * round_steps  # at exchanges
             stragglers = Stragglers(self._world, engine.plan, every, factor, metrics.log)
             parts = _LoopParts(
                 metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, first_step
@@ -168,6 +169,8 @@ class Trainer:
             lr = self._recipe.optimizer.lr * factor
             result, step_metrics = self._run_step(parts, lr, factor)
             metrics.step(step_metrics)
+            if result.exchange is not None:
+                metrics.exchange(self._step, result.exchange)
             if self._step == parts.first_step + 1:  # from here on the optimizer has states
                 saving.reserve(engine.state_shards())
             if self._bad_steps_in_a_row >= config.max_skipped:
@@ -221,7 +224,8 @@ class Trainer:
         _, batch_size = self._sizes.span(self._step + self.spikes.num_skipped)
         self._step += 1
         parts.stragglers.end(self._step)
-        self._tokens += result.num_tokens
+        num_tokens = result.num_tokens * self._engine.plan.num_islands
+        self._tokens += num_tokens
         scaling = self._recipe.loss_scale
         can_shrink = loss_scale is not None and scaling.dynamic and loss_scale > scaling.minimum
         if not result.skipped:
@@ -231,7 +235,7 @@ class Trainer:
         self._skipped += result.skipped
         parts.garbage.after_step(self._step)
         seconds = time.perf_counter() - start_s
-        num_inputs = result.num_tokens + batch_size  # the last token of a sample is no input to a target
+        num_inputs = num_tokens + batch_size  # the last token of a sample is no input to a target
         causal_flops, full_flops = (
             self._engine.flops_per_token(num_inputs // batch_size, causal=causal) * num_inputs
             for causal in (True, False)
@@ -249,7 +253,7 @@ class Trainer:
             skipped_steps=self._skipped,
             batch=batch_size,
             tokens=self._tokens,
-            tokens_per_s=result.num_tokens / seconds,
+            tokens_per_s=num_tokens / seconds,
             mfu=causal_flops / possible,
             mfu_full_attention=full_flops / possible,
             mfu_of_matmul=causal_flops / possible_matmul,
@@ -282,8 +286,11 @@ class Trainer:
     def _flags_every(self, step_s: float) -> int:
         """Return the number of steps between flag exchanges: about one a second, equal on all ranks.
 
-        On a GPU each exchange synchronizes the device. On the CPU its cost is negligible.
+        On a GPU each exchange synchronizes the device. On the CPU its cost is negligible. Islands communicate
+        only when they exchange weights.
         """
+        if self._engine.plan.local_steps:
+            return self._engine.plan.local_steps
         if self._engine.device.type == "cpu":
             return 1
         slowest_s = torch.tensor([step_s], device=self._engine.device)

@@ -16,7 +16,7 @@ from plait.engine.batch import split_batch
 from plait.engine.engine import Engine
 from plait.engine.reference import Tolerances, relative_errors
 from plait.engine.spec import validate
-from plait.errors import ModelError, PlaitError
+from plait.errors import ModelError, PlaitError, PlanError
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan, Traffic, subtract_traffic
 from plait.verify.locate import locate_mismatches
@@ -79,10 +79,16 @@ class Case:
 def check(case: Case) -> ModelSpec:
     """Return the model to verify. Raises PlanError or ModelError if the plan cannot shard it. Needs no
     ranks."""
-    spec = case.source.spec()
+    spec, plan = case.source.spec(), Plan.parse(case.plan)
+    if plan.local_steps:
+        raise PlanError(
+            "islands that train alone do not compute the steps of one process",
+            given=case.plan,
+            hint=f"the plan of one island: dp={plan.shard_degree}, and no local_steps",
+        )
     validate(
         spec.build(torch.float32),
-        Plan.parse(case.plan),
+        plan,
         tensor_plan=spec.tensor_plan,
         blocks=spec.blocks,
         loss=spec.loss,

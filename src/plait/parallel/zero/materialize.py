@@ -51,7 +51,7 @@ def init_flat_params(
         initialize_weights(model, seed, device, store, skip=skip)
     move_buffers(model, context.plan, device)
     if on_meta == {False}:
-        _broadcast_weights(model, store, context.groups.world, device)
+        _broadcast_weights(model, store, context.mesh.world.group, device)
     return standalone
 
 

@@ -16,11 +16,19 @@ def allocated_bytes(
     optimizer: ShardedOptimizer,
     context: RankContext,
     activation_bytes: int | None,
+    *,
     loss_bytes: int,
+    outer_bytes: int,
 ) -> MemoryUse:
-    """Measure the bytes allocated now; for temporary buffers, the peak so far. `loss_bytes`: of the loss."""
+    """Measure the bytes allocated now; for temporary buffers, the peak so far. `loss_bytes`: of the loss;
+    `outer_bytes`: of the outer optimizer."""
     offloads, host = context.offloads, 0
-    use = {"parameters": 0, "gradients": 0, "master": 0, "optimizer": optimizer.chunked.state_bytes}
+    use = {
+        "parameters": 0,
+        "gradients": 0,
+        "master": 0,
+        "optimizer": optimizer.chunked.state_bytes + outer_bytes,
+    }
     for unit in model.units:
         own_unsharded = unit.unsharded.persistent and not context.shares_params
         shard_bytes = 0 if own_unsharded else unit.shard.nbytes

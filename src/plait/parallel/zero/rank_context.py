@@ -35,6 +35,9 @@ class Precision:
 class DataGroups:
     """The process groups of this rank's data parallelism, and those with which it shares a model."""
 
+    data: Group  # replicate x shard: ranks that see different data
+    islands: Group  # replicate: ranks that exchange weights under local steps
+    # Under local steps the following are groups of an island: of ranks with one coordinate on `replicate`.
     world: Group
     dp: Group  # replicate x shard
     replicate: Group
@@ -51,16 +54,19 @@ class DataGroups:
     def build(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
         reduce_scatter = mesh.group("shard", channel="reductions")
         single_reduction = compresses(plan) and reduces_over_all(plan)
+        replicas = () if plan.local_steps else ("replicate",)
         return cls(
-            mesh.world.group,
             mesh.group("replicate", "shard"),
             mesh.group("replicate", channel="reductions"),
+            mesh.group("pp", "shard", "row", "col") if plan.local_steps else mesh.world.group,
+            mesh.group(*replicas, "shard"),
+            mesh.group(*replicas, channel="reductions"),
             mesh.group("shard", channel="gathers"),
             reduce_scatter,
             mesh.group("replicate", "shard", channel="reductions") if single_reduction else reduce_scatter,
             mesh.group("row", "col"),
             mesh.group("pp", "row", "col"),
-            mesh.group("replicate", "shard", "row", "col"),
+            mesh.group(*replicas, "shard", "row", "col"),
             mesh.group("pp"),
             mesh.group("pp", "shard", "row", "col", channel="reductions"),
         )

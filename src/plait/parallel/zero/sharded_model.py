@@ -76,6 +76,7 @@ from plait.parallel.zero.flat_param import (
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, GradReducer, InFlightReductions
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.reduce_ops import make_reduction
+from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.unshard import Unsharder
 
 _UPDATES_WITH_GATHERS = 3  # calls of the optimizer, if all-gathers follow them
@@ -269,6 +270,10 @@ class ShardedStage:
             compressor.discard()
         for unit in self.trained:
             unit.zero_gaps()
+
+    def buffers(self) -> list[Tensor]:
+        """The persistent buffers; forward may have replaced the tensors."""
+        return [*persistent_buffers(self._model).values()]
 
     def point_to_storage(self) -> None:
         """Make the parameters views of their storages, also of those that are not allocated."""

@@ -11,14 +11,13 @@ A key is `kind/name`, in the model's names:
 """
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm import all_gather, receive, receive_text, send, send_text
+from plait.comm import all_gather, receive, send
 from plait.errors import CheckpointError
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
@@ -65,10 +64,6 @@ class ShardedState:
         self._shard_map = shard_map
         self._unit_shards: dict[bool, list[StateShard]] = {}  # without and with optimizer states
 
-    @property
-    def _is_first(self) -> bool:
-        return self._shard_group.rank == self._model_group.rank == 0
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights, by key."""
         shapes = {piece.name: piece.full_shape for piece, _ in self._shard_map.pieces()}
@@ -105,20 +100,6 @@ class ShardedState:
                     total = squares if total is None else (total[0] + squares[0], total[1] + squares[1])
         return total
 
-    def full_state(self) -> dict[str, Tensor]:
-        """Collect copies of everything but the engine's counters, by key."""
-        tensors = {f"weights/{name}": tensor for name, tensor in self.weights().items()}
-        tensors |= {f"buffers/{name}": tensor for name, tensor in self.buffers().items()}
-        if self._optimizer.has_states:
-            for kind in sorted(self._optimizer.kinds):
-                if "." not in kind:
-                    states = self._in_order(
-                        self._gather_full(functools.partial(self._flat_state_of_unit, kind))
-                    )
-                    tensors |= {f"{kind}/{name}": tensor for name, tensor in states.items()}
-            tensors |= self._all_counters()
-        return tensors if self._is_first else {}
-
     def shards(self) -> list[StateShard]:
         """This rank's part of a checkpoint, except the engine's counters. Over all ranks every element occurs
         once; ranks along `replicate` divide their copy. No communication."""
@@ -135,22 +116,11 @@ class ShardedState:
                 shards.append(
                     StateShard.from_tensor(f"{tensor.kind}/{name}", tensors[stages.index(tensor.stage)])
                 )
-        replica, num_replicas = self._replicate_group.rank, self._replicate_group.size
-        own = []
-        for index, shard in enumerate(shards):
-            if shard.num_bytes >= num_replicas * _MIN_CHUNK_BYTES:
-                own.append(shard.chunk(replica, num_replicas))
-            elif index % num_replicas == replica:
-                own.append(shard)
-        return own
+        return divided(shards, self._replicate_group.rank, self._replicate_group.size)
 
     def _shards_of(self, unit: FlatParam) -> Iterator[StateShard]:
         """The state of this rank's range of a unit."""
-        for overlap in unit.layout.overlaps(unit.start, unit.stop):
-            if overlap.shard.counted:
-                yield _shard_of(
-                    f"weights/{overlap.shard.name}", overlap, unit.master.dtype, lambda: unit.master
-                )
+        yield from shards_of_unit("weights", unit, unit.master)
         for part in self._optimizer.slices[unit] if unit.trains and self._optimizer.has_states else ():
             for overlap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
                 if overlap.shard.counted:
@@ -287,60 +257,11 @@ class ShardedState:
                     tensors.append(tensor)
         return local
 
-    def _all_counters(self) -> dict[str, Tensor]:
-        """The optimizer's counters of all parameters, by key, on the first rank."""
-        if self._shard_group.rank:
-            return {}
-        counters = {
-            f"{kind}/{piece.name}": value
-            for unit in self._trained()
-            for piece in unit.layout.params
-            for kind, value in self._counters(unit, piece.start).items()
-        }
-        encoded = {
-            key: (str(value.dtype).removeprefix("torch."), value.item()) for key, value in counters.items()
-        }
-        stage_roots = {self._shard_map.first_rank(stage) for stage in self._stages}
-        for rank in sorted(stage_roots - {0}):
-            if self._model_group.rank == rank:
-                send_text(json.dumps(encoded), self._model_group, 0, self._context.device)
-            elif self._model_group.rank == 0:
-                text = receive_text(self._model_group, rank, self._context.device)
-                for key, (dtype, value) in json.loads(text).items():
-                    counters.setdefault(key, torch.tensor(value, dtype=getattr(torch, dtype)))
-        return {
-            f"{kind}/{name}": counters[f"{kind}/{name}"]
-            for name in self._shard_map.names
-            for kind in sorted(self._optimizer.kinds)
-            if f"{kind}/{name}" in counters
-        }
-
-    @property
-    def _stages(self) -> set[int]:
-        return {stage for layouts in self._shard_map.layouts for stage in layouts}
-
     def _trained(self) -> list[FlatParam]:
         return [unit for unit in self._all_units() if unit.trains]
 
     def _all_units(self) -> list[FlatParam]:
         return [unit for units in self._units.values() for unit in units]
-
-    def _flat_state_of_unit(self, kind: str, unit: FlatParam) -> Tensor:
-        """An optimizer state of this rank's range of a unit; zeros outside slices."""
-        flat = torch.zeros_like(unit.master, requires_grad=False)
-        for part in self._optimizer.slices[unit]:
-            flat[part.start : part.stop] = self._optimizer.chunked.state(part.leaf)[kind]
-        return flat
-
-    def _counters(self, unit: FlatParam, start: int) -> dict[str, Tensor]:
-        """The optimizer's counters of the parameter at `start`, from any slice of its group: all of them
-        agree."""
-        parts = self._optimizer.slices[unit]
-        group = next(group for group, low, high in unit.layout.groups if low <= start < high)
-        part = next((part for part in parts if part.group == group), parts[0])
-        return {
-            kind: self._counter(part, kind).cpu().clone() for kind in self._optimizer.kinds if "." in kind
-        }
 
     def _counter(self, part: OptimizerSlice, kind: str) -> Tensor:
         """A counter, where the optimizer has it."""
@@ -421,6 +342,24 @@ class ShardedState:
         """The kinds of optimizer state to expect: none if the state was saved before the first step."""
         saved = {key.partition("/")[0] for key in keys} - set(_NOT_OPTIMIZER)
         return self._optimizer.kinds if saved else set()
+
+
+def shards_of_unit(kind: str, unit: FlatParam, flat: Tensor) -> Iterator[StateShard]:
+    """The state in `flat`, which is laid out like this rank's range of the unit."""
+    for overlap in unit.layout.overlaps(unit.start, unit.stop):
+        if overlap.shard.counted:
+            yield _shard_of(f"{kind}/{overlap.shard.name}", overlap, flat.dtype, lambda: flat)
+
+
+def divided(shards: Sequence[StateShard], rank: int, size: int) -> list[StateShard]:
+    """One rank's share of shards that `size` ranks have in common."""
+    own = []
+    for index, shard in enumerate(shards):
+        if shard.num_bytes >= size * _MIN_CHUNK_BYTES:
+            own.append(shard.chunk(rank, size))
+        elif index % size == rank:
+            own.append(shard)
+    return own
 
 
 def _shard_of(key: str, overlap: Overlap, dtype: torch.dtype, flat: Callable[[], Tensor]) -> StateShard:

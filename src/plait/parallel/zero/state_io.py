@@ -3,7 +3,8 @@
 `StateShard` is a part of the state that a rank saves, `StateReader` a source that it loads from.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Protocol
@@ -11,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.comm import Group, raise_on_all
+from plait.comm import Group, raise_on_all, receive, receive_text, send, send_text
 from plait.errors import CheckpointError, shown
 from plait.plan import Box, Boxes, boxes_of_range
 
@@ -191,3 +192,36 @@ class InMemoryState:
         error: CheckpointError | None,
     ) -> None:
         raise_on_all(error, everyone, device)
+
+
+def collect_shards(shards: Sequence[StateShard], world: Group, device: torch.device) -> dict[str, Tensor]:
+    """The full tensors of all ranks' shards by key, on rank 0; {} elsewhere. Collective."""
+    if world.rank:
+        facts = [
+            (s.key, s.full_shape, str(s.dtype), s.boxes.ranges, s.start, s.stop - s.start) for s in shards
+        ]
+        send_text(json.dumps(facts), world, 0, device)
+        for shard in (shard for shard in shards if shard.num_bytes):
+            send(shard.read().detach().to(device), world, 0, label=shard.key)
+        return {}
+    full: dict[str, Tensor] = {}
+    for shard in shards:
+        _write(full, shard.key, shard.full_shape, shard.boxes, shard.start, shard.read().detach())
+    for rank in range(1, world.size):
+        for key, shape, dtype, ranges, start, numel in json.loads(receive_text(world, rank, device)):
+            flat = torch.empty(numel, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+            if numel:
+                receive(flat, world, rank, label=key)
+            boxes = Boxes(tuple(tuple((low, high) for low, high in dim) for dim in ranges))
+            _write(full, key, tuple(shape), boxes, start, flat)
+    return dict(sorted(full.items()))
+
+
+def _write(
+    full: dict[str, Tensor], key: str, shape: tuple[int, ...], boxes: Boxes, start: int, flat: Tensor
+) -> None:
+    """Write a shard into its full tensor, which is created with the first one."""
+    if key not in full:
+        full[key] = torch.empty(shape, dtype=flat.dtype)
+    for box, values in boxes_of(flat, boxes, start):
+        view_of(full[key], box).copy_(values)

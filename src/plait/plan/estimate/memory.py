@@ -17,7 +17,14 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 
-from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all, residual_bytes
+from plait.plan.compression import (
+    SUM_BYTES,
+    code_bytes,
+    compresses,
+    message_buffer_bytes,
+    reduces_over_all,
+    residual_bytes,
+)
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 from plait.plan.prefetch import MAX_IN_FLIGHT
@@ -132,7 +139,8 @@ def model_state_bytes(
         "master": owned * master if master != compute or (offloads and persistent) else 0,
         "optimizer": layout.first_owned_numel
         * states_per_element
-        * (2 if plan.optim_dtype == "bf16" else master),
+        * (2 if plan.optim_dtype == "bf16" else master)
+        + _outer_bytes(owned, plan),
         "gradients": 0,
     }
     in_place = plan.keeps_full_grads and grad_itemsize == master and not offloads
@@ -143,6 +151,9 @@ def model_state_bytes(
         layout, plan, grad_itemsize, exchanges=exchanges, receives=receives, persistent=persistent
     )
     buffers += scratch_bytes
+    if plan.local_steps and plan.exchange != "fp32":
+        largest = max((unit.range_numel for unit in layout.units if unit.trains), default=0)
+        buffers += code_bytes(largest, plan.num_islands, plan.exchange)
     blocks = _block_bytes(layout, plan, states_per_element) if in_files else 0
     buffers += 0 if offloads else blocks
     if offloads and num_communicators is not None:
@@ -152,6 +163,18 @@ def model_state_bytes(
         return use
     use = replace(use, host=use.host + (blocks if offloads else 0), loss=loss_bytes)
     return _on_gpu(use, layout, plan, num_communicators, in_files=in_files)
+
+
+def _outer_bytes(owned: int, plan: Plan) -> int:
+    """Bytes of the outer optimizer of local steps: global weights, momentum, errors of codes, and a part that
+    is exchanged during steps."""
+    master = MASTER_BYTES[plan.precision]
+    if not plan.local_steps:
+        return 0
+    num_states = 1 if plan.local.learning_rate is None else 2
+    errors = SUM_BYTES * owned if plan.exchange == "int8" else 0
+    in_flight = master * owned // plan.exchange_parts if plan.local.delay else 0
+    return num_states * master * owned + errors + in_flight
 
 
 def _on_gpu(
@@ -252,12 +275,14 @@ def _buffers(
     """
     units = layout.units[::-1]
     per_element = grad_itemsize * (0 if plan.keeps_full_grads else 1)
-    full_received = float(plan.dp - 1) if exchanges else (plan.shard_degree - 1) / plan.shard_degree
+    full_received = (
+        float(plan.reduced_ranks - 1) if exchanges else (plan.shard_degree - 1) / plan.shard_degree
+    )
     received = full_received if receives and not compresses(plan) else 0.0
     exchanges = reduces_over_all(plan) if compresses(plan) else exchanges
     ahead = len(units) if plan.reshard == "step" else plan.prefetch
     in_flight = len(units) if plan.keeps_full_grads else MAX_IN_FLIGHT
-    sent_itemsize = 2 if plan.reduce == "bf16" and plan.dp > 1 else grad_itemsize
+    sent_itemsize = 2 if plan.reduce == "bf16" and plan.reduced_ranks > 1 else grad_itemsize
     copies = sent_itemsize if sent_itemsize < grad_itemsize else 0
     replica_itemsize = 0 if exchanges or plan.algorithm_reduces_all else _replica_copy_itemsize(plan)
     defers = not persistent and plan.reshard == "use"  # replicas are reduced after backward
@@ -288,7 +313,7 @@ def _buffers(
 
 def _replica_copy_itemsize(plan: Plan) -> int:
     """Bytes per element of the copies of owned ranges that are sent between replicas."""
-    if plan.dp == plan.shard_degree:
+    if plan.reduced_ranks == plan.shard_degree:
         return 0
     if plan.reduce == "bf16":
         return 2

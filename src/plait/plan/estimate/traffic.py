@@ -165,7 +165,7 @@ def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             once = sum_traffic([_partial_grads(facts, unit), _reduction(facts, unit, replicas=False)])
             times = 1 if plan.accumulates_full else plan.micro
             calls.append({key: count * times for key, count in once.items()})
-            if not _covers_replicas(facts):
+            if not (_covers_replicas(facts) or plan.local_steps):
                 calls.append(_reduction(facts, unit, replicas=True))
     master = MASTER_BYTES[plan.precision]
     for name, stages in facts.shared.items():
@@ -251,7 +251,7 @@ def _hosts(ranks: Sequence[int], host_size: int) -> Hosts:
 
 
 def _rounds(plan: Plan) -> bool:
-    return plan.reduce == "bf16" and plan.dp > 1
+    return plan.reduce == "bf16" and plan.reduced_ranks > 1
 
 
 # --- between stages, and once a step
@@ -281,10 +281,36 @@ def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Once per step: loss, targets, step count, late gradients; the norm; buffers that forward changes."""
     loss, norm = 6 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
     calls = [facts.calls("all-reduce", [norm], "pp", "shard", "row", "col", channel="reductions")]
-    if facts.grid.num_ranks > 1:
+    replicas = () if facts.plan.local_steps else ("replicate",)
+    if facts.plan.local_steps:
+        calls.append(facts.calls("all-reduce", [loss], "pp", "shard", "row", "col"))
+    elif facts.grid.num_ranks > 1:
         calls.append({CommKey((), "", "all-reduce"): CommCount(1, loss)})
     buffers = [size for stage in facts.own.values() for size in stage.buffers]
-    calls.append(facts.calls("broadcast", buffers, "replicate", "shard", "row", "col"))
+    calls.append(facts.calls("broadcast", buffers, *replicas, "shard", "row", "col"))
+    return sum_traffic(calls)
+
+
+def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
+    """Communication of one exchange of weights between islands, of all its parts: changes, their drift and
+    buffers of floating-point numbers. Empty without local steps."""
+    plan = facts.plan
+    if not plan.local_steps:
+        return {}
+    sizes: dict[str, list[int]] = {"all-reduce": [], "all-to-all": [], "all-gather": []}
+    for stage in facts.own.values():
+        sizes["all-reduce"] += stage.buffers
+        for unit in (unit for unit in stage.layout.units if unit.trains):
+            if plan.exchange == "fp32":
+                sizes["all-reduce"].append(unit.range_numel * MASTER_BYTES[plan.precision])
+            else:
+                blocks = plan.num_islands * blocks_per_rank(unit.range_numel, plan.num_islands)
+                for op in ("all-to-all", "all-gather"):
+                    sizes[op].append(blocks * BLOCK_BYTES[plan.exchange])
+    drifts = [2 * 8] * plan.exchange_parts
+    sizes["all-reduce"] += drifts
+    calls = [facts.calls(op, of_op, "replicate", channel="reductions") for op, of_op in sizes.items()]
+    calls.append(facts.calls("all-reduce", drifts, "pp", "shard", "row", "col", channel="reductions"))
     return sum_traffic(calls)
 
 

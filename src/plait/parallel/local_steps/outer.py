@@ -1,0 +1,237 @@
+"""The outer optimizer of local steps: exchanges the change of the islands' weights and applies its mean.
+
+[Note: global weights]
+Each rank keeps, for the range of master weights that it owns, the global weights: those that the last
+exchange has produced, equal on all islands in every bit. An exchange sums over islands what each has
+added to them, and every island takes the same outer step: global weights need not be sent. With `average` the
+new global weights are the mean of the islands' weights. With Nesterov momentum m and mean change c
+
+    m <- momentum m - c        global <- global - learning rate (momentum m - c)
+
+as in torch.optim.SGD with the gradient -c. Inner optimizers keep their states.
+
+[Note: order of an exchange]
+The units of a part are exchanged one after the other, with few in flight, so that few changes are in memory
+at a time. A part that is in flight during steps has all its units in flight. Units are exchanged by
+themselves, like gradients: copies of a tensor on several ranks of an island then stay equal in every bit.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.comm import CODECS, CompressedReduce, Work, all_reduce, broadcast, start_all_reduce
+from plait.errors import RunError
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.rank_context import RankContext
+from plait.parallel.zero.sharded_model import ShardedStage
+from plait.plan.compression import code_bytes
+
+_MAX_IN_FLIGHT = 2  # units, while training waits for the exchange
+
+
+@dataclass(frozen=True)
+class ExchangeResult:
+    """Result of an exchange; the same on every rank.
+
+    part   its number; see [Note: parts of an exchange] in `plan/local_steps.py`
+    drift  the islands' distance from their mean (root mean square), relative to the mean change of weights
+    """
+
+    part: int
+    drift: float
+
+
+class OuterShard:
+    """The range of a unit that this rank owns: global weights, momentum, and a change being exchanged.
+
+    weights   [Note: global weights]
+    momentum  None for an average
+    change    this island's, then the sum over islands; None between exchanges
+    """
+
+    def __init__(self, unit: FlatParam, context: RankContext, scratch: Tensor | None) -> None:
+        """`scratch`: for the messages of a compressed exchange."""
+        plan = context.plan
+        self.unit = unit
+        self.weights = context.allocate_state(unit.master.numel(), context.precision.master)
+        self.momentum = None if plan.local.learning_rate is None else torch.zeros_like(self.weights)
+        self.change: Tensor | None = None
+        self._context = context
+        self._work = Work()
+        self._compressor = None
+        if scratch is not None:
+            codec = CODECS[plan.exchange]
+            self._compressor = CompressedReduce(unit.master.numel(), context.groups.islands, codec, scratch)
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        """The states that all islands have in common, by their kind in a checkpoint."""
+        kept = {"weights": self.weights, "outer_momentum": self.momentum, "outer_change": self.change}
+        return {kind: tensor for kind, tensor in kept.items() if tensor is not None}
+
+    @property
+    def residual(self) -> Tensor | None:
+        """The sum of what this island's codes have lost, if they are 8-bit."""
+        state = self._compressor.state[0] if self._compressor is not None else torch.empty(0)
+        return state if state.numel() else None
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.weights, self.momentum, self.residual, self.change)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def reset(self) -> None:
+        """Begin with the unit's weights as the global ones."""
+        self.weights.copy_(self.unit.master)
+        self.change = None
+        if self.momentum is not None:
+            self.momentum.zero_()
+        if self._compressor is not None:
+            self._compressor.discard()
+
+    def start(self) -> None:
+        """Start to sum the islands' changes."""
+        islands, label = self._context.groups.islands, self.unit.layout.name
+        self.change = change = torch.sub(self.unit.master, self.weights).to(self._context.device)
+        if self._compressor is None:
+            self._work = start_all_reduce(change, islands, label=label)
+            return
+        codes = self._compressor.start(change, (0, change.numel()), label=label)
+        self._work = Work(lambda: [*codes.into(change)])
+
+    def wait(self) -> None:
+        """Wait for the sum, which `change` then holds."""
+        self._work.wait()
+        self._work = Work()
+
+    def apply(self) -> Tensor:
+        """Take the outer step, and let the island continue from its result. Returns the squared distance of
+        this island from the mean, and the squared mean change: float64, (2,)."""
+        self.wait()
+        assert self.change is not None, "no exchange was started"
+        plan = self._context.plan
+        local = plan.local
+        mean = self.change.div_(plan.num_islands).to(self.weights)
+        self.change = None
+        own = self.unit.master - self.weights
+        squares = torch.stack([(own - mean).double().square().sum(), mean.double().square().sum()])
+        if self.momentum is None:
+            self.weights.add_(mean)
+        else:
+            assert local.learning_rate is not None
+            self.momentum.mul_(local.momentum).sub_(mean)
+            self.weights.add_(mean.sub_(self.momentum, alpha=local.momentum), alpha=local.learning_rate)
+        if local.local_share:
+            self.unit.master.lerp_(self.weights, 1 - local.local_share)
+        else:
+            self.unit.master.copy_(self.weights)
+        return squares.to(self._context.device)
+
+
+class OuterOptimizer:
+    """The exchanges of this rank's units. Without local steps it has no shards and does nothing.
+
+    parts   the part in which each shard is exchanged
+    """
+
+    def __init__(self, stages: Sequence[ShardedStage], context: RankContext) -> None:
+        """`stages`: of this rank, with their initial weights."""
+        self.context = context
+        self._stages = stages
+        self._local = context.plan.local
+        units, scratch = [u for stage in stages for u in stage.trained if context.plan.local_steps], None
+        if units and context.plan.exchange != "fp32":
+            largest = max(unit.master.numel() for unit in units)
+            num_bytes = code_bytes(largest, context.plan.num_islands, context.plan.exchange)
+            scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
+            context.tracker.add(num_bytes)  # never freed
+        self.shards = [OuterShard(unit, context, scratch) for unit in units]
+        parts = self._local.divide([shard.weights.numel() for shard in self.shards])
+        self.parts = dict(zip(self.shards, parts, strict=True))
+        self.reset()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
+
+    def reset(self) -> None:
+        """Begin with the units' weights as the global ones, and without momentum."""
+        for shard in self.shards:
+            shard.reset()
+
+    def is_due(self, num_steps: int) -> bool:
+        """Return whether anything is to be exchanged or applied after this number of steps."""
+        local = self._local
+        return (local.started_after(num_steps), local.applied_after(num_steps)) != (None, None)
+
+    def exchange(self, num_steps: int) -> ExchangeResult | None:
+        """Apply and start what is due. Returns the result of what was applied. Every rank must call it, after
+        a step."""
+        local, result = self._local, None
+        applied, started = local.applied_after(num_steps), local.started_after(num_steps)
+        for stage in self._stages:
+            stage.unsharder.wait_for_readers()
+        if applied is not None:
+            shards = self._in(applied)
+            in_turn = [s for s in shards if s.change is not None] if local.delay else _started_in_turn(shards)
+            result = self._apply(applied, in_turn)
+        if num_steps % local.steps == 0:
+            self._average_buffers()
+        if local.delay:
+            for shard in self._in(started):
+                shard.start()
+        for stage in self._stages if applied is not None else ():
+            stage.sync_params()
+        return result
+
+    def _in(self, part: int | None) -> list[OuterShard]:
+        return [shard for shard in self.shards if self.parts[shard] == part]
+
+    def _apply(self, part: int, started: Iterable[OuterShard]) -> ExchangeResult:
+        """Apply the exchanges of a part. Raises RunError, on all ranks, if an island's weights are not
+        finite."""
+        groups = self.context.groups
+        totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
+        for shard in started:
+            totals += shard.apply()
+        all_reduce(totals, groups.norm, label="drift of islands")
+        all_reduce(totals, groups.islands, label="drift of islands")
+        distance, change = totals.tolist()
+        if not (distance >= 0 and change < float("inf")):
+            raise RunError(
+                "the weights of an island are not finite",
+                given=f"part {part} of an exchange",
+                hint="a smaller learning rate, of the optimizer or of outer=nesterov:LR:MOMENTUM; --resume",
+            )
+        return ExchangeResult(part, (distance / change) ** 0.5 if change else 0.0)
+
+    def _average_buffers(self) -> None:
+        """Let buffers become the mean over islands; counters and masks those of the first one."""
+        islands = self.context.groups.islands
+        for stage in self._stages:
+            for buffer in stage.buffers():
+                if buffer.is_floating_point():
+                    all_reduce(buffer, islands, "mean", label="buffers")
+                else:
+                    broadcast(buffer, islands, label="buffers")
+
+    def is_in_flight(self, shard: OuterShard, num_steps: int) -> bool:
+        """Return whether an exchange of the shard is in flight after this number of steps."""
+        return self.parts[shard] == self._local.in_flight_after(num_steps)
+
+    def wait(self) -> None:
+        """Wait for the exchanges in flight, whose sums are then in `OuterShard.change`."""
+        for shard in self.shards:
+            shard.wait()
+
+
+def _started_in_turn(shards: Sequence[OuterShard]) -> Iterator[OuterShard]:
+    """Yield the shards in order; each has been started, and some after it."""
+    for index, shard in enumerate(shards):
+        for ahead in shards[index : index + _MAX_IN_FLIGHT]:
+            if ahead.change is None:
+                ahead.start()
+        yield shard
