@@ -548,14 +548,8 @@ class Engine:
         forward to backward, from the bytes of one, measured in the first step (None before it)."""
         parts, activation_bytes = self._parts, self._runner.activation_bytes()
         loss_bytes = max(stage.loss_buffers.peak_bytes for stage in parts.stages.values())
-        return allocated_bytes(
-            parts.sharded,
-            parts.optimizer,
-            parts.context,
-            activation_bytes,
-            loss_bytes=loss_bytes,
-            outer_bytes=parts.islands.outer.num_bytes,
-        )
+        others = (activation_bytes, loss_bytes, parts.islands.outer.num_bytes)
+        return allocated_bytes(parts.sharded, parts.optimizer, parts.context, *others)
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape.

@@ -16,7 +16,6 @@ def allocated_bytes(
     optimizer: ShardedOptimizer,
     context: RankContext,
     activation_bytes: int | None,
-    *,
     loss_bytes: int,
     outer_bytes: int,
 ) -> MemoryUse:

@@ -150,10 +150,7 @@ def model_state_bytes(
     buffers = _buffers(
         layout, plan, grad_itemsize, exchanges=exchanges, receives=receives, persistent=persistent
     )
-    buffers += scratch_bytes
-    if plan.local_steps and plan.exchange != "fp32":
-        largest = max((unit.range_numel for unit in layout.units if unit.trains), default=0)
-        buffers += code_bytes(largest, plan.num_islands, plan.exchange)
+    buffers += scratch_bytes + _exchange_bytes(layout, plan)
     blocks = _block_bytes(layout, plan, states_per_element) if in_files else 0
     buffers += 0 if offloads else blocks
     if offloads and num_communicators is not None:
@@ -175,6 +172,14 @@ def _outer_bytes(owned: int, plan: Plan) -> int:
     errors = SUM_BYTES * owned if plan.exchange == "int8" else 0
     in_flight = master * owned // plan.exchange_parts if plan.local.delay else 0
     return num_states * master * owned + errors + in_flight
+
+
+def _exchange_bytes(layout: Layout, plan: Plan) -> int:
+    """Bytes of the codes that islands exchange."""
+    if not plan.local_steps or plan.exchange == "fp32":
+        return 0
+    largest = max((unit.range_numel for unit in layout.units if unit.trains), default=0)
+    return code_bytes(largest, plan.num_islands, plan.exchange)
 
 
 def _on_gpu(
