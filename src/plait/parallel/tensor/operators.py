@@ -52,10 +52,17 @@ def all_gather_into(output: Tensor, own: Tensor, group: Group, label: str) -> Te
 def define(
     name: str, arguments: str, returns: str, run: Callable[..., object], shapes: Callable[..., object]
 ) -> None:
-    """Define the operator plait::`name`. `shapes`: the same function without values."""
+    """Define the operator plait::`name`. `shapes`: the same function without values, for traced tensors.
+
+    Tensors on the meta device are not traced: their collectives are logged.
+    """
+
+    def fake(first: Tensor, *rest: Any) -> object:
+        return (shapes if is_traced(first) else run)(first, *rest)
+
     _library.define(f"{name}({arguments}, *, Tensor? after=None) -> {returns}")
     _library.impl(name, _without_after(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _without_after(shapes), lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _without_after(fake), lib=_library)
 
 
 def _without_after(function: Callable[..., object]) -> Callable[..., object]:
