@@ -547,13 +547,12 @@ class Engine:
         """Bytes that this rank holds. Activations: the peak over the schedule of what micro-batches keep from
         forward to backward, from the bytes of one, measured in the first step (None before it)."""
         parts, activation_bytes = self._parts, self._runner.activation_bytes()
-        loss_bytes = max(stage.loss_buffers.peak_bytes for stage in parts.stages.values())
         return allocated_bytes(
             parts.sharded,
             parts.optimizer,
             parts.context,
             activation_bytes,
-            loss_bytes=loss_bytes,
+            loss_bytes=max(stage.loss_buffers.peak_bytes for stage in parts.stages.values()),
             outer_bytes=parts.islands.outer.num_bytes,
         )
 
@@ -566,17 +565,15 @@ class Engine:
         if not is_shape or not all(isinstance(size, int) and size >= 0 for size in batch_shape):
             given = f"{shown(batch_shape)}"
             raise ConfigError("not the shape of a micro-batch", given=given, expected="(samples, tokens)")
-        activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
+        on_gpu = self.device.type == "cuda"
         return estimated_bytes(
             self.layout,
             self._parts.context,
             self.plan,
             states_per_element=self._parts.optimizer.states_per_element,
             scratch_bytes=sum(stage.reduction.scratch_bytes for stage in self._stages),
-            activation_bytes=activation_bytes,
-            num_communicators=num_communicators(self.plan, self._spec.schedule.rank_of)
-            if self.device.type == "cuda"
-            else None,
+            activation_bytes=self._runner.estimated_bytes(batch_shape, self.device),
+            num_communicators=num_communicators(self.plan, self._spec.schedule.rank_of) if on_gpu else None,
             loss_bytes=max(stage.estimated_loss_bytes for stage in self._parts.stages.values()),
         )
 

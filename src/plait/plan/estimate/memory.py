@@ -152,8 +152,7 @@ def model_state_bytes(
     )
     buffers += scratch_bytes
     if plan.local_steps and plan.exchange != "fp32":
-        largest = max((unit.range_numel for unit in layout.units if unit.trains), default=0)
-        buffers += code_bytes(largest, plan.num_islands, plan.exchange)
+        buffers += code_bytes(_largest_range(layout), plan.num_islands, plan.exchange)
     blocks = _block_bytes(layout, plan, states_per_element) if in_files else 0
     buffers += 0 if offloads else blocks
     if offloads and num_communicators is not None:
