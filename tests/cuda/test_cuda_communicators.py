@@ -103,3 +103,20 @@ def _pair_and_all() -> tuple[float, float]:
 
 def test_two_of_three_ranks_create_a_group_without_the_third(pool: Pool) -> None:
     assert pool.run(_pair_and_all, 3) == [(4.0, 6.0), (2.0, 6.0), (4.0, 6.0)]
+
+
+def _communicators_after(plans: list[str]) -> int:
+    """The number of this rank's communicators after an engine of each plan, all but the last one dropped."""
+    world = connect(device="cuda", timeout_s=40)
+    for plan in plans:
+        engine = plait.parallelize(cuda_steps.small_llama(), plan, seed=3, world=world)
+        engine.step({key: rows.to(world.device) for key, rows in programs.batches(1)[0].items()})
+    with recorded() as recording:
+        pass
+    world.close()
+    return 0 if recording is None else len(recording.communicators)
+
+
+def test_engines_share_communicators_of_the_same_ranks_and_channel(pool: Pool) -> None:
+    found = pool.run(_communicators_after, 2, ["dp=2 zero=1", "tp=2", "pp=2", "dp=2 zero=1", "tp=2"])
+    assert found in ([1 + 2 + 1 + 2] * 2, [0, 0])  # of all ranks; of the first three plans, each once

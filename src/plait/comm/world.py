@@ -53,7 +53,7 @@ from plait.plan.cost_model import TRANSPORTS
 
 _ABORT_S = 10.0  # limit of aborting communications
 
-_Key = tuple[tuple[int, ...], str, int | None]  # of shared connections: ranks, channel, limit of CTAs
+_Key = tuple[str, tuple[int, ...], str, int | None]  # of shared connections: kind, ranks, channel, CTAs
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class World:
         same ranks and channel share: [Note: connections of several engines]. Collective over all ranks of the
         job: see [Note: creation order of communicators] in `plan/communicators.py`."""
         make = partial(self._own_transport, ranks, channel, splits=True, max_ctas=max_ctas)
-        return self._group(ranks, channel, axes, make, (ranks, channel, max_ctas))
+        return self._group(ranks, channel, axes, make, ("split", ranks, channel, max_ctas))
 
     def subgroup(self, ranks: tuple[int, ...], channel: str = "", axes: tuple[str, ...] = ()) -> Group:
         """Return a group for small or rare messages, which shares its connections like `split_group`'s; with
@@ -178,7 +178,7 @@ class World:
         make = partial(self._own_transport, ranks, channel)
         if self.shares_communicators:
             make = partial(self._shared_transport, ranks)
-        return self._group(ranks, channel, axes, make, (ranks, channel, None))
+        return self._group(ranks, channel, axes, make, ("subgroup", ranks, channel, None))
 
     def renew_connections(self) -> None:
         """Give later groups new connections if messages may be left in the old ones. Collective."""
