@@ -1,7 +1,7 @@
 """Predict the step of one plan on a cluster: time by part, memory of the fullest rank."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -49,7 +49,6 @@ class Price:
     memory_high_bytes: float  # upper end of its interval: a plan fits if this does
     bubble: float  # idle fraction
     model_flops: float  # of the whole step, causal attention
-    notes: tuple[str, ...] = field(default=())
 
 
 class StageSeconds(NamedTuple):
