@@ -185,10 +185,8 @@ def _stage_seconds(
     across, across_back = _block_tensor_s(model, part, links, rates, block, constants)
     share, again = _recomputed(recompute, block.forward, block.selective)
     across_back += share * across
-    head, embedding = (
-        head_seconds(model, part, rates, constants),
-        embedding_seconds(model, part, rates, constants),
-    )
+    head = head_seconds(model, part, rates, constants)
+    embedding = embedding_seconds(model, part, rates, constants)
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
     forward_s = max(block.forward + across, host)
     backward_s = max(block.backward + block.weight + across_back + again, (2 + share) * host) - block.weight
