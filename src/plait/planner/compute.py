@@ -174,8 +174,9 @@ def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Const
     )
 
 
-COLLECTIVE_OPERATORS = 6  # host time of a collective, in operators: the call, its checks, two events
-_FORWARD_OPERATORS = 20  # of an eager block: 4 products, 2 norms, attention, residuals, activation, copies
+COLLECTIVE_OPERATORS = 2  # host time of a collective, in operators: the call and its wait
+# Of an eager block: 4 products and their biases, 2 norms, attention with the views around it, residuals.
+_FORWARD_OPERATORS = 32
 
 
 def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constants) -> tuple[float, float]:

@@ -58,18 +58,18 @@ LIMITS = {
 PRIOR = Constants()  # first values, from data sheets, benchmarks and papers
 # Fitted to tests/data/planner/published_runs.csv and vTrain's 720 iterations of single hosts, 2026-11-23.
 DEFAULT = Constants(
-    product_fraction=0.813,
-    product_start_k=185.0,
-    memory_fraction=0.938,
+    product_fraction=0.812,
+    product_start_k=182.0,
+    memory_fraction=0.95,
     attention_fraction=0.480,
     softmax_sm_s=8.94e-11,
-    launch_s=2.25e-5,
+    launch_s=2.12e-5,
     link_fraction=0.85,
-    network_fraction=0.909,
+    network_fraction=0.903,
     collective_s=2.98e-5,
     hop_s=2.99e-6,
     network_hop_s=1.50e-5,
     overlap_tax=0.150,
-    step_s=0.996e-2,
+    step_s=0.98e-2,
     unaligned_slowdown=3.02,
 )

@@ -66,7 +66,7 @@ class StageSeconds(NamedTuple):
     tensor: float
 
 
-_SPREAD = 0.19  # of an interval: 80 of 100 published steps are within theirs
+_SPREAD = 0.16  # of an interval: more than 80 of 100 published steps are within theirs
 
 
 def price(
