@@ -167,6 +167,15 @@ def test_input_gradients_are_reduced_during_the_products_of_weight_gradients() -
     assert tensor_s("tp=4 pp=2 micro=32 schedule=zb-h1", True) == tensor_s("tp=4 pp=2 micro=32", False)
 
 
+def test_slow_instructions_of_single_warps_slow_attention_and_not_other_products() -> None:
+    """Twice as slow, they add as many seconds to a step as attention's products take."""
+    plan = "dp=64 zero=3 micro=2 precision=bf16"
+    one, half, third = (step_s(plan, warp_fraction=1 / factor) for factor in (1, 2, 3))
+    assert third - half == pytest.approx(half - one, rel=0.05)
+    assert 0 < half - one < one / 4
+    assert cluster("h100:8").device.warp_fraction < 1 == cluster("a100:8").device.warp_fraction
+
+
 def test_virtual_stages_that_a_row_leaves_open_are_taken_at_the_best_price(tmp_path: Path) -> None:
     header, *lines = (DATA / "published_runs.csv").read_text(encoding="utf-8").splitlines()
     row = next(line for line in lines if line.startswith("mcore-h100-70B,"))

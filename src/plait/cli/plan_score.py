@@ -70,12 +70,5 @@ def _show(result: dict[str, Any], *, leaves_out: bool) -> None:
         reasons[one["reason"]] = reasons.get(one["reason"], 0) + 1
     for reason, number in reasons.items():
         rich.print(f"refused {number} rows: {reason}")
-    rich.print(f"{result['constants']['count']} constants:")
-    rich.print(
-        table(
-            "",
-            ("constant", "value"),
-            [(k, f"{v:.4g}") for k, v in result["constants"]["values"].items()],
-            left=("constant",),
-        )
-    )
+    values = [(name, f"{value:.4g}") for name, value in result["constants"]["values"].items()]
+    rich.print(table(f"{len(values)} constants", ("constant", "value"), values, left=("constant",)))

@@ -28,6 +28,7 @@ class Device:
     watts              at full load
     dollars_per_hour   what an hour of it costs to rent: an assumption that users replace
     matmul_fraction    of the peak, the most that measured products reach
+    warp_fraction      of that, the most that matrix instructions of single warps reach
     sheet_bytes        memory as the data sheet gives it
     link_kind          the kind of `link_bytes_per_s`, for people
     source             of the figures
@@ -46,6 +47,7 @@ class Device:
     watts: float
     dollars_per_hour: float
     matmul_fraction: float = 0.8
+    warp_fraction: float = 1.0
     sheet_bytes: float = 0.0
     link_kind: str = ""
     source: str = ""
@@ -110,6 +112,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         watts=float(entry["watts"]),
         dollars_per_hour=float(entry["dollars"]),
         matmul_fraction=entry.get("fraction", Device.matmul_fraction),
+        warp_fraction=entry.get("warps", Device.warp_fraction),
         sheet_bytes=entry["gigabytes"] * 1e9,
         link_kind=entry["link_kind"],
         source=entry["source"],

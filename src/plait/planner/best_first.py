@@ -16,31 +16,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from plait.plan import Plan
+from plait.planner.bounds import Prices
 from plait.planner.cluster import Cluster
 from plait.planner.price import Price
 from plait.planner.space import Decided, Space
 
 _ROUNDING = 1 - 1e-9  # a bound may exceed an equal value by rounding
 _REPORT_EVERY = 256  # plans
-
-
-class Pricing(Protocol):
-    """Prices of the plans of one model, cluster and workload. `bounds.Prices`, and functions of tests.
-
-    The bounds hold for all plans that agree with `plan` in the keys decided so far.
-    """
-
-    def price(self, plan: Plan) -> Price: ...
-
-    def memory_bytes(self, plan: Plan) -> float:
-        """Upper end of the interval of the fullest rank's memory."""
-
-    def least_seconds(self, plan: Plan, decided: Decided) -> float: ...
-
-    def least_bytes(self, plan: Plan, decided: Decided) -> float: ...
 
 
 @dataclass
@@ -62,7 +47,7 @@ class Field:
 
     cluster: Cluster
     space: Space
-    pricing: Pricing
+    pricing: Prices
     weight: float = 1.0
     limit_s: float = math.inf
 

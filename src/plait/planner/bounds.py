@@ -20,7 +20,8 @@ from plait.planner.timeline import stages_of
 
 
 class Prices:
-    """`best_first.Pricing` by the planner's own arithmetic. A plan is priced once."""
+    """Prices of the plans of one model, cluster and workload, each computed once. Bounds hold for all plans
+    that agree with `plan` in the keys decided so far."""
 
     def __init__(self, model: ModelShape, cluster: Cluster, work: Workload, software: Software) -> None:
         self._model, self._cluster, self._work, self._software = model, cluster, work, software
@@ -36,6 +37,7 @@ class Prices:
         return self._prices[plan]
 
     def memory_bytes(self, plan: Plan) -> float:
+        """Return the upper end of the interval of the fullest rank's memory."""
         if plan not in self._memory:
             self._memory[plan] = peak_memory(self._model, plan, self._cluster, self._work, self._software)[1]
         return self._memory[plan]

@@ -10,8 +10,9 @@ product is limited by its FLOPs at the device's highest measured rate or by read
 [Note: fused attention]
 A fused kernel computes products at a fraction of the peak, and for every score an exponential, a maximum, a
 sum and conversions on the vector units, which grow with the number of SMs, not with the peak of the matrix
-unit: so newer devices reach a smaller fraction of their peak (Shah et al. 2407.08608, section 3). The
-backward computes five products for the forward's two.
+unit: so newer devices reach a smaller fraction of their peak (Shah et al. 2407.08608, section 3). Its
+products use instructions of single warps, which on some devices are slower than others. The backward
+computes five products for the forward's two.
 
 [Note: launch-bound blocks]
 Operators are started one by one by the host. A block takes the longer of the device's time and of the host's.
@@ -33,6 +34,7 @@ class Rates(NamedTuple):
     """Rates of a device at one precision; hashable, for caches."""
 
     flops: float  # highest measured rate of products
+    warp_flops: float  # the same by instructions of single warps
     memory_bytes_per_s: float
     num_sms: int
     launch_s: float
@@ -46,6 +48,7 @@ class Rates(NamedTuple):
         peak = device.peak_flops["tf32" if tf32 and "tf32" in device.peak_flops else precision]
         return cls(
             peak * device.matmul_fraction,
+            peak * device.matmul_fraction * device.warp_fraction,
             device.memory_bytes_per_s,
             device.num_sms,
             device.launch_s or constants.launch_s,
@@ -171,8 +174,9 @@ def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Const
     )
 
 
-COLLECTIVE_OPERATORS = 6  # host time of a collective, in operators: the call, its checks, two events
-_FORWARD_OPERATORS = 20  # of an eager block: 4 products, 2 norms, attention, residuals, activation, copies
+COLLECTIVE_OPERATORS = 2  # host time of a collective, in operators: the call and its wait
+# Of an eager block: 4 products and their biases, 2 norms, attention with the views around it, residuals.
+_FORWARD_OPERATORS = 32
 
 
 def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constants) -> tuple[float, float]:
@@ -180,7 +184,7 @@ def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constan
     scores = float(part.batch) * heads * part.sequence * part.sequence
     if part.fused_attention:
         scores /= 2  # causal
-        products = 4.0 * scores * d / (rates.flops * constants.attention_fraction)
+        products = 4.0 * scores * d / (rates.warp_flops * constants.attention_fraction)
         vector = scores * constants.softmax_sm_s / rates.num_sms
         return products + vector, 2.5 * products + 2 * vector
     slowdown = constants.unaligned_slowdown if d % 8 else 1.0

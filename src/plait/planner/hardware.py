@@ -24,6 +24,7 @@ def measured_device(speed: DeviceSpeed, link_bytes_per_s: float | None) -> Devic
         watts=0.0 if known is None else known.watts,
         dollars_per_hour=0.0 if known is None else known.dollars_per_hour,
         matmul_fraction=1.0 if known is None else known.matmul_fraction,
+        warp_fraction=1.0 if known is None else known.warp_fraction,
         sheet_bytes=speed.memory_bytes if known is None else known.sheet_bytes,
         link_kind="measured",
         source="measured by plait bench",

@@ -60,8 +60,6 @@ def price_tables(outcome: Outcome) -> Iterator[RenderableType]:
     ]
     yield table("a step of the slowest rank", ("part", "time", "share", "hidden"), rows, left=("part",))
     yield plain(f"memory: {price.memory}")
-    for note in price.notes:
-        yield plain(f"note: {note}")
 
 
 def compare_table(one: Outcome, other: Outcome) -> RenderableType:
@@ -96,7 +94,6 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "bubble": price.bubble,
         "parts_s": dict(price.parts),
         "hidden_s": dict(price.hidden),
-        "notes": list(price.notes),
         "days": outcome.days,
         "device_hours": outcome.device_hours,
         "dollars": outcome.dollars,

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from plait.errors import ConfigError, PlanError
 from plait.plan import format_bytes
-from plait.planner.best_first import Counts, Field, Pricing, Search
+from plait.planner.best_first import Counts, Field, Search
 from plait.planner.bounds import Prices
 from plait.planner.cluster import Cluster
 from plait.planner.families import Family, rejected_families
@@ -22,7 +22,6 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
 _OWN = Software()
-PricingOf = Callable[[ModelShape, Cluster, Workload, Software], Pricing]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ def search(
     deadline_days: float | None = None,
     software: Software = _OWN,
     report: Callable[[Counts], None] = lambda _: None,
-    pricing: PricingOf = Prices,
 ) -> Found:
     """Find the `top` best plans for all devices of a cluster.
 
@@ -66,7 +64,6 @@ def search(
     tokens         of the whole training
     deadline_days  longest training. With `objective="time"`, the fewest hosts that meet it are chosen
     report         called now and then during the search
-    pricing        seam for tests
 
     Raises PlanError if no plan exists, fits into memory or meets the deadline; ConfigError for an objective.
     """
@@ -77,7 +74,7 @@ def search(
 
     def field(of: Cluster) -> Field:
         space = Space(model, of.num_devices, work.batch, pinned)
-        return Field(of, space, pricing(model, of, work, software), _weight(objective, of), limit_s)
+        return Field(of, space, Prices(model, of, work, software), _weight(objective, of), limit_s)
 
     by_size = objective == "time" and deadline_days is not None
     fields = [field(of) for of in (parts(cluster) if by_size or objective != "time" else [cluster])]
@@ -85,7 +82,7 @@ def search(
     groups = [[each] for each in fields] if by_size else [fields]
     ranked = next(filter(None, (list(islice(found.fastest(group), top)) for group in groups)), [])
     if not ranked:
-        raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, pricing, software)
+        raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
     families = rejected_families(ranked[0][0], [price for _, price in ranked], report)
     return Found(best, tuple(families), found.counts)
@@ -117,12 +114,7 @@ def _limit_s(deadline_days: float, tokens: float | None, work: Workload) -> floa
 
 
 def _nothing(
-    at: Field,
-    work: Workload,
-    tokens: float | None,
-    deadline_days: float | None,
-    pricing: PricingOf,
-    software: Software,
+    at: Field, work: Workload, tokens: float | None, deadline_days: float | None, software: Software
 ) -> PlanError:
     """The reason why a search of a whole cluster found no plan."""
     found = Search()
@@ -145,18 +137,18 @@ def _nothing(
         f"no plan fits into the memory of {at.cluster.device.name}",
         given=f"{plan} needs the least: {format_bytes(int(num_bytes))} on the fullest rank",
         expected=f"at most {format_bytes(int(at.capacity_bytes))}",
-        hint=_what_fits(at, work, pricing, software),
+        hint=_what_fits(at, work, software),
     )
 
 
-def _what_fits(at: Field, work: Workload, pricing: PricingOf, software: Software) -> str:
+def _what_fits(at: Field, work: Workload, software: Software) -> str:
     """Return hints that would make a plan fit: without a pin, or with more devices."""
     model, pins = at.space.model, dict(at.space.pins)
 
     def fits(pins: dict[str, Any], times: int) -> bool:
         cluster = replace(at.cluster, num_hosts=times * at.cluster.num_hosts)
         space = Space(model, cluster.num_devices, work.batch, pins)
-        least = Search().smallest(Field(cluster, space, pricing(model, cluster, work, software)))
+        least = Search().smallest(Field(cluster, space, Prices(model, cluster, work, software)))
         return least is not None and least[1] <= at.capacity_bytes
 
     hints = [f"no --pin {key}" for key in pins if fits({k: v for k, v in pins.items() if k != key}, times=1)]

@@ -61,10 +61,9 @@ _FILLS = 3  # pipelines of micro-batches after which a schedule is periodic
 
 @lru_cache(maxsize=512)
 def _compiled(name: str, ranks: int, micros: int, chunks: int) -> tuple[int, tuple[_Step, ...]]:
+    is_file = name.startswith("file:")
     schedule = (
-        load_schedule(name, ranks, micros, chunks)
-        if name.startswith("file:")
-        else make_schedule(name, ranks, micros, chunks)
+        load_schedule(name, ranks, micros, chunks) if is_file else _schedule(name, ranks, micros, chunks)
     )
     return schedule.num_ranks, _steps(schedule)
 
@@ -105,18 +104,17 @@ def _evaluate(compiled: tuple[int, tuple[_Step, ...]], durations: Durations) -> 
     return Ends(tuple(free), tuple(busy))
 
 
-def stages_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of every stage."""
-    return _stage_ranks(name, ranks, chunks)
+def _schedule(name: str, ranks: int, micros: int, chunks: int) -> Schedule:
+    """Return a schedule for so many micro-batches, or a file's for its own."""
+    if name.startswith("file:"):
+        return load_schedule(name, ranks, 0)
+    return make_schedule(name, ranks, micros, chunks)
 
 
 @lru_cache(maxsize=256)
-def _stage_ranks(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
-    schedule = (
-        load_schedule(name, ranks, 0)
-        if name.startswith("file:")
-        else make_schedule(name, ranks, max(1, ranks), chunks)
-    )
+def stages_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    """Return the rank of every stage."""
+    schedule = _schedule(name, ranks, max(1, ranks), chunks)
     return tuple(schedule.rank_of[stage] for stage in range(schedule.num_stages))
 
 
@@ -131,11 +129,7 @@ def in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[He
 
 @lru_cache(maxsize=512)
 def _in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[Held, ...], ...]:
-    schedule = (
-        load_schedule(name, ranks, 0)
-        if name.startswith("file:")
-        else make_schedule(name, ranks, micros, chunks)
-    )
+    schedule = _schedule(name, ranks, micros, chunks)
     return tuple(_largest(schedule, rank) for rank in range(schedule.num_ranks))
 
 
