@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from plait.api import parallelize
-from plait.bench.collectives import slowest
+from plait.bench.collectives import slowest, synchronize
 from plait.bench.device import measure_device
 from plait.comm import World, barrier, connect
 from plait.comm.launch_function import launch
@@ -46,7 +46,6 @@ def _steps(config: dict[str, Any], plan: Plan, sequence: int, batch: int, steps:
         barrier(world.group)
         begin_s = time.perf_counter()
         engine.step({"input_ids": ids, "labels": ids})
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        synchronize(world)
         times.append(time.perf_counter() - begin_s)
     return statistics.median(slowest(world, [times])[0][_WARM_UP:])

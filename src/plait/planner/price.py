@@ -1,5 +1,6 @@
 """Predict the step of one plan on a cluster: time by part, memory of the fullest rank."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -12,7 +13,15 @@ from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.cluster import Cluster
-from plait.planner.communication import Group, Links, all_gather_s, all_reduce_s, send_s
+from plait.planner.communication import (
+    Group,
+    Links,
+    all_gather_s,
+    all_reduce_s,
+    scattered_sum_s,
+    send_s,
+    unshard_s,
+)
 from plait.planner.compute import (
     COLLECTIVE_OPERATORS,
     Rates,
@@ -23,7 +32,7 @@ from plait.planner.compute import (
     head_seconds,
     optimizer_s,
 )
-from plait.planner.constants import DEFAULT, Constants
+from plait.planner.constants import Constants
 from plait.planner.memory import peak_memory, rank_layout, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
@@ -76,14 +85,14 @@ def price(
     cluster: Cluster,
     work: Workload,
     software: Software = OWN,
-    constants: Constants = DEFAULT,
 ) -> Price:
     """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the
     batch."""
     check(model, plan, cluster, work, software)
+    constants = cluster.constants
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
-    stages = stage_seconds(model, plan, cluster, work, software, constants)
+    stages = stage_seconds(model, plan, cluster, work, software)
     batch = work.batch // (plan.data_ranks * plan.micro)
     stride = plan.num_ranks // plan.pp
     sent = message_bytes(model, plan, batch, work.sequence)
@@ -102,13 +111,17 @@ def price(
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
     counts, owned = block_counts(model, plan, software), numels[slowest] // plan.shard_degree
-    update = optimizer_s(owned, sum(counts[stage] for stage in own), rates, constants)
+    update = optimizer_s(owned, sum(counts[stage] for stage in own), rates)
     update += _offload_s(plan, owned, links)
-    step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
-    idle = ends.end[slowest] - ends.busy[slowest]
+    # Ranks that wait leave their share of the cores to the others.
+    shared = cluster.ranks_per_core
+    span = ends.end[slowest] if shared == 1 else max(ends.end[slowest] / shared, statistics.fmean(ends.busy))
+    busy = min(span, ends.busy[slowest])
+    step = span + data[slowest].exposed + update + constants.step_s
+    idle = span - busy
     sends = min(idle, 2 * (plan.pp - 1) * transfer)
     parts = {
-        **_busy_parts(plan, [stages[s] for s in own], [gathers[s] for s in own], ends.busy[slowest]),
+        **_busy_parts(plan, [stages[s] for s in own], [gathers[s] for s in own], busy),
         "pipeline communication": sends,
         "bubble": idle - sends,
         "optimizer": update,
@@ -188,7 +201,7 @@ def _stage_seconds(
     across_back += share * across
     head, embedding = (
         head_seconds(model, part, rates, constants),
-        embedding_seconds(model, part, rates, constants),
+        embedding_seconds(model, part, rates),
     )
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
     forward_s = max(block.forward + across, host)
@@ -216,11 +229,10 @@ def stage_seconds(
     cluster: Cluster,
     work: Workload,
     software: Software = OWN,
-    constants: Constants = DEFAULT,
 ) -> tuple[StageSeconds, ...]:
     """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
     shard and offload."""
-    batch = work.batch // (plan.data_ranks * plan.micro)
+    batch, constants = work.batch // (plan.data_ranks * plan.micro), cluster.constants
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     counts = block_counts(model, plan, software)
@@ -311,12 +323,12 @@ def _gathers(
         key = (seconds, numel)
         if key not in kinds:
             each = numel / len(units)
-            gather = len(units) * all_gather_s(links, group, each * size)
+            gather = len(units) * unshard_s(links, group, each * size)
             times = 1.0 / plan.micro if plan.reshard == "step" else 1.0
             forward = gather * times if plan.zero == 3 else 0.0
             backward = 0.0 if plan.zero < 3 or plan.reshard == "step" else gather
             if per_micro:
-                backward += len(units) * all_gather_s(links, group, each * _reduced_itemsize(plan))
+                backward += len(units) * scattered_sum_s(links, group, each * _reduced_itemsize(plan))
             ahead = overlap(seconds.forward, forward)
             back = overlap(seconds.backward + seconds.weight, backward)
             kinds[key] = _Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0])
@@ -354,9 +366,9 @@ def _reductions(
         own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]
         scatter = gather = 0.0
         if plan.zero and plan.accumulates_full:
-            scatter = all_gather_s(links, shard, numel * reduced)
+            scatter = scattered_sum_s(links, shard, numel * reduced)
         if 0 < plan.zero < 3:
-            gather = all_gather_s(links, shard, numel * size)
+            gather = unshard_s(links, shard, numel * size)
         scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
         back = overlap(sum(s.backward + s.weight for s in own), scatter)
         ahead = overlap(sum(s.forward for s in own), gather)
