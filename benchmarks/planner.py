@@ -5,8 +5,10 @@
 The ranks' devices are measured with as many ranks at work (`plait bench device`; `--profile` reads an earlier
 measurement), all plans are priced, and then run in turn, for some steps in each round. The claim: Spearman's
 rank correlation is at least 0.9, the plan that the planner picks is at most 5 % slower than the fastest, and
-predictions are within 15 %. A plan's time is the median of its rounds, its spread their range. The last row
-of each model and number of ranks has the results: the mean of absolute errors, and the regret.
+predictions are within 15 %. A plan's time is the median of the steps that other programs disturb least
+(`plait.bench.plans`); `others` is the share of the cores that they still had, `core_ms` the processor time of
+the busiest rank. The last row of each model and number of ranks has the results: the mean of absolute errors,
+and the regret.
 """
 
 import statistics
@@ -16,7 +18,7 @@ from typing import Any
 
 import common
 from llama import LLAMA, TOY, Llama
-from plait.bench.plans import speed_of_ranks, step_seconds
+from plait.bench.plans import run_steps, speed_of_ranks, typical_step
 from plait.bench.report import machine
 from plait.plan import Plan
 from plait.plan.host_profile import HostProfile, save
@@ -41,10 +43,11 @@ def compare(
     shape, work = ModelShape.from_config(model.config), Workload(model.sequence, BATCH)
     parsed = [Plan.parse(text) for text in plans]
     predicted = [price(shape, plan, on, work).step_s for plan in parsed]
-    given = {"sequence": model.sequence, "batch": BATCH, "steps": steps}
-    times = [[step_seconds(model.config, plan, **given) for plan in parsed] for _ in range(rounds)]
-    by_plan = list(zip(*times, strict=True))
-    measured = [statistics.median(each) for each in by_plan]
+    given: dict[str, int] = {"sequence": model.sequence, "batch": BATCH, "steps": steps}
+    runs = [[run_steps(model.config, plan, **given) for plan in parsed] for _ in range(rounds)]
+    by_plan = [[step for round_ in each for step in round_] for each in zip(*runs, strict=True)]
+    typical = [typical_step(each) for each in by_plan]
+    measured = [step.seconds for step in typical]
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     case = f"{name}, {on.num_devices} ranks"
     rows = [
@@ -53,10 +56,11 @@ def compare(
             "plan": text,
             "predicted_ms": 1e3 * p,
             "measured_ms": 1e3 * m,
-            "spread": (max(each) - min(each)) / m,
+            "core_ms": 1e3 * step.core_s * on.ranks_per_core,
+            "others": step.others,
             "error": error,
         }
-        for text, p, m, each, error in zip(plans, predicted, measured, by_plan, errors, strict=True)
+        for text, p, m, step, error in zip(plans, predicted, measured, typical, errors, strict=True)
     ]
     picked = min(range(len(plans)), key=predicted.__getitem__)
     summary = {
@@ -64,7 +68,8 @@ def compare(
         "plan": f"Spearman {spearman(predicted, measured):.2f}, picks {plans[picked]}",
         "predicted_ms": None,
         "measured_ms": None,
-        "spread": None,
+        "core_ms": None,
+        "others": None,
         "error": statistics.fmean(map(abs, errors)),
         "regret": measured[picked] / min(measured) - 1,
     }

@@ -29,24 +29,25 @@ def measure_device(
 ) -> DeviceSpeed:
     """Measure all ranks at the same time, and return the speed of the slowest. Collective."""
     device, kind = world.device, world.device.type
-    cases: list[tuple[str, str, float, float, Callable[[], object]]] = []  # precision, what, size, work
+    # Precision, what, size, work, and what makes the case.
+    cases: list[tuple[str, str, float, float, Callable[[], Callable[[], object]]]] = []
     for name, dtype in _DTYPES.items():
         if kind == "cpu" and name == "fp16":  # most CPUs have no fp16 arithmetic
             continue
         for size in _SIZES[kind]:
             flops = 2.0 * size**3
-            cases.append((name, _SQUARE, flops, flops, _product(size, dtype, device)))
+            cases.append((name, _SQUARE, flops, flops, partial(_product, size, dtype, device)))
         if kind == "cpu" and name in ("fp32", "bf16"):
             cases += [(name, *case) for case in operator_cases(dtype)]
     source = torch.ones(_COPY_BYTES[kind] // 4, device=device)
     target, small = torch.empty_like(source), torch.zeros(8, device=device)
-    cases.append(("", "copy", 0, 2 * source.nbytes, lambda: target.copy_(source)))
-    cases.append(("", "launch", 0, 1, lambda: small.add_(1)))
+    cases.append(("", "copy", 0, 2 * source.nbytes, lambda: partial(target.copy_, source)))
+    cases.append(("", "launch", 0, 1, lambda: partial(small.add_, 1)))
     lines = CollectiveLines(world)
     times: list[list[float]] = []
     for number in range(rounds):
         report_progress(f"measuring: round {number + 1} of {rounds}")
-        times.append([_seconds(run, world) for *_, run in cases])
+        times.append([_seconds(make(), world) for *_, make in cases])
         lines.measure()
     medians = map(statistics.median, zip(*slowest(world, times), strict=True))
     rates: dict[str, dict[str, Points]] = {}

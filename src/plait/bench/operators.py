@@ -3,10 +3,15 @@
 [Note: seconds of a core]
 A case's time is the processor's, not the clock's: other programs of the host do not count, but what they and
 the other ranks take of caches and memory does. Ranks that share a core get it in turns.
+
+[Note: cold operands]
+Between two uses of a weight, a saved activation or a gradient's buffer, a step touches more memory than a
+core caches. A case that ran on the same tensors again and again would find them there, and be too fast:
+cases have copies, used in turn.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 
@@ -21,37 +26,85 @@ _HIDDEN, _HEADS, _HEAD_DIM, _LOGITS = 512, 8, 64, 8192
 _TOKENS = (4, 64, 256, 1024)
 _SEQUENCES = (32, 128, 256, 512, 1024)
 _SMALLEST = (8, 32, 64, 128, 256, 512, 1024)  # dimension of a product
-_WEIGHTS = 1 << 24  # elements: more than caches hold, as a model's
 _FLAT = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_COLD, _MOST_COPIES = 1 << 22, 16  # elements of a case's copies: more than a core's caches hold
 
 Case = Callable[[], object]
+Operator = tuple[Tensor, list[Tensor], Case]  # result, inputs with gradients, forward
 
 
-def operator_cases(dtype: torch.dtype) -> Iterator[tuple[str, float, float, Case]]:
-    """Yield operator, size, work and a case."""
-    yield from _linears(dtype)
-    makers: Mapping[str, Callable[[int, torch.dtype], tuple[int, Tensor, list[Tensor], Case]]] = {
-        "norm": _norm,
-        "rotary": _rotary,
-        "activation": _activation,
-        "loss": _loss,
-        "attention": _attention,
+def operator_cases(dtype: torch.dtype) -> Iterator[tuple[str, float, float, Callable[[], Case]]]:
+    """Yield operator, size, work and a maker of the case. See [Note: cold operands]."""
+    for size in _SMALLEST:
+        width = max(size, _HIDDEN)
+        yield "linear", size, 6.0 * size * width**2, partial(_linear, size, width, dtype)
+    kinds: Mapping[str, tuple[int, Callable[[int, torch.dtype], Operator]]] = {
+        "norm": (_HIDDEN, _norm),
+        "rotary": (_HIDDEN, _rotary),
+        "activation": (3 * _HIDDEN, _activation),
+        "loss": (_LOGITS, _loss),
     }
-    for name, make in makers.items():
-        for size in _SEQUENCES if name == "attention" else _TOKENS:
-            work, out, inputs, forward = make(size, dtype)
-            gradient = torch.ones_like(out)
-            at = size if name == "attention" else work
-            yield name, at, work, forward
-            backward = partial(torch.autograd.grad, out, inputs, gradient, retain_graph=True)
-            yield f"{name} backward", at, work, backward
+    for name, (width, make) in kinds.items():
+        for tokens in _TOKENS:
+            numel = tokens * width
+            yield name, numel, numel, partial(_forward, make, tokens, numel, dtype)
+            yield f"{name} backward", numel, numel, partial(_backward, make, tokens, numel, dtype)
+    for sequence in _SEQUENCES:
+        numel, work = _HIDDEN * sequence, _HIDDEN * sequence**2
+        yield "attention", sequence, work, partial(_forward, _attention, sequence, numel, dtype)
+        yield "attention backward", sequence, work, partial(_backward, _attention, sequence, numel, dtype)
     for numel in _FLAT:
-        gradient, buffer = torch.ones(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
-        yield "accumulate", numel, numel, partial(buffer.copy_, gradient)
-        weight = torch.zeros(numel).requires_grad_()
-        weight.grad = torch.ones(numel)
-        adamw = torch.optim.AdamW([weight], fused=True)
-        yield "update", numel, numel, adamw.step
+        yield "accumulate", numel, numel, partial(_accumulate, numel, dtype)
+        yield "update", numel, numel, partial(_update, numel)
+
+
+def _in_turn(cases: Sequence[Case]) -> Case:
+    turns = cycle(cases)
+    return lambda: next(turns)()
+
+
+def _num_copies(numel: int) -> int:
+    return max(1, min(_MOST_COPIES, _COLD // numel))
+
+
+def _forward(make: Callable[[int, torch.dtype], Operator], size: int, numel: int, dtype: torch.dtype) -> Case:
+    return _in_turn([make(size, dtype)[2] for _ in range(_num_copies(numel))])
+
+
+def _backward(
+    make: Callable[[int, torch.dtype], Operator], size: int, numel: int, dtype: torch.dtype
+) -> Case:
+    cases = []
+    for _ in range(_num_copies(numel)):
+        out, inputs, _ = make(size, dtype)
+        gradient = torch.ones_like(out)
+        cases.append(partial(torch.autograd.grad, out, inputs, gradient, retain_graph=True))
+    return _in_turn(cases)
+
+
+def _accumulate(numel: int, dtype: torch.dtype) -> Case:
+    gradient = torch.ones(numel, dtype=dtype)  # just computed
+    buffers = torch.zeros(_num_copies(numel), numel, dtype=dtype).unbind()
+    return _in_turn([partial(buffer.copy_, gradient) for buffer in buffers])
+
+
+def _update(numel: int) -> Case:
+    weight = torch.zeros(numel).requires_grad_()
+    weight.grad = torch.ones(numel)
+    return torch.optim.AdamW([weight], fused=True).step
+
+
+def _linear(size: int, width: int, dtype: torch.dtype) -> Case:
+    """A layer's three products."""
+
+    def products(weight: Tensor, x: Tensor, gradient: Tensor) -> None:
+        F.linear(x, weight)
+        torch.mm(gradient, weight)
+        torch.mm(gradient.t(), x)
+
+    shapes = ((width, width), (size, width), (size, width))
+    copies = [[torch.randn(*shape, dtype=dtype) for shape in shapes] for _ in range(_num_copies(width**2))]
+    return _in_turn([partial(products, *tensors) for tensors in copies])
 
 
 def core_seconds(run: Case) -> float:
@@ -66,27 +119,11 @@ def core_seconds(run: Case) -> float:
     return elapsed_s / count
 
 
-def _linears(dtype: torch.dtype) -> Iterator[tuple[str, float, float, Case]]:
-    """A layer's three products. Weights come from memory, one after the other, as in a model."""
-    for size in _SMALLEST:
-        width = max(size, _HIDDEN)
-        weights = cycle(torch.randn(max(1, _WEIGHTS // width**2), width, width, dtype=dtype).unbind())
-        inputs, gradient = torch.randn(size, width, dtype=dtype), torch.randn(size, width, dtype=dtype)
-
-        def products(weights: Iterator[Tensor] = weights, x: Tensor = inputs, g: Tensor = gradient) -> None:
-            weight = next(weights)
-            F.linear(x, weight)
-            torch.mm(g, weight)
-            torch.mm(g.t(), x)
-
-        yield "linear", size, 6.0 * size * width**2, products
-
-
 def _leaf(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, dtype=dtype).requires_grad_()
 
 
-def _norm(tokens: int, dtype: torch.dtype) -> tuple[int, Tensor, list[Tensor], Case]:
+def _norm(tokens: int, dtype: torch.dtype) -> Operator:
     """RMSNorm of torch operators, as in Transformers, after the addition of the residual."""
     stream, added = (_leaf(tokens, _HIDDEN, dtype=dtype) for _ in range(2))
     weight = _leaf(_HIDDEN, dtype=dtype)
@@ -96,10 +133,10 @@ def _norm(tokens: int, dtype: torch.dtype) -> tuple[int, Tensor, list[Tensor], C
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return weight * (wide * scale).to(dtype)
 
-    return tokens * _HIDDEN, forward(), [stream, added, weight], forward
+    return forward(), [stream, added, weight], forward
 
 
-def _rotary(tokens: int, dtype: torch.dtype) -> tuple[int, Tensor, list[Tensor], Case]:
+def _rotary(tokens: int, dtype: torch.dtype) -> Operator:
     heads = _leaf(1, tokens, _HEADS, _HEAD_DIM, dtype=dtype)
     cos, sin = (torch.randn(1, 1, tokens, _HEAD_DIM, dtype=dtype) for _ in range(2))
 
@@ -108,31 +145,31 @@ def _rotary(tokens: int, dtype: torch.dtype) -> tuple[int, Tensor, list[Tensor],
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
-    return heads.numel(), forward(), [heads], forward
+    return forward(), [heads], forward
 
 
-def _activation(tokens: int, dtype: torch.dtype) -> tuple[int, Tensor, list[Tensor], Case]:
+def _activation(tokens: int, dtype: torch.dtype) -> Operator:
     gate, up = (_leaf(tokens, 3 * _HIDDEN, dtype=dtype) for _ in range(2))
 
     def forward() -> Tensor:
         return F.silu(gate) * up
 
-    return gate.numel(), forward(), [gate, up], forward
+    return forward(), [gate, up], forward
 
 
-def _loss(tokens: int, dtype: torch.dtype) -> tuple[int, Tensor, list[Tensor], Case]:
+def _loss(tokens: int, dtype: torch.dtype) -> Operator:
     logits, targets = _leaf(tokens, _LOGITS, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
 
     def forward() -> Tensor:
         return cross_entropy(logits, targets, SINGLE_RANK, [(0, _LOGITS)])
 
-    return logits.numel(), forward(), [logits], forward
+    return forward(), [logits], forward
 
 
-def _attention(sequence: int, dtype: torch.dtype) -> tuple[int, Tensor, list[Tensor], Case]:
+def _attention(sequence: int, dtype: torch.dtype) -> Operator:
     query, key, value = (_leaf(1, _HEADS, sequence, _HEAD_DIM, dtype=dtype) for _ in range(3))
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    return _HEADS * _HEAD_DIM * sequence**2, forward(), [query, key, value], forward
+    return forward(), [query, key, value], forward
