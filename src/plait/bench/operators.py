@@ -83,9 +83,8 @@ def _backward(
 
 
 def _accumulate(numel: int, dtype: torch.dtype) -> Case:
-    gradient = torch.ones(numel, dtype=dtype)  # just computed
-    buffers = torch.zeros(_num_copies(numel), numel, dtype=dtype).unbind()
-    return _in_turn([partial(buffer.copy_, gradient) for buffer in buffers])
+    copies = torch.zeros(_num_copies(numel), 2, numel, dtype=dtype).unbind()
+    return _in_turn([partial(buffer.copy_, gradient) for buffer, gradient in copies])
 
 
 def _update(numel: int) -> Case:
