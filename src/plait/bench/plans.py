@@ -40,7 +40,7 @@ def step_seconds(
 def run_steps(
     config: Mapping[str, Any], plan: Plan, *, sequence: int, batch: int, steps: int = STEPS
 ) -> "list[Step]":
-    """Return the steps behind `step_seconds`."""
+    """Return the steps that `step_seconds` chooses from."""
     causal_lm_on_meta(dict(config))  # imported here, its code need not be imported by every rank
     rows = launch(_steps, plan.num_ranks, dict(config), plan, sequence, batch, steps)
     return [Step(*row) for row in rows]

@@ -177,7 +177,7 @@ def _measured(name: str, count: str) -> Cluster:
             f"the host's calibration has unknown constants: {', '.join(sorted(unknown))}",
             given=path or name,
             expected=", ".join(Constants.names()),
-            hint=f"plait bench device --ranks {wanted} measures anew",
+            hint=f"plait bench device --ranks {wanted} measures again",
         )
     is_cpu = speed.kind == "cpu"
     idle = max(0.0, min(1.0, speed.num_devices / wanted - 1)) if is_cpu else 1.0

@@ -113,9 +113,7 @@ def price(
     counts, owned = block_counts(model, plan, software), numels[slowest] // plan.shard_degree
     update = optimizer_s(owned, sum(counts[stage] for stage in own), rates)
     update += _offload_s(plan, owned, links)
-    # Ranks that wait leave their share of the cores to the others.
-    shared = cluster.ranks_per_core
-    span = ends.end[slowest] if shared == 1 else max(ends.end[slowest] / shared, statistics.fmean(ends.busy))
+    span = _span_s(ends, slowest, cluster.ranks_per_core)
     busy = min(span, ends.busy[slowest])
     step = span + data[slowest].exposed + update + constants.step_s
     idle = span - busy
@@ -147,6 +145,13 @@ def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> i
     """Bytes of a micro-batch's output that a rank of a stage sends to the next one."""
     numel = batch * sequence * model.hidden // plan.rows
     return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
+
+
+def _span_s(ends: timeline.Ends, rank: int, ranks_per_core: float) -> float:
+    """Seconds until a rank's last action. Ranks that wait leave their share of the cores to the others."""
+    if ranks_per_core == 1:
+        return ends.end[rank]
+    return max(ends.end[rank] / ranks_per_core, statistics.fmean(ends.busy))
 
 
 def _busy_parts(
