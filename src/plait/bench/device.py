@@ -4,15 +4,17 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from plait.bench.cases import Case, make_case
 from plait.bench.collectives import slowest, synchronize
-from plait.bench.operators import core_seconds, operator_cases
+from plait.bench.operators import MOST_COPIES, core_seconds, in_turn, operator_cases
 from plait.comm import Group, World, barrier, shares_memory, start_scattered_sum
 from plait.plan.cost_model import fit
 from plait.plan.device_speed import DeviceSpeed, Points
@@ -70,22 +72,29 @@ class CollectiveLines:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        first, second = (world.empty(_MESSAGES[-1] // 4, torch.float32).zero_() for _ in range(2))
-        self._cases = []
+        pools = [world.empty(_POOL_BYTES // 4, torch.float32).zero_() for _ in range(2)]
+        self._cases: list[tuple[str, int, int, Case]] = []
         self._seconds: list[float] = []
         for degree in (each for each in range(2, world.size + 1) if world.size % each == 0):
             start = world.rank // degree * degree
             group = world.subgroup(tuple(range(start, start + degree)))
-            for kind in _KINDS if degree == 2 else _KINDS[:-1]:
-                for num_bytes in _MESSAGES:
-                    numel = num_bytes // 4 // degree * degree
-                    case = make_case(kind, group, first[:numel], second[:numel])
-                    self._cases.append((kind, degree, numel * 4, case))
-                    if kind == "reduce-scatter" and shares_memory(group):
-                        case = Case(partial(_scattered_sum, first[:numel], group))
-                        self._cases.append(("scattered sum", degree, numel * 4, case))
+            for kind, num_bytes in product(_KINDS, _MESSAGES):
+                if kind == "send-receive" and degree > 2:
+                    continue
+                numel = num_bytes // 4 // degree * degree
+                count = min(MOST_COPIES, _POOL_BYTES // num_bytes)
+                pairs = [[pool[i * numel :][:numel] for pool in pools] for i in range(count)]
+                turns = [make_case(kind, group, first, second) for first, second in pairs]
+                self._add(kind, degree, numel * 4, turns)
+                if kind == "reduce-scatter" and shares_memory(group):
+                    turns = [Case(partial(_scattered_sum, full, group)) for full, _ in pairs]
+                    self._add("scattered sum", degree, numel * 4, turns)
             if shares_memory(group):  # parameters are in one memory: ranks wait for its owners
-                self._cases.append(("unshard", degree, 0, make_case("barrier", group, first, second)))
+                self._add("unshard", degree, 0, [make_case("barrier", group, pools[0], pools[1])])
+
+    def _add(self, kind: str, degree: int, num_bytes: int, turns: Sequence[Case]) -> None:
+        case = replace(turns[0], run=in_turn([each.run for each in turns]))
+        self._cases.append((kind, degree, num_bytes, case))
 
     def measure(self) -> None:
         """Time all cases once. Collective."""
@@ -121,6 +130,7 @@ def _scattered_sum(full: Tensor, group: Group) -> None:
 
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send-receive")
 _MESSAGES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes
+_POOL_BYTES = 1 << 26  # tensors in turn, as in a step: see [Note: cold operands] in operators.py
 _SQUARE = "square"
 
 

@@ -27,7 +27,7 @@ _TOKENS = (4, 64, 256, 1024)
 _SEQUENCES = (32, 128, 256, 512, 1024)
 _SMALLEST = (8, 32, 64, 128, 256, 512, 1024)  # dimension of a product
 _FLAT = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-_COLD, _MOST_COPIES = 1 << 22, 16  # elements of a case's copies: more than a core's caches hold
+_COLD, MOST_COPIES = 1 << 22, 16  # elements of a case's copies: more than a core's caches hold
 
 Case = Callable[[], object]
 Operator = tuple[Tensor, list[Tensor], Case]  # result, inputs with gradients, forward
@@ -58,17 +58,17 @@ def operator_cases(dtype: torch.dtype) -> Iterator[tuple[str, float, float, Call
         yield "update", numel, numel, partial(_update, numel)
 
 
-def _in_turn(cases: Sequence[Case]) -> Case:
+def in_turn(cases: Sequence[Case]) -> Case:
     turns = cycle(cases)
     return lambda: next(turns)()
 
 
 def _num_copies(numel: int) -> int:
-    return max(1, min(_MOST_COPIES, _COLD // numel))
+    return max(1, min(MOST_COPIES, _COLD // numel))
 
 
 def _forward(make: Callable[[int, torch.dtype], Operator], size: int, numel: int, dtype: torch.dtype) -> Case:
-    return _in_turn([make(size, dtype)[2] for _ in range(_num_copies(numel))])
+    return in_turn([make(size, dtype)[2] for _ in range(_num_copies(numel))])
 
 
 def _backward(
@@ -79,12 +79,12 @@ def _backward(
         out, inputs, _ = make(size, dtype)
         gradient = torch.ones_like(out)
         cases.append(partial(torch.autograd.grad, out, inputs, gradient, retain_graph=True))
-    return _in_turn(cases)
+    return in_turn(cases)
 
 
 def _accumulate(numel: int, dtype: torch.dtype) -> Case:
     copies = torch.zeros(_num_copies(numel), 2, numel, dtype=dtype).unbind()
-    return _in_turn([partial(buffer.copy_, gradient) for buffer, gradient in copies])
+    return in_turn([partial(buffer.copy_, gradient) for buffer, gradient in copies])
 
 
 def _update(numel: int) -> Case:
@@ -103,7 +103,7 @@ def _linear(size: int, width: int, dtype: torch.dtype) -> Case:
 
     shapes = ((width, width), (size, width), (size, width))
     copies = [[torch.randn(*shape, dtype=dtype) for shape in shapes] for _ in range(_num_copies(width**2))]
-    return _in_turn([partial(products, *tensors) for tensors in copies])
+    return in_turn([partial(products, *tensors) for tensors in copies])
 
 
 def core_seconds(run: Case) -> float:
