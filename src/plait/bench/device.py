@@ -89,7 +89,12 @@ class CollectiveLines:
                 if kind == "reduce-scatter" and shares_memory(group):
                     turns = [Case(partial(_scattered_sum, full, group)) for full, _ in pairs]
                     self._add("scattered sum", degree, numel * 4, turns)
-            if shares_memory(group):  # parameters are in one memory: ranks wait for its owners
+            if shares_memory(group):
+                for num_bytes in _MESSAGES:
+                    tensors = torch.zeros(min(MOST_COPIES, _POOL_BYTES // num_bytes), num_bytes // 4).unbind()
+                    turns = [make_case("all-reduce", group, each, each) for each in tensors]
+                    self._add("foreign all-reduce", degree, num_bytes, turns)
+                # Parameters are in one memory: ranks wait for its owners.
                 self._add("unshard", degree, 0, [make_case("barrier", group, pools[0], pools[1])])
 
     def _add(self, kind: str, degree: int, num_bytes: int, turns: Sequence[Case]) -> None:

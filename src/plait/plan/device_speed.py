@@ -21,8 +21,9 @@ OPERATORS = (
 )
 
 # Collectives of plans. Through shared memory each rank adds up its range of the gradients itself, and all
-# ranks use one copy of the parameters, so that to unshard them is to wait for the others.
-KINDS = (*COLLECTIVES, "scattered sum", "unshard")
+# ranks use one copy of the parameters, so that to unshard them is to wait for the others. Activations are
+# foreign to its memory, and copied.
+KINDS = (*COLLECTIVES, "scattered sum", "unshard", "foreign all-reduce")
 
 
 @dataclass(frozen=True)

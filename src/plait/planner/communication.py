@@ -59,7 +59,11 @@ class Links(NamedTuple):
         return None
 
 
-_ELSEWHERE = {"scattered sum": "reduce-scatter", "unshard": "all-gather"}  # where no memory is shared
+_ELSEWHERE = {  # where no memory is shared
+    "scattered sum": "reduce-scatter",
+    "unshard": "all-gather",
+    "foreign all-reduce": "all-reduce",
+}
 
 
 class Group(NamedTuple):
@@ -81,34 +85,14 @@ class Group(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 15)
-def all_reduce_s(links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds of an all-reduce of `num_bytes` on every rank."""
-    return _collective_s(links, group, num_bytes, "all-reduce")
+def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> float:
+    """Seconds of a collective of `plan.device_speed.KINDS` on `num_bytes` of the full tensor.
 
-
-@lru_cache(maxsize=1 << 15)
-def all_gather_s(links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds of an all-gather to `num_bytes` on every rank."""
-    return _collective_s(links, group, num_bytes, "all-gather")
-
-
-@lru_cache(maxsize=1 << 15)
-def unshard_s(links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds until every rank has `num_bytes` of parameters: an all-gather, unless they share memory."""
-    return _collective_s(links, group, num_bytes, "unshard")
-
-
-@lru_cache(maxsize=1 << 15)
-def scattered_sum_s(links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds of a sum of `num_bytes` of gradients of which every rank keeps its range."""
-    return _collective_s(links, group, num_bytes, "scattered sum")
-
-
-def _collective_s(links: Links, group: Group, num_bytes: float, kind: str) -> float:
-    """Each of the passes (reduce-scatter, all-gather) sends (n - 1) / n of the bytes along every level."""
+    Each of the passes (reduce-scatter, all-gather) sends (n - 1) / n of the bytes along every level.
+    """
     if group.degree == 1 or not num_bytes:
         return 0.0
-    passes = 2 if kind == "all-reduce" else 1
+    passes = 2 if kind.endswith("all-reduce") else 1
     local, domains = group.placement(links.domain)
     measured_s = links.measured_s(kind, local, num_bytes) if domains == 1 else None
     if measured_s is not None:

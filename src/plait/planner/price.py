@@ -13,15 +13,7 @@ from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.cluster import Cluster
-from plait.planner.communication import (
-    Group,
-    Links,
-    all_gather_s,
-    all_reduce_s,
-    scattered_sum_s,
-    send_s,
-    unshard_s,
-)
+from plait.planner.communication import Group, Links, collective_s, send_s
 from plait.planner.compute import (
     COLLECTIVE_OPERATORS,
     Rates,
@@ -274,9 +266,9 @@ def _block_tensor_s(
     columns, rows = Group(part.cols, 1, part.ranks), Group(part.rows, part.cols, part.ranks)
     hidden = tokens * model.hidden / part.rows
     if part.sp:  # a reduce-scatter and an all-gather for every all-reduce
-        forward = 4 * all_gather_s(links, columns, hidden)
+        forward = 4 * collective_s("all-gather", links, columns, hidden)
     else:
-        forward = 2 * all_reduce_s(links, columns, hidden)
+        forward = 2 * collective_s("foreign all-reduce", links, columns, hidden)
     backward = forward
     if part.overlaps:
         during = block.shared_weight + (block.shared_input if part.sp else 0.0)
@@ -284,7 +276,7 @@ def _block_tensor_s(
     both = 0.0
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-        both = 2 * all_reduce_s(links, rows, tokens * inside / part.cols / 2)
+        both = 2 * collective_s("foreign all-reduce", links, rows, tokens * inside / part.cols / 2)
     return forward + both, backward + both
 
 
@@ -328,12 +320,14 @@ def _gathers(
         key = (seconds, numel)
         if key not in kinds:
             each = numel / len(units)
-            gather = len(units) * unshard_s(links, group, each * size)
+            gather = len(units) * collective_s("unshard", links, group, each * size)
             times = 1.0 / plan.micro if plan.reshard == "step" else 1.0
             forward = gather * times if plan.zero == 3 else 0.0
             backward = 0.0 if plan.zero < 3 or plan.reshard == "step" else gather
             if per_micro:
-                backward += len(units) * scattered_sum_s(links, group, each * _reduced_itemsize(plan))
+                backward += len(units) * collective_s(
+                    "scattered sum", links, group, each * _reduced_itemsize(plan)
+                )
             ahead = overlap(seconds.forward, forward)
             back = overlap(seconds.backward + seconds.weight, backward)
             kinds[key] = _Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0])
@@ -371,10 +365,10 @@ def _reductions(
         own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]
         scatter = gather = 0.0
         if plan.zero and plan.accumulates_full:
-            scatter = scattered_sum_s(links, shard, numel * reduced)
+            scatter = collective_s("scattered sum", links, shard, numel * reduced)
         if 0 < plan.zero < 3:
-            gather = unshard_s(links, shard, numel * size)
-        scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
+            gather = collective_s("unshard", links, shard, numel * size)
+        scatter += collective_s("all-reduce", links, replicas, numel // shard.degree * reduced)
         back = overlap(sum(s.backward + s.weight for s in own), scatter)
         ahead = overlap(sum(s.forward for s in own), gather)
         result.append(_Overlapped(back[0] + ahead[0], back[1] + ahead[1]))
