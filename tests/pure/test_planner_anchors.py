@@ -15,7 +15,7 @@ from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.bills import zero_bytes
 from plait.planner.cluster import cluster
-from plait.planner.communication import Group, Links
+from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT
 from plait.planner.hardware import device
 from plait.planner.memory import block_activation_bytes, kept_bytes, stage_units

@@ -13,7 +13,7 @@ from plait.plan.schedule.simulate import Durations, simulate
 from plait.planner import timeline
 from plait.planner.calibrate import fit, fit_without
 from plait.planner.cluster import cluster
-from plait.planner.communication import Group, Links
+from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import Software, Workload, price, stage_seconds
