@@ -20,6 +20,7 @@ wheels.
 import argparse
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -213,14 +214,15 @@ def section(name: str, results: dict[str, Json]) -> list[str]:
 def profile(name: str, checks: dict[str, Json]) -> Json:
     """The machine's speed by the results of the stage `checks`: bytes, seconds, FLOP/s. Null: not measured.
 
-    It is a host profile, with more keys: `plait plan --cluster FILE:RANKS` reads `lines` and `devices`.
+    It is a host profile, with more keys: `plait plan --cluster FILE:RANKS` reads `devices`.
     """
     products, copies = checks.get("products", {}), checks.get("transfers", {})
     devices = checks.get("versions", {}).get("devices") or [{}]
     collectives = [checks[key].get("lines", []) for key in checks if key.startswith("collectives")]
+    lines = [line for each in collectives for line in each]
     return {
         "format": PROFILE_FORMAT,
-        "devices": _device_speeds(checks),
+        "devices": _device_speeds(checks, lines),
         "name": name,
         "num_devices": len(devices),
         "device_memory_bytes": devices[0].get("total_memory"),
@@ -230,11 +232,11 @@ def profile(name: str, checks: dict[str, Json]) -> Json:
         "copies": copies.get("lines"),
         "launch_s": checks.get("launches", {}).get("launch_s"),
         "read_s": checks.get("launches", {}).get("read_s"),
-        "lines": [line for lines in collectives for line in lines],
+        "lines": lines,
     }
 
 
-def _device_speeds(checks: dict[str, Json]) -> list[Json]:
+def _device_speeds(checks: dict[str, Json], lines: list[Json]) -> list[Json]:
     """The speed of one device in the form of `plait.plan.device_speed`; none if it was not measured."""
     facts, products = checks.get("versions", {}).get("devices"), checks.get("products")
     memory, launches = checks.get("memory"), checks.get("launches")
@@ -255,6 +257,11 @@ def _device_speeds(checks: dict[str, Json]) -> list[Json]:
             "memory_bytes_per_s": memory["bytes_per_s"],
             "launch_s": launches["launch_s"],
             "product_rates": rates,
+            "collectives": [
+                [line["verb"], line["num_ranks"], line["latency_s"], 1 / (line["bytes_per_s"] or math.inf)]
+                for line in lines
+                if line["dtype"] == "float32" and line["storage"] == "owned"
+            ],
         }
     ]
 

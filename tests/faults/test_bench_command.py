@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from plait.cli.main import app
 from plait.plan.cost_model import COLLECTIVES
+from plait.plan.device_speed import OPERATORS
 from plait.plan.host_profile import ProfileEntry, load
 from support.cli_runs import finish, start
 
@@ -55,6 +56,8 @@ def test_the_speed_of_devices_is_measured_and_kept(tmp_path: Path) -> None:
     assert (found.num_ranks, found.kind) == (2, "cpu")
     assert 1e8 < found.peak_flops["fp32"] < 1e14
     assert re.search("│ +1024 │", out)
+    assert found.operator_rates["fp32"].keys() == set(OPERATORS)
+    assert {row[0] for row in found.collectives} >= {"all-reduce", "scattered sum", "unshard", "send-receive"}
 
 
 def test_algorithms_are_compared_drawn_and_not_kept(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`plait plan`: a plan for a cluster from a configuration, prices and comparisons."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from typer.testing import CliRunner
 
 from plait.cli.main import app
 from plait.plan import Plan
+from plait.plan.device_speed import DeviceSpeed
+from plait.plan.host_profile import HostProfile, save
 
 CONFIG = {
     "model_type": "llama",
@@ -80,3 +83,28 @@ def test_a_plan_that_the_planner_picks_is_explained(config: str) -> None:
     arguments = ["explain", "--model", config, "--plan", plan, "--batch", "128", "--sequence", "4096"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
+
+
+def test_measured_plans_correct_later_predictions(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"fp32": ((1e6, 2e10), (1e9, 1e11))}
+    speed = DeviceSpeed(2, "x86_64", "cpu", 2, 1, 1e12, 6e9, 5e-6, rates)
+    host = save(HostProfile({}, {2: speed}), tmp_path / "host.json")
+    work = ("--model", config, "--cluster", f"{host}:2", "--batch-tokens", "16K", "--seq", "4096")
+
+    def predicted_s(plan: str = "dp=2") -> float:
+        code, text = run(*work, "--plan", plan, "--json", "-")
+        assert code == 0, text
+        seconds: float = json.loads(text)["step_s"]
+        return seconds
+
+    before_s = predicted_s()
+    monkeypatch.setattr("plait.bench.plans.step_seconds", lambda _, plan, **__: 1.5 * predicted_s(str(plan)))
+    code, text = run(*work, "--pin", "precision=fp32 recompute=none", "--measure", "3")
+    assert code == 0, text
+    found = re.search(r"3 plans determine (\d+) of (\d+) constants: \w+ \S+ -> ", text)
+    assert found is not None, text
+    assert 1 <= int(found[1]) <= 3 < int(found[2])
+    assert f"saved: {host}" in text.replace("\n", "")
+    assert predicted_s() == pytest.approx(1.5 * before_s, rel=0.1)

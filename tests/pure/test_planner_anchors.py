@@ -15,7 +15,7 @@ from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.bills import zero_bytes
 from plait.planner.cluster import cluster
-from plait.planner.communication import Group, Links, all_reduce_s
+from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT
 from plait.planner.hardware import device
 from plait.planner.memory import block_activation_bytes, kept_bytes, stage_units
@@ -240,12 +240,14 @@ def all_reduce(row: Row) -> float:
     name, ranks = row["name"].split()[0], int(row["name"].split()[-2])
     alpha, bus = map(float, re.findall(r"[\d.]+", row["value"]))
     links, sent = Links.of(cluster(f"{name}:8"), DEFAULT), 2 * (ranks - 1) / ranks * GIB
-    return difference(all_reduce_s(links, Group(ranks, 1, ranks), GIB), alpha / 1e6 + sent / bus / 1e9)
+    return difference(
+        collective_s("all-reduce", links, Group(ranks, 1, ranks), GIB), alpha / 1e6 + sent / bus / 1e9
+    )
 
 
 def both_directions(row: Row) -> float:
     links = Links.of(cluster("h100:8"), DEFAULT)
-    bus = 2 * 7 / 8 * 8 * GIB / all_reduce_s(links, Group(8, 1, 8), 8 * GIB) / 1e9
+    bus = 2 * 7 / 8 * 8 * GIB / collective_s("all-reduce", links, Group(8, 1, 8), 8 * GIB) / 1e9
     return difference(2 * bus, float(row["value"]))
 
 

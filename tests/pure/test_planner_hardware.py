@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import ConfigError, ProfileError
-from plait.plan.cost_model import LatencyFit
-from plait.plan.device_speed import DeviceSpeed
+from plait.errors import ConfigError
 from plait.plan.devices import device_of_driver
-from plait.plan.host_profile import HostProfile, ProfileEntry, save
 from plait.planner.cluster import Cluster, cluster, fat_tree, max_endpoints, preset_names
 from plait.planner.hardware import device, devices
 
@@ -188,31 +185,3 @@ def test_a_file_with_a_mistake_gets_one_error_with_what_would_work(
 def test_an_unknown_device_gets_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown device(.|\n)*try     : h100"):
         device("h1000")
-
-
-def _profile(folder: Path, *speeds: DeviceSpeed) -> str:
-    lines = {ProfileEntry("host", "send-receive", 2): LatencyFit(1e-5, 3e9, 0.1)}
-    return str(save(HostProfile(lines, {speed.num_ranks: speed for speed in speeds}), folder / "host.json"))
-
-
-def test_a_measured_host_is_a_cluster_of_its_ranks(tmp_path: Path) -> None:
-    rates = {"fp32": ((1e6, 2e10), (1e9, 8e10))}
-    two = DeviceSpeed(2, "x86_64", "cpu", 2, 1, 1e10, 6e9, 5e-6, rates)
-    path = _profile(tmp_path, two)
-    found = cluster(f"{path}:2")
-    assert (found.num_devices, found.device.peak_flops["fp32"], found.device.launch_s) == (2, 8e10, 5e-6)
-    assert found.device.link_bytes_per_s == 3e9
-    assert found.profile is not None
-    assert cluster(path).num_devices == 2
-    with pytest.raises(ProfileError, match=r"4 ranks at work(.|\n)*plait bench device --ranks 4"):
-        cluster(f"{path}:4")
-
-
-def test_a_measured_gpu_has_the_tables_power_and_the_measured_speed(tmp_path: Path) -> None:
-    speed = DeviceSpeed(1, "NVIDIA H200", "cuda", 8, 132, 1.5e11, 4.2e12, 3e-6, {"bf16": ((1e12, 7e14),)})
-    path = _profile(tmp_path, speed)
-    found = cluster(f"{path}:4").device
-    assert (found.watts, found.peak_flops["bf16"], found.memory_bytes_per_s) == (700, 989.4e12, 4.2e12)
-    assert found.product_rates["bf16"] == ((1e12, 7e14),)
-    with pytest.raises(ProfileError, match="with 16 ranks at work"):
-        cluster(f"{path}:16")

@@ -13,7 +13,7 @@ from plait.plan.schedule.simulate import Durations, simulate
 from plait.planner import timeline
 from plait.planner.calibrate import fit, fit_without
 from plait.planner.cluster import cluster
-from plait.planner.communication import Group, Links, all_gather_s
+from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import Software, Workload, price, stage_seconds
@@ -198,7 +198,7 @@ def test_a_ring_over_two_hosts_sends_what_all_of_its_ranks_send() -> None:
     """A ring of 16 ranks passes 15/16 of the bytes through every link, between the hosts too."""
     links = Links.of(cluster("dgx-h100:2"), DEFAULT)
     slow = links._replace(collective_s=0.0, hop_s=0.0, network_hop_s=0.0, link=links.network)
-    assert all_gather_s(slow, Group(16, 1, 16), 16e9) == pytest.approx(15e9 / links.network)
+    assert collective_s("all-gather", slow, Group(16, 1, 16), 16e9) == pytest.approx(15e9 / links.network)
 
 
 def test_fitted_constants_predict_runs_that_other_constants_made() -> None:

@@ -210,6 +210,9 @@ def test_speeds_of_devices_are_kept_next_to_the_lines(tmp_path: Path) -> None:
         ({"product_rates": {}}, "has no precision"),
         ({"product_rates": {"fp32": [[1.0]]}}, "not pairs"),
         ({"product_rates": {"fp32": [[1.0, -1.0]]}}, "not pairs"),
+        ({"operator_rates": {"fp32": {"norm": [[1.0, 1.0]]}}}, "operator_rates are not those of linear"),
+        ({"collectives": [["all-reduce", 1, 1e-5, 1e-9]]}, "collectives are not rows of a kind, ranks"),
+        ({"calibration": {"step_s": -1.0}}, "calibration is not a number above 0"),
         ({"extra": 1}, "does not have the keys num_ranks"),
     ],
 )

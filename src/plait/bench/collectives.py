@@ -218,15 +218,15 @@ def _round(cases: list[_TimedCase], visits: list[_VisitPlan], world: World, *, s
 def _visit(case: Case, repeats: int, world: World) -> float:
     """Return seconds per communication."""
     barrier(world.group)
-    _synchronize(world)
+    synchronize(world)
     start = time.perf_counter()
     for _ in range(repeats):
         case.run()
-    _synchronize(world)
+    synchronize(world)
     return (time.perf_counter() - start) / (repeats * case.num_messages)
 
 
-def _synchronize(world: World) -> None:
+def synchronize(world: World) -> None:
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
 

@@ -4,13 +4,20 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
+from torch import Tensor
 
-from plait.bench.collectives import slowest
-from plait.comm import World, barrier
-from plait.plan.device_speed import DeviceSpeed
+from plait.bench.cases import Case, make_case
+from plait.bench.collectives import slowest, synchronize
+from plait.bench.operators import MOST_COPIES, core_seconds, in_turn, operator_cases
+from plait.comm import Group, World, barrier, shares_memory, start_scattered_sum
+from plait.plan.cost_model import fit
+from plait.plan.device_speed import DeviceSpeed, Points
 
 _VISIT_S = 0.03  # of one repetition of a case
 _ROUNDS = 5
@@ -24,31 +31,116 @@ def measure_device(
 ) -> DeviceSpeed:
     """Measure all ranks at the same time, and return the speed of the slowest. Collective."""
     device, kind = world.device, world.device.type
-    cases: dict[tuple[str, int], Callable[[], object]] = {}
+    # Precision, what, size, work, and what makes the case.
+    cases: list[tuple[str, str, float, float, Callable[[], Callable[[], object]]]] = []
     for name, dtype in _DTYPES.items():
         if kind == "cpu" and name == "fp16":  # most CPUs have no fp16 arithmetic
             continue
         for size in _SIZES[kind]:
-            cases[name, size] = _product(size, dtype, device)
+            flops = 2.0 * size**3
+            cases.append((name, _SQUARE, flops, flops, partial(_product, size, dtype, device)))
+        if kind == "cpu" and name in ("fp32", "bf16"):
+            cases += [(name, *case) for case in operator_cases(dtype)]
     source = torch.ones(_COPY_BYTES[kind] // 4, device=device)
     target, small = torch.empty_like(source), torch.zeros(8, device=device)
-    cases["copy", 0] = lambda: target.copy_(source)
-    cases["launch", 0] = lambda: small.add_(1)
+    cases.append(("", "copy", 0, 2 * source.nbytes, lambda: partial(target.copy_, source)))
+    cases.append(("", "launch", 0, 1, lambda: partial(small.add_, 1)))
+    lines = CollectiveLines(world)
     times: list[list[float]] = []
     for number in range(rounds):
         report_progress(f"measuring: round {number + 1} of {rounds}")
-        times.append([_seconds(run, world) for run in cases.values()])
+        times.append([_seconds(make(), world) for *_, make in cases])
+        lines.measure()
     medians = map(statistics.median, zip(*slowest(world, times), strict=True))
-    found = dict(zip(cases, medians, strict=True))
-    rates: dict[str, tuple[tuple[float, float], ...]] = {}
-    for (name, size), seconds in found.items():
-        if size:
-            flops = 2.0 * size**3
-            rates[name] = (*rates.get(name, ()), (flops, flops / seconds))
-    name, num_devices, num_sms, memory_bytes = _facts(world)
-    copied = 2 * source.nbytes / found["copy", 0]
-    launch_s = found["launch", 0]
-    return DeviceSpeed(world.size, name, kind, num_devices, num_sms, memory_bytes, copied, launch_s, rates)
+    rates: dict[str, dict[str, Points]] = {}
+    for (precision, what, at, work, _), seconds in zip(cases, medians, strict=True):
+        points = rates.setdefault(precision, {})
+        points[what] = (*points.get(what, ()), (float(at), work / seconds))
+    (_, copied), (_, launched) = (rates[""][what][0] for what in ("copy", "launch"))
+    del rates[""]
+    products = {precision: points.pop(_SQUARE) for precision, points in rates.items()}
+    operators = {precision: points for precision, points in rates.items() if points}
+    facts = _facts(world)
+    return DeviceSpeed(
+        world.size, facts[0], kind, *facts[1:], copied, 1 / launched, products, operators, lines.fitted()
+    )
+
+
+class CollectiveLines:
+    """Times of the collectives that plans use, in groups of every size that divides the ranks, all groups at
+    once. Ranks wait for one another, so that a delay of one delays all: the least time of a case counts."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        pools = [world.empty(_POOL_BYTES // 4, torch.float32).zero_() for _ in range(2)]
+        self._cases: list[tuple[str, int, int, Case]] = []
+        self._seconds: list[float] = []
+        for degree in (each for each in range(2, world.size + 1) if world.size % each == 0):
+            start = world.rank // degree * degree
+            group = world.subgroup(tuple(range(start, start + degree)))
+            for kind, num_bytes in product(_KINDS, _MESSAGES):
+                if kind == "send-receive" and degree > 2:
+                    continue
+                numel = num_bytes // 4 // degree * degree
+                count = min(MOST_COPIES, _POOL_BYTES // num_bytes)
+                pairs = [[pool[i * numel :][:numel] for pool in pools] for i in range(count)]
+                turns = [make_case(kind, group, first, second) for first, second in pairs]
+                self._add(kind, degree, numel * 4, turns)
+                if kind == "reduce-scatter" and shares_memory(group):
+                    turns = [Case(partial(_scattered_sum, full, group)) for full, _ in pairs]
+                    self._add("scattered sum", degree, numel * 4, turns)
+            if shares_memory(group):
+                for num_bytes in _MESSAGES:
+                    tensors = torch.zeros(min(MOST_COPIES, _POOL_BYTES // num_bytes), num_bytes // 4).unbind()
+                    turns = [make_case("all-reduce", group, each, each) for each in tensors]
+                    self._add("foreign all-reduce", degree, num_bytes, turns)
+                # Parameters are in one memory: ranks wait for its owners.
+                self._add("unshard", degree, 0, [make_case("barrier", group, pools[0], pools[1])])
+
+    def _add(self, kind: str, degree: int, num_bytes: int, turns: Sequence[Case]) -> None:
+        case = replace(turns[0], run=in_turn([each.run for each in turns]))
+        self._cases.append((kind, degree, num_bytes, case))
+
+    def measure(self) -> None:
+        """Time all cases once. Collective."""
+        seconds = []
+        for _, _, num_bytes, case in self._cases:
+            repeats = max(1, min(20, _MESSAGES[-1] // max(1, num_bytes)))
+            case.run()
+            barrier(self._world.group)
+            begin_s = time.perf_counter()
+            for _ in range(repeats):
+                case.run()
+            synchronize(self._world)
+            seconds.append((time.perf_counter() - begin_s) / (repeats * case.num_messages))
+        found = slowest(self._world, [seconds])[0] if seconds else []
+        self._seconds = list(map(min, found, self._seconds or found))
+
+    def fitted(self) -> tuple[tuple[str, int, float, float], ...]:
+        """Kind, ranks, seconds and seconds per byte."""
+        points: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        for (kind, degree, num_bytes, _), seconds in zip(self._cases, self._seconds, strict=True):
+            points.setdefault((kind, degree), []).append((num_bytes, seconds))
+        lines = {key: fit(each) for key, each in points.items()}
+        return tuple((*key, line.latency_s, 1 / line.bytes_per_s) for key, line in lines.items() if line)
+
+
+def _scattered_sum(full: Tensor, group: Group) -> None:
+    numel = full.numel() // group.size
+    work = start_scattered_sum(full, group)
+    for _ in work.into(full[group.rank * numel :][:numel]):
+        pass
+    work.release()
+
+
+_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send-receive")
+_MESSAGES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes
+_POOL_BYTES = 1 << 26  # tensors in turn, as in a step: see [Note: cold operands] in operators.py
+_SQUARE = "square"
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -59,14 +151,15 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 def _seconds(run: Callable[[], object], world: World) -> float:
     """Seconds of one call, with all ranks at work."""
-    run()
     barrier(world.group)
+    if world.device.type == "cpu":
+        return core_seconds(run) * max(1.0, world.size / num_cores())
+    run()
     count, begin_s = 0, time.perf_counter()
     elapsed_s = 0.0
     while elapsed_s < _VISIT_S:
         run()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        torch.cuda.synchronize(world.device)
         count += 1
         elapsed_s = time.perf_counter() - begin_s
     return elapsed_s / count
@@ -78,4 +171,4 @@ def _facts(world: World) -> tuple[str, int, int, float]:
         facts = torch.cuda.get_device_properties(world.device)
         return facts.name, torch.cuda.device_count(), facts.multi_processor_count, float(facts.total_memory)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return platform.processor() or platform.machine(), os.cpu_count() or 1, 1, host_bytes / world.size
+    return platform.processor() or platform.machine(), num_cores(), 1, host_bytes / world.size

@@ -1,16 +1,24 @@
-"""Seconds of a step under a plan, on local ranks: what the planner's predictions are compared with."""
+"""Seconds of a step under a plan, on local ranks: what the planner's predictions are compared with.
 
+[Note: undisturbed steps]
+Other programs slow a step down by more than the planner's error. Their processor time during each step is
+that of the host without that of the ranks. Of all steps, the half with the least of it counts: chosen by
+what others did, not by the step's own time.
+"""
+
+import os
 import statistics
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from plait.api import parallelize
-from plait.bench.collectives import slowest
+from plait.bench.collectives import slowest, synchronize
 from plait.bench.device import measure_device
-from plait.comm import World, barrier, connect
+from plait.comm import World, all_reduce, barrier, connect
 from plait.comm.launch_function import launch
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
@@ -22,12 +30,35 @@ STEPS, _WARM_UP = 5, 2
 def step_seconds(
     config: Mapping[str, Any], plan: Plan, *, sequence: int, batch: int, steps: int = STEPS
 ) -> float:
-    """Start the plan's ranks here, and return the median time of a step of AdamW on random tokens.
+    """Start the plan's ranks here, and return the time of an undisturbed step of AdamW on random tokens.
 
     `config`: of a causal language model of transformers. Raises PlaitError.
     """
+    return typical_step(run_steps(config, plan, sequence=sequence, batch=batch, steps=steps)).seconds
+
+
+def run_steps(
+    config: Mapping[str, Any], plan: Plan, *, sequence: int, batch: int, steps: int = STEPS
+) -> "list[Step]":
+    """Return the steps that `step_seconds` chooses from."""
     causal_lm_on_meta(dict(config))  # imported here, its code need not be imported by every rank
-    return launch(_steps, plan.num_ranks, dict(config), plan, sequence, batch, steps)
+    rows = launch(_steps, plan.num_ranks, dict(config), plan, sequence, batch, steps)
+    return [Step(*row) for row in rows]
+
+
+def typical_step(steps: "Sequence[Step]") -> "Step":
+    """Return the medians of the least disturbed half of these steps. See [Note: undisturbed steps]."""
+    kept = sorted(steps, key=lambda step: step.others)[: (len(steps) + 1) // 2]
+    return Step(*(statistics.median(values) for values in zip(*kept, strict=True)))
+
+
+class Step(NamedTuple):
+    """A step. `core_s`: processor time of the rank that needs most. `others`: share of the host's cores that
+    other programs took."""
+
+    seconds: float
+    core_s: float
+    others: float
 
 
 def speed_of_ranks(num_ranks: int, rounds: int = 3) -> DeviceSpeed:
@@ -35,18 +66,41 @@ def speed_of_ranks(num_ranks: int, rounds: int = 3) -> DeviceSpeed:
     return launch(lambda: measure_device(connect(), rounds=rounds), num_ranks)
 
 
-def _steps(config: dict[str, Any], plan: Plan, sequence: int, batch: int, steps: int) -> float:
+def _steps(
+    config: dict[str, Any], plan: Plan, sequence: int, batch: int, steps: int
+) -> list[tuple[float, float, float]]:
     engine = parallelize(causal_lm_on_meta(config), plan, clip_norm=1.0)
     world: World = engine.world
     generator = torch.Generator().manual_seed(engine.data_rank)
     shape = (batch // engine.data_ranks, sequence)
     ids = torch.randint(0, config["vocab_size"], shape, generator=generator).to(world.device)
-    times = []
+    times: list[float] = []
+    cores: list[float] = []
+    hosts: list[float] = []
     for _ in range(_WARM_UP + steps):
         barrier(world.group)
-        begin_s = time.perf_counter()
+        begin_s, core_s, host_s = time.perf_counter(), time.process_time(), _host_s()
         engine.step({"input_ids": ids, "labels": ids})
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
+        synchronize(world)
         times.append(time.perf_counter() - begin_s)
-    return statistics.median(slowest(world, [times])[0][_WARM_UP:])
+        cores.append(time.process_time() - core_s)
+        hosts.append(_host_s() - host_s)
+    step_s, rank_s, all_s = slowest(world, [times, cores, hosts])
+    own = torch.tensor(cores, dtype=torch.float64, device=world.device)
+    all_reduce(own, world.group)
+    others: list[float] = [
+        max(0.0, host - of_ranks) / (elapsed * (os.cpu_count() or 1))
+        for host, of_ranks, elapsed in zip(all_s, own.tolist(), step_s, strict=True)
+    ]
+    return list(zip(step_s, rank_s, others, strict=True))[_WARM_UP:]
+
+
+def _host_s() -> float:
+    """Processor time that all programs of the host have had, and that its hypervisor took; 0 if unknown."""
+    try:
+        words = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, interrupts, soft_interrupts, steal = map(int, words[1:9])
+    ticks = user + nice + system + interrupts + soft_interrupts + steal
+    return ticks / os.sysconf("SC_CLK_TCK")

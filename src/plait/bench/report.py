@@ -18,7 +18,7 @@ from rich.table import Table
 from plait.bench.collectives import Measurement, Row
 from plait.bench.request import format_bytes
 from plait.plan.cost_model import COLLECTIVES, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.device_speed import DeviceSpeed
+from plait.plan.device_speed import OPERATORS, DeviceSpeed
 from plait.plan.host_profile import ProfileEntry
 from plait.tables import counted, table
 
@@ -159,8 +159,9 @@ def _bandwidths(measurement: Measurement, row: Row) -> tuple[float, float]:
     )
 
 
-def device_table(speed: DeviceSpeed) -> Table:
-    """Return FLOP/s by size and precision, and the memory's bytes per second, of one rank."""
+def device_tables(speed: DeviceSpeed) -> list[Table]:
+    """Return FLOP/s by size and precision and the memory's bytes per second, of one rank; rates of operators;
+    lines of collectives."""
     title = f"{speed.name}: one of {counted(speed.num_ranks, 'rank')} that work at the same time"
     sizes = [round((flops / 2) ** (1 / 3)) for flops, _ in next(iter(speed.product_rates.values()))]
     rows = [
@@ -168,7 +169,30 @@ def device_table(speed: DeviceSpeed) -> Table:
         for number, size in enumerate(sizes)
     ]
     copied = f"copies {speed.memory_bytes_per_s / 1e9:,.1f} GB/s, an operator {1e6 * speed.launch_s:,.1f} us"
-    return table(title, ["size", *(f"{name} GFLOP/s" for name in speed.product_rates)], rows, caption=copied)
+    columns = ["size", *(f"{name} GFLOP/s" for name in speed.product_rates)]
+    tables = [table(title, columns, rows, caption=copied)]
+    if speed.operator_rates:
+        rates = [
+            [
+                name,
+                *(
+                    f"{by_name[name][i][1] / 1e9:,.2f}"
+                    for by_name in speed.operator_rates.values()
+                    for i in (0, -1)
+                ),
+            ]
+            for name in OPERATORS
+        ]
+        columns = [
+            "",
+            *(f"{name}, {size}" for name in speed.operator_rates for size in ("smallest", "largest")),
+        ]
+        tables.append(table("10^9 elements (linear: FLOP) per second", columns, rates, left=("",)))
+    lines = [
+        [kind, str(ranks), _format_time(start_s), f"{1e-9 / byte_s:,.2f}" if byte_s else ""]
+        for kind, ranks, start_s, byte_s in speed.collectives
+    ]
+    return [*tables, table("collectives", ["", "ranks", "latency", "GB/s"], lines, left=("",))]
 
 
 def _format_time(seconds: float) -> str:

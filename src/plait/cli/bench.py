@@ -185,7 +185,8 @@ def device(
     profile: Profile = None,
     debug: Debug = False,
 ) -> None:
-    """Measure matrix products and memory on all ranks at once, for `plait plan --cluster this:RANKS`."""
+    """Measure products, memory, operators and collectives on all ranks at once, for `plait plan --cluster
+    this:RANKS`."""
     with first_rank_first():
         num_ranks, local_ranks = _num_ranks(ranks, least=1)
         check_writable(profile)
@@ -198,9 +199,9 @@ def device(
 
         found = _with_progress(world, lambda report: measure_device(world, report, rounds))
         if world.rank == 0:
-            from plait.bench.report import device_table
+            from plait.bench.report import device_tables
 
-            _print_tables([device_table(found)])
+            _print_tables(device_tables(found))
             saved = save(HostProfile({}, {found.num_ranks: found}), profile)
             print_line(f"saved: {saved}, for --cluster this:{found.num_ranks}")
         return 0

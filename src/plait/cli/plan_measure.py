@@ -1,22 +1,26 @@
 """`plait plan --measure K`: run the best plans for a few steps on local ranks, next to their predictions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
 from plait.cli.common import print_line
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.planner.cluster import Cluster
+from plait.plan.host_profile import HostProfile, load, save
+from plait.planner.cluster import Cluster, profile_path_of
+from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import Price
+from plait.planner.runs import Run
 from plait.planner.workload import Software, Workload
+from plait.tables import counted
 
 
 def measure(
     config: Mapping[str, Any], prices: Sequence[Price], on: Cluster, work: Workload
 ) -> list[tuple[Plan, float, float]]:
-    """Run each price's plan, print predicted and measured times, and refit the constants of the time model.
+    """Run each price's plan, print predicted and measured times, and keep the constants that they determine.
 
     `config`: the model's config.json. Returns plan, predicted and measured seconds. Raises PlaitError, before
     any run if the cluster is not this machine.
@@ -26,7 +30,7 @@ def measure(
     from plait.bench.plans import step_seconds
     from plait.tables import table
 
-    if on.profile is None:
+    if not on.device.product_rates:
         raise PlanError(
             "only plans on this machine can be measured",
             given=f"--cluster {on.name}",
@@ -50,21 +54,24 @@ def measure(
 def _refit(
     model: ModelShape, found: Sequence[tuple[Plan, float, float]], on: Cluster, work: Workload
 ) -> None:
-    """Print the constants that these runs change, and the plans' errors with them."""
-    from plait.planner.calibrate import fit
-    from plait.planner.constants import DEFAULT, Constants
-    from plait.planner.runs import Run
+    """Fit the constants that these runs determine, keep them in the host's profile, and print them."""
+    from plait.planner.calibrate import determined, fit
 
     runs = [
         Run(number, "this machine", model, (plan,), on, work, Software(), took, None, False)
         for number, (plan, _, took) in enumerate(found)
     ]
-    fitted = fit(runs)
-    changes = [
-        f"{each.name} {getattr(DEFAULT, each.name):.3g} -> {getattr(fitted, each.name):.3g}"
-        for each in fields(Constants)
-        if abs(getattr(fitted, each.name) / getattr(DEFAULT, each.name) - 1) > 0.01
-    ]
+    names = determined(runs, on.constants)
+    fitted = fit(runs, on.constants, names, {})
+    values = {name: getattr(fitted, name) for name in names}
+    changes = [f"{name} {getattr(on.constants, name):.3g} -> {value:.3g}" for name, value in values.items()]
     errors = [abs(run.price(fitted).step_s / took - 1) for run, (_, _, took) in zip(runs, found, strict=True)]
-    print_line(f"refitted: {', '.join(changes) or 'no constant changes'}")
+    path = profile_path_of(on.name)
+    ranks = next(iter({on.num_devices} & load(path).devices.keys()), 1)  # GPUs are measured one by one
+    speed = load(path).devices[ranks]
+    kept = replace(speed, calibration={**speed.calibration, **values})
+    saved = save(HostProfile({}, {ranks: kept}), path)
+    what = f"{counted(len(runs), 'plan')} determine {len(names)} of {len(Constants.names())} constants"
+    print_line(f"{what}: {', '.join(changes) or 'none'}")
     print_line(f"error with them: {sum(errors) / len(errors):.0%} on average")
+    print_line(f"saved: {saved}, for --cluster {on.name}")

@@ -34,7 +34,8 @@ class Device:
     source             of the figures
     product_rates      measured: by precision, FLOP/s of products of so many FLOPs, in ascending order; where
                        given, they replace peaks and fractions
-    launch_s           measured: seconds of an operator without work
+    operator_rates     measured: by precision and operator, as in `DeviceSpeed`
+    collectives        measured: kind, ranks, seconds and seconds per byte of the full tensor
     """
 
     name: str
@@ -52,7 +53,10 @@ class Device:
     link_kind: str = ""
     source: str = ""
     product_rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
-    launch_s: float | None = None
+    operator_rates: Mapping[str, Mapping[str, tuple[tuple[float, float], ...]]] = field(
+        default_factory=dict, hash=False
+    )
+    collectives: tuple[tuple[str, int, float, float], ...] = ()
 
 
 def device(name: str) -> Device:

@@ -81,7 +81,7 @@ class Prices:
             longest = max(longest, fill + computed + rest)
             fill += first.forward
             drain += first.backward + (0.0 if splits else first.weight)
-        return longest
+        return longest / self._cluster.ranks_per_core
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
         """The first rank's activations, with the model states that it keeps, then all that it holds."""

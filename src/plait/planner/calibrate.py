@@ -6,12 +6,18 @@ the constants, so that all stay positive. Every source weighs the same, however 
 absolute residuals is minimised by reweighted least squares (Gauss-Newton with a numerical Jacobian), which
 outliers do not distort. A weak pull to physical first values, a factor of e weighing as much as an error of
 `_PULL`, decides what the runs do not.
+
+[Note: determined constants]
+A few runs of one host cannot tell most constants apart. A constant is fitted to them only if a plausible
+error of it (`_PLAUSIBLE`, of the logarithm) changes their times by more than steps vary (`_NOISE`), beyond
+what the constants chosen before it can change likewise: columns of the Jacobian, orthogonalised with
+pivoting, so that there are at most as many as runs. The others keep their values.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from plait.planner.constants import LIMITS, PRIOR, Constants
 from plait.planner.runs import Run
@@ -23,29 +29,28 @@ _LARGEST = 0.5  # change of a logarithm per iteration
 _ROWS = 48  # of a source; more say nothing new
 
 
-def fit(runs: Sequence[Run], start: Constants = PRIOR) -> Constants:
-    """Return the constants that price these runs best. See [Note: fit]."""
+def fit(
+    runs: Sequence[Run],
+    start: Constants = PRIOR,
+    names: Sequence[str] = Constants.names(),
+    limits: Mapping[str, float] = LIMITS,
+) -> Constants:
+    """Return the constants that price these runs best; those of other `names` stay. See [Note: fit]."""
     chosen = _sample([run for run in runs if run.step_s])
     if not chosen:
         return start
     rows = Counter(run.source for run in chosen)
     shares = [1 / (len(rows) * rows[run.source]) for run in chosen]
-    names = Constants.names()
-    prior = [math.log(value) for value in asdict(start).values()]
+    prior = [math.log(getattr(start, name)) for name in names]
     at = list(prior)
     best, best_loss = at, math.inf
     for _ in range(_ITERATIONS + 1):
-        residuals = _residuals(chosen, at)
+        residuals = _residuals(chosen, _constants(start, names, at))
         loss = sum(share * abs(r) for share, r in zip(shares, residuals, strict=True))
         if loss < best_loss:
             best, best_loss = at, loss
         weights = [share / max(abs(r), 0.02) for share, r in zip(shares, residuals, strict=True)]
-        columns = []
-        for index in range(len(names)):
-            moved = [value + (_STEP if i == index else 0.0) for i, value in enumerate(at)]
-            columns.append(
-                [(b - a) / _STEP for a, b in zip(residuals, _residuals(chosen, moved), strict=True)]
-            )
+        columns = _jacobian(chosen, _constants(start, names, at), names, residuals)
         pull = _PULL**2 * sum(weights)
         matrix = [
             [
@@ -62,18 +67,54 @@ def fit(runs: Sequence[Run], start: Constants = PRIOR) -> Constants:
         ]
         step = _solve(matrix, right)
         at = [
-            min(value + max(-_LARGEST, min(_LARGEST, change)), math.log(LIMITS.get(name, math.inf)))
+            min(value + max(-_LARGEST, min(_LARGEST, change)), math.log(limits.get(name, math.inf)))
             for name, value, change in zip(names, at, step, strict=True)
         ]
-    return _constants(best)
+    return _constants(start, names, best)
 
 
-def _constants(logarithms: Sequence[float]) -> Constants:
-    return Constants(*(math.exp(value) for value in logarithms))
+def determined(runs: Sequence[Run], start: Constants) -> tuple[str, ...]:
+    """Return the names of the constants that these runs determine. See [Note: determined constants]."""
+    names = Constants.names()
+    columns = dict(zip(names, _jacobian(runs, start, names, _residuals(runs, start)), strict=True))
+    chosen: list[str] = []
+    while len(chosen) < len(runs):
+        sizes = {name: math.sqrt(_dot(column, column)) for name, column in columns.items()}
+        largest = max(sizes, key=sizes.__getitem__)
+        if _PLAUSIBLE * sizes[largest] < _NOISE * math.sqrt(len(runs)):
+            break
+        chosen.append(largest)
+        unit = [value / sizes[largest] for value in columns.pop(largest)]
+        columns = {
+            name: [value - _dot(column, unit) * each for value, each in zip(column, unit, strict=True)]
+            for name, column in columns.items()
+        }
+    return tuple(chosen)
 
 
-def _residuals(runs: Sequence[Run], logarithms: Sequence[float]) -> list[float]:
-    constants = _constants(logarithms)
+_PLAUSIBLE, _NOISE = 0.5, 0.03
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(one, other, strict=True))
+
+
+def _constants(start: Constants, names: Sequence[str], logarithms: Sequence[float]) -> Constants:
+    return replace(start, **{name: math.exp(at) for name, at in zip(names, logarithms, strict=True)})
+
+
+def _jacobian(
+    runs: Sequence[Run], at: Constants, names: Sequence[str], residuals: Sequence[float]
+) -> list[list[float]]:
+    """Change of the residuals per change of each constant's logarithm."""
+    columns = []
+    for name in names:
+        moved = replace(at, **{name: getattr(at, name) * math.exp(_STEP)})
+        columns.append([(b - a) / _STEP for a, b in zip(residuals, _residuals(runs, moved), strict=True)])
+    return columns
+
+
+def _residuals(runs: Sequence[Run], constants: Constants) -> list[float]:
     return [math.log(run.price(constants).step_s / (run.step_s or 1.0)) for run in runs]
 
 

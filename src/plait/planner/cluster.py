@@ -4,13 +4,14 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, ProfileError, nearest, shown, unknown_key_hint
 from plait.fileio import parse_toml, read_text
-from plait.plan.host_profile import HostProfile, load
+from plait.plan.host_profile import load
+from plait.planner.constants import DEFAULT, Constants, of_measured
 from plait.planner.hardware import Device, device, measured_device
 
 TOPOLOGIES = ("tree", "ring")
@@ -37,7 +38,8 @@ class Cluster:
     leaf_hosts          hosts below one leaf switch, or one rail group of leaves
     topology            tree: leaves below a fat tree; ring: every host has a cable to the next, and no switch
     switch_ports        ports of a switch, of a card's rate
-    profile             measured times of the collectives inside a host; None: not measured
+    constants           of the time model
+    ranks_per_core      of a host whose CPU ranks share cores: more than 1
     """
 
     name: str
@@ -51,7 +53,8 @@ class Cluster:
     leaf_hosts: int
     topology: str = "tree"
     switch_ports: int = 64
-    profile: HostProfile | None = field(default=None, hash=False)
+    constants: Constants = DEFAULT
+    ranks_per_core: float = 1.0
 
     @property
     def num_devices(self) -> int:
@@ -148,12 +151,16 @@ def cluster(text: str) -> Cluster:
     return _build(f"{name}:{match[1]}", {**entry, "hosts": int(match[1]) * unit_hosts})
 
 
+def profile_path_of(name: str) -> Path | None:
+    """Return the file of a measured host, None for this one's."""
+    return None if name.partition(":")[0] == "this" else Path(name.rpartition(".json")[0] + ".json")
+
+
 def _measured(name: str, count: str) -> Cluster:
     """Return a host by its profile, for a number of ranks at work: of CPUs, one that was measured, as
     ranks share cores; up to all of its GPUs. Raises ProfileError."""
-    path = None if name == "this" else Path(name)
-    profile = load(path)
-    speeds = profile.devices
+    path = profile_path_of(name)
+    speeds = load(path).devices
     wanted = int(count) if count.isdigit() and int(count) else max(speeds, default=2)
     speed = speeds.get(wanted) or next((each for each in speeds.values() if each.kind == "cuda"), None)
     if speed is None or (count and not count.isdigit()) or wanted > max(speed.num_devices, speed.num_ranks):
@@ -163,11 +170,17 @@ def _measured(name: str, count: str) -> Cluster:
             expected=" or ".join(f"{name}:{number}" for number in speeds) or "a profile with devices",
             hint=f"plait bench device --ranks {wanted}" + (f" --profile {path}" if path else ""),
         )
-    sends = [
-        line for key, line in profile.lines.items() if key.verb == "send-receive" and key.num_ranks == wanted
-    ]
-    link = max((line.bytes_per_s for line in sends if math.isfinite(line.bytes_per_s)), default=None)
-    found = measured_device(speed, link)
+    found = measured_device(speed)
+    unknown = speed.calibration.keys() - set(Constants.names())
+    if unknown:
+        raise ProfileError(
+            f"the host's calibration has unknown constants: {', '.join(sorted(unknown))}",
+            given=path or name,
+            expected=", ".join(Constants.names()),
+            hint=f"plait bench device --ranks {wanted} measures again",
+        )
+    is_cpu = speed.kind == "cpu"
+    idle = max(0.0, min(1.0, speed.num_devices / wanted - 1)) if is_cpu else 1.0
     return Cluster(
         name=f"{name}:{wanted}",
         device=found,
@@ -178,7 +191,8 @@ def _measured(name: str, count: str) -> Cluster:
         rails=1,
         oversubscription=1.0,
         leaf_hosts=1,
-        profile=profile,
+        constants=of_measured(speed.launch_s, idle, speed.calibration),
+        ranks_per_core=max(1.0, wanted / speed.num_devices) if is_cpu else 1.0,
     )
 
 

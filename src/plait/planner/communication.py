@@ -28,6 +28,7 @@ class Links(NamedTuple):
     collective_s: float
     hop_s: float
     network_hop_s: float
+    measured: tuple[tuple[str, int, float, float], ...]  # kind, ranks, seconds, seconds per byte
 
     @classmethod
     def of(cls, cluster: Cluster, constants: Constants) -> "Links":
@@ -43,7 +44,26 @@ class Links(NamedTuple):
             constants.collective_s,
             constants.hop_s,
             constants.network_hop_s,
+            tuple(
+                (kind, ranks, start_s, byte_s / constants.link_fraction)
+                for kind, ranks, start_s, byte_s in device.collectives
+            ),
         )
+
+    def measured_s(self, kind: str, ranks: int, num_bytes: float) -> float | None:
+        """Seconds of a collective inside a domain; None if it was not measured."""
+        for name in (kind, _ELSEWHERE.get(kind)):
+            for of, degree, start_s, byte_s in self.measured:
+                if (of, degree) == (name, ranks):
+                    return start_s + num_bytes * byte_s
+        return None
+
+
+_ELSEWHERE = {  # where no memory is shared
+    "scattered sum": "reduce-scatter",
+    "unshard": "all-gather",
+    "foreign all-reduce": "all-reduce",
+}
 
 
 class Group(NamedTuple):
@@ -65,22 +85,18 @@ class Group(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 15)
-def all_reduce_s(links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds of an all-reduce of `num_bytes` on every rank."""
-    return _collective_s(links, group, num_bytes, 2)
+def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> float:
+    """Seconds of a collective of `plan.device_speed.KINDS` on `num_bytes` of the full tensor.
 
-
-@lru_cache(maxsize=1 << 15)
-def all_gather_s(links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds of an all-gather to, or a reduce-scatter from, `num_bytes` on every rank."""
-    return _collective_s(links, group, num_bytes, 1)
-
-
-def _collective_s(links: Links, group: Group, num_bytes: float, passes: int) -> float:
-    """Each of the passes (reduce-scatter, all-gather) sends (n - 1) / n of the bytes along every level."""
+    Each of the passes (reduce-scatter, all-gather) sends (n - 1) / n of the bytes along every level.
+    """
     if group.degree == 1 or not num_bytes:
         return 0.0
+    passes = 2 if kind.endswith("all-reduce") else 1
     local, domains = group.placement(links.domain)
+    measured_s = links.measured_s(kind, local, num_bytes) if domains == 1 else None
+    if measured_s is not None:
+        return measured_s
     share = (group.degree - 1) / group.degree
     inside = share * num_bytes / links.link if local > 1 else 0.0
     hops = (local - 1) * links.hop_s
@@ -102,6 +118,9 @@ def _network(links: Links, ranks_apart: int) -> float:
 def send_s(links: Links, stride: int, ranks: int, num_bytes: float) -> float:
     """Seconds of a message to the rank `stride` further, which all ranks of a domain send at once."""
     if stride * 2 <= links.domain or ranks <= links.domain:
+        measured_s = links.measured_s("send-receive", 2, num_bytes)
+        if measured_s is not None:
+            return measured_s
         return links.collective_s + num_bytes / links.link
     sharing = min(links.domain, stride)
     return links.collective_s + links.network_hop_s + num_bytes * sharing / _network(links, stride)

@@ -16,6 +16,11 @@ computes five products for the forward's two.
 
 [Note: launch-bound blocks]
 Operators are started one by one by the host. A block takes the longer of the device's time and of the host's.
+
+[Note: measured operators]
+A CPU rank is its own host: the starts of operators are part of their times, and rates depend on which cache
+holds a tensor. Of such devices, `plait bench device` measures the parts of an eager block by size, forward
+and backward. Per step, gradients are also moved into the buffer in which they accumulate.
 """
 
 import math
@@ -24,6 +29,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from plait.plan.device_speed import OPERATORS
 from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.planner.constants import Constants
 from plait.planner.hardware import Device
@@ -35,26 +41,46 @@ class Rates(NamedTuple):
 
     flops: float  # highest measured rate of products
     warp_flops: float  # the same by instructions of single warps
-    memory_bytes_per_s: float
+    memory_bytes_per_s: float  # of memory-bound operators
     num_sms: int
     launch_s: float
     itemsize: int
-    product_rates: tuple[
-        tuple[float, float], ...
-    ]  # measured (FLOPs of one product, FLOP/s); () : the model's
+    product_rates: tuple[tuple[float, float], ...]  # measured (FLOPs, FLOP/s); (): the model's
+    operator_rates: tuple[tuple[tuple[float, float], ...], ...]  # measured, by OPERATORS; (): the model's
 
     @classmethod
     def of(cls, device: Device, precision: str, tf32: bool, constants: Constants) -> "Rates":
         peak = device.peak_flops["tf32" if tf32 and "tf32" in device.peak_flops else precision]
+        products, operators = (
+            device.product_rates.get(precision, ()),
+            device.operator_rates.get(precision, {}),
+        )
         return cls(
             peak * device.matmul_fraction,
             peak * device.matmul_fraction * device.warp_fraction,
-            device.memory_bytes_per_s,
+            device.memory_bytes_per_s * constants.memory_fraction,
             device.num_sms,
-            device.launch_s or constants.launch_s,
+            constants.launch_s,
             COMPUTE_BYTES[precision],
-            tuple(device.product_rates.get(precision, ())),
+            tuple((flops, rate * constants.product_fraction) for flops, rate in products),
+            tuple(
+                tuple(
+                    (
+                        size,
+                        rate
+                        * (constants.product_fraction if name == "linear" else constants.memory_fraction),
+                    )
+                    for size, rate in operators[name]
+                )
+                for name in (OPERATORS if operators else ())
+            ),
         )
+
+    def operator_s(self, name: str, work: float, size: float | None = None) -> float:
+        """Seconds of a measured operator; 0 if none was measured. `size`: that of its rate, if not `work`."""
+        if not self.operator_rates or not work:
+            return 0.0
+        return work / _interpolated(self.operator_rates[OPERATORS.index(name)], size or work)
 
 
 class Slice(NamedTuple):
@@ -99,6 +125,8 @@ class Seconds:
 def product_s(rates: Rates, constants: Constants, m: int, n: int, k: int) -> float:
     """Seconds of one product. See [Note: time of a product]."""
     flops = 2.0 * m * n * k
+    if rates.operator_rates:
+        return rates.operator_s("linear", flops, min(m, n, k))
     if rates.product_rates:
         return flops / _interpolated(rates.product_rates, flops)
     rate = rates.flops * constants.product_fraction
@@ -111,7 +139,7 @@ def product_s(rates: Rates, constants: Constants, m: int, n: int, k: int) -> flo
         steps = k / splits + constants.product_start_k
         best = min(best, waves * 2.0 * tile_m * tile_n * steps / (per_sm * speed))
     moved = rates.itemsize * (m * k + k * n + m * n)
-    return max(best, moved / (rates.memory_bytes_per_s * constants.memory_fraction))
+    return max(best, moved / rates.memory_bytes_per_s)
 
 
 # Rows and columns of a tile, and its speed: a smaller one reads its inputs more often.
@@ -134,7 +162,7 @@ def _linear(rates: Rates, constants: Constants, m: int, n: int, k: int) -> tuple
     return (
         product_s(rates, constants, m, n, k),
         product_s(rates, constants, m, k, n),
-        product_s(rates, constants, k, n, m),
+        product_s(rates, constants, k, n, m) + rates.operator_s("accumulate", n * k),
     )
 
 
@@ -162,12 +190,12 @@ def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Const
         products.append((_linear(rates, constants, m, h, shared), 1))
     forward, backward, weight = (sum(times[i] * count for times, count in products) for i in range(3))
     attention, attention_back = _attention(part, heads, d, rates, constants)
-    moved = _elementwise_bytes(model, part, heads, kv_heads, ffn, h) * rates.itemsize / 2
-    vector = moved / (rates.memory_bytes_per_s * constants.memory_fraction)
+    vector, vector_back = _elementwise(model, part, heads, kv_heads, ffn, h, rates)
     launches = _FORWARD_OPERATORS + (2 * experts if model.experts else 0) + (0 if part.fused_attention else 4)
     host = launches * rates.launch_s * (0.5 if part.compiled else 1.0)
+    host = 0.0 if rates.operator_rates else host  # see [Note: measured operators]
     device_forward = forward + attention + vector
-    device_backward = backward + attention_back + 2 * vector
+    device_backward = backward + attention_back + vector_back
     shared_input, shared_weight = (sum(times[i] * count for times, count in products[::2]) for i in (1, 2))
     return Seconds(
         device_forward, device_backward, weight, shared_weight, shared_input, attention + vector, host
@@ -182,6 +210,11 @@ _FORWARD_OPERATORS = 32
 def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constants) -> tuple[float, float]:
     """Forward and backward of scores, softmax and values."""
     scores = float(part.batch) * heads * part.sequence * part.sequence
+    if rates.operator_rates:
+        forward, backward = (
+            rates.operator_s("attention" + suffix, scores * d, part.sequence) for suffix in ("", " backward")
+        )
+        return forward, backward
     if part.fused_attention:
         scores /= 2  # causal
         products = 4.0 * scores * d / (rates.warp_flops * constants.attention_fraction)
@@ -190,19 +223,33 @@ def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constan
     slowdown = constants.unaligned_slowdown if d % 8 else 1.0
     batch, s = part.batch * heads, part.sequence
     one = product_s(rates, constants, batch * s, s, d) + product_s(rates, constants, batch * s, d, s)
-    per_byte = scores / (rates.memory_bytes_per_s * constants.memory_fraction) * rates.itemsize / 2
+    per_byte = scores / rates.memory_bytes_per_s * rates.itemsize / 2
     # Bytes per score: softmax and dropout of the forward, read and written; their backward.
     return one * slowdown + 9 * per_byte, 2 * one * slowdown + 11 * per_byte
 
 
-def _elementwise_bytes(model: ModelShape, part: Slice, heads: int, kv_heads: int, ffn: int, h: int) -> float:
-    """Bytes of 2-byte elements that memory-bound operators of a block's forward read and write: norms,
-    residual additions and dropout on the residual stream; activations, rotary embeddings and biases
-    inside."""
-    residual = 20.0 * h / (part.cols if part.sp else 1)
-    inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
+def _elementwise(
+    model: ModelShape, part: Slice, heads: int, kv_heads: int, ffn: int, h: int, rates: Rates
+) -> tuple[float, float]:
+    """Forward and backward of a block's memory-bound operators: norms, residual additions and dropout on the
+    residual stream; activations, rotary embeddings and biases inside. Unless they are measured, by the bytes
+    of 2-byte elements that the forward reads and writes."""
+    stream = part.tokens * h / (part.cols if part.sp else 1)
     width = ffn * max(1, model.experts_per_token) + model.shared_ffn / part.cols
-    return part.tokens * (residual + inside + (2.0 + 2.0 * (model.mlp_matrices - 1)) * width)
+    if rates.operator_rates:
+        numels = (stream, stream, part.tokens * (heads + kv_heads) * model.head_dim, part.tokens * width)
+        forward, backward = (
+            sum(
+                rates.operator_s(name + suffix, numel)
+                for name, numel in zip(("norm", "norm", "rotary", "activation"), numels, strict=True)
+            )
+            for suffix in ("", " backward")
+        )
+        return forward, backward
+    inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
+    moved = 20.0 * stream + part.tokens * (inside + (2.0 + 2.0 * (model.mlp_matrices - 1)) * width)
+    forward = moved * rates.itemsize / 2 / rates.memory_bytes_per_s
+    return forward, 2 * forward
 
 
 @lru_cache(maxsize=1 << 12)
@@ -210,25 +257,31 @@ def head_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Consta
     """The head and the loss."""
     vocab = -(-model.vocab // part.cols)
     forward, backward, weight = _linear(rates, constants, part.tokens, vocab, -(-model.hidden // part.rows))
-    per_byte = part.tokens * vocab / (rates.memory_bytes_per_s * constants.memory_fraction)
+    logits = part.tokens * vocab
+    if rates.operator_rates:
+        loss, loss_back = (rates.operator_s(name, logits) for name in ("loss", "loss backward"))
+        return Seconds(forward + loss, backward + loss_back, weight)
+    per_byte = logits / rates.memory_bytes_per_s
     return Seconds(forward + 10 * per_byte, backward + 6 * per_byte, weight)
 
 
 @lru_cache(maxsize=1 << 12)
-def embedding_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Constants) -> Seconds:
+def embedding_seconds(model: ModelShape, part: Slice, rates: Rates) -> Seconds:
     """The look-up: reading and writing the tokens' vectors."""
     moved = part.tokens * model.hidden / part.rows * rates.itemsize
-    read = 2 * moved / (rates.memory_bytes_per_s * constants.memory_fraction)
-    return Seconds(read, 0.0, 2 * read)
+    read = 2 * moved / rates.memory_bytes_per_s
+    # The gradient of the table is dense: written with zeros, added to, and moved.
+    numel = model.vocab / part.cols * model.hidden / part.rows
+    return Seconds(read, 0.0, 2 * read + 2 * rates.operator_s("accumulate", numel))
 
 
-def optimizer_s(owned: float, blocks: int, rates: Rates, constants: Constants) -> float:
+def optimizer_s(owned: float, blocks: int, rates: Rates) -> float:
     """Adam on the owned elements: reads gradient, weight and two moments, writes weight, moments and the
     copy in the precision of the computation, and the gradient norm reads the gradients once more. Each
     block's tensors are also checked, scaled and copied one by one."""
-    moved = (
-        owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / (rates.memory_bytes_per_s * constants.memory_fraction)
-    )
+    if rates.operator_rates:
+        return rates.operator_s("update", owned)
+    moved = owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / rates.memory_bytes_per_s
     return max(moved, blocks * _OPTIMIZER_OPERATORS * rates.launch_s)
 
 

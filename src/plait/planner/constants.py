@@ -1,7 +1,8 @@
 """The constants of the time model: few, each with a physical meaning, all fitted to published runs
 together."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,20 @@ DEFAULT = Constants(
     step_s=0.98e-2,
     unaligned_slowdown=3.02,
 )
+
+
+def of_measured(launch_s: float, idle_cores: float, calibration: Mapping[str, float]) -> Constants:
+    """Return the constants of a host whose speeds are measured: fractions are of the measured ones.
+
+    `idle_cores`: per rank, 0 to 1. Ranks communicate in the background on a core of their own, or else on
+    that of the computation, which waits. `calibration`: what `plait plan --measure` fitted.
+    """
+    found = replace(
+        DEFAULT,
+        product_fraction=1.0,
+        memory_fraction=1.0,
+        link_fraction=1.0,
+        launch_s=launch_s,
+        overlap_tax=DEFAULT.overlap_tax + (1 - DEFAULT.overlap_tax) * (1 - idle_cores),
+    )
+    return replace(found, **calibration)

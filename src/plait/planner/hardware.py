@@ -6,11 +6,10 @@ from plait.plan.devices import Device, device, device_of_driver, devices
 __all__ = ["Device", "device", "devices", "measured_device"]
 
 
-def measured_device(speed: DeviceSpeed, link_bytes_per_s: float | None) -> Device:
+def measured_device(speed: DeviceSpeed) -> Device:
     """Return a device with measured speeds; power and rent are the table's, if it has this device.
-
-    `link_bytes_per_s`: measured between ranks of the host; None for the table's, or a copy through memory.
-    """
+    A link that was not measured is the table's, or a copy through memory."""
+    links = [1 / byte_s for kind, _, _, byte_s in speed.collectives if kind == "send-receive"]
     known = device_of_driver(speed.name)
     through_memory = speed.memory_bytes_per_s / 2
     return Device(
@@ -19,7 +18,7 @@ def measured_device(speed: DeviceSpeed, link_bytes_per_s: float | None) -> Devic
         memory_bytes=speed.memory_bytes,
         memory_bytes_per_s=speed.memory_bytes_per_s,
         num_sms=speed.num_sms,
-        link_bytes_per_s=link_bytes_per_s or (through_memory if known is None else known.link_bytes_per_s),
+        link_bytes_per_s=max(links, default=through_memory if known is None else known.link_bytes_per_s),
         host_bytes_per_s=through_memory if known is None else known.host_bytes_per_s,
         watts=0.0 if known is None else known.watts,
         dollars_per_hour=0.0 if known is None else known.dollars_per_hour,
@@ -29,5 +28,6 @@ def measured_device(speed: DeviceSpeed, link_bytes_per_s: float | None) -> Devic
         link_kind="measured",
         source="measured by plait bench",
         product_rates=speed.product_rates,
-        launch_s=speed.launch_s,
+        operator_rates=speed.operator_rates,
+        collectives=speed.collectives,
     )

@@ -1,5 +1,6 @@
 """Predict the step of one plan on a cluster: time by part, memory of the fullest rank."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,7 +13,7 @@ from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
 from plait.planner.cluster import Cluster
-from plait.planner.communication import Group, Links, all_gather_s, all_reduce_s, send_s
+from plait.planner.communication import Group, Links, collective_s, send_s
 from plait.planner.compute import (
     COLLECTIVE_OPERATORS,
     Rates,
@@ -23,7 +24,7 @@ from plait.planner.compute import (
     head_seconds,
     optimizer_s,
 )
-from plait.planner.constants import DEFAULT, Constants
+from plait.planner.constants import Constants
 from plait.planner.memory import peak_memory, rank_layout, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
@@ -75,14 +76,14 @@ def price(
     cluster: Cluster,
     work: Workload,
     software: Software = OWN,
-    constants: Constants = DEFAULT,
 ) -> Price:
     """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the
     batch."""
     check(model, plan, cluster, work, software)
+    constants = cluster.constants
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
-    stages = stage_seconds(model, plan, cluster, work, software, constants)
+    stages = stage_seconds(model, plan, cluster, work, software)
     batch = work.batch // (plan.data_ranks * plan.micro)
     stride = plan.num_ranks // plan.pp
     sent = message_bytes(model, plan, batch, work.sequence)
@@ -101,13 +102,15 @@ def price(
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
     counts, owned = block_counts(model, plan, software), numels[slowest] // plan.shard_degree
-    update = optimizer_s(owned, sum(counts[stage] for stage in own), rates, constants)
+    update = optimizer_s(owned, sum(counts[stage] for stage in own), rates)
     update += _offload_s(plan, owned, links)
-    step = ends.end[slowest] + data[slowest].exposed + update + constants.step_s
-    idle = ends.end[slowest] - ends.busy[slowest]
+    span = _span_s(ends, slowest, cluster.ranks_per_core)
+    busy = min(span, ends.busy[slowest])
+    step = span + data[slowest].exposed + update + constants.step_s
+    idle = span - busy
     sends = min(idle, 2 * (plan.pp - 1) * transfer)
     parts = {
-        **_busy_parts(plan, [stages[s] for s in own], [gathers[s] for s in own], ends.busy[slowest]),
+        **_busy_parts(plan, [stages[s] for s in own], [gathers[s] for s in own], busy),
         "pipeline communication": sends,
         "bubble": idle - sends,
         "optimizer": update,
@@ -133,6 +136,13 @@ def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> i
     """Bytes of a micro-batch's output that a rank of a stage sends to the next one."""
     numel = batch * sequence * model.hidden // plan.rows
     return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
+
+
+def _span_s(ends: timeline.Ends, rank: int, ranks_per_core: float) -> float:
+    """Seconds until a rank's last action. Ranks that wait leave their share of the cores to the others."""
+    if ranks_per_core == 1:
+        return ends.end[rank]
+    return max(ends.end[rank] / ranks_per_core, statistics.fmean(ends.busy))
 
 
 def _busy_parts(
@@ -186,7 +196,7 @@ def _stage_seconds(
     share, again = _recomputed(recompute, block.forward, block.selective)
     across_back += share * across
     head = head_seconds(model, part, rates, constants)
-    embedding = embedding_seconds(model, part, rates, constants)
+    embedding = embedding_seconds(model, part, rates)
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
     forward_s = max(block.forward + across, host)
     backward_s = max(block.backward + block.weight + across_back + again, (2 + share) * host) - block.weight
@@ -213,11 +223,10 @@ def stage_seconds(
     cluster: Cluster,
     work: Workload,
     software: Software = OWN,
-    constants: Constants = DEFAULT,
 ) -> tuple[StageSeconds, ...]:
     """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
     shard and offload."""
-    batch = work.batch // (plan.data_ranks * plan.micro)
+    batch, constants = work.batch // (plan.data_ranks * plan.micro), cluster.constants
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     counts = block_counts(model, plan, software)
@@ -254,9 +263,9 @@ def _block_tensor_s(
     columns, rows = Group(part.cols, 1, part.ranks), Group(part.rows, part.cols, part.ranks)
     hidden = tokens * model.hidden / part.rows
     if part.sp:  # a reduce-scatter and an all-gather for every all-reduce
-        forward = 4 * all_gather_s(links, columns, hidden)
+        forward = 4 * collective_s("all-gather", links, columns, hidden)
     else:
-        forward = 2 * all_reduce_s(links, columns, hidden)
+        forward = 2 * collective_s("foreign all-reduce", links, columns, hidden)
     backward = forward
     if part.overlaps:
         during = block.shared_weight + (block.shared_input if part.sp else 0.0)
@@ -264,7 +273,7 @@ def _block_tensor_s(
     both = 0.0
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-        both = 2 * all_reduce_s(links, rows, tokens * inside / part.cols / 2)
+        both = 2 * collective_s("foreign all-reduce", links, rows, tokens * inside / part.cols / 2)
     return forward + both, backward + both
 
 
@@ -308,12 +317,14 @@ def _gathers(
         key = (seconds, numel)
         if key not in kinds:
             each = numel / len(units)
-            gather = len(units) * all_gather_s(links, group, each * size)
+            gather = len(units) * collective_s("unshard", links, group, each * size)
             times = 1.0 / plan.micro if plan.reshard == "step" else 1.0
             forward = gather * times if plan.zero == 3 else 0.0
             backward = 0.0 if plan.zero < 3 or plan.reshard == "step" else gather
             if per_micro:
-                backward += len(units) * all_gather_s(links, group, each * _reduced_itemsize(plan))
+                backward += len(units) * collective_s(
+                    "scattered sum", links, group, each * _reduced_itemsize(plan)
+                )
             ahead = overlap(seconds.forward, forward)
             back = overlap(seconds.backward + seconds.weight, backward)
             kinds[key] = _Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0])
@@ -351,10 +362,10 @@ def _reductions(
         own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]
         scatter = gather = 0.0
         if plan.zero and plan.accumulates_full:
-            scatter = all_gather_s(links, shard, numel * reduced)
+            scatter = collective_s("scattered sum", links, shard, numel * reduced)
         if 0 < plan.zero < 3:
-            gather = all_gather_s(links, shard, numel * size)
-        scatter += all_reduce_s(links, replicas, numel // shard.degree * reduced)
+            gather = collective_s("unshard", links, shard, numel * size)
+        scatter += collective_s("all-reduce", links, replicas, numel // shard.degree * reduced)
         back = overlap(sum(s.backward + s.weight for s in own), scatter)
         ahead = overlap(sum(s.forward for s in own), gather)
         result.append(_Overlapped(back[0] + ahead[0], back[1] + ahead[1]))

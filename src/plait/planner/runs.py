@@ -61,9 +61,8 @@ class Run:
         return self.source, self.model, self.cluster.device.name, self.plans[0].num_ranks, self.work
 
     def price(self, constants: Constants = DEFAULT) -> Price:
-        prices = [
-            price(self.model, plan, self.cluster, self.work, self.software, constants) for plan in self.plans
-        ]
+        on = replace(self.cluster, constants=constants)
+        prices = [price(self.model, plan, on, self.work, self.software) for plan in self.plans]
         fitting = [p for p in prices if p.memory_high_bytes <= self.cluster.device.memory_bytes]
         return min(fitting or prices, key=lambda p: p.step_s)
 
