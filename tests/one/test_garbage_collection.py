@@ -62,7 +62,7 @@ def test_the_collector_is_as_before_after_an_error_and_without_a_step() -> None:
     assert gc.get_freeze_count() == 0
 
 
-def test_what_was_excluded_before_stays_excluded() -> None:
+def test_objects_that_were_excluded_before_stay_excluded() -> None:
     gc.freeze()
     try:
         with GarbageCollection(4) as collecting:
