@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 
@@ -86,13 +87,14 @@ class Page:
     """A document being run: in order, every block once."""
 
     def __init__(self, blocks: list[Block], folder: Path, *, is_warm: bool = True) -> None:
-        """`is_warm`: with a `plait` that need not import its libraries."""
+        """`is_warm`: Python, as well as `plait`, need not import its libraries."""
         self._folder = folder
         self._environment = environment()
-        if is_warm:
-            (folder / ".bin").mkdir()
-            path = os.pathsep.join((str(folder / ".bin"), self._environment["PATH"]))
-            self._environment |= {"PATH": path, **warm.install(folder / ".bin")}
+        self._is_warm = is_warm
+        (folder / ".bin").mkdir()
+        path = os.pathsep.join((str(folder / ".bin"), self._environment["PATH"]))
+        commands = ("plait", "python") if is_warm else ("plait",)
+        self._environment |= {"PATH": path, **warm.install(folder / ".bin", *commands)}
         self._to_run = blocks
         self._complaints: dict[Block, str] = {}
         self._python: Python | None = None
@@ -120,7 +122,7 @@ class Page:
             except UnknownTarget as error:
                 return str(error)
         if self._python is None or self._python.process.poll() is not None:
-            self._python = Python(self._folder)
+            self._python = Python(self._folder, is_warm=self._is_warm)
         return self._python.run(block)
 
 
@@ -146,27 +148,15 @@ def run_bash(text: str, folder: Path, env: dict[str, str]) -> str:
 class Python:
     """The process that a page's Python blocks are run in."""
 
-    LOOP = """
-import sys, traceback
-from multiprocessing import connection
-page = connection.Connection(int(sys.argv.pop()))
-while True:
-    try:
-        name, text = page.recv()
-    except EOFError:
-        break
-    try:
-        exec(compile(text, name, "exec"), vars(sys.modules["__main__"]))
-        page.send("")
-    except BaseException:
-        page.send(traceback.format_exc())
-"""
+    PROGRAM = Path(__file__).with_name("page_python.py")
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_warm: bool) -> None:
         ours, theirs = socket.socketpair()
+        start = partial(warm.Popen, script=self.PROGRAM) if is_warm else subprocess.Popen
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-W", "error", "-c", self.LOOP, str(theirs.fileno())],
+            words = [str(theirs.fileno())]
+            self.process = start(
+                words if is_warm else [sys.executable, "-W", "error", str(self.PROGRAM), *words],
                 pass_fds=[theirs.fileno()],
                 cwd=folder,
                 env=environment(),

@@ -8,24 +8,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plait.train.metrics import read_metrics
-from support import cli_runs
+from plait.train.prepare import prepare
+from support import cli_runs, warm
 from support.cli_runs import ROOT
 
 KILL_RANKS = Path(__file__).parents[1] / "support" / "kill_ranks.py"
-PREPARE = """
-import sys
-from pathlib import Path
-from plait.train.prepare import prepare
-
-prepare(Path(sys.argv[1]), sets=sys.argv[2:])
-"""
 
 
 def prepared(here: Path, *sets: str) -> Path:
@@ -36,32 +29,24 @@ def prepared(here: Path, *sets: str) -> Path:
     ]
     keep = ["--set", "run.keep_last=1000", "--set", f"run.dir={here}/whole"]
     cli_runs.finish(cli_runs.start("train", recipe, *common, *keep))
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARE, str(recipe), *common[1::2]], env=cli_runs.environment(), check=False
-    )
-    assert done.returncode == 0
+    prepare(recipe, sets=common[1::2])
     return here / "run"
 
 
 def killed(here: Path, kills: int, seed: int, *sets: str) -> list[dict[str, Any]]:
     run = prepared(here, *sets)
-    words = [
-        str(KILL_RANKS),
-        str(run),
-        str(here / "whole" / "checkpoints"),
-        str(kills),
-        str(seed),
-    ]
-    done = subprocess.run(
-        [sys.executable, *words],
+    process = warm.Popen(
+        [str(run), str(here / "whole" / "checkpoints"), str(kills), str(seed)],
+        script=KILL_RANKS,
         env=cli_runs.environment(),
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed, errors = process.communicate()
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert process.returncode == 0, errors[-3000:]
     return [each for each in found if each["killed"]]
 
 

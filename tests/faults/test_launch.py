@@ -14,6 +14,7 @@ import torch
 
 from plait.comm import launch_local
 from plait.errors import CommError
+from support import warm
 from support.cli_runs import LOOPBACK, family, listening
 
 START_S = 40.0  # two imports of torch while other tests run
@@ -94,8 +95,10 @@ def start(how: str, script: Write, tmp_path: Path) -> Iterator[Start]:
     launchers = []
 
     def start(text: str, *argv: object) -> subprocess.Popen[str]:
-        launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, how, str(script(text)), str(tmp_path), *map(str, argv)],
+        (tmp_path / "launcher.py").write_text(LAUNCHER)
+        launcher = warm.Popen(
+            [how, str(script(text)), str(tmp_path), *map(str, argv)],
+            script=tmp_path / "launcher.py",
             # A launcher that is killed cannot remove its directory.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
             stdout=subprocess.PIPE,

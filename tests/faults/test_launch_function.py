@@ -1,5 +1,6 @@
 """`plait.launch`: a function on local ranks, its result, its errors, and its end by Ctrl-C."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -35,6 +36,10 @@ def test_a_function_is_run_on_ranks_and_the_first_ones_result_is_returned() -> N
     assert of_ranks.keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(of_ranks[name], tensor)
+
+
+def test_a_ranks_garbage_collections_leave_out_what_the_launcher_had_imported() -> None:
+    assert plait.launch(lambda: len(gc.get_objects()), 1) < 10_000 < len(gc.get_objects())
 
 
 def test_closures_and_programs_with_other_threads_can_be_launched() -> None:

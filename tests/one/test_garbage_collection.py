@@ -62,6 +62,16 @@ def test_the_collector_is_as_before_after_an_error_and_without_a_step() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_objects_that_were_excluded_before_stay_excluded() -> None:
+    gc.freeze()
+    try:
+        with GarbageCollection(4) as collecting:
+            collecting.after_step(1)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_with_zero_python_decides() -> None:
     with GarbageCollection(0) as collecting:
         collecting.after_step(1)

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental._config
 from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError
 from plait.models import causal_lm_on_meta
+from plait.models.activation_memory import OperatorsOnMeta
 
 WIDTH, VOCABULARY = 8, 16
 PLAN = "schedule=interleaved chunks=2 micro=2 precision=fp64"  # two stages on one rank
@@ -280,3 +282,20 @@ def test_a_router_loss_of_all_layers_is_refused(family: str, experts: str) -> No
     model.set_experts_implementation(experts)
     with pytest.raises(ModelError, match="bypassing the blocks between them"):
         plait.parallelize(model, PLAN, loss=lambda outputs, _: (outputs.aux_loss, 1))
+
+
+def test_equal_operators_on_meta_run_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.empty(3, 5, dtype=torch.long, device="meta")
+    with OperatorsOnMeta():
+        assert (numbers / 2).dtype == torch.float64
+    monkeypatch.setattr(OperatorsOnMeta, "_results", known := dict(OperatorsOnMeta._results))
+    with OperatorsOnMeta():
+        assert (numbers / 2).shape == (3, 5)
+        assert known == OperatorsOnMeta._results
+        torch.set_default_dtype(torch.float32)  # on which the result depends
+        assert (numbers / 2).dtype == torch.float32
+    config: Any = torch.fx.experimental._config
+    with config.patch(meta_nonzero_assume_all_nonzero=True), OperatorsOnMeta():
+        assert len(numbers.nonzero()) == 15
+    with OperatorsOnMeta(), pytest.raises(NotImplementedError):
+        numbers.nonzero()

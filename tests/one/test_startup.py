@@ -16,16 +16,18 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "matplotlib", "plotly", "tensorboard", "tokenizers", "numpy")
 
 _PROGRAM = """
-import json, sys
+import gc, json, sys
 sys.argv = ["plait", *json.loads(sys.argv[1])]
-code = 0
+code, collections = 0, []
+gc.callbacks.append(lambda phase, _: collections.append(phase == "start"))
 try:
     from plait.__main__ import main
     main()
 except SystemExit as end:
     code = end.code or 0
 print()
-print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules})]))
+modules = sorted({name.partition(".")[0] for name in sys.modules})
+print(json.dumps([code, modules, sum(collections)]))
 """
 
 
@@ -39,7 +41,8 @@ def loaded_by_command(*words: str) -> tuple[int, set[str], str]:
         check=True,
     )
     *_, last = done.stdout.splitlines()
-    code, modules = json.loads(last)
+    code, modules, collections = json.loads(last)
+    assert collections < 25, "imports make many objects and little garbage"
     return code, set(modules), done.stdout + done.stderr
 
 

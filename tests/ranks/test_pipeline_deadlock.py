@@ -25,7 +25,7 @@ from support.pool import Pool
 from support.schedules import random_schedule
 
 RANKS, WIDTH, SAMPLES = 3, 4, 2
-NUM_SCHEDULES = 500
+NUM_SCHEDULES, NUM_IN_SWEEP = 150, 500
 
 
 class Meeting:
@@ -155,15 +155,18 @@ def search(seeds: range, *, meets: bool) -> tuple[int, int]:
     return num_actions, meeting.asked_early
 
 
-def test_random_schedules_end_although_nothing_is_sent_before_it_is_asked_for(pool: Pool) -> None:
-    found = pool.over("host").run(search, RANKS, range(NUM_SCHEDULES), meets=True)
+@pytest.mark.parametrize("number", [NUM_SCHEDULES, pytest.param(NUM_IN_SWEEP, marks=pytest.mark.sweep)])
+def test_random_schedules_end_although_nothing_is_sent_before_it_is_asked_for(
+    pool: Pool, number: int
+) -> None:
+    found = pool.over("host").run(search, RANKS, range(number), meets=True)
     for num_actions, asked_early in found:
-        assert num_actions > 5 * NUM_SCHEDULES
-        assert asked_early > NUM_SCHEDULES, "hardly anybody had to wait: the transport holds messages"
+        assert num_actions > 5 * number
+        assert asked_early > number, "hardly anybody had to wait: the transport holds messages"
 
 
 def test_random_schedules_end_over_gloo(pool: Pool) -> None:
-    pool.over("gloo").run(search, RANKS, range(NUM_SCHEDULES, NUM_SCHEDULES + 40), meets=False)
+    pool.over("gloo").run(search, RANKS, range(NUM_IN_SWEEP, NUM_IN_SWEEP + 40), meets=False)
 
 
 class OneStream:

@@ -1,14 +1,19 @@
 """Covering sets: a few cases of a large product of options that still cover every pair of options."""
 
+import functools
+import operator
 import random
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import combinations
 
 Case = Mapping[str, str]  # factor -> option; without factors that do not apply
 Pair = frozenset[tuple[str, str]]  # two options, or more
+_Options = tuple[tuple[str, str], ...]  # sorted
 Draw = Callable[[random.Random, Case], Case | None]  # a random case with the given options, or None
 
-DRAWN_AT_ONCE = 12  # candidates per choice
+DRAWN_AT_ONCE = 50  # candidates per choice
+_SAMPLE = 600  # random cases that show which pairs are rare
 
 
 def covering(
@@ -24,31 +29,49 @@ def covering(
     random.Random(seed).shuffle(left)
     chosen: list[Case] = []
     for size, wanted in ((2, len(cases)), (3, least)):
-        tuples = [combined(case, size) for case in left]
-        missing = set[Pair]().union(*tuples) - known
-        missing -= set[Pair]().union(*(combined(case, size) for case in chosen))
+        bits = _Bits()
+        sets = [bits.of(_combinations(case, size)) for case in left]
+        missing = functools.reduce(operator.or_, sets, 0) & ~bits.of(tuple(sorted(pair)) for pair in known)
+        for case in chosen:
+            missing &= ~bits.of(_combinations(case, size))
         while missing and len(chosen) < wanted:
-            best = max(range(len(left)), key=lambda index: len(tuples[index] & missing))
-            missing -= tuples.pop(best)
+            best = max(range(len(left)), key=lambda index: (sets[index] & missing).bit_count())
+            missing &= ~sets.pop(best)
             chosen.append(left.pop(best))
     return chosen
 
 
-def covering_drawn(factors: Mapping[str, Sequence[str]], draw: Draw, *, seed: int, least: int) -> list[Case]:
-    """Like `covering`, for a product too large to list: cases are drawn for missing pairs.
+def covering_drawn(
+    factors: Mapping[str, Sequence[str]], draw: Draw, *, seed: int, first: Sequence[Case] = (), least: int = 0
+) -> list[Case]:
+    """Like `covering`, for a product too large to list: cases are drawn, with the options of each of `first`,
+    then for missing pairs, the rare ones first, then without condition until there are `least`.
 
     A pair without a drawn case is considered impossible.
     """
-    rng = random.Random(seed)
+    rng, bits = random.Random(seed), _Bits()
     options = [(factor, option) for factor, found in factors.items() for option in found]
-    missing = {frozenset(pair) for pair in combinations(options, 2) if pair[0][0] != pair[1][0]}
+    pairs = sorted(tuple(sorted(pair)) for pair in combinations(options, 2) if pair[0][0] != pair[1][0])
+    seen = Counter(pair for _ in range(_SAMPLE) for pair in _combinations(draw(rng, {}) or {}, 2))
+    missing = bits.of(pairs)
     chosen: list[Case] = []
-    for pair in sorted(missing, key=sorted):
-        if pair in missing:
-            found = [case for _ in range(DRAWN_AT_ONCE) if (case := draw(rng, dict(pair))) is not None]
-            if found:
-                chosen.append(max(found, key=lambda case: len(combined(case, 2) & missing)))
-                missing -= combined(chosen[-1], 2)
+
+    def choose(wanted: Case) -> None:
+        nonlocal missing
+        found: list[Case] = []
+        while len(found) < DRAWN_AT_ONCE and (case := draw(rng, wanted)) is not None:
+            found.append(case)
+        sets = [bits.of(_combinations(case, 2)) & missing for case in found]
+        if found:
+            best = max(range(len(found)), key=lambda index: sets[index].bit_count())
+            missing &= ~sets[best]
+            chosen.append(found[best])
+
+    for wanted in first:
+        choose(wanted)
+    for pair in sorted(pairs, key=lambda pair: seen[pair]):
+        if missing & bits.of([pair]):
+            choose(dict(pair))
     known = {frozenset(case.items()) for case in chosen}
     while len(chosen) < least:
         case = draw(rng, {})
@@ -60,4 +83,19 @@ def covering_drawn(factors: Mapping[str, Sequence[str]], draw: Draw, *, seed: in
 
 def combined(case: Case, size: int) -> frozenset[Pair]:
     """All combinations of `size` options of a case."""
-    return frozenset(map(frozenset, combinations(sorted(case.items()), size)))
+    return frozenset(map(frozenset, _combinations(case, size)))
+
+
+def _combinations(case: Case, size: int) -> Iterator[_Options]:
+    return combinations(sorted(case.items()), size)
+
+
+class _Bits:
+    """Sets of combinations as the bits of integers, which are compared faster."""
+
+    def __init__(self) -> None:
+        self._bits: dict[_Options, int] = {}
+
+    def of(self, found: Iterable[_Options]) -> int:
+        bits = self._bits
+        return functools.reduce(operator.or_, (bits.setdefault(one, 1 << len(bits)) for one in found), 0)

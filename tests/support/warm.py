@@ -1,7 +1,7 @@
 """Commands in processes that have imported their libraries already: `Popen` for `python -m plait`, `install`
-for the `plait` of a shell.
+for the `plait` or `python` of a shell.
 
-Their own start, with the imports, is what tests/one/test_startup.py and the README's commands run.
+Their own start, with the imports, is what tests/one/test_startup.py and the README's torchrun and Python run.
 """
 
 import atexit
@@ -22,12 +22,15 @@ HERE = Path(__file__).resolve().parent
 SOURCES = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE.parent)])
 
 
-def install(folder: Path) -> dict[str, str]:
-    """Write a `plait` to the folder, and return the environment that its shell needs besides PATH."""
-    command = folder / "plait"
-    command.write_text(f"#!{sys.executable} -IS\n{(HERE / 'warm_plait.py').read_text()}")
-    command.chmod(0o755)
-    return {"PLAIT_WARM": _server()}
+def install(folder: Path, *names: str) -> dict[str, str]:
+    """Write commands, `plait` or `python`, to the folder, and return the environment that its shell needs
+    besides PATH. torchrun starts its ranks with this `python`, too."""
+    for name in names:
+        command = folder / name
+        command.write_text(f"#!{sys.executable} -IS\n{(HERE / 'warm_command.py').read_text()}")
+        command.chmod(0o755)
+    torchrun = {"PYTHON_EXEC": str(folder / "python")} if "python" in names else {}
+    return {"PLAIT_WARM": _server(), **torchrun}
 
 
 @functools.cache
@@ -80,8 +83,7 @@ class Popen(subprocess.Popen[Any]):
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(_server(self._first_import))
         job = {
-            "argv": [*args],
-            "script": str(self._script or ""),
+            "argv": [str(self._script), *args] if self._script else ["-m", "plait", *args],
             "env": dict(env),
             "cwd": str(cwd or Path.cwd()),
             "leads": bool(leads),

@@ -27,6 +27,8 @@ child needs, and if no library has state that a fork breaks:
   With any other thread of Python's, and on other systems than Linux, the ranks are fresh processes.
 A fresh process reads its environment when it loads its libraries. A forked one applies the two settings that
 are read then: the number of threads and malloc's thresholds. It runs none of the launcher's exit handlers.
+What the launcher has imported is excluded from a rank's garbage collections: one that visits these 440,000
+objects takes each rank 0.3 s, and as it writes to them, 120 MB that are no longer shared.
 
 [Note: signals that are blocked at start]
 SIGUSR1 requests a save, and would kill a rank without a handler, e.g. one still importing torch. SIGINT
@@ -37,6 +39,7 @@ mask survives exec, unlike a handler: while blocked, a signal is pending until t
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import logging
@@ -322,6 +325,7 @@ class _ForkedRank:
     def _become_rank(self) -> None:
         """Set up what a fresh process has: its session, signals, output, threads, malloc, arguments."""
         atexit._clear()
+        gc.freeze()
         os.setsid()
         for signum in _SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:

@@ -3,15 +3,16 @@
 [Note: repeated operators]
 Operators on meta are mostly Python code of torch, which takes most of the time of a run on meta, and blocks
 repeat them. The result of an operator that neither writes nor makes a view depends on the shapes, strides and
-dtypes of its arguments and on plain values: an equal call gets a new tensor of the first one's shape, without
-that code.
+dtypes of its arguments, on plain values and on the default dtype. An equal call gets a new tensor of the
+first one's shape, without that code; also in the next run, as programs that build several engines or estimate
+several plans repeat one model's operators.
 """
 
 import copy
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from plait.models.placeholder import placeholders
 from plait.models.tensors import tensors_in
+
+_MAX_RESULTS = 10_000  # a model has hundreds
 
 
 @runtime_checkable
@@ -59,20 +62,21 @@ class OperatorsOnMeta(TorchDispatchMode):
     mask; both hold for plain batches. See also [Note: repeated operators].
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._results: dict[Hashable, Callable[[], Tensor]] = {}
+    _results: ClassVar[dict[Hashable, Callable[[], Tensor]]] = {}  # of this process
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype == torch.bool or 1
         if func is torch.ops.aten.bincount.default and args[0].is_meta:
             return _bincount_on_meta(*args, **(kwargs or {}))
-        key = (func, _signature(args), _signature(kwargs)) if _is_pure(func) else None
+        default = torch.get_default_dtype()
+        key = (func, _signature(args), _signature(kwargs), default) if _is_pure(func) else None
         if key in self._results:
             return self._results[key]()
         result = func(*args, **(kwargs or {}))
         if key is not None and type(result) is Tensor and result.is_meta and not _shares(result, args):
+            if len(self._results) >= _MAX_RESULTS:
+                self._results.clear()
             like = functools.partial(torch.empty_strided, dtype=result.dtype, device="meta")
             self._results[key] = functools.partial(like, result.shape, result.stride())
         return result
@@ -94,10 +98,12 @@ def _shares(result: Tensor, args: Any) -> bool:
 
 @functools.cache
 def _is_pure(func: Any) -> bool:
-    """Return whether an operator of torch neither writes nor makes a view."""
+    """Return whether an operator of torch neither writes nor makes a view nor returns a shape that depends on
+    values: on meta, the latter depends on a setting of torch."""
     schema = func._schema
     returns_new = all(result.alias_info is None for result in schema.returns)
-    return func.namespace in ("aten", "prims") and not schema.is_mutable and returns_new
+    is_static = torch.Tag.dynamic_output_shape not in func.tags
+    return func.namespace in ("aten", "prims") and not schema.is_mutable and returns_new and is_static
 
 
 def _signature(values: Any) -> Hashable:

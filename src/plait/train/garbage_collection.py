@@ -21,6 +21,7 @@ class GarbageCollection:
     def __init__(self, every: int) -> None:
         self._every = every
         self._was_enabled = gc.isenabled()
+        self._was_frozen = gc.get_freeze_count() > 0  # see [Note: forked ranks] in comm/launch.py
         self._is_fixed = False
 
     def __enter__(self) -> "GarbageCollection":
@@ -30,7 +31,8 @@ class GarbageCollection:
         if not self._is_fixed:
             return
         self._is_fixed = False
-        gc.unfreeze()
+        if not self._was_frozen:
+            gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 
