@@ -134,13 +134,11 @@ def model_state_bytes(
     owned = trained // shards
     offloads = plan.offload == "cpu"
     persistent = shares or params_stay_full(plan)
+    state_bytes = states_per_element * (2 if plan.optim_dtype == "bf16" else master)
     parts = {
         "parameters": compute * (numel // shards if plan.zero == 3 or shares else numel),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
-        "optimizer": layout.first_owned_numel
-        * states_per_element
-        * (2 if plan.optim_dtype == "bf16" else master)
-        + _outer_bytes(owned, plan),
+        "optimizer": layout.first_owned_numel * state_bytes + _outer_bytes(owned, plan),
         "gradients": 0,
     }
     in_place = plan.keeps_full_grads and grad_itemsize == master and not offloads
