@@ -121,12 +121,10 @@ def test_a_copy_runs_uncompiled_with_its_own_parameters(how: str) -> None:
     assert all(parameter.is_meta for parameter in copy_to_meta(model).parameters())
 
 
-def test_a_missing_compiler_is_an_error_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_compiler_is_an_error_before_training(tmp_path: Path) -> None:
     check_compiler.cache_clear()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "g++")))
-    with pytest.raises(PlanError, match="needs a working C\\+\\+ compiler") as caught:
+    without = torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "g++"))})
+    with without, pytest.raises(PlanError, match="needs a working C\\+\\+ compiler") as caught:
         plait.parallelize(small_llama(), "compile=true")
     assert caught.value.hint == "compile=false"
 

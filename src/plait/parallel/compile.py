@@ -52,8 +52,9 @@ def compile_blocks(
     torch._inductor.custom_graph_pass.CustomGraphPass.register(CollectivesInOrder)
     if selective:
         recompute_blocks(blocks, "selective")
+    reported = set[str]() if warns else None
     for block in blocks:
-        compiled = CompiledForward(type(block).__name__, block.forward, must_be_whole=selective, warns=warns)
+        compiled = CompiledForward(type(block).__name__, block.forward, selective, reported)
         block.compiled_forward = compiled  # type: ignore[assignment]
         block.forward = MethodType(_run_compiled, block)
 
@@ -65,12 +66,15 @@ def _run_compiled(block: Any, *args: Any, **kwargs: Any) -> Any:
 class CompiledForward:
     """A block's forward, compiled. A deep copy is the uncompiled forward, for copies of the model on meta."""
 
-    def __init__(self, block: str, forward: Callable[..., Any], *, must_be_whole: bool, warns: bool) -> None:
-        """`block`: its class. `must_be_whole`, `warns`: see [Note: uncompiled code]."""
+    def __init__(
+        self, block: str, forward: Callable[..., Any], must_be_whole: bool, reported: set[str] | None
+    ) -> None:
+        """`block`: its class. `must_be_whole`: see [Note: uncompiled code]. `reported`: warnings so far, of all
+        blocks; None: nothing is reported."""
         self.eager = forward
         self._block, self._must_be_whole = block, must_be_whole
         self._compiled = torch.compile(forward, fullgraph=must_be_whole, options=_OPTIONS)
-        self._is_first_call, self._warns = True, warns
+        self._is_first_call, self._reported = True, reported
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_first_call:
@@ -88,12 +92,14 @@ class CompiledForward:
                 hint="recompute=full or recompute=none, which compile the other parts, or compile=false",
             ) from error
         found = Counter(torch._dynamo.utils.counters["graph_break"]) - before
-        if self._warns and (reasons := dict.fromkeys(map(_reason, found))):
-            warnings.warn(
+        if self._reported is not None and (reasons := dict.fromkeys(map(_reason, found))):
+            warning = (
                 f"compile=true: {self._block} is compiled in parts only, because torch.compile cannot trace "
-                f"{'; '.join(reasons)}. TORCH_LOGS=graph_breaks shows where",
-                stacklevel=2,
+                f"{'; '.join(reasons)}. TORCH_LOGS=graph_breaks shows where"
             )
+            if warning not in self._reported:
+                self._reported.add(warning)
+                warnings.warn(warning, stacklevel=2)
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

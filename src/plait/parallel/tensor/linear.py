@@ -224,7 +224,8 @@ def _summed_product(
     partial_To = product(x_Ti, weight_oi, bias_o, transposed)
     if sizes is None:
         return all_reduce_in_place(partial_To, named_group(group), "parts of a product")
-    return TokenShards(named_group(group), tuple(sizes)).reduce_scatter(partial_To)
+    own = TokenShards(named_group(group), tuple(sizes)).reduce_scatter(partial_To)
+    return own.contiguous()  # as `_summed_product_shape` says: a shorter rank's tokens are a part of a buffer
 
 
 def _summed_product_shape(
