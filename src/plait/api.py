@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint import HuggingFaceFiles, Reader
-from plait.comm import Mesh, World, connect, raise_on_all
+from plait.comm import JobProcess, Mesh, World, connect, raise_on_all
 from plait.engine.arguments import check_types
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
@@ -24,6 +24,7 @@ from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
 from plait.plan.loss_scaling import LossScaling
+from plait.server.job import is_server, join_job, process_world, serve, start_worker
 from plait.tables import counted
 
 
@@ -64,15 +65,15 @@ def parallelize(
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
 
-    Parameters become new objects; unused ones get a zero gradient and are updated. Raises PlaitError.
+    Parameters become new objects; unused ones get a zero gradient and are updated. Raises PlaitError, and on
+    a rank that is a parameter server SystemExit(0), when the workers have left.
     """
     model = check_types(model, locals())  # before ranks wait for each other
-    plan = check_arguments(plan, optimizer, clip_norm, clip_value)
-    world = _connect(plan, world)
+    world, process = _connect(plan := check_arguments(plan, optimizer, clip_norm, clip_value), world)
     spec = validate(
         model,
         plan,
-        world.size,
+        (process or world).size,
         world.device,
         optimizer=optimizer,
         param_groups=param_groups,
@@ -86,12 +87,16 @@ def parallelize(
     )
     folder = None if offload_dir is None else Path(offload_dir)
     spec = replace(spec, arguments=optimizer_args or {}, seed=seed, draws=not weights, offload_dir=folder)
-    return _start(model, spec, world, probe, weights)
+    return _start(model, spec, world, probe, weights, process)
 
 
-def _connect(plan: Plan, world: World | None) -> World:
+def _connect(plan: Plan, world: World | None) -> tuple[World, JobProcess | None]:
+    """Connect the ranks; with parameter servers, only join the job's processes."""
     set_numerics(plan)  # first: NCCL reads its settings when it connects
-    return world or connect()
+    if not plan.num_servers:
+        return world or connect(), None
+    process = join_job(plan)
+    return world or process_world(process), process
 
 
 def _start(
@@ -100,8 +105,14 @@ def _start(
     world: World,
     probe: bool | Mapping[str, Tensor],
     weights: str | Path | None,
+    process: JobProcess | None,
 ) -> Engine:
-    """Build the engine, load the initial weights, if given, and run the self-check."""
+    """Build the engine, load the initial weights, if given, and run the self-check. On a server, serve."""
+    if probe:
+        spec.plan.check_no_servers("probe")
+    if process is not None and is_server(spec.plan, process):
+        serve(model, spec, process)
+        raise SystemExit(0)
     set_product_precision(spec.plan)
     if world.rank == 0:
         _warn_of_batch_statistics(model, spec.plan)
@@ -112,9 +123,12 @@ def _start(
     self_check = SelfCheck.build(model, probe, spec.plan, spec.seed)  # before the model is sharded
     if not model.training:  # otherwise parts of it may be in evaluation mode on purpose
         model.train()
-    world.renew_connections()
-    mesh = Mesh(world, Grid.from_plan(spec.plan), communicators(spec.plan, spec.schedule.rank_of))
-    engine = Engine(model, spec, mesh)
+    if process is not None:
+        engine = start_worker(model, spec, process, world)
+    else:
+        world.renew_connections()
+        mesh = Mesh(world, Grid.from_plan(spec.plan), communicators(spec.plan, spec.schedule.rank_of))
+        engine = Engine(model, spec, mesh)
     if reader is not None:
         with reader:
             engine.load_from(reader, weights_only=True)

@@ -102,7 +102,14 @@ def test_every_key_takes_effect_on_the_value() -> None:
         *("bf16", "cpu", "every=2", True, True, False, True),
     )
     assert str(plan) == text
-    assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys()) - {"tf32", *LOCAL}
+    of_servers = ("servers", "sync", "server")
+    assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys()) - {
+        "tf32",
+        *LOCAL,
+        *of_servers,
+    }
+    assert Plan.parse("dp=3 servers=2 sync=stale:3") == Plan(dp=3, servers=2, sync="stale:3")
+    assert Plan.parse("server=colocated") == Plan(server="colocated")
     assert Plan.parse("tf32=true") == Plan(tf32=True)
     text = "dp=2 local_steps=8 outer=nesterov:0.7:0.9 exchange=int8 exchange_parts=2"
     assert Plan.parse(text) == Plan(dp=2, **LOCAL)

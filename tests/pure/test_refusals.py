@@ -13,7 +13,7 @@ from plait.errors import PlanError
 from plait.plan import Plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "plans.md"
-SEED, NUM_PLANS = 7, 16_000
+SEED, NUM_PLANS = 7, 60_000
 
 OPTIONS: dict[str, list[Any]] = {
     "dp": [2, 1, 3, 4, 6, 8],
@@ -43,6 +43,9 @@ OPTIONS: dict[str, list[Any]] = {
     "outer": ["average", "average", "nesterov:0.7:0.9"],
     "exchange": ["fp32", "fp32", "bf16", "int8"],
     "exchange_parts": [1, 1, 2, 8],
+    "servers": [0, 1, 2],
+    "sync": ["all", "async", "stale:3", "backup:6", "backup:6"],
+    "server": ["dedicated", "colocated"],
 }
 
 Values = dict[str, Any]
@@ -58,6 +61,32 @@ def _miscounts(v: Values) -> bool:
     stages = v["pp"] * (v["chunks"] or CHUNKS.get(v["schedule"], 0))
     is_file = v["schedule"].startswith("file:")
     return bool(v["stages"]) and not is_file and len(v["stages"].split(",")) != stages
+
+
+def _has_servers(v: Values) -> bool:
+    return v["servers"] > 0 or v["server"] == "colocated"
+
+
+WITH_SERVERS = (
+    "dp",
+    "micro",
+    "accumulate",
+    "recompute",
+    "compile",
+    "deterministic",
+    "servers",
+    "sync",
+    "server",
+)
+
+
+def _is_excluded_by_servers(v: Values) -> bool:
+    others = [key for key in OPTIONS if key not in (*WITH_SERVERS, "precision", "reduce")]
+    return (
+        any(v[key] != getattr(Plan(), key) for key in others)
+        or v["precision"] == "fp16"
+        or v["reduce"].startswith("powersgd")
+    )
 
 
 # By the rule's name in docs/plans.md, which is the fact of its message: who breaks it.
@@ -97,6 +126,14 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "local_steps cannot be combined with offload=disk": lambda v: v["local_steps"] and v["offload"] == "disk",
     "local_steps cannot be combined with a named algorithm or compressed gradients": lambda v: (
         v["local_steps"] and (v["algorithm"] != "auto" or v["reduce"] not in ("fp32", "bf16"))
+    ),
+    "sync has an effect only with parameter servers": lambda v: not _has_servers(v) and v["sync"] != "all",
+    "colocated servers are as many as the workers": lambda v: v["server"] == "colocated" and v["servers"] > 0,
+    "parameter servers cannot be combined with these keys": lambda v: (
+        _has_servers(v) and _is_excluded_by_servers(v)
+    ),
+    "sync drops the pushes of all workers": lambda v: (
+        _has_servers(v) and v["sync"] == "backup:6" and v["dp"] <= 6
     ),
 }
 

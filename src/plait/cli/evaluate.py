@@ -51,7 +51,7 @@ def evaluate(
     """Measure loss, perplexity and the accuracy of last words, on local ranks or the ranks of torchrun."""
     with first_rank_first():
         check_outputs({"--json": json})
-        Plan.parse(plan)
+        Plan.parse(plan).check_no_servers("plait evaluate")
         if adopt_ranks():
             check_ranks(ranks)
     from plait.train.evaluate import EvaluationRequest

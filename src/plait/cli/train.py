@@ -65,6 +65,7 @@ def train(
     if not resume and not recipe.is_dir():  # errors in it are reported before torch is imported
         Plan.parse(read_recipe(recipe, sets, plan).plan)
     from plait.comm.launch import fork_ranks, launch_local
+    from plait.server.job import expendable_ranks
     from plait.train.prepare import prepare
 
     fork_ranks()
@@ -74,7 +75,8 @@ def train(
         words = ["rank", str(prepared.dir.path), *(["--debug"] if debug else [])]
         code = LOST_RANK
         try:
-            code = launch_local(prepared.plan.num_ranks, words, save_s=prepared.recipe.run.save_s)
+            save_s, may_die = prepared.recipe.run.save_s, expendable_ranks(prepared.plan)
+            code = launch_local(prepared.plan.num_ranks, words, save_s=save_s, may_die=may_die)
         finally:
             if code and not resume:
                 _discard_unused(prepared.dir, start)
@@ -154,7 +156,12 @@ def _connect(recipe: "Recipe") -> "World":
     from plait.engine.numerics import set_numerics
 
     set_numerics(Plan.parse(recipe.plan))
-    run = recipe.run
+    run, plan = recipe.run, Plan.parse(recipe.plan)
+    if plan.num_servers:
+        from plait.server.job import join_job, process_world
+
+        process = join_job(plan, run.timeout_s, ends_with_first=True)
+        return process_world(process, shares_memory=run.transport != "gloo")
     device = None if run.device == "auto" else run.device
     return connect(timeout_s=run.timeout_s, device=device, transport=run.transport)
 

@@ -68,7 +68,7 @@ from plait.comm.shm.rendezvous import ranks_by_host
 from plait.comm.stats import DeviceWaits
 from plait.comm.torch_backend import register_backend
 from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Transport, Work
-from plait.comm.world import TRANSPORTS, Connection, World, connect
+from plait.comm.world import TRANSPORTS, Connection, JobProcess, World, connect, join_store
 
 __all__ = [
     "CODECS",
@@ -82,6 +82,7 @@ __all__ = [
     "Connection",
     "DeviceWaits",
     "Group",
+    "JobProcess",
     "Mesh",
     "OpType",
     "PartialReduceWork",
@@ -110,6 +111,7 @@ __all__ = [
     "gather",
     "gather_texts",
     "is_direct",
+    "join_store",
     "launch_local",
     "named_group",
     "raise_on_all",

@@ -50,7 +50,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -90,13 +90,14 @@ def launch_local(
     command: Sequence[str] | None = None,
     function: Callable[[], object] | None = None,
     save_s: float = 60.0,
+    may_die: Collection[int] = (),
 ) -> int:
     """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host; or
     `function()`, on ranks that are always forked, see [Note: forked ranks].
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
-    ended within seconds, even if they are stuck.
+    ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die`, they go on.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
     seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
@@ -118,7 +119,7 @@ def launch_local(
     if function is not None or (is_own and _forks and _can_fork()):
         forked = _ForkedRank(argv, function or _run_command)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
-        monitor = _RankMonitor(save_s)
+        monitor = _RankMonitor(save_s, may_die)
         with (
             _patched_environment(_rank_environment(num_ranks, rendezvous_dir)),
             _silence_torch(),
@@ -165,7 +166,8 @@ def _watch_parent(launcher: int) -> None:
 class _RankMonitor:
     """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that."""
 
-    def __init__(self, save_s: float) -> None:
+    def __init__(self, save_s: float, may_die: Collection[int]) -> None:
+        self._may_die = may_die
         self._save_s = save_s  # from a signal to SIGKILL: time to write a checkpoint
         self._pids: Mapping[int, int] = {}
         self._codes: dict[int, int] = {}  # in order of death; negative: killed by that signal
@@ -188,6 +190,7 @@ class _RankMonitor:
             for rank in pids
             if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
         }
+        dead |= {rank: 0 for rank, code in dead.items() if code < 0 and rank in self._may_die}
         # Of ranks that died between two polls, one that was killed is the more likely cause.
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
             is_first = not any(map(self._is_failure, self._codes.values()))

@@ -42,6 +42,7 @@ from plait.comm.device import (
 from plait.comm.null_transport import NullTransport
 from plait.comm.objects import gather_texts
 from plait.comm.shm import HostPeers, connect_host_peers, host_identity, open_group
+from plait.comm.shm.arena import Arena
 from plait.comm.stats import CommLog, WaitClock
 from plait.comm.store import JobStore
 from plait.comm.subgroup_transport import SubgroupTransport
@@ -99,6 +100,8 @@ class World:
         self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._shared: dict[_Key | None, tuple[Transport, CommThread]] = {}
         self.was_interrupted = False  # an exception left messages, see [Note: connections of several engines]
+        self.arena: Arena | None = None
+        self._leave: Callable[[], None] | None = None
         if size > 1 and device.type == "cpu":
             self._connect_host(connection.transport)
             self.store.is_gone = self._is_gone
@@ -108,6 +111,20 @@ class World:
     def alone(cls, device: torch.device) -> "World":
         """Return a world of one rank, independent of any other this process belongs to."""
         return cls(0, 1, 0, device)
+
+    @classmethod
+    def of_process(cls, process: "JobProcess", arena: Arena | None) -> "World":
+        """Return a world of one rank, which shares the job's store. `arena`: where the job's other processes
+        reach parameters and gradients."""
+        world = cls.alone(torch.device("cpu"))
+        world.store = JobStore(process.store, process.rank, process.timeout_s)
+        world.arena = arena
+        return world
+
+    def before_close(self, leave: Callable[[], None]) -> None:
+        """Call `leave` once, when this world is closed or Python ends."""
+        self._leave = leave
+        atexit.register(self._exit)
 
     @classmethod
     def dry_run(cls, rank: int, size: int, transport: str, host_size: int | None = None) -> "World":
@@ -281,6 +298,10 @@ class World:
         global _world
         if os.getpid() != self._pid:  # a fork: its inherited resources belong to the parent
             return
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+            atexit.unregister(self._exit)
         for comm_thread in self._comm_threads:
             comm_thread.close()
         for transport in self._transports:
@@ -375,6 +396,45 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     if torch_device.type == "cuda":
         _abort_after_errors()
     return _world
+
+
+@dataclass(frozen=True)
+class JobProcess:
+    """This process among those of a job that share a store and nothing else."""
+
+    rank: int
+    size: int
+    store: dist.Store
+    timeout_s: float
+    ends_with_first: bool = False  # the job ends when the first one leaves
+
+
+_job: tuple[object, JobProcess] | None = None  # of this process, with what announced it
+
+
+def join_store(timeout_s: float = 600.0, *, ends_with_first: bool = False) -> JobProcess:
+    """Join the processes that torchrun or our launcher announced in the environment, without connecting them
+    to each other. A second call returns the same. Raises CommError."""
+    global _job
+    adopt_ranks()
+    rank, size = (_env_int(name, value) for name, value in _RANK_VARIABLES[:2])
+    announced = (rank, size, os.environ.get(RENDEZVOUS_FILE))
+    if _job is None or _job[0] != announced:
+        if size == 1:
+            raise CommError(
+                "parameter servers need a process for each worker and server",
+                given="one process",
+                hint="torchrun, or plait train",
+            )
+        store = _store(rank, size, datetime.timedelta(seconds=timeout_s))
+        _job = (announced, JobProcess(rank, size, store, timeout_s, ends_with_first))
+    return _job[1]
+
+
+def leave_store() -> None:
+    """End what `join_store` began; the next call joins again."""
+    global _job
+    _job = None
 
 
 @cache  # installs it once

@@ -17,6 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
 
@@ -39,7 +40,7 @@ from plait.engine.batch import (
     split_batch,
     valid_count,
 )
-from plait.engine.build import build_engine_parts
+from plait.engine.build import EngineParts, build_engine_parts
 from plait.engine.loss_scale import SumLossScale
 from plait.engine.misuse import InputFacts, one_thread, too_large_explained
 from plait.engine.runner import MicrobatchRunner
@@ -47,17 +48,17 @@ from plait.engine.shares import Shares, share_of
 from plait.engine.spec import TrainingSpec
 from plait.engine.step_count import StepCount
 from plait.engine.trace import Trace
+from plait.engine.update import LocalUpdater, Updater
 from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, RunError, shown
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
-from plait.optim.clip import clip_factor, clip_values
+from plait.optim.clip import clip_factor
 from plait.optim.groups import check_hyperparameters, check_options, load_options, options_state
 from plait.parallel.local_steps.outer import ExchangeResult
-from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
-from plait.plan import MemoryUse
+from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
@@ -84,8 +85,11 @@ class Engine:
         model: nn.Module,
         spec: TrainingSpec,
         mesh: Mesh,
+        make_updater: Callable[[EngineParts], Updater] | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        self.plan = spec.plan
+        """Use `parallelize`. `make_updater`: None for a `LocalUpdater`; `plan`: of the job."""
+        self.plan = plan or spec.plan
         self.model = model
         self.world = mesh.world
         self.device = mesh.world.device
@@ -99,6 +103,8 @@ class Engine:
         self._inputs = InputFacts.from_model(model)
         with too_large_explained():
             self._parts = build_engine_parts(model, spec, mesh)
+        make_local = partial(LocalUpdater, clip_value=spec.clip_value)
+        self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups = self._parts.context.groups
         self._precision = self._parts.context.precision
         self.layout = self._parts.layout
@@ -116,6 +122,7 @@ class Engine:
         self._batches = BatchPreparer(
             self.device, self._precision.compute, self._groups.model, self.plan.micro, inputs
         )
+        self.num_steps = self._updater.publish(self.num_steps)
 
     def __reduce__(self) -> NoReturn:
         raise ModelError(
@@ -140,7 +147,7 @@ class Engine:
     @property
     def data_rank(self) -> int:
         """Index of this rank's share of a step's batch, out of `data_ranks`."""
-        return self._groups.data.rank
+        return self._updater.data_rank
 
     @property
     def data_group(self) -> Group:
@@ -149,7 +156,7 @@ class Engine:
 
     @property
     def data_ranks(self) -> int:
-        return self._groups.data.size
+        return self._updater.data_ranks
 
     @overload
     def shard(self, batches: Batch, *, trains: bool = True) -> dict[str, Tensor]: ...
@@ -159,10 +166,12 @@ class Engine:
         """This data rank's share of a global batch, or of each batch of a loader that gives the same ones on
         every rank. Shares consist of `plan.micro` micro-batches; with `trains=False`, for `evaluate` and
         `outputs`, of any number of samples. Raises PlanError, on all ranks, if a batch does not divide."""
-        unit = self.plan.micro if trains else 1
+        unit, ranks = self.plan.micro if trains else 1, self._groups.data
+        if trains:  # with servers, the other workers are not in a group
+            ranks = Group(tuple(range(self.data_ranks)), self.data_rank, None)
         if isinstance(batches, Mapping):
-            return share_of(batches, unit, self._groups.data)
-        return Shares(batches, unit, self._groups.data, self.world.group, self.device)
+            return share_of(batches, unit, ranks)
+        return Shares(batches, unit, ranks, self.world.group, self.device)
 
     @property
     def num_parameters(self) -> int:
@@ -299,6 +308,7 @@ class Engine:
         if late:
             square_sum = self._parts.sharded.reduce_late().item()
         loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
+        loss_sum, num_targets, square_sum = self._updater.combine((loss_sum, num_targets, square_sum))
         self._scale.unit = units / self._groups.dp.size
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
@@ -315,7 +325,7 @@ class Engine:
                 broadcast(buffer, self._groups.stage)  # they follow the first data rank's, as in DDP
             stage.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
-        self.num_steps += 1
+        self.num_steps = self._updater.end_step(self.num_steps)
         return StepResult(loss, norm, int(num_targets), skipped, self._exchange())
 
     def _exchange(self) -> ExchangeResult | None:
@@ -340,24 +350,7 @@ class Engine:
     def _apply(self, factor: float) -> None:
         """The optimizer's step, with gradients multiplied by `factor`."""
         self._wait_for_copy()
-        if self._spec.clip_value is not None:
-            clip_values(
-                (unit.grad_shard for unit in self._parts.sharded.trained), factor, self._spec.clip_value
-            )
-            factor = 1.0
-
-        optimizer = self._parts.optimizer
-
-        def step(units: Sequence[FlatParam]) -> None:
-            self._is_inconsistent |= optimizer.is_on_disk  # a disk may fail between two slices of a unit
-            optimizer.step(units, factor, self.num_steps)
-            self._is_inconsistent = True  # until all units are updated
-
-        for stage in self._stages:
-            stage.update(step)
-        optimizer.finish()
-        self._parts.optimizer.has_states = True
-        self._is_inconsistent = False
+        self._updater.apply(factor, self.num_steps, partial(setattr, self, "_is_inconsistent"))
 
     def _rounded(self, norm: float) -> float:
         """The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding."""
@@ -407,6 +400,7 @@ class Engine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
         {}. Every rank must call it, as `full_gradients` and `state`."""
+        self._updater.fetch()
         return {} if self._is_replica else self._parts.state.weights()
 
     def full_buffers(self) -> dict[str, Tensor]:
@@ -476,6 +470,7 @@ class Engine:
         """This rank's share of the checkpoint: over all ranks, every element of `state` once. No
         communication."""
         self._check_consistent()
+        self._updater.fetch()
         own = self._own_state().items() if self._groups.world.rank == 0 else ()
         shards = [*self._parts.state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
         return self._parts.islands.shards(shards)
@@ -510,6 +505,7 @@ class Engine:
         self._step_count.reset()
         for stage in self._stages:
             stage.sync_params()
+        self.num_steps = self._updater.publish(self.num_steps)
 
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Save the training state as a checkpoint, `step-00000120` in a folder that all hosts share: complete
@@ -578,6 +574,10 @@ class Engine:
         """FLOPs of forward and backward for one token; see `training_flops_per_token` in
         `plan/cost_model.py`."""
         return self._flops.per_token(sequence, causal=causal)
+
+    def server_counts(self) -> dict[str, int]:
+        """Numbers of events on the parameter servers (`server/clocks.py: Counts`); {} without servers."""
+        return self._updater.counts()
 
     def discard_step(self) -> None:
         """Discard the micro-batches of an unfinished step; also called after an exception."""

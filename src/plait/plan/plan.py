@@ -17,6 +17,7 @@ from plait.errors import PlanError, shown, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS
+from plait.plan.servers import SERVER, check_servers, no_servers_error
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 CHOICES = {
@@ -27,9 +28,10 @@ CHOICES = {
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
     "exchange": EXCHANGES,
+    "server": SERVER,
 }
 # The smallest value of integer keys; 1 for all others.
-_MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0, "local_steps": 0}
+_MIN = {"dp": 0, "zero": 0, "shard": 0, "prefetch": 0, "chunks": 0, "local_steps": 0, "servers": 0}
 MAX_NUMBER = 999_999  # of any integer in a plan: six digits
 _NUMBER = "[1-9][0-9]{0,5}"
 RECOMPUTE = re.compile(f"none|full|selective|every={_NUMBER}")
@@ -179,6 +181,10 @@ class Plan:
     exchange    what islands send: `fp32` (the dtype of master weights), `bf16`, or 8-bit codes, whose errors
                 are added to the next change
     exchange_parts  parts that are exchanged at different steps, during later steps: see `plan/local_steps.py`
+    servers     ranks, after the dp workers, that hold the weights and run the optimizer (parameter servers)
+    sync        with servers: a step sums the pushes of `all` workers, or the first dp - B (`backup:B`); with
+                `async` and `stale:S` every push is a step; `stale:S` keeps workers within S steps
+    server      `colocated`: a server in every worker's process instead of ranks of their own
     """
 
     dp: int = 1
@@ -208,6 +214,9 @@ class Plan:
     outer: str = "average"
     exchange: str = "fp32"
     exchange_parts: int = 1
+    servers: int = 0
+    sync: str = "all"
+    server: str = "dedicated"
 
     def __post_init__(self) -> None:
         if isinstance(self.dp, str) and "=" in self.dp:
@@ -227,6 +236,7 @@ class Plan:
         self._check_exact()
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
+        check_servers(values, {field.name: field.default for field in fields(self)})
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
             raise PlanError(
                 "compressed gradients cannot use a named all-reduce algorithm",
@@ -392,7 +402,22 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """Number of ranks that the plan needs. Raises PlanError for dp=auto."""
-        return self.data_ranks * self.min_ranks // (self.shard or 1)
+        return self.data_ranks * self.min_ranks // (self.shard or 1) + self.servers
+
+    @property
+    def num_servers(self) -> int:
+        """Number of parameter servers; 0 if the workers reduce gradients among themselves."""
+        return self.dp if self.server == "colocated" else self.servers
+
+    def check_no_servers(self, purpose: str) -> None:
+        """Raise PlanError if the plan has parameter servers, of which the caller cannot do `purpose`."""
+        if self.num_servers:
+            raise no_servers_error(purpose, str(self), self.dp)
+
+    @property
+    def of_worker(self) -> "Plan":
+        """The plan that one worker runs by itself, between the servers' updates."""
+        return replace(self, dp=1, servers=0, sync="all", server="dedicated", reduce="fp32")
 
     @property
     def min_ranks(self) -> int:
@@ -509,7 +534,7 @@ class Plan:
         if num_ranks != self.num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
             used = (("dp", True), ("tp", self.tp != "1"), ("pp", self.pp > 1))
-            product = " x ".join(key for key, is_used in used if is_used)
+            product = " x ".join(key for key, is_used in used if is_used) + " + servers" * bool(self.servers)
             raise PlanError(
                 f"the plan's degrees do not multiply to the {ranks} of this run",
                 given=f"{self} ({product} = {self.num_ranks}) on {ranks}",
@@ -521,6 +546,9 @@ class Plan:
     def _nearest_for(self, num_ranks: int) -> "Plan":
         """The nearest plan for `num_ranks` ranks: the same pipeline and tp grid, or the part of them that
         divides."""
+        if self.num_servers:
+            dp = max(1, num_ranks - self.servers)
+            return replace(self, dp=dp, sync=self.sync if dp >= self.dp else "all")
         nearest = replace(self, dp=1, shard=0)
         if num_ranks % self.pp:
             schedule = "1f1b" if self.schedule.startswith("file:") else self.schedule

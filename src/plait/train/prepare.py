@@ -282,6 +282,8 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
         )
     if plan.local_steps:
         _check_local_steps(recipe.run, plan)
+    if plan.num_servers:
+        _check_servers(recipe.run)
     if plan.offload == "disk":  # other plans ignore the folder, so that one recipe can be run under several
         _check_offload(recipe.run)
     check_output_paths({"run.trace": recipe.run.trace})
@@ -330,6 +332,21 @@ def _check_offload(config: RunConfig) -> None:
             hint="--set run.offload_dir=/var/tmp",
         )
     MappedFile(config.offload_dir, 0).close()
+
+
+def _check_servers(config: RunConfig) -> None:
+    """Raise ConfigError for options of a run that parameter servers do not have."""
+    for key, value in (("spike_factor", config.spike_factor), ("probe", config.probe)):
+        if value:
+            raise ConfigError(
+                f"run.{key} cannot be combined with parameter servers",
+                given=f"run.{key} = {value}",
+                hint=f"--set run.{key}={'0' if key == 'spike_factor' else 'false'}",
+            )
+    if config.device == "cuda":
+        raise ConfigError(
+            "parameter servers need CPU ranks", given="run.device = cuda", hint="--set run.device=cpu"
+        )
 
 
 def check_devices(ranks: int, device: str) -> None:

@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs it; rank 0 also logs and writes files.
+"""The training loop. Every rank runs it (of parameter servers, worker 0); rank 0 also logs and writes files.
 
 [Note: skipped steps that end a run]
 A step with a non-finite loss or gradient is skipped, and run.max_skipped such steps in a row end the run. In
@@ -32,6 +32,8 @@ from plait.data.sampler import BatchSizes, Order
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.parallel.zero.memory_stats import num_allocator_retries
+from plait.plan import Plan
+from plait.server.job import join_job
 from plait.tables import plain
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
@@ -48,6 +50,7 @@ from plait.train.peak_flops import PeakFlops
 from plait.train.prepare import ResolvedRun
 from plait.train.report import draw_losses, estimated_memory, largest_memory, memory_table, start_table
 from plait.train.resume import load_newest
+from plait.train.servers import help_training
 from plait.train.signals import SignalHandler
 
 MAX_STEPS_BETWEEN_FLAGS = 10
@@ -64,6 +67,10 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
     `recipe`: as saved by `prepare`. Returns None, or the signal that stopped the run, whose state is then
     saved. Raises a PlaitError.
     """
+    plan = Plan.parse(recipe.plan)
+    if plan.num_servers and join_job(plan).rank:
+        help_training(recipe, world)
+        return None
     with SignalHandler() as signals:
         trainer = Trainer(ResolvedRun.open(recipe, world.size), world)
         stopped_by = trainer.loop(signals)
@@ -135,7 +142,8 @@ class Trainer:
         left = range(first_step + offset, config.steps + offset)
         # Documents are padded to the longest of a micro-batch; equal samples are for the engine to split.
         micro = engine.plan.micro if self._recipe.data.samples == "documents" else None
-        batches = self._batches(run.train_samples, self._sizes, left, self._recipe.data.workers, micro)
+        share = (engine.data_rank, engine.data_ranks)
+        batches = self._batches(run.train_samples, self._sizes, left, share, self._recipe.data.workers, micro)
         with (
             Metrics(run.dir, self._console, first_step, config.steps, config.log_every) as metrics,
             Checkpointing(config, run.dir.checkpoints, self._world, metrics) as saving,
@@ -219,10 +227,14 @@ class Trainer:
         parts.stragglers.begin(self._step)
         parts.heartbeat.beat(self._step, "reading data", slow=is_slow)
         batch = next(parts.batches)
+        num_before = self._engine.num_steps
         parts.heartbeat.beat(self._step, "a step", slow=is_slow)
         result = self._recorder.step(batch)
         _, batch_size = self._sizes.span(self._step + self.spikes.num_skipped)
-        self._step += 1
+        taken = self._engine.num_steps - num_before  # 1, unless servers went on without this worker
+        self._step += taken
+        for _ in range(taken - 1):
+            next(parts.batches, None)
         parts.stragglers.end(self._step)
         num_tokens = result.num_tokens * self._engine.plan.num_islands
         self._tokens += num_tokens
@@ -302,21 +314,23 @@ class Trainer:
         samples: tuple[Samples, Order],
         sizes: BatchSizes,
         numbers: range,
+        share: tuple[int, int],
         workers: int = 0,
         micro: int | None = None,
     ) -> Iterator[Batch | list[Batch]]:
-        """Yield this rank's share of the batches with these numbers."""
-        engine = self._engine
-        batches = Batches(
-            *samples, sizes, data_rank=engine.data_rank, data_ranks=engine.data_ranks, micro=micro
-        )
-        return iter(loader(batches, numbers, workers=workers, pin_memory=engine.device.type == "cuda"))
+        """Yield this rank's share of the batches with these numbers. `share`: its index, of how many."""
+        rank, ranks = share
+        batches = Batches(*samples, sizes, data_rank=rank, data_ranks=ranks, micro=micro)
+        pin_memory = self._engine.device.type == "cuda"
+        return iter(loader(batches, numbers, workers=workers, pin_memory=pin_memory))
 
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
         numbers, sizes = range(self._config.evaluate_batches), BatchSizes(self._config.batch)
         results = []
-        for number, batch in enumerate(self._batches(self._run.validation_samples, sizes, numbers)):
+        ranks = self._engine.data_group  # with servers, worker 0 evaluates by itself
+        share = (ranks.rank, ranks.size)
+        for number, batch in enumerate(self._batches(self._run.validation_samples, sizes, numbers, share)):
             assert isinstance(batch, dict), "the engine splits batches of an evaluation"
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
             results.append(self._engine.evaluate(batch))

@@ -86,6 +86,7 @@ def check(case: Case) -> ModelSpec:
             given=case.plan,
             hint=f"the plan of one island: dp={plan.shard_degree}, and no local_steps",
         )
+    plan.check_no_servers("plait verify")
     validate(
         spec.build(torch.float32),
         plan,

@@ -106,7 +106,7 @@ def connect_host_peers(
     )
     if clib is not None:
         try:
-            arena = Arena(clib, _span_bytes(size))
+            arena = Arena(clib, span_bytes(size))
             if clib.pl_lock(arena.fd) != 0:
                 raise OSError("cannot lock the arena file")
             info = HostInfo(info.host, info.pid, arena.fd, secrets.token_hex(8))
@@ -145,7 +145,7 @@ def ranks_by_host(group: Group, device: torch.device | None = None) -> tuple[tup
     return tuple(map(tuple, by_host.values()))
 
 
-def _span_bytes(num_ranks: int) -> int:
+def span_bytes(num_ranks: int) -> int:
     """Address range of an arena: twice the host's memory, limited for all ranks together to half of a
     process's address space. The same on every rank of a host."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

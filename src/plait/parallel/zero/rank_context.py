@@ -167,6 +167,8 @@ class RankContext:
         """Return zeros for a unit's unsharded parameters."""
         if self.shares_params:
             return share(numel, self.precision.compute, group=self.groups.all_gather)
+        if (arena := self.mesh.world.arena) is not None:
+            return arena.empty(numel, self.precision.compute).zero_()
         return torch.zeros(numel, dtype=self.precision.compute, device=self.device)
 
     def allocate_state(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -176,6 +178,8 @@ class RankContext:
 
     def allocate_grad(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return uninitialized memory from which the transport can send."""
+        if (arena := self.mesh.world.arena) is not None:
+            return arena.empty(numel, dtype)
         groups = (self.groups.reduce_scatter, self.groups.replicate)
         group = next((group for group in groups if shares_memory(group)), groups[0])
         return empty(numel, dtype, device=self.device, group=group)

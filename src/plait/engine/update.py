@@ -1,0 +1,83 @@
+"""Combine a step's totals and update the weights, by the engine's ranks or by parameter servers."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from plait.engine.build import EngineParts
+from plait.optim.clip import clip_values
+from plait.parallel.zero.flat_param import FlatParam
+
+
+class Updater(Protocol):
+    """Updates weights from the gradients in the units' `grad_shard`. Implemented by `LocalUpdater`, and by
+    `ServerUpdater` in `server/worker.py`.
+
+    data_rank, data_ranks   which share of a step's batch this engine computes
+    """
+
+    data_rank: int
+    data_ranks: int
+
+    def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
+        """From (summed loss, targets, squared norm of the gradient) of this engine's ranks, return those of
+        the step."""
+
+    def apply(self, factor: float, number: int, on_write: Callable[[bool], object]) -> None:
+        """Update the weights with gradients multiplied by `factor`. `number`: of the step. Calls
+        `on_write(True)` before weights are inconsistent, and `on_write(False)` when they are not any more."""
+
+    def end_step(self, num_steps: int) -> int:
+        """End step number `num_steps` (from 0), also one without an update; return the next one's number."""
+
+    def fetch(self) -> None:
+        """Make the engine's own weights and optimizer states those of the training."""
+
+    def publish(self, num_steps: int) -> int:
+        """Make the engine's own weights and states, which were loaded or initialized, those of the
+        training; return the number of its steps."""
+
+    def counts(self) -> dict[str, int]:
+        """Numbers of events on the servers, if there are any."""
+
+
+class LocalUpdater:
+    """Every rank updates its shards, and the ranks gather them."""
+
+    def __init__(self, parts: EngineParts, clip_value: float | None) -> None:
+        self.data_rank = parts.context.groups.data.rank
+        self.data_ranks = parts.context.groups.data.size
+        self._parts = parts
+        self._clip_value = clip_value
+
+    def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
+        return totals
+
+    def apply(self, factor: float, number: int, on_write: Callable[[bool], object]) -> None:
+        optimizer, sharded = self._parts.optimizer, self._parts.sharded
+        if self._clip_value is not None:
+            clip_values((unit.grad_shard for unit in sharded.trained), factor, self._clip_value)
+            factor = 1.0
+
+        def step(units: Sequence[FlatParam]) -> None:
+            if optimizer.is_on_disk:  # a disk may fail between two slices of a unit
+                on_write(True)
+            optimizer.step(units, factor, number)
+            on_write(True)  # until all units are updated
+
+        for stage in sharded.stages.values():
+            stage.update(step)
+        optimizer.finish()
+        optimizer.has_states = True
+        on_write(False)
+
+    def end_step(self, num_steps: int) -> int:
+        return num_steps + 1
+
+    def fetch(self) -> None:
+        pass
+
+    def publish(self, num_steps: int) -> int:
+        return num_steps
+
+    def counts(self) -> dict[str, int]:
+        return {}

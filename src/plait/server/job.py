@@ -1,0 +1,93 @@
+"""The roles of a job's processes: workers, then servers; with `server=colocated` each is both."""
+
+import threading
+from dataclasses import replace
+
+from torch import nn
+
+from plait.comm import JobProcess, Mesh, World, join_store
+from plait.comm.pair import Meeting
+from plait.comm.shm.remote import new_arena
+from plait.comm.world import leave_store
+from plait.engine.build import EngineParts, build_shard_map
+from plait.engine.engine import Engine
+from plait.engine.spec import TrainingSpec
+from plait.plan import Grid, Plan
+from plait.server.chunks import ChunkTable
+from plait.server.server import Server
+from plait.server.worker import Servers, ServerUpdater
+
+_END_S = 30.0  # for other workers to leave a colocated server
+
+
+def is_server(plan: Plan, process: JobProcess) -> bool:
+    """Return whether this process is a server only."""
+    return process.rank >= plan.dp
+
+
+def join_job(plan: Plan, timeout_s: float = 600.0, *, ends_with_first: bool = False) -> JobProcess:
+    """Join the job, of which a second call returns the same process. `ends_with_first`: it is over when
+    worker 0 leaves. Raises PlanError unless it has as many processes as the plan needs."""
+    process = join_store(timeout_s, ends_with_first=ends_with_first)
+    plan.check_ranks(process.size)
+    return process
+
+
+def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
+    """The world of one process: a rank by itself, whose parameters and gradients the servers reach. Without
+    shared memory they are sent."""
+    return World.of_process(process, new_arena(2 * process.size) if shares_memory else None)
+
+
+def expendable_ranks(plan: Plan) -> range:
+    """The ranks without which a job goes on: workers other than the first, if the servers are dedicated."""
+    return range(1, plan.dp) if plan.servers else range(0)
+
+
+def chunk_table(model: nn.Module, spec: TrainingSpec) -> ChunkTable:
+    """The division of the model over the servers; it may be on meta."""
+    of_worker = worker_spec(spec)
+    (layouts,) = build_shard_map(model, of_worker, Grid.from_plan(of_worker.plan)).layouts
+    units = [unit for layout in layouts.values() for unit in layout.units if unit.trains]
+    return ChunkTable.build(units, spec.plan.num_servers)
+
+
+def worker_spec(spec: TrainingSpec) -> TrainingSpec:
+    """The specification of a worker's engine."""
+    return replace(spec, plan=spec.plan.of_worker)
+
+
+def serve(model: nn.Module, spec: TrainingSpec, process: JobProcess) -> None:
+    """Serve the workers until they have left or the job is over."""
+    index = process.rank - spec.plan.dp
+    Server(index, spec, chunk_table(model, spec)).serve(Meeting(process.store, index))
+    leave_store()
+
+
+def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, world: World) -> Engine:
+    """Return a worker's engine, connected with the servers until `world.close()` or the process's end."""
+    thread = None
+    if spec.plan.server == "colocated":
+        server = Server(process.rank, spec, chunk_table(model, spec))
+        meeting = Meeting(process.store, process.rank, clones=True)
+        thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-server", daemon=True)
+        thread.start()
+    servers = Servers(process, spec.plan.num_servers)
+
+    def leave() -> None:
+        servers.leave(ends_job=process.ends_with_first and process.rank == 0)
+        if thread is not None:
+            thread.join(_END_S)
+        leave_store()
+
+    def make_updater(parts: EngineParts) -> ServerUpdater:
+        return ServerUpdater(parts, spec.plan, servers, world.arena)
+
+    world.before_close(leave)
+    of_worker = worker_spec(spec)
+    mesh = Mesh(world, Grid.from_plan(of_worker.plan))
+    try:
+        return Engine(model, of_worker, mesh, make_updater, plan=spec.plan)
+    except BaseException:
+        world.close()  # or servers would wait for this worker
+        raise

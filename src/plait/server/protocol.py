@@ -1,0 +1,72 @@
+"""Requests of workers to servers. Each has one reply, with the same verb, or ERROR or OVER.
+
+Server 0 keeps the clocks; the others hold chunks only. `clock` is the worker's. One step of a worker:
+
+  PUSH      a chunk's gradient, to its server; not if the server reads the worker's memory itself
+  COMMIT    totals of the step, to server 0, when everything is pushed. The reply is the decision
+  SUM       under policies that sum, to all servers: add up these workers' gradients; the reply is the norm
+  APPLY     to all servers, server 0 first: step the optimizer. Of several equal requests one has an effect
+  ADVANCE   to server 0, when all servers have applied it. Replied to when the worker may read
+  PULL      a chunk's weights, which the server writes into the worker's memory or sends
+"""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from plait.comm.pair import Message, as_bytes
+from plait.errors import CommError, ConfigError, ModelError, PlaitError, RunError
+
+
+class Verb(IntEnum):
+    HELLO = 1  # JSON: digest, memory, offsets. To server 0 last: the worker joins
+    PUSH = 2
+    COMMIT = 3
+    SUM = 4
+    APPLY = 5
+    ADVANCE = 6
+    PULL = 7
+    READ = 8  # a chunk's weights and optimizer states
+    WRITE = 9
+    READY = 10  # what was written is complete: `clock` of the next step, `value` the number of the writing
+    WAIT_READY = 11
+    HOLD = 12  # no decisions, replied to when all have been applied; `value` 0 ends it
+    FINISH = 13  # an update whose worker died has been applied everywhere
+    UNFINISHED = 14
+    COUNTS = 15
+    LEAVE = 16  # `value` 1: the job is over
+    OVER = 17  # reply: the job is over
+    ERROR = 18  # reply, JSON: a PlaitError
+
+
+_ERRORS = {kind.__name__: kind for kind in (CommError, ConfigError, ModelError, RunError)}
+
+
+def error_message(error: PlaitError) -> Message:
+    kind = type(error).__name__ if type(error).__name__ in _ERRORS else "RunError"
+    parts = [error.fact, error.given, error.expected, error.hint]
+    return Message.of_json(Verb.ERROR, [kind, *parts])
+
+
+def raised(message: Message) -> PlaitError:
+    """The error in an ERROR reply."""
+    kind, fact, given, expected, hint = message.json()
+    return _ERRORS[kind](fact, given=given, expected=expected, hint=hint)
+
+
+def pack(tensors: list[Tensor]) -> Tensor:
+    """The bytes of flat tensors, one after the other."""
+    return torch.cat([as_bytes(tensor) for tensor in tensors])
+
+
+def unpack(payload: Tensor, kinds: list[str], numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """The tensors of a chunk's state: weights, then those of `kinds`, if the optimizer has states."""
+    tensors = [payload[: numel * dtype.itemsize].clone().view(dtype)]
+    at = numel * dtype.itemsize
+    for kind in kinds if payload.numel() > at else ():
+        kind_dtype, length = (torch.float64, 1) if "." in kind else (dtype, numel)
+        stop = at + length * kind_dtype.itemsize
+        tensors.append(payload[at:stop].clone().view(kind_dtype))
+        at = stop
+    return tensors

@@ -1,0 +1,149 @@
+"""State of one server: master weights, optimizer states and the sum of the step's gradients, by chunk.
+
+[Note: no torn reads]
+Each chunk has a lock, under which it is updated and copied out: a worker gets all of a chunk from before an
+update or all of it from after. Which updates it gets is decided by the clocks, see `clocks.py`.
+
+[Note: sums in rank order]
+The gradients of a step are added in the order of the workers' ranks, whatever the order in which they came:
+the same bits in every run, and those of a reduce-scatter over the same ranks.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.engine.spec import TrainingSpec
+from plait.optim.clip import clip_values, squared_norm
+from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
+from plait.optim.groups import load_options
+from plait.optim.stepper import ChunkedOptimizer
+from plait.server.chunks import Chunk
+from plait.server.clocks import AppliedOnce
+
+# The gradient that a worker has pushed for a chunk of this server, by worker and the chunk's index.
+Gradients = Callable[[int, int], Tensor]
+
+
+class ServerState:
+    """The chunks of one server. Thread-safe."""
+
+    def __init__(self, chunks: Sequence[Chunk], spec: TrainingSpec, dtype: torch.dtype) -> None:
+        """`dtype`: of master weights and gradients. Raises ConfigError for the optimizer's arguments."""
+        self.chunks = chunks
+        numel = sum(chunk.numel for chunk in chunks)
+        self._master, self._sums = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
+        ends = torch.tensor([0, *(chunk.numel for chunk in chunks)]).cumsum(0).tolist()
+        self._slices = [
+            FlatSlice.from_views(chunk.group, self._master[start:stop], self._sums[start:stop])
+            for chunk, start, stop in zip(chunks, ends, ends[1:], strict=False)
+        ]
+        self.kinds = sorted(state_kinds(spec.optimizer, spec.arguments))
+        self._optimizer = make_optimizer(spec.optimizer, spec.arguments, self._slices, spec.groups)
+        self._chunked = ChunkedOptimizer(self._optimizer, self.kinds)
+        self._clip_value = spec.clip_value
+        self.versions = [0] * len(chunks)
+        self._chunk_locks = [threading.Lock() for _ in chunks]
+        self._lock = threading.Lock()  # of the sums and the optimizer
+        self._applied = AppliedOnce()
+        self._summed: tuple[int, tuple[int, ...]] | None = None
+        self._squares = 0.0
+
+    def sum(self, clock: int, workers: tuple[int, ...], gradients: Gradients) -> float:
+        """Add up the workers' gradients of a clock, once; return the sum's squared norm."""
+        with self._lock:
+            return self._sum(clock, workers, gradients)
+
+    def _sum(self, clock: int, workers: tuple[int, ...], gradients: Gradients) -> float:
+        if self._summed == (clock, workers) or self._applied.has(clock, workers):
+            return self._squares  # if it has been applied, its workers may write the next gradient
+        self._summed = None
+        squares = []
+        for index, flat in enumerate(self._slices):
+            total = flat.leaf.grad
+            assert total is not None, "a chunk without a sum"
+            total.copy_(gradients(workers[0], index))
+            for worker in workers[1:]:  # see [Note: sums in rank order]
+                total.add_(gradients(worker, index))
+            squares.append(squared_norm(total))
+        self._squares = float(torch.stack(squares).sum()) if squares else 0.0
+        self._summed = (clock, workers)
+        return self._squares
+
+    def apply(
+        self, clock: int, workers: tuple[int, ...], update: Mapping[str, Any], gradients: Gradients
+    ) -> bool:
+        """Step the optimizer with the sum of these gradients, unless that was done before; return whether it
+        was done now. `update`: the gradients' factor, and the options of the optimizer's groups."""
+        with self._lock:
+            if self._applied.has(clock, workers):
+                return False
+            self._sum(clock, workers, gradients)
+            self._applied.record(clock, workers)
+            self._summed = None
+            options = {key: _option(value) for key, value in update["options"].items()}
+            load_options(self._optimizer, options, options.__getitem__)
+            for index, flat in enumerate(self._slices):
+                factor = update["factor"]
+                if self._clip_value is not None and flat.leaf.grad is not None:
+                    clip_values([flat.leaf.grad], factor, self._clip_value)
+                    factor = 1.0
+                with self._chunk_locks[index]:
+                    self._chunked.step([flat.leaf], factor, clock)
+                    self.versions[index] += 1
+            return True
+
+    def read(self, index: int, into: Tensor | None = None) -> Tensor:
+        """Copy a chunk's weights; see [Note: no torn reads]."""
+        weights = self._slices[index].leaf.detach()
+        with self._chunk_locks[index]:
+            return weights.clone() if into is None else into.copy_(weights)
+
+    # --- saving and loading
+
+    def read_state(self, index: int) -> list[Tensor]:
+        """A chunk's weights and states, in the order of `kinds`, as flat tensors; no states before the first
+        step. Counters are of one element, in float64."""
+        with self._lock:
+            leaf = self._slices[index].leaf
+            state = self._chunked.state(leaf)
+            values = [_saved(kind, state) for kind in self.kinds] if state else []
+            return [leaf.detach().clone(), *values]
+
+    def write_state(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Load what `read_state` returned."""
+        with self._lock, torch.no_grad():
+            leaf, (weights, *values) = self._slices[index].leaf, tensors
+            with self._chunk_locks[index]:
+                leaf.copy_(weights)
+                self.versions[index] += 1
+            self._chunked.load(leaf, self._state_of(values))
+
+    def _state_of(self, values: Sequence[Tensor]) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for kind, value in zip(self.kinds, values, strict=False):
+            form, _, name = kind.rpartition(".")
+            if form == "number":
+                number = value.item()
+                state[name] = int(number) if number == int(number) else number
+            else:
+                state[name] = value.to(torch.float32).view(()) if form == "scalar" else value
+        return state
+
+    def forget_updates(self) -> None:
+        """Begin another training: its clocks may be lower."""
+        with self._lock:
+            self._applied, self._summed = AppliedOnce(), None
+
+
+def _option(value: float | bool) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def _saved(kind: str, state: Mapping[str, Any]) -> Tensor:
+    form, _, name = kind.rpartition(".")
+    value = state[name]
+    return torch.tensor([float(value)], dtype=torch.float64) if form else value.detach().clone()

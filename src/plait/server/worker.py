@@ -1,0 +1,312 @@
+"""A worker's side: the engine's gradients go to the servers, and its weights come from them.
+
+[Note: a worker is an engine of its own]
+Its engine runs the plan with dp=1 in a world of one rank, so it calls no collectives. After backward,
+`combine` commits the step, `apply` has the servers update the weights, and `end_step` copies the new ones
+into the units' storages. Buffers and frozen parameters are the worker's own; worker 0's are saved.
+
+[Note: numbers of each policy]
+Under `all` and `backup` loss, targets and gradient norm are those of all workers whose pushes were taken, the
+gradient is divided by their number of targets, and clipping is by the global norm: the numbers of data
+parallelism over these workers. Under `async` and `stale` each push is a step by itself, divided by its own
+targets and clipped by its own norm. The learning rate is the worker's, at its own clock.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from plait.comm import JobProcess
+from plait.comm.pair import Meeting, Message, Pair
+from plait.comm.shm.arena import Arena
+from plait.comm.shm.remote import describe
+from plait.engine.build import EngineParts
+from plait.errors import CommError, RunError
+from plait.optim.clip import squared_norm
+from plait.optim.groups import options_state
+from plait.parallel.zero.flat_param import FlatParam
+from plait.plan import Plan
+from plait.plan.servers import SyncPolicy
+from plait.server.chunks import Chunk, ChunkTable
+from plait.server.protocol import Verb, pack, raised, unpack
+from plait.server.push import GradientEncoder
+from plait.server.server import mask_of
+
+T = TypeVar("T")
+
+
+class JobIsOver(RunError):
+    """Worker 0 has ended the job."""
+
+
+class Servers:
+    """A worker's connections with the servers. Methods raise CommError, or what a server replies."""
+
+    def __init__(self, process: JobProcess, num_servers: int) -> None:
+        self.worker = process.rank
+        self.pairs = [self._connect(process, index) for index in range(num_servers)]
+        self._threads = ThreadPoolExecutor(num_servers, "plait-servers") if num_servers > 1 else None
+
+    def _connect(self, process: JobProcess, index: int) -> Pair:
+        with self._naming(index):
+            return Meeting(process.store, index).connect(self.worker, process.timeout_s)
+
+    @contextlib.contextmanager
+    def _naming(self, index: int) -> Iterator[None]:
+        """Let an error of a connection name the server."""
+        try:
+            yield
+        except CommError as error:
+            raise CommError(
+                f"worker {self.worker} has lost server {index}",
+                given=error.given,
+                hint="look for the first process that ended: its error is the cause",
+            ) from error
+
+    def request(self, index: int, message: Message) -> Message:
+        """Send a request to a server and return its reply."""
+        with self._naming(index):
+            reply = self.pairs[index].request(message)
+        if reply.verb == Verb.ERROR:
+            raise raised(reply)
+        if reply.verb == Verb.OVER:
+            raise JobIsOver("worker 0 has ended the job", given=f"worker {self.worker} was at work")
+        return reply
+
+    def each(self, work: Callable[[int], T], first: int = 0) -> list[T]:
+        """The results of `work(index)` for all servers from `first` on, at the same time."""
+        indices = range(first, len(self.pairs))
+        return [*(map(work, indices) if self._threads is None else self._threads.map(work, indices))]
+
+    def all(self, message: Message) -> list[Message]:
+        """Send a request to all servers; return the replies."""
+        return self.each(lambda index: self.request(index, message))
+
+    def leave(self, *, ends_job: bool = False) -> None:
+        """Leave the job, or end it for all workers."""
+        for index, pair in enumerate(self.pairs):
+            with contextlib.suppress(CommError, JobIsOver):  # the server may have ended
+                self.request(index, Message(Verb.LEAVE, value=int(ends_job)))
+            pair.close()
+        self.pairs = []
+
+
+class ServerUpdater:
+    """Has parameter servers update the weights. See [Note: a worker is an engine of its own]."""
+
+    def __init__(self, parts: EngineParts, plan: Plan, servers: Servers, arena: Arena | None) -> None:
+        """Join the job. `plan`: with servers. Raises ModelError if the servers have another model."""
+        self.data_rank, self.data_ranks = servers.worker, plan.dp
+        self._servers = servers
+        self._parts = parts
+        self._policy = SyncPolicy.parse(plan.sync)
+        self._units: Sequence[FlatParam] = parts.sharded.trained
+        self._table = ChunkTable.build([unit.layout for unit in self._units], plan.num_servers)
+        self._arena = arena
+        self._encoder = GradientEncoder(plan.reduce, self._units)
+        self._sends = arena is None or not self._encoder.is_exact
+        self._has_applied = False
+        self._num_published = 0
+        self._clock = 0
+        self._workers: tuple[int, ...] = ()  # of the present step
+        self._is_late = False
+        self._is_ready = True  # False on worker 0 from `publish` to its first step
+        self._join()
+
+    def _join(self) -> None:
+        offsets = None
+        if self._arena is not None:
+            base = self._arena.mapping.address
+            tensors = [(unit.storage, unit.grad_shard) for unit in self._units]
+            offsets = [[tensor.data_ptr() - base for tensor in pair] for pair in tensors]
+        hello = {
+            "digest": self._table.digest,
+            "memory": None if self._arena is None else asdict(describe(self._arena)),
+            "offsets": offsets,
+        }
+        self._finish(self._servers.request(0, Message(Verb.UNFINISHED)).json())
+        message = Message.of_json(Verb.HELLO, hello)
+        self._servers.each(lambda index: self._servers.request(index, message), first=1)
+        self._clock = self._servers.request(0, message).clock
+
+    # --- a step
+
+    def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
+        if not self._is_ready:
+            self._begin_training()
+        if self._sends:
+            self._servers.each(self._push)
+            if not self._policy.sums and not self._encoder.is_exact:
+                totals = (*totals[:2], float(sum(squared_norm(unit.grad_shard) for unit in self._units)))
+        reply = self._servers.request(0, Message.of_json(Verb.COMMIT, totals, clock=self._clock))
+        decision = reply.json()
+        self._finish(decision["unfinished"])
+        self._workers, self._is_late = tuple(decision["workers"]), bool(reply.value)
+        if not self._policy.sums:
+            return totals
+        loss_sum, num_targets, _ = decision["totals"]
+        if self._is_late:  # its push was dropped, and the step is over
+            return loss_sum, num_targets, totals[2]
+        message = Message(Verb.SUM, clock=self._clock, value=mask_of(self._workers))
+        squares = [reply.json() for reply in self._servers.all(message)]
+        return loss_sum, num_targets, sum(squares)
+
+    def apply(self, factor: float, number: int, on_write: Callable[[bool], object]) -> None:  # noqa: ARG002
+        self._has_applied = True
+        if self._is_late:
+            return
+        options = {key: value.item() for key, value in options_state(self._parts.optimizer.optimizer).items()}
+        on_write(True)  # until the new weights are here
+        self._apply(self._clock, self._workers, {"factor": factor, "options": options})
+        on_write(False)
+
+    def _apply(self, clock: int, workers: tuple[int, ...], update: object, first: int = 0) -> None:
+        message = Message.of_json(Verb.APPLY, update, clock=clock, value=mask_of(workers))
+        if first == 0:  # it records what is to be applied: see `ClockTable.begin`
+            self._servers.request(0, message)
+        self._servers.each(lambda index: self._servers.request(index, message), first=1)
+
+    def end_step(self, num_steps: int) -> int:  # noqa: ARG002
+        if not self._has_applied:  # the step was skipped
+            self._encoder.discard()
+        self._has_applied = False
+        self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
+        self._pull()
+        return self._clock
+
+    def _push(self, server: int) -> None:
+        for index, chunk in enumerate(self._table.of_server[server]):
+            message = Message(Verb.PUSH, clock=self._clock, first=index, payload=self._encoder.encode(chunk))
+            self._servers.request(server, message)
+
+    def _pull(self) -> None:
+        """Copy the servers' weights into the units' storages."""
+        self._servers.each(self._pull_from)
+
+    def _pull_from(self, server: int) -> None:
+        chunks = self._table.of_server[server]
+        if self._arena is not None:
+            if chunks:
+                self._servers.request(server, Message(Verb.PULL, count=len(chunks)))
+            return
+        for index, chunk in enumerate(chunks):
+            reply = self._servers.request(server, Message(Verb.PULL, first=index, count=1))
+            target = self._units[chunk.unit].storage[chunk.start : chunk.stop]
+            target.copy_(reply.payload.view(target.dtype))
+
+    def _finish(self, unfinished: list[Any]) -> None:
+        """Apply the updates that workers had begun when they died."""
+        for worker, clock, update in unfinished:
+            message = Message(Verb.APPLY, clock=clock, value=mask_of((worker,)), payload=_text_bytes(update))
+            self._servers.each(lambda index, m=message: self._servers.request(index, m), first=1)  # type: ignore[misc]
+            self._servers.request(0, Message(Verb.FINISH, worker=worker, clock=clock))
+
+    # --- saving and loading
+
+    def fetch(self) -> None:
+        """Copy weights and optimizer states from the servers: a consistent cut, between two updates."""
+        request = self._servers.request
+        while unfinished := request(0, Message(Verb.HOLD, value=1)).json():
+            self._finish(unfinished)
+        try:
+            states = self._servers.each(
+                lambda server: [
+                    request(server, Message(Verb.READ, first=index)).payload
+                    for index in range(len(self._table.of_server[server]))
+                ]
+            )
+        finally:
+            request(0, Message(Verb.HOLD, value=0))
+        parts = [
+            (chunk, unpack(payload, self._kinds, chunk.numel, self._units[chunk.unit].master.dtype))
+            for chunks, payloads in zip(self._table.of_server, states, strict=True)
+            for chunk, payload in zip(chunks, payloads, strict=True)
+        ]
+        for chunk, (weights, *_) in parts:
+            self._units[chunk.unit].master[chunk.start : chunk.stop].copy_(weights)
+        self._load_states(parts)
+
+    def _load_states(self, parts: Sequence[tuple[Chunk, list[Tensor]]]) -> None:
+        optimizer = self._parts.optimizer
+        optimizer.has_states = any(len(tensors) > 1 for _, tensors in parts)
+        optimizer.chunked.clear()
+        for unit, slices in optimizer.slices.items() if optimizer.has_states else ():
+            number = self._units.index(unit)
+            for part in slices:
+                own = [
+                    (chunk, tensors)
+                    for chunk, tensors in parts
+                    if chunk.unit == number and part.start <= chunk.start < part.stop
+                ]
+                state: dict[str, Any] = {}
+                for position, kind in enumerate(self._kinds, 1):
+                    form, _, name = kind.rpartition(".")
+                    if form:
+                        value = own[0][1][position].item()
+                        state[name] = value if form == "number" else torch.tensor(value, dtype=torch.float32)
+                    else:
+                        state[name] = torch.cat([tensors[position] for _, tensors in own])
+                optimizer.chunked.load(part.leaf, state)
+
+    @property
+    def _kinds(self) -> list[str]:
+        return sorted(self._parts.optimizer.kinds)
+
+    def publish(self, num_steps: int) -> int:
+        """On worker 0, copy its weights and states to the servers; on the others, wait until its first step
+        has begun. So it may load more than once before the training begins."""
+        self._num_published += 1
+        self._encoder.discard()
+        self._parts.optimizer.has_states = False
+        if self.data_rank == 0:
+            self._servers.each(self._write)
+            self._clock, self._is_ready = num_steps, False
+        else:
+            self._wait_until_ready()
+            self._pull()
+        self._parts.optimizer.chunked.clear()  # the servers have them
+        return self._clock
+
+    def _wait_until_ready(self) -> None:
+        self._clock = self._servers.request(0, Message(Verb.WAIT_READY, value=self._num_published)).clock
+
+    def _begin_training(self) -> None:
+        """On worker 0: let all workers begin with what it has published."""
+        message = Message(Verb.READY, clock=self._clock, value=self._num_published)
+        self._servers.each(lambda index: self._servers.request(index, message), first=1)
+        self._servers.request(0, message)
+        self._wait_until_ready()
+        self._is_ready = True
+
+    def _write(self, server: int) -> None:
+        for index, chunk in enumerate(self._table.of_server[server]):
+            unit = self._units[chunk.unit]
+            tensors = [unit.master[chunk.start : chunk.stop].detach()]
+            part = next(p for p in self._parts.optimizer.slices[unit] if p.start <= chunk.start < p.stop)
+            state = self._parts.optimizer.chunked.state(part.leaf)
+            for kind in self._kinds if state else ():
+                form, _, name = kind.rpartition(".")
+                if form:
+                    tensors.append(torch.tensor([float(state[name])], dtype=torch.float64))
+                else:
+                    tensors.append(state[name][chunk.start - part.start : chunk.stop - part.start])
+            self._servers.request(server, Message(Verb.WRITE, first=index, payload=pack(tensors)))
+
+    @property
+    def clock(self) -> int:
+        """The step that this worker takes next."""
+        return self._clock
+
+    def counts(self) -> dict[str, int]:
+        """Numbers of events so far: updates, dropped pushes, staleness."""
+        counts: dict[str, int] = self._servers.request(0, Message(Verb.COUNTS)).json()
+        return counts
+
+
+def _text_bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

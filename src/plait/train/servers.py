@@ -1,0 +1,50 @@
+"""A run with parameter servers: what its processes do other than worker 0, which runs the trainer.
+
+[Note: worker 0]
+Worker 0 logs, evaluates, saves and ends the job: when it leaves, after the last step or a signal, the others
+end too. So only it handles signals, and a run that stops has the same steps as one that goes on. The job ends
+with an error if it dies. Other workers may die, or be started again: see `server/clocks.py`.
+"""
+
+from plait.api import parallelize
+from plait.comm import World
+from plait.data.loader import Batches, loader
+from plait.server.worker import JobIsOver
+from plait.train.config import Recipe
+from plait.train.model import initial_model
+from plait.train.optimizer import lr_lambda
+from plait.train.prepare import ResolvedRun
+from plait.train.signals import SignalHandler
+
+
+def help_training(recipe: Recipe, world: World) -> None:
+    """Serve, or compute a worker's share of every step until worker 0 ends the job."""
+    with SignalHandler():
+        run = ResolvedRun.open(recipe, world.size)
+        model, weights = initial_model(recipe.model)
+        try:
+            engine = parallelize(model, **run.engine_args(model), weights=weights, world=world)
+        except SystemExit:  # it was a server
+            return
+        factor_of, steps = lr_lambda(recipe.schedule, recipe.run.steps), recipe.run.steps
+        base_lrs = [group["lr"] for group in engine.optimizer.param_groups]
+        micro = run.plan.micro if recipe.data.samples == "documents" else None
+        batches = Batches(
+            *run.train_samples,
+            run.batch_sizes(),
+            data_rank=engine.data_rank,
+            data_ranks=engine.data_ranks,
+            micro=micro,
+        )
+        try:
+            while (first := engine.num_steps) < steps:
+                for number, batch in enumerate(
+                    loader(batches, range(first, steps), workers=recipe.data.workers), first
+                ):
+                    for group, base_lr in zip(engine.optimizer.param_groups, base_lrs, strict=True):
+                        group["lr"] = base_lr * factor_of(number)
+                    engine.step(batch)
+                    if engine.num_steps != number + 1:  # its push came too late: go on at the present clock
+                        break
+        except JobIsOver:
+            return

@@ -1,0 +1,128 @@
+"""Workers and servers that are killed at random instants: the job goes on, or ends with one error."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.comm import launch_local
+from plait.comm.pair import Message
+from plait.errors import CommError
+from plait.server.server import Server
+
+STEPS, WORKERS = 40, 3
+
+
+class Ledger(nn.Module):
+    """Weights of which row w is minus the number of worker w's updates, with SGD at a learning rate of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(WORKERS, 2048))
+
+    def forward(self, worker: Tensor) -> Tensor:
+        return self.rows[int(worker)].sum()
+
+
+def job(folder: Path, sync: str, victim: int, delay_s: float = 0.0, requests: int = 0) -> None:
+    """A worker or server. `victim` kills itself: a worker this long after its first step, a server when it
+    has executed so many requests, before it replies."""
+
+    def die_later() -> None:
+        threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+    rank = int(os.environ["RANK"])
+    if rank == victim >= WORKERS:
+        handle, numbers = Server._handle, itertools.count()
+
+        def handle_or_die(server: Server, worker: int, message: Message) -> Message:
+            reply = handle(server, worker, message)
+            if next(numbers) == requests:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return reply
+
+        mock.patch.object(Server, "_handle", handle_or_die).start()
+    try:
+        engine = plait.parallelize(
+            Ledger(),
+            f"dp={WORKERS} servers=2 sync={sync}",
+            optimizer=torch.optim.SGD,
+            optimizer_args={"lr": 1.0},
+            loss=lambda out, _: (out, 1),
+        )
+        while engine.num_steps < STEPS:
+            engine.step({"worker": torch.tensor([rank])})
+            if rank == victim and engine.num_steps == 1:
+                die_later()
+    except CommError as error:
+        (folder / f"error-{rank}").write_text(error.fact)
+        raise SystemExit(2) from error
+    rows = -engine.full_parameters()["rows"]
+    counts = engine.server_counts()
+    if rank == 0:
+        text = json.dumps([rows.amin(1).tolist(), rows.amax(1).tolist(), counts])
+        (folder / "result").write_text(text)
+    engine.world.close()
+
+
+def check_death_of_a_worker(folder: Path, sync: str, seed: int) -> None:
+    delay_s = random.Random(seed).uniform(0.0, 0.15)
+    code = launch_local(
+        WORKERS + 2, [], function=lambda: job(folder, sync, 1, delay_s=delay_s), may_die=range(1, WORKERS)
+    )
+    assert code == 0
+    fewest, most, counts = json.loads((folder / "result").read_text())
+    if sync == "async":  # each update is one worker's, and was applied to all chunks or to none
+        assert fewest == most
+        assert fewest[0] == STEPS
+        assert counts["decided"] >= sum(fewest) >= counts["decided"] - 1
+    else:
+        torch.testing.assert_close(torch.tensor(fewest), torch.tensor(most))
+        torch.testing.assert_close(sum(fewest), float(STEPS))  # a step is the mean of its workers
+    assert counts["left"] <= 2
+
+
+@pytest.mark.parametrize(("sync", "seed"), [("all", 0), ("async", 1), ("async", 2)])
+def test_a_job_goes_on_without_a_killed_worker_and_applies_updates_once(
+    tmp_path: Path, sync: str, seed: int
+) -> None:
+    check_death_of_a_worker(tmp_path, sync, seed)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("sync", ["all", "async"])
+def test_a_job_goes_on_without_a_worker_killed_at_any_instant(tmp_path: Path, sync: str, seed: int) -> None:
+    check_death_of_a_worker(tmp_path, sync, seed)
+
+
+def check_death_of_a_server(folder: Path, server: int, requests: int) -> None:
+    code = launch_local(
+        WORKERS + 2, [], function=lambda: job(folder, "all", WORKERS + server, requests=requests)
+    )
+    errors = {path.read_text() for path in folder.glob("error-*")}
+    assert code in (2, 128 + signal.SIGKILL)
+    assert any(f"has lost server {server}" in error for error in errors)
+    assert not (folder / "result").exists()
+
+
+@pytest.mark.parametrize(("server", "requests"), [(0, 40), (1, 101)])
+def test_a_killed_server_ends_the_job_with_an_error_that_names_it(
+    tmp_path: Path, server: int, requests: int
+) -> None:
+    check_death_of_a_server(tmp_path, server, requests)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("requests", range(10, 310, 20))
+def test_a_server_killed_at_any_request_ends_the_job_with_an_error(tmp_path: Path, requests: int) -> None:
+    check_death_of_a_server(tmp_path, requests // 20 % 2, requests)

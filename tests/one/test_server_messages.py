@@ -1,0 +1,63 @@
+"""Requests that a parameter server refuses, and what they leave unchanged."""
+
+import pytest
+import torch
+from torch import nn
+
+from plait.comm.pair import Message, as_bytes
+from plait.engine.spec import validate
+from plait.errors import PlaitError
+from plait.plan import Plan
+from plait.server.job import chunk_table
+from plait.server.protocol import Verb
+from plait.server.server import Server
+
+
+def joined(sync: str = "all") -> Server:
+    """A server with one worker, which has read."""
+    spec = validate(nn.Linear(8, 8), Plan.parse(f"dp=1 servers=1 sync={sync}"), optimizer=torch.optim.SGD)
+    table = chunk_table(nn.Linear(8, 8), spec)
+    server = Server(0, spec, table)
+    hello = {"digest": table.digest, "memory": None, "offsets": None}
+    server._handle(0, Message.of_json(Verb.HELLO, hello))
+    server._handle(0, Message(Verb.READY, clock=3, value=1))
+    return server
+
+
+def push(server: Server, clock: int) -> None:
+    for index, chunk in enumerate(server.state.chunks):
+        gradient = torch.ones(chunk.numel)
+        server._handle(0, Message(Verb.PUSH, clock=clock, first=index, payload=as_bytes(gradient)))
+    server._handle(0, Message.of_json(Verb.COMMIT, [1.0, 1.0, 1.0], clock=clock))
+
+
+def update(clock: int) -> Message:
+    return Message.of_json(Verb.APPLY, {"factor": 1.0, "options": {}}, clock=clock, value=1)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (Message(99), "an unknown request"),
+        (Message(Verb.PULL, first=1000), "a chunk of another server"),
+        (Message(Verb.PUSH, payload=torch.zeros(7, dtype=torch.uint8)), "a gradient of another shape"),
+        (Message.of_json(Verb.COMMIT, [0.0, 0.0, 0.0], clock=2), "another clock"),
+        (Message.of_json(Verb.HELLO, {"digest": "?", "memory": None, "offsets": None}), "another model"),
+        (update(3), "has pushed no gradient"),
+    ],
+)
+def test_a_request_that_is_wrong_is_refused_and_changes_nothing(message: Message, text: str) -> None:
+    server = joined()
+    before = [server.state.read(index) for index in range(len(server.state.chunks))]
+    with pytest.raises(PlaitError, match=text):
+        server._handle(0, message)
+    push(server, 3)
+    assert server._handle(0, update(3)).value == 1
+    assert server.state.versions == [1] * len(before)
+
+
+def test_an_update_that_is_sent_twice_is_applied_once() -> None:
+    server = joined()
+    push(server, 3)
+    assert [server._handle(0, update(3)).value for _ in range(2)] == [1, 0]
+    assert server.state.versions == [1] * len(server.state.chunks)
