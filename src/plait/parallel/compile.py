@@ -69,8 +69,8 @@ class CompiledForward:
     def __init__(
         self, block: str, forward: Callable[..., Any], must_be_whole: bool, reported: set[str] | None
     ) -> None:
-        """`block`: its class. `must_be_whole`: see [Note: uncompiled code]. `reported`: warnings so far, of all
-        blocks; None: nothing is reported."""
+        """`block`: its class. `must_be_whole`: see [Note: uncompiled code]. `reported`: warnings so far, of
+        all blocks; None: nothing is reported."""
         self.eager = forward
         self._block, self._must_be_whole = block, must_be_whole
         self._compiled = torch.compile(forward, fullgraph=must_be_whole, options=_OPTIONS)
