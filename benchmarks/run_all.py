@@ -33,6 +33,7 @@ BENCHMARKS = (
     "read_windows",
     "startup",
     "planner",
+    "servers",
 )
 LAST_LINES = 20  # of a benchmark that failed
 

@@ -38,6 +38,14 @@ def test_a_function_is_run_on_ranks_and_the_first_ones_result_is_returned() -> N
         torch.testing.assert_close(of_ranks[name], tensor)
 
 
+def test_a_parameter_server_is_a_rank_that_returns_nothing() -> None:
+    alone, weights = train("dp=1")
+    loss, of_workers = plait.launch(train, 3, "dp=2 servers=1")
+    assert loss == pytest.approx(alone, rel=1e-6)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(of_workers[name], tensor)
+
+
 def test_a_ranks_garbage_collections_leave_out_what_the_launcher_had_imported() -> None:
     assert plait.launch(lambda: len(gc.get_objects()), 1) < 10_000 < len(gc.get_objects())
 

@@ -32,7 +32,7 @@ def test_a_run_with_servers_that_is_stopped_and_resumed_ends_with_the_bits_of_ze
         assert torch.equal(tensor, found[name]), name
 
 
-def test_a_bounded_run_under_torchrun_trains_and_a_recipe_that_servers_cannot_do_is_refused(
+def test_a_bounded_run_trains_and_a_recipe_that_servers_cannot_do_is_refused(
     recipe: Path,
 ) -> None:
     ours = recipe.parent / "bounded"

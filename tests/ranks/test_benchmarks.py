@@ -25,6 +25,7 @@ HELPERS = {
     "pipeline_peers",
     "processes",
     "run_all",
+    "server_peers",
     "tensor_peers",
 }
 RANKS = {

@@ -41,6 +41,8 @@ def launch(function: Callable[..., _T], ranks: int, *args: Any) -> _T:
     `plait.comm.connect` join the ranks. Each rank uses a GPU if there are any, and this process must not have
     used CUDA before; else the ranks share the CPU's cores. Needs Linux: other systems cannot fork safely.
 
+    A rank that exits with code 0, like a parameter server, returns None.
+
     Raises the exception of the rank that failed first, with the rank's traceback as a note; CommError if a
     rank was killed, or if ranks cannot be started here; KeyboardInterrupt after Ctrl-C, which ends all ranks.
     """
@@ -136,7 +138,9 @@ class _Rank:
             kept = result if os.environ["RANK"] == "0" else None
             self._outcome = _Outcome(kept, None, time.monotonic())
         except BaseException as error:
-            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            failure: Exception | None = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            if isinstance(error, SystemExit) and not error.code:
+                failure = None
             self._outcome = _Outcome(None, failure, time.monotonic())
 
 

@@ -1,0 +1,142 @@
+"""Parameter servers: ours, a program by torch's RPC, and data parallelism without servers; and stragglers.
+
+    python benchmarks/servers.py [--sequences 1] [--rounds 3]
+
+The Llama of 33.7 M parameters on 2 workers, and a server where there is one, with one thread each: fp32,
+AdamW, a batch of --sequences x 256 tokens a worker. Contenders run one after the other in every round, each
+in processes of its own; a time is the median of a run's steps after the first ones: those of the slower
+worker with RPC, and of worker 0 with us. `zero=1` has no server: the same update by reduce-scatter and
+all-gather.
+
+Rows of `waits` are pushes per second that became part of an update, relative to sync=all, on 4 workers whose
+computing is a wait of 50 ms, and of 150 ms on the last one: the policies only, without cores that are shared.
+`expected`: in 150 ms, sync=all takes 4 pushes, backup:1 takes 9 of the 3 fast workers, async 9 and 1, and
+stale:3 in the long run 4, because the slowest worker bounds the others.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import common
+import plait
+import server_peers
+from llama import Llama, llama_of
+from peers import ADAMW
+from plait.bench.report import machine
+from plait.plan import Plan
+
+WORKERS = 2
+RPC = "torch RPC"
+PLANS = ("servers=1", "servers=1 sync=async", "server=colocated", "zero=1")
+WARM_UP = 2
+STRAGGLER_WORKERS = 4
+WAIT_S = 0.05
+SLOWER = 3
+EXPECTED = {"sync=all": 1.0, "sync=backup:1": 9 / 4, "sync=stale:3": 1.0, "sync=async": 10 / 4}
+
+
+def train(model: Llama, plan: str, sequences: int, steps: int) -> list[float]:
+    """Be a rank of ours: seconds of each step."""
+    torch.set_num_threads(1)
+    engine = plait.parallelize(model.on_meta(), plan, optimizer_args=ADAMW)
+    torch.manual_seed(engine.data_rank)
+    batch = model.batch(sequences)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        engine.step(batch)
+        seconds.append(time.perf_counter() - start)
+    engine.world.close()
+    return seconds
+
+
+class Waiting(nn.Module):
+    """Computing that needs no core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, seconds: Tensor) -> Tensor:
+        time.sleep(float(seconds[0]))
+        return self.linear(x)
+
+
+def straggle(sync: str, seconds: float) -> float:
+    """Be a rank of 4 workers and a server; pushes per second that were taken, from the first step's end."""
+    engine = plait.parallelize(
+        Waiting(),
+        f"dp={STRAGGLER_WORKERS} servers=1 {sync}",
+        optimizer=torch.optim.SGD,
+        optimizer_args={"lr": 1e-3},
+        loss=lambda out, _: (out.square().sum(), len(out)),
+    )
+    slow = engine.data_rank == STRAGGLER_WORKERS - 1
+    batch = {"x": torch.ones(2, 8), "seconds": torch.full((2,), WAIT_S * (SLOWER if slow else 1))}
+    engine.step(batch)
+    before, start, num_targets = engine.server_counts()["decided"], time.perf_counter(), 0
+    while time.perf_counter() < start + seconds:
+        num_targets += engine.step(batch).num_tokens
+    taken = time.perf_counter() - start
+    decided = engine.server_counts()["decided"] - before
+    engine.world.close()
+    per_update = 1 if sync in ("sync=async", "sync=stale:3") else num_targets / 2 / max(decided, 1)
+    return decided * per_update / taken
+
+
+def times(arguments: argparse.Namespace) -> common.Times:
+    model, steps = llama_of(arguments), arguments.steps + WARM_UP
+    contenders: dict[str, Callable[[], list[float]]] = {}
+    for plan in PLANS:
+        parsed = Plan.parse(f"dp={WORKERS} {plan}")
+        contenders[plan] = lambda parsed=parsed: plait.launch(
+            train, parsed.num_ranks, model, str(parsed), arguments.sequences, steps
+        )
+
+    def by_rpc() -> list[float]:
+        with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
+            store = str(Path(folder, "store"))
+            words = (model, WORKERS, arguments.sequences, steps, store)
+            return plait.launch(server_peers.train, WORKERS + 1, *words)
+
+    contenders[RPC] = by_rpc
+    found: common.Times = {name: [] for name in contenders}
+    for _ in range(arguments.rounds):
+        for name, run in contenders.items():
+            found[name].append(statistics.median(run()[WARM_UP:]))
+    return found
+
+
+def stragglers(seconds: float) -> list[common.Row]:
+    rates = {sync: plait.launch(straggle, STRAGGLER_WORKERS + 1, sync, seconds) for sync in EXPECTED}
+    return [
+        {"contender": f"straggler, {sync}", "of_sync": rate / rates["sync=all"], "expected": EXPECTED[sync]}
+        for sync, rate in rates.items()
+    ]
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--straggler-s", type=float, default=6.0)
+    arguments = common.parse(parser, steps=1, rounds=1, straggler_s=0.2)
+    rows = common.rows("33.7 M", times(arguments), yardstick="zero=1", peers=(RPC,))
+    empty: dict[str, Any] = dict.fromkeys(rows[0])
+    waits = [empty | {"case": "waits", **row} for row in stragglers(arguments.straggler_s)]
+    rows = [row | {"of_sync": None, "expected": None} for row in rows]
+    common.report("Parameter servers", [*rows, *waits], machine(), arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
