@@ -4,6 +4,8 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,26 @@ def test_a_disk_that_fails_is_one_error_and_the_other_blocks_are_kept(
     assert found[9:] == [9, 10, 11], "blocks after the error were updated"
     add_one(pipeline, range(5, 6))  # it works again
     assert values(tensor)[5] == 6
+
+
+def test_no_write_is_in_flight_after_one_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would overwrite the state that is loaded next."""
+    _, tensor, pipeline = opened(tmp_path)
+    write, failed = os.pwritev, threading.Event()
+
+    def fail_or_be_slow(*arguments: Any) -> int:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(0.2)
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", fail_or_be_slow)
+    with pytest.raises(RunError):
+        add_one(pipeline, range(2))
+    tensor.zero_()
+    time.sleep(0.3)
+    assert values(tensor) == [0] * NUM_BLOCKS
 
 
 def test_without_direct_io_ordinary_transfers_serve_and_it_is_said(

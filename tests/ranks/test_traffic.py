@@ -97,6 +97,7 @@ CASES = [
     ("plain", "dp=4 algorithm=halving reduce=bf16 zero=2 shard=2 micro=2", "host"),
     ("llama", "dp=2 precision=bf16", "gloo"),
     ("llama", "dp=4 zero=1 shard=2 local_steps=3 reduce=bf16", "host"),  # exchanges after the third step
+    ("llama", "dp=4 zero=2 shard=2 local_steps=3", "gloo"),
     ("plain", "dp=3 local_steps=3 outer=nesterov:0.7:0.9 exchange=int8", "gloo"),
     ("llama-tied", "tp=2", "gloo"),
     ("llama", "tp=4 recompute=selective micro=2", "host"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.errors import RunError
 from plait.optim.mapped import MappedFile
 from plait.plan.estimate.memory import DISK_BUFFERS
 
@@ -85,11 +86,16 @@ class DiskPipeline:
         self._current = None
 
     def finish(self) -> None:
-        """Wait for all writes, and drop what was read ahead. Raises RunError if a write has failed."""
+        """Wait for all writes, and drop what was read ahead. Raises RunError if a write has failed; then none
+        is in flight either: it would overwrite a state that is loaded next."""
         while self._reads:
             self._release(self._reads.popleft())
-        while self._writes:
-            self._finish_oldest_write()
+        try:
+            while self._writes:
+                self._finish_oldest_write()
+        except RunError:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
         """Wait for all transfers, whether they fail or not."""

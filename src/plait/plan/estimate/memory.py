@@ -220,12 +220,12 @@ def _staged_gradient_bytes(layout: Layout, plan: Plan) -> int:
 
 def _block_bytes(layout: Layout, plan: Plan, states_per_element: int) -> int:
     """Bytes of the blocks of files in memory: master weights and states of a chunk."""
-    chunks = [-(-unit.range_numel // CHUNK) for unit in layout.units if unit.trains]
-    numel = min(CHUNK, _largest_range(layout))
+    owned = [stop - start for u in layout.units if u.trains for _, start, stop in u.owned_groups(0)]
+    num_blocks, numel = sum(-(-each // CHUNK) for each in owned), min(CHUNK, max(owned, default=0))
     state_bytes = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.precision]
     parts = [numel * state_bytes] * states_per_element
     parts += [numel * MASTER_BYTES[plan.precision]] if _has_wide_masters(plan) else []
-    return min(DISK_BUFFERS, sum(chunks)) * sum(-(-part // _PAGE) * _PAGE for part in parts)
+    return min(DISK_BUFFERS, num_blocks) * sum(-(-part // _PAGE) * _PAGE for part in parts)
 
 
 def pinned_bytes(num_bytes: int) -> int:

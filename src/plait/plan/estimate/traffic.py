@@ -292,8 +292,8 @@ def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
 
 
 def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
-    """Communication of one exchange of weights between islands, of all its parts: changes, their drift and
-    buffers of floating-point numbers. Empty without local steps."""
+    """Communication of one exchange of weights between islands, of all its parts: changes, their drift,
+    buffers of floating-point numbers, and the new weights inside an island. Empty without local steps."""
     plan = facts.plan
     if not plan.local_steps:
         return {}
@@ -311,6 +311,13 @@ def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     sizes["all-reduce"] += drifts
     calls = [facts.calls(op, of_op, "replicate", channel="reductions") for op, of_op in sizes.items()]
     calls.append(facts.calls("all-reduce", drifts, "pp", "shard", "row", "col", channel="reductions"))
+    for stage in facts.own.values():
+        gathered = [unit.numel * COMPUTE_BYTES[plan.precision] for unit in stage.layout.units]
+        if facts.transport.shares:  # before and after new weights are written
+            calls.append(facts.calls("barrier", [0, 0] * plan.exchange_parts, "shard", channel="gathers"))
+        elif plan.zero < 3:
+            sizes = gathered * plan.exchange_parts
+            calls.append(facts.calls("all-gather", sizes, "shard", channel="gathers"))
     return sum_traffic(calls)
 
 
