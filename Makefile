@@ -38,8 +38,16 @@ format: install  ## put the code into the house's format
 quick: install  ## one test for each claim, without the checks: under two minutes
 	$(BIN)/python tools/run_tests.py -m quick
 
-test: check  ## everything that CI runs
+# Installed where it is, torchao slows every import of transformers: only the test of its bits sees it. Where
+# pip cannot get it, that test is skipped.
+TORCHAO := build/torchao
+
+$(TORCHAO): constraints.txt $(BIN)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ torchao && touch $@ || rm -rf $@
+
+test: check $(TORCHAO)  ## everything that CI runs
 	$(BIN)/python tools/run_tests.py
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py
 
 # The C sources in a program of their own, with the compiler's checks of memory and of threads.
 SANITIZED := build/native-address build/native-thread

@@ -1,4 +1,4 @@
-"""The same numbers on the device: `plait verify`, and fp16 next to fp32."""
+"""The same numbers on the device: `plait verify`, and losses of narrow precisions next to wider ones."""
 
 import tempfile
 from dataclasses import replace
@@ -18,7 +18,7 @@ from plait.verify.worker import PRECISIONS, Case
 from training import batch_of, engine_of
 
 _LENGTH, _LAYERS, _STEPS = 16, 4, 3
-_FP16_STEPS, _FP16_TOLERANCE = 20, 2e-2
+_LOSSES, _LOSS_TOLERANCE = 20, 2e-2
 
 
 def verify(device: str, model: str, dtype: str, plans: list[str]) -> Json:
@@ -53,19 +53,20 @@ def _row(verdict: Verdict) -> Json:
     }
 
 
-def fp16(device: str) -> Json:
-    """Losses of a model in fp16, with its dynamic loss scale, next to those in fp32, on one batch."""
+def losses(device: str, precision: str, reference: str) -> Json:
+    """Losses of a model in one precision next to those in another, on one batch. fp16 may skip steps."""
     on = selected(device)
     data, losses, skipped = batch_of(TOY, 8, on), {}, 0
-    for precision in ("fp32", "fp16"):
-        engine = engine_of(f"dp=1 precision={precision}", TOY, on)
+    for each in (reference, precision):
+        engine = engine_of(f"dp=1 precision={each}", TOY, on)
         taken = []
-        while len(taken) < _FP16_STEPS and engine.num_steps < 2 * _FP16_STEPS + 10:
+        while len(taken) < _LOSSES and engine.num_steps < 2 * _LOSSES + 10:
             result = engine.step(data)
             skipped += result.skipped
             taken += [] if result.skipped else [result.loss]
-        losses[precision] = taken
-    apart = max(abs(a / b - 1) for a, b in zip(losses["fp16"], losses["fp32"], strict=True))
-    row = {"largest_error": apart, "skipped": skipped, "first": losses["fp16"][0], "last": losses["fp16"][-1]}
-    is_wrong = not apart < _FP16_TOLERANCE or not row["last"] < row["first"]
-    return {"rows": [row], "problem": "fp16 does not train as fp32 does" if is_wrong else None}
+        losses[each] = taken
+    found = losses[precision]
+    apart = max(abs(a / b - 1) for a, b in zip(found, losses[reference], strict=True))
+    row = {"largest_error": apart, "skipped": skipped, "first": found[0], "last": found[-1]}
+    is_wrong = not apart < _LOSS_TOLERANCE or not row["last"] < row["first"]
+    return {"rows": [row], "problem": f"{precision} does not train as {reference} does" if is_wrong else None}

@@ -111,11 +111,14 @@ def parity(machine: Machine) -> Iterator[Case]:
     runs = [("llama", dtype, every) for dtype in ("float64", "float32", "bf16")]
     runs += [(model, "float32", _OF_MODELS) for model in ("gpt2", "mixtral", "qwen3")]
     runs += [("llama", "float32", "deterministic=true"), ("llama", "bf16", _COMPILED)]
+    runs[3:3] = [("llama", precision, _OF_MODELS) for precision in ("fp8", "fp8-rowwise")]
     for model, dtype, plans in runs[:1] + runs[-1:] if machine.is_dry else runs:
         some = plans.split("; ")[:: 8 if machine.is_dry else 1]
         arguments = {**machine.device, "model": model, "dtype": dtype, "plans": some}
         yield Case(f"{model}, {dtype}, {some[0]}", "parity.verify", arguments, LONG_S)
-    yield Case("fp16", "parity.fp16", machine.device)
+    for precision, reference in (("fp16", "fp32"), ("fp8", "bf16"), ("fp8-rowwise", "bf16")):
+        arguments = {**machine.device, "precision": precision, "reference": reference}
+        yield Case(precision, "parity.losses", arguments)
 
 
 _MEMORY = (

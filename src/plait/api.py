@@ -117,6 +117,12 @@ def _start(
     if world.rank == 0:
         _warn_of_batch_statistics(model, spec.plan)
         _warn_if_widened(model, spec.plan)
+        if spec.plan.is_float8 and world.device.type == "cpu":
+            warnings.warn(
+                f"precision={spec.plan.precision}: CPUs have no float8 products. They are emulated in "
+                "float32, to check numbers: this is slower than precision=bf16",
+                stacklevel=3,
+            )
     if spec.plan.offload != "none":  # the optimizer runs on the CPU
         world.use_processors()
     reader = None if weights is None else _weights_reader(model, Path(weights), world)
@@ -132,7 +138,7 @@ def _start(
     if reader is not None:
         with reader:
             engine.load_from(reader, weights_only=True)
-    return engine if self_check is None else self_check.run(engine, spec.loss)
+    return engine if self_check is None else self_check.run(engine, spec.loss, spec.float8)
 
 
 def _warn_of_batch_statistics(model: nn.Module, plan: Plan) -> None:

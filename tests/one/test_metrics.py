@@ -243,7 +243,7 @@ def test_the_picture_shows_both_losses(tmp_path: Path) -> None:
     assert run.picture.stat().st_size < with_validation
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_the_measured_peak_is_a_speed_that_a_processor_can_have(dtype: torch.dtype) -> None:
     began_s = time.monotonic()
     assert 1e8 < matmul_peak(torch.device("cpu"), dtype) < 1e14
@@ -258,6 +258,8 @@ def test_the_measured_peak_is_a_speed_that_a_processor_can_have(dtype: torch.dty
         ("NVIDIA H100 PCIe", torch.bfloat16, 756.0),
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312.0),
         ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
+        ("NVIDIA H200", torch.float8_e4m3fn, 1978.9),
+        ("NVIDIA A100-SXM4-80GB", torch.float8_e4m3fn, None),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
         ("NVIDIA GeForce RTX 3060", torch.bfloat16, None),
         ("", torch.bfloat16, None),

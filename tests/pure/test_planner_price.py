@@ -19,6 +19,7 @@ from plait.planner.model_shape import ModelShape
 from plait.planner.price import Software, Workload, price, stage_seconds
 from plait.planner.runs import Run, read_runs
 from plait.planner.score import Priced, price_all, score_runs
+from plait.planner.search import search
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -106,6 +107,17 @@ def test_a_batch_that_does_not_divide_is_an_error_with_one_that_does() -> None:
 def test_local_steps_have_no_price() -> None:
     with pytest.raises(PlanError, match="does not know the time of local steps"):
         price(MODEL, Plan.parse("dp=2 local_steps=8"), cluster("dgx-h100:1"), WORK)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
+def test_products_in_float8_are_refused_by_name_and_not_priced_as_others(precision: str) -> None:
+    for refused in (
+        lambda: price(MODEL, Plan.parse(f"dp=8 precision={precision}"), cluster("dgx-h100:1"), WORK),
+        lambda: search(MODEL, cluster("dgx-h100:1"), WORK, pins=f"precision={precision}"),
+    ):
+        with pytest.raises(PlanError, match="products in float8 are not priced") as caught:
+            refused()
+        assert caught.value.given == f"precision={precision}"
 
 
 def runs() -> list[Run]:

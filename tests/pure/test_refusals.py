@@ -29,7 +29,7 @@ OPTIONS: dict[str, list[Any]] = {
     "accumulate": ["auto", "auto", "unsharded", "sharded"],
     "prefetch": [1, 1, 1, 0, 2],
     "reshard": ["use", "use", "step"],
-    "precision": ["fp64", "fp32", "bf16", "fp16"],
+    "precision": ["fp32", "fp64", "bf16", "fp16", "fp8", "fp8-rowwise"],
     "reduce": ["fp32", "fp32", "fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:8"],
     "algorithm": ["auto", "auto", "naive", "ring", "halving", "tree", "two-level"],
     "optim_dtype": ["fp32", "fp32", "bf16"],

@@ -73,6 +73,7 @@ def _resumed(plan: str, options: dict[str, Any], state: dict[str, Tensor]) -> An
         "zero=1 precision=fp16",
         "zero=3 precision=fp16 micro=3",
         "zero=3 precision=bf16 reduce=bf16 optim_dtype=bf16",
+        "zero=2 precision=fp8 micro=3",
     ],
 )
 def test_a_resumed_training_has_the_bits_of_one_that_never_stopped(pool: Pool, words: str) -> None:

@@ -16,7 +16,7 @@ from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, explain
 from plait.plan import MemoryUse, Plan, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
-from support import hf_models
+from support import hf_models, programs
 from support.pool import Pool
 
 SEQUENCE, BATCH = 12, 2  # of a micro-batch
@@ -50,6 +50,8 @@ def model_of(name: str) -> nn.Module:
     if name == "plain":
         torch.manual_seed(1)
         return Plain()
+    if name == "wide":  # its dims are multiples of 16
+        return programs.llama(hidden=64, ffn=96)
     family, _, tied = name.partition("-")
     more = {"gpt2": {"n_layer": 4}, "llama": {"num_hidden_layers": 4}}.get(family, {})
     config = hf_models.config_of(family, **more, **({"tie_word_embeddings": True} if tied else {}))
@@ -110,6 +112,8 @@ CASES = [
     ("llama-tied", "pp=2 dp=2 tp=2 zero=1 micro=2", "host"),
     ("llama-tied", "pp=2 schedule=zbv micro=4 dp=2 zero=2 precision=bf16", "gloo"),
     ("gpt2", "pp=2 tp=2 sp=true schedule=zb-h1 micro=2 dp=2 zero=3 offload=cpu", "host"),
+    ("wide", "tp=2 sp=true dp=2 zero=3 precision=fp8", "gloo"),
+    ("wide", "pp=2 tp=2 sp=true schedule=zb-h1 micro=2 recompute=selective precision=fp8-rowwise", "host"),
 ]
 
 

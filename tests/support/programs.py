@@ -287,8 +287,11 @@ def one_process(
     return one_process_task(_plain_task(build, optimizer), first_weights, micros)
 
 
-def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) -> Trace:
-    """Train the reference of a task; see `one_process`."""
+def one_process_task(
+    task: Task, first_weights: dict[str, Tensor], micros: int, *, divides_gradients: bool = False
+) -> Trace:
+    """Train the reference of a task; see `one_process`. `divides_gradients`: by the number of targets, as
+    plait does, in place of the loss. It matters where gradients are rounded."""
     model = task.build(on_meta=False).double()
     model.load_state_dict(first_weights, strict=False)
     named = dict(model.named_parameters())
@@ -304,16 +307,18 @@ def one_process_task(task: Task, first_weights: dict[str, Tensor], micros: int) 
     trace = Trace(first_weights=first_weights)
     for batch in task.data(task.steps):
         stepper.zero_grad()
-        loss = mean_loss(model, batch, micros)
-        loss.backward()
+        loss, num_targets = _summed_loss(model, batch, micros)
+        mean = loss / num_targets
+        (loss if divides_gradients else mean).backward()
         for parameter in trainable.values():  # plait updates unused parameters with a zero gradient
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad /= num_targets if divides_gradients else 1
         limit = float("inf") if task.clip_norm is None else task.clip_norm
         norm = nn.utils.clip_grad_norm_(trainable.values(), limit, foreach=False)
         if task.clip_value is not None:
             nn.utils.clip_grad_value_(trainable.values(), task.clip_value, foreach=False)
         trace.norms.append(norm.item())
-        trace.losses.append(loss.item())
+        trace.losses.append(mean.item())
         trace.gradients.append({name: p.grad.clone() for name, p in trainable.items()})
         stepper.step()
     trace.weights = {name: p.detach().clone() for name, p in named.items()}
@@ -335,17 +340,23 @@ class PlainLion(torch.optim.Optimizer):
 
 
 def mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
+    loss, num_targets = _summed_loss(model, batch, micros)
+    return loss / num_targets
+
+
+def _summed_loss(model: nn.Module, batch: Batch, micros: int) -> tuple[Tensor, int]:
+    """The loss summed over micro-batches, and its number of targets."""
     if not isinstance(batch, list):
         chunks = {key: value.chunk(micros) for key, value in batch.items()}
         batch = [{key: parts[micro] for key, parts in chunks.items()} for micro in range(micros)]
-    num_targets = sum((micro["labels"][:, 1:] != -100).sum() for micro in batch)
+    num_targets = sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in batch)
     loss = torch.zeros((), dtype=torch.float64)
     for micro in batch:
         inputs = {key: value for key, value in micro.items() if key != "labels"}
         if hasattr(model, "config"):
             inputs["use_cache"] = False
-        loss = loss + summed_loss(model(**inputs), micro)[0] / num_targets
-    return loss
+        loss = loss + summed_loss(model(**inputs), micro)[0]
+    return loss, num_targets
 
 
 def decay_groups(named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:

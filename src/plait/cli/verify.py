@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DIFFERS = 1
 _LAYERS = 4  # of a model made small, or as many as there are stages
-Dtype = Literal["float64", "float32", "bf16"]
+Dtype = Literal["float64", "float32", "bf16", "fp8", "fp8-rowwise"]
 Device = Literal["auto", "cpu", "cuda"]
 
 

@@ -16,6 +16,7 @@ from plait.models.init_weights import parameter_only_modules
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.batch_norm import sync_batch_norms
 from plait.parallel.compile import compile_blocks
+from plait.parallel.float8 import LayerProducts
 from plait.parallel.local_steps.island_state import IslandState
 from plait.parallel.local_steps.outer import OuterOptimizer
 from plait.parallel.pipeline.executor import Pipeline
@@ -151,7 +152,11 @@ def _build_stage(
     is_first, selective = mesh.world.rank == 0, plan.recompute == "selective"
     compiler = partial(compile_blocks, blocks, mesh.world.device, selective=selective, warns=is_first)
     options = {"compile_blocks": compiler} if plan.compile else {}
-    head = apply_tp_plan(part.module, tensor, grid, part.blocks, sequence=plan.sp, **options)
+    products = LayerProducts.build(plan, spec.float8)
+    products.convert(part.module, tensor)
+    head = apply_tp_plan(
+        part.module, tensor, grid, part.blocks, sequence=plan.sp, products=products, **options
+    )
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)
     if plan.sync_batchnorm:
         replicas = () if plan.local_steps else ("replicate",)

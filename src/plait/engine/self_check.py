@@ -24,6 +24,7 @@ from plait.engine.loss import Loss, choose_loss
 from plait.engine.reference import Tolerances, copy_with_values, relative_errors, run_with, sum_gradients
 from plait.errors import ConfigError, ModelError
 from plait.models import copy_to_meta
+from plait.parallel.float8 import Float8Layers, LayerProducts
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan
 
@@ -58,7 +59,7 @@ class SelfCheck:
             )
         return cls(copy_to_meta(model), _random_batch(model, seed) if probe is True else probe)
 
-    def run(self, engine: Engine, loss: Loss | None) -> Engine:
+    def run(self, engine: Engine, loss: Loss | None, float8: Float8Layers) -> Engine:
         """Return the engine if its model's gradients match the full model's.
 
         Every rank must call it; meanwhile rank 0 holds the full model and its gradients. The engine is
@@ -70,7 +71,7 @@ class SelfCheck:
         names = [name for name, _ in self.meta_model.named_parameters()]
         result = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
         if engine.world.rank == 0:
-            name, difference, allowed = self._worst(engine, loss, gradients, weights)
+            name, difference, allowed = self._worst(engine, loss, float8, gradients, weights)
             result.copy_(torch.tensor([names.index(name), difference, allowed]))
         broadcast(result, engine.world.group)
         index, difference, allowed = result.tolist()
@@ -89,6 +90,7 @@ class SelfCheck:
         self,
         engine: Engine,
         loss: Loss | None,
+        float8: Float8Layers,
         gradients: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
     ) -> tuple[str, float, float]:
@@ -99,6 +101,8 @@ class SelfCheck:
             """Return gradients of the mean loss of the full model."""
             buffers = dict(engine.model.named_buffers())
             model = copy_with_values(self.meta_model, weights, buffers, dtype, engine.device).eval()
+            if dtype != precision.master:
+                LayerProducts.build(engine.plan, float8).convert(model)
             summed = choose_loss(model, loss)
 
             def mean(outputs: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, int]:

@@ -12,9 +12,10 @@ from plait.engine.loss import Loss
 from plait.errors import ConfigError, PlanError, ScheduleError, shown
 from plait.models import Blocks, blocks_of, build_tp_plan, plan_stages
 from plait.optim.flat import DEFAULT_GROUPS
-from plait.plan import Plan, StageAssignment, TPPlan, compile_conflict, single_stage
+from plait.parallel.float8 import Float8Layers, check_device
+from plait.plan import Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.loss_scaling import LossScaling
-from plait.plan.schedule import Schedule, check
+from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
 
 
@@ -33,6 +34,7 @@ class TrainingSpec:
     clip_norm: float | None
     clip_value: float | None
     loss_scaling: LossScaling | None
+    float8: Float8Layers
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
     loss: Loss | None = None
     example_batch: Mapping[str, Tensor] | None = None
@@ -72,18 +74,20 @@ def validate(
         _check_device(plan, device)
     named_blocks = _find_blocks(model, plan, blocks)
     schedule, groups = _schedule(plan), _groups(param_groups)
+    tensor = _tensor_plan(model, plan, named_blocks, tensor_plan)
     return TrainingSpec(
         plan=plan,
         blocks=named_blocks,
         groups=_options(groups),
         group_of=_group_of(model, groups),
-        tensor=_tensor_plan(model, plan, named_blocks, tensor_plan),
+        tensor=tensor,
         stages=_stages(model, plan, named_blocks, schedule, example_batch, loss),
         schedule=schedule,
         optimizer=optimizer,
         clip_norm=clip_norm,
         clip_value=clip_value,
         loss_scaling=(loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
+        float8=_float8_layers(named_blocks, tensor, plan),
         loss=loss,
         example_batch=example_batch,
     )
@@ -124,6 +128,7 @@ def _check_device(plan: Plan, device: torch.device) -> None:
         raise PlanError("tf32 needs GPUs", given=f"{plan} on {device}", hint="no tf32")
     if plan.precision == "fp16" and (device.type == "cpu" or torch.cuda.is_available()):
         _check_fp16(device)
+    check_device(plan, device)
 
 
 def _check_fp16(device: torch.device) -> None:
@@ -142,13 +147,17 @@ def _check_fp16(device: torch.device) -> None:
 def _find_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
     """The model's blocks. Raises PlanError if there are none and the plan has a per-block option."""
     blocks = blocks_of(model, given)
-    options = {f"recompute={plan.recompute}": plan.recompute != "none", "compile=true": plan.compile}
+    options = {
+        f"recompute={plan.recompute}": plan.recompute != "none",
+        "compile=true": plan.compile,
+        f"precision={plan.precision}": plan.is_float8,
+    }
     for option, is_used in options.items():
         if is_used and not blocks:
             raise PlanError(
                 f"{option} needs repeated blocks, and the model has none",
                 expected="an nn.ModuleList or nn.Sequential of blocks",
-                hint=f"no {option.partition('=')[0]}",
+                hint="precision=bf16" if option.startswith("precision") else f"no {option.partition('=')[0]}",
             )
     return blocks
 
@@ -187,6 +196,11 @@ def _tensor_plan(
     if plan.rows == plan.cols == 1 and given is None:
         return TPPlan(1, 1)
     return build_tp_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
+
+
+def _float8_layers(blocks: list[tuple[str, nn.Module]], tensor: TPPlan, plan: Plan) -> Float8Layers:
+    """The layers that multiply in float8, if the plan asks for it. Raises PlanError."""
+    return Float8Layers.select(blocks, tensor, plan) if plan.is_float8 else Float8Layers()
 
 
 def _groups(given: Iterable[Any] | None) -> list[Mapping[str, Any]] | None:

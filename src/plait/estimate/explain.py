@@ -25,6 +25,7 @@ from plait.errors import ModelError
 from plait.estimate.dry_run import META, Cluster, DryStage, NullMasters, dry_stages
 from plait.models import Blocks, Chain
 from plait.optim.flat import states_per_element
+from plait.parallel.float8 import Float8Layers
 from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.shard_map import ShardMap
@@ -63,7 +64,8 @@ class RankClass:
 @dataclass(frozen=True)
 class Explanation:
     """A model under a plan. `bubble`: idle fraction of all ranks' time, for equal stages and a backward that
-    takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor."""
+    takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor; `float8`: layers of the
+    blocks that multiply in float8, and those that do not."""
 
     plan: Plan
     grid: Grid
@@ -74,6 +76,7 @@ class Explanation:
     micro_shape: tuple[int, ...]
     bubble: float
     rank_classes: tuple[RankClass, ...]
+    float8: Float8Layers
 
     def of_rank(self, rank: int) -> RankClass:
         return next(of_class for of_class in self.rank_classes if rank in of_class.ranks)
@@ -127,6 +130,7 @@ def explain(
         tuple(next(iter(micro.values())).shape),
         simulate(schedule, Durations.uniform(schedule.num_stages)).bubble_fraction,
         tuple(view.rank_classes()),
+        spec.float8,
     )
 
 

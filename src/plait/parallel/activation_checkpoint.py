@@ -57,6 +57,7 @@ _PRODUCTS = frozenset(
         "transformers::grouped_mm_fallback",
         "aten::convolution",
         "plait::summed_product",  # parallel/tensor/linear.py
+        "plait_float8::emulated_scaled_mm",  # parallel/float8_products.py
     }
 )
 

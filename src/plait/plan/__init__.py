@@ -11,7 +11,7 @@ from plait.plan.estimate.memory import (
 )
 from plait.plan.grid import AXES, Grid
 from plait.plan.layout import Layout, Overlap, ParamInfo, ParamShard, TPCoord, UnitInfo, UnitLayout
-from plait.plan.plan import Plan, compile_conflict
+from plait.plan.plan import Plan
 from plait.plan.sharding import Box, Boxes, ParamSharding, TPPlan, boxes_of_range
 from plait.plan.stages import StageAssignment, balance_blocks, single_stage
 
@@ -37,7 +37,6 @@ __all__ = [
     "UnitLayout",
     "balance_blocks",
     "boxes_of_range",
-    "compile_conflict",
     "compresses",
     "format_bytes",
     "message_buffer_bytes",

@@ -16,10 +16,11 @@ from typing import Any
 from plait.errors import PlanError, shown, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
-from plait.plan.schedule.generators import GENERATORS
+from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, check_servers, no_servers_error
 
-PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+FLOAT8 = ("fp8", "fp8-rowwise")  # values of `precision` with matrix products in float8
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", *FLOAT8)
 CHOICES = {
     "precision": PRECISIONS,
     "algorithm": ("auto", *ALGORITHMS),
@@ -40,7 +41,6 @@ REDUCE = re.compile(f"fp32|bf16|fp16|int8|powersgd(?::({_NUMBER})(?::({_NUMBER})
 DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
 STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
-
 
 _RENAMED_VALUES = {
     ("accumulate", "whole"): "accumulate=unsharded",
@@ -149,9 +149,9 @@ class Plan:
                 `sharded` reduces every micro-batch into this rank's shard (least memory). `auto`: unsharded
                 up to zero=1, where gradients are full anyway, sharded from zero=2 on
     prefetch    zero=3: number of units gathered ahead of the one in use
-    reshard     zero=3: when parameters are freed, after each `use` (a forward or a backward) or after the
-                `step`
-    precision   dtype of the model's computation. bf16 and fp16 keep fp32 master weights; fp16 scales its loss
+    reshard     zero=3: when parameters are freed: after each `use` (forward or backward) or after the `step`
+    precision   dtype of the model's computation. bf16 and fp16 keep fp32 master weights; fp16 scales its
+                loss. fp8, fp8-rowwise: bf16, and products of the blocks' linear layers in float8
     reduce      dtype or compression of gradients sent between data ranks. `bf16`: shards are summed in fp32
                 by their owners; sums over replicas (and by NCCL) are rounded on the way. `fp16`, `int8` and
                 `powersgd` (or `powersgd:8`, with factors of rank 8; default 4) are summed in fp32 everywhere;
@@ -442,6 +442,16 @@ class Plan:
         return replace(self, dp=num_ranks // (base // (self.shard or 1)))
 
     @property
+    def is_float8(self) -> bool:
+        """Return whether linear layers of the blocks multiply in float8."""
+        return self.precision in FLOAT8
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of parameters and activations, as a value of `precision`."""
+        return "bf16" if self.is_float8 else self.precision
+
+    @property
     def num_chunks(self) -> int:
         """Stages per rank; 0 if a schedule file decides it."""
         if self.schedule.startswith("file:"):
@@ -588,13 +598,3 @@ def _grid(tp: str) -> tuple[int, int]:
     """Rows and columns of a valid `tp`."""
     rows, _, cols = tp.rpartition("x")
     return int(rows or 1), int(cols)
-
-
-def compile_conflict(schedule: str) -> PlanError:
-    """The error for compile=true with a schedule that splits backwards."""
-    return PlanError(
-        "a compiled block's backward cannot be split",
-        given=f"compile=true {schedule}, which has separate weight-gradient actions (W)",
-        expected="a schedule with unsplit backwards",
-        hint="compile=false, or schedule=1f1b",
-    )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations
 from plait.planner import timeline
@@ -165,6 +166,7 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
             given=f"{plan} ({plan.num_ranks} ranks) on {cluster.name}",
             expected=f"at most {cluster.num_devices} ranks",
         )
+    check_is_priced(plan.precision)
     if plan.precision not in cluster.device.peak_flops:
         raise PlanError(
             "the device does not compute in this precision",
@@ -179,6 +181,17 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
         )
     plan.check_batch(work.batch)
     block_counts(model, plan, software)
+
+
+def check_is_priced(precision: str) -> None:
+    """Raise PlanError for float8: no published step shows what the casts around its products take."""
+    if precision in FLOAT8:
+        raise PlanError(
+            "products in float8 are not priced",
+            given=f"precision={precision}",
+            expected=" or ".join(name for name in PRECISIONS if name not in FLOAT8),
+            hint="precision=bf16, and measure steps of both",
+        )
 
 
 @lru_cache(maxsize=1 << 12)

@@ -14,8 +14,8 @@ from plait.planner.cluster import Cluster
 from plait.planner.families import Family, rejected_families
 from plait.planner.model_shape import ModelShape
 from plait.planner.outcome import SECONDS_PER_DAY, Outcome
-from plait.planner.price import Software, Workload
-from plait.planner.space import Space, no_plan_error, read_pins
+from plait.planner.price import Software, Workload, check_is_priced
+from plait.planner.space import DEFAULT_PRECISION, Space, no_plan_error, read_pins
 
 Objective = Literal["time", "cost", "energy"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -71,6 +71,7 @@ def search(
         raise ConfigError("unknown objective", given=f"{objective}", expected=", ".join(OBJECTIVES))
     limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
     pinned = read_pins(pins)
+    check_is_priced(pinned.get("precision", DEFAULT_PRECISION))
 
     def field(of: Cluster) -> Field:
         space = Space(model, of.num_devices, work.batch, pinned)

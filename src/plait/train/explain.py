@@ -14,6 +14,7 @@ from plait.data.tokenizer import read_tokenizer
 from plait.errors import ConfigError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, RankClass, explain
+from plait.parallel.float8 import Float8Layers
 from plait.plan import AXES, CommCount, CommKey, Plan, format_bytes, used_categories
 from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.estimate.traffic import ring_bytes
@@ -66,6 +67,8 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         "micro-batch": f"{shape}, {plan.micro} per step on each data rank",
         "transport": explanation.transport,
     }
+    if plan.is_float8:
+        facts["float8"] = _float8_text(explanation.float8)
     if plan.pp > 1:
         bubble = f"{explanation.bubble:.1%} of the time, if all stages take equally long"
         if measured is not None and measured.bubble is not None:
@@ -78,6 +81,17 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
             f"{format_bytes(sent // plan.local_steps)} per step"
         )
     return facts_table("plan", facts.items())
+
+
+def _float8_text(layers: Float8Layers) -> str:
+    """Count the linear layers of the blocks in float8; name one of the others for each reason."""
+    total = len(layers.names) + len(layers.others)
+    text = f"{len(layers.names)} of {counted(total, 'linear layer')} in the blocks"
+    for reason in dict.fromkeys(layers.others.values()):
+        names = [name for name, other in layers.others.items() if other == reason]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text += f"\nin bf16: {names[0]}{more} ({reason})"
+    return text
 
 
 def shards_table(explanation: Explanation) -> Table:
@@ -267,6 +281,9 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
         "bubble": explanation.bubble,
         "alike": [_row(explanation, row) for row in explanation.rank_classes],
     }
+    if explanation.float8.names:
+        others = dict(explanation.float8.others)
+        values["float8"] = {"layers": sorted(explanation.float8.names), "others": others}
     if measured is not None:
         rows = [
             {"ranks": list(r.ranks), "memory": asdict(r.memory), "traffic": to_rows(r.traffic)}

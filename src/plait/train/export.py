@@ -42,7 +42,7 @@ def load_trained(
         None,
         config=on_meta.config,
         state_dict=tensors,
-        dtype=DTYPES[dtype or Plan.parse(recipe.plan).precision],
+        dtype=DTYPES[dtype or Plan.parse(recipe.plan).dtype],
         output_loading_info=True,
     )
     mismatched = [*report["missing_keys"], *report["unexpected_keys"]]
@@ -82,7 +82,7 @@ def convert(
         saved,
         saved_model_on_meta(config if config is not None else recorded_config(saved)),
         out,
-        dtype=DTYPES[dtype or Plan.parse(str(saved.facts.get("plan", ""))).precision],
+        dtype=DTYPES[dtype or Plan.parse(str(saved.facts.get("plan", ""))).dtype],
         shard_bytes=shard_bytes,
         tokenizer=run.checked_tokenizer() if run is not None else None,
         generation=generation if isinstance(generation, dict) else None,

@@ -8,14 +8,23 @@ measured peak.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from plait.plan.devices import device_of_driver
 
 _PRODUCTS = 6  # timed; the fastest counts
-_PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_PRECISIONS = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+}
 
 
 @dataclass(frozen=True)
@@ -62,11 +71,20 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 1024
     if device.type == "cpu" and dtype is torch.float16:
         size = 256  # most CPUs have no fp16 arithmetic: a product of the size above takes seconds
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm
+    if dtype is torch.float8_e4m3fn and device.type == "cuda":
+        one = torch.ones((), device=device)
+        multiply = partial(
+            torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    elif dtype is torch.float8_e4m3fn:
+        dtype = torch.bfloat16  # CPUs emulate float8
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    right = right.t()  # the float8 kernel takes a column-major matrix
     best_s = math.inf
     for _ in range(_PRODUCTS):
         start_s = time.perf_counter()
-        torch.mm(left, right)
+        multiply(left, right)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best_s = min(best_s, time.perf_counter() - start_s)

@@ -136,7 +136,8 @@ class Trainer:
         """Train to the last step, a loss spike that needs a rollback, or a stop signal, which is returned."""
         config, run, engine, first_step = self._config, self._run, self._engine, self._step
         self._world.barrier()  # ranks of a host measure at the same time: they share it in training too
-        peak_flops = PeakFlops.of_device(engine.device, DTYPES[engine.plan.precision])
+        dtype = torch.float8_e4m3fn if engine.plan.is_float8 else DTYPES[engine.plan.dtype]
+        peak_flops = PeakFlops.of_device(engine.device, dtype)
         self._show_start(peak_flops)
         offset = self.spikes.num_skipped  # see [Note: batch numbering] in health/loss_spikes.py
         left = range(first_step + offset, config.steps + offset)

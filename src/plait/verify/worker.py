@@ -17,8 +17,10 @@ from plait.engine.engine import Engine
 from plait.engine.reference import Tolerances, relative_errors
 from plait.engine.spec import validate
 from plait.errors import ModelError, PlaitError, PlanError
+from plait.parallel.float8 import LayerProducts
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan, Traffic, subtract_traffic
+from plait.plan.plan import FLOAT8
 from plait.verify.locate import locate_mismatches
 from plait.verify.model_spec import ModelSource, ModelSpec, random_tokens
 from plait.verify.result import (
@@ -32,8 +34,8 @@ from plait.verify.result import (
 )
 from plait.verify.trajectory import ADAMW, CLIP_NORM, Step, Trajectory, train_reference
 
-PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"}
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2}
+PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"} | {name: name for name in FLOAT8}
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2} | dict.fromkeys(FLOAT8, 2e-2)
 
 _REFERENCE_READY = "plait: verify reference ready"
 
@@ -76,9 +78,9 @@ class Case:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
-def check(case: Case) -> ModelSpec:
-    """Return the model to verify. Raises PlanError or ModelError if the plan cannot shard it. Needs no
-    ranks."""
+def check(case: Case) -> tuple[ModelSpec, LayerProducts]:
+    """Return the model to verify, and the products of its layers. Raises PlanError or ModelError if the plan
+    cannot shard it. Needs no ranks."""
     spec, plan = case.source.spec(), Plan.parse(case.plan)
     if plan.local_steps:
         raise PlanError(
@@ -87,7 +89,7 @@ def check(case: Case) -> ModelSpec:
             hint=f"the plan of one island: dp={plan.shard_degree}, and no local_steps",
         )
     plan.check_no_servers("plait verify")
-    validate(
+    valid = validate(
         spec.build(torch.float32),
         plan,
         tensor_plan=spec.tensor_plan,
@@ -95,7 +97,7 @@ def check(case: Case) -> ModelSpec:
         loss=spec.loss,
         example_batch=case.example(spec),
     )
-    return spec
+    return spec, LayerProducts.build(valid.plan, valid.float8)
 
 
 class Verifier:
@@ -109,19 +111,20 @@ class Verifier:
     def run(self, case: Case, world: World, folder: Path) -> Verdict | None:
         """Return the verdict on rank 0. Collective over the plan's ranks. `folder`: for offload=disk."""
         try:
-            spec = check(case)
+            spec, products = check(case)
         except PlaitError as error:  # raised on all ranks; an error on one rank later ends all of them
             return case.verdict(Outcome.REFUSED, message=error.message())
         with warnings.catch_warnings():
             # The verdict reports it.
             warnings.filterwarnings("ignore", ".*BatchNorm computes with the statistics")
+            warnings.filterwarnings("ignore", ".*CPUs have no float8 products")
             engine = _engine(case, spec, world, folder)
         weights = engine.full_parameters()
         if world.rank:
             world.store.wait_for(_REFERENCE_READY)  # may take longer than a step's timeout
             _train(case, spec, engine, None)
             return None
-        expected, tolerances = self._reference(case, spec, weights, (1, 1))
+        expected, tolerances = self._reference(case, spec, products, weights, (1, 1))
         world.store.set(_REFERENCE_READY)
         comparator = Comparator(case, expected, tolerances)
         verdict = _train(case, spec, engine, comparator)
@@ -129,18 +132,23 @@ class Verifier:
         division = (engine.plan.dp, engine.plan.micro)
         if verdict.outcome is Outcome.SAME or division == (1, 1):
             return verdict
-        is_divided = comparator.matches(*self._reference(case, spec, weights, division))
+        is_divided = comparator.matches(*self._reference(case, spec, products, weights, division))
         return replace(verdict, message=DEPENDS_ON_DIVISION) if is_divided else verdict
 
     def _reference(
-        self, case: Case, spec: ModelSpec, weights: dict[str, Tensor], division: tuple[int, int]
+        self,
+        case: Case,
+        spec: ModelSpec,
+        products: LayerProducts,
+        weights: dict[str, Tensor],
+        division: tuple[int, int],
     ) -> tuple[Trajectory, Tolerances]:
         """Return the reference run from these weights, which must not depend on the plan. `division`: of the
         batch, into shares of data ranks, and of these into micro-batches."""
         key = (case.source, case.dtype, case.seed)
         if self._key != key:  # the cache is for one source at a time
             self._key, self._weights, self._references = key, weights, {}
-        data_key = (division, case.steps, case.samples, case.length, case.tolerance)
+        data_key = (division, products.layers.names, case.steps, case.samples, case.length, case.tolerance)
         for name, weight in weights.items():
             if not torch.equal(weight, self._weights[name]):
                 raise ModelError(
@@ -150,7 +158,7 @@ class Verifier:
                     hint="torch.manual_seed(0) in the function that builds the model",
                 )
         if data_key not in self._references:
-            self._references[data_key] = _run_reference(case, spec, weights, division)
+            self._references[data_key] = _run_reference(case, spec, products, weights, division)
         return self._references[data_key]
 
 
@@ -259,10 +267,15 @@ def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, T
 
 
 def _run_reference(
-    case: Case, spec: ModelSpec, weights: Mapping[str, Tensor], division: tuple[int, int]
+    case: Case,
+    spec: ModelSpec,
+    products: LayerProducts,
+    weights: Mapping[str, Tensor],
+    division: tuple[int, int],
 ) -> tuple[Trajectory, Tolerances]:
     precision, (shares, micros) = case.precision, division
     model = spec.build_reference(precision.compute)
+    products.convert(model)
     *batches, evaluated = [_batch(case, spec, step, model) for step in range(case.steps + 1)]
     data = [[split_batch(share, micros) for share in split_batch(batch, shares)] for batch in batches]
     trajectory = train_reference(model, weights, data, evaluated, precision, spec.loss)

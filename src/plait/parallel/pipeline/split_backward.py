@@ -39,7 +39,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.models import linear_forwards
-from plait.parallel.linear_ops import autocast_dtype, bias_gradient, input_gradient, product, weight_gradient
+from plait.parallel.float8_products import Float8Forward
+from plait.parallel.linear_ops import (
+    Operand,
+    PlainProducts,
+    Products,
+    autocast_dtype,
+    bias_gradient,
+)
 
 AccumulateGrad = Callable[[Tensor, Tensor], object]  # (parameter, gradient)
 
@@ -82,7 +89,7 @@ class DeferredWeightGrads:
     def num_bytes(self) -> int:
         """Return the bytes held until `run`, each storage once."""
         operands = (operand for _, _, operands in self._grads for operand in operands)
-        storages = (tensor.untyped_storage() for tensor in operands if isinstance(tensor, Tensor))
+        storages = [tensor.untyped_storage() for operand in operands for tensor in _tensors(operand)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     @torch.no_grad()
@@ -97,16 +104,21 @@ class DeferredWeightGrads:
 def split_linears(modules: Iterable[nn.Module], splitter: BackwardSplitter) -> int:
     """Give linear layers in (and among) the modules a forward whose backward `splitter` can split.
 
-    Returns their number. Covers layers whose forward is nn.Linear's or that of transformers' Conv1D; layers
-    with other forwards are unchanged. Under torch.compile nothing is split.
+    Returns their number. Covers layers whose forward is nn.Linear's, that of transformers' Conv1D or one in
+    float8; layers with other forwards are unchanged. Under torch.compile nothing is split.
     """
     num_split, forwards = 0, linear_forwards()
     for module in modules:
         for layer in module.modules():
             original = _own_forward(layer)
             if isinstance(original, FunctionType) and original in forwards:
-                layer.forward = MethodType(SplitLinear(splitter, original, forwards[original]), layer)
-                num_split += 1
+                products: Products = PlainProducts(forwards[original])
+            elif isinstance(original, Float8Forward):
+                products = original.products
+            else:
+                continue
+            layer.forward = MethodType(SplitLinear(splitter, original, products), layer)
+            num_split += 1
     return num_split
 
 
@@ -136,11 +148,19 @@ class DeferredBytes:
             for handle in handles:
                 handle.remove()
 
-    def _record(self, _: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+    def _record(self, layer: Any, args: Any, kwargs: Any, output: Tensor) -> None:
         inputs: list[Tensor] = [*args, *kwargs.values()]
         [x] = inputs
         self._inputs[x.untyped_storage()._cdata] = x  # keeps it alive, so that no address is used twice
-        self._output_bytes += output.nbytes
+        held = _tensors(layer.forward.__func__.products.output_gradient(output))
+        held += [] if layer.bias is None else [output]  # a bias's gradient is computed from dy as it is
+        self._output_bytes += sum({t.untyped_storage()._cdata: t.nbytes for t in held}.values())
+
+
+def _tensors(operand: Operand) -> list[Tensor]:
+    """The tensors that an operand of a product consists of."""
+    parts = operand if isinstance(operand, tuple) else (operand,)
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _own_forward(module: nn.Module) -> Any:
@@ -155,7 +175,7 @@ class SplitLinear:
 
     splitter: BackwardSplitter
     original: Callable[..., Tensor]
-    transposed: bool
+    products: Products
 
     def __call__(self, module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -175,26 +195,28 @@ class _Linear(Function):
         ctx.save_for_backward(x_TI if needs_weight else None, w_OI if needs_x else None)
         ctx.weight, ctx.bias = w_OI if needs_weight else None, b_O if needs_bias else None
         with cast.disabled():
-            return product(x_TI, cast(w_OI), None if b_O is None else cast(b_O), layer.transposed)
+            return layer.products.output(x_TI, cast(w_OI), None if b_O is None else cast(b_O))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, w_OI = ctx.saved_tensors
-        weight, bias, transposed = ctx.weight, ctx.bias, ctx.layer.transposed
-        dx_TI = None
+        weight, bias, products = ctx.weight, ctx.bias, ctx.layer.products
+        dx_TI, operand_TO = None, products.output_gradient(dy_TO)
         if w_OI is not None:
-            dx_TI = input_gradient(dy_TO, ctx.cast(w_OI), transposed).to(ctx.x_dtype)
+            dx_TI = products.input_gradient(operand_TO, ctx.cast(w_OI)).to(ctx.x_dtype)
         deferred = ctx.layer.splitter.deferred
         # Those that are computed from parameters need their gradients now.
         if deferred is None or not all(tensor is None or tensor.is_leaf for tensor in (weight, bias)):
-            dw_OI = None if weight is None else weight_gradient(dy_TO, x_TI, transposed).to(weight.dtype)
+            dw_OI = None
+            if weight is not None:
+                dw_OI = products.weight_gradient(operand_TO, x_TI).to(weight.dtype)
             db_O = None if bias is None else bias_gradient(dy_TO).to(bias.dtype)
             return dx_TI, dw_OI, db_O, None
         if bias is not None:
             deferred.add(bias, bias_gradient, dy_TO)
         if weight is not None:
-            deferred.add(weight, weight_gradient, dy_TO, x_TI, transposed)
+            deferred.add(weight, products.weight_gradient, operand_TO, x_TI)
         return dx_TI, None, None, None
 
 

@@ -9,6 +9,7 @@ model; those are arguments, or are looked up by identity.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models import linear_forwards, pretrained_base
+from plait.parallel.float8 import PLAIN, LayerProducts
 from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding, local_padding_idx
 from plait.parallel.tensor.functional import split
 from plait.parallel.tensor.groups import ShardedDim, TensorGroups
@@ -43,18 +45,20 @@ def apply_tp_plan(
     blocks: Sequence[tuple[str, nn.Module]],
     *,
     sequence: bool,
+    products: LayerProducts = PLAIN,
     compile_blocks: Callable[[], None] = lambda: None,
 ) -> HeadOutput:
     """Replace forwards in place, in a model whose parameters are this rank's shards already.
 
     `sequence`: between the first block's input and the last block's output a rank has its tokens only.
+    `products`: of the sharded linear layers.
     `compile_blocks` is called when everything inside of the blocks is done. What shards and gathers their
     inputs and outputs stays outside of compiled code, because it keeps records of autograd's graph.
     Returns the head's output mode. Raises ModelError for a module that cannot be sharded as planned.
     """
     assert (groups.row.size, groups.col.size) == (plan.rows, plan.cols), "groups of another grid"
     application = _Application(
-        model, plan, groups, [name for name, _ in blocks], sequence and groups.col.size > 1
+        model, plan, groups, [name for name, _ in blocks], sequence and groups.col.size > 1, products
     )
     for layer in plan.layers:
         application.apply_to_layer(layer)
@@ -78,6 +82,7 @@ class _Application:
     groups: TensorGroups
     block_names: list[str]
     is_sequence_parallel: bool
+    products: LayerProducts
     head: HeadOutput = field(default_factory=HeadOutput)
 
     def __post_init__(self) -> None:
@@ -125,13 +130,26 @@ class _Application:
 
     def apply_to_regions(self) -> None:
         sequence, shared = self.sequence_shard, self.shared_inputs["col"]
+        readers = {name: self._readers_of(region) for name, region in self.regions.items()}
+        input_cast = self.products.input_cast([*chain(*readers.values())], self.groups.row)
         for name, region in self.regions.items():
             if region.gathers:
                 module = self.model.get_submodule(name)
-                forward, where = own_forward(name, module), (self._scope(name), self._columns_of(region))
+                columns = tuple(reader.removeprefix(name).removeprefix(".") for reader in readers[name])
+                forward, has_float8 = own_forward(name, module), self.products.any_of(readers[name])
                 set_forward(
                     module,
-                    SequenceParallelRegion(region, forward, sequence, self.side_inputs, shared, *where),
+                    SequenceParallelRegion(
+                        region,
+                        forward,
+                        sequence,
+                        self.side_inputs,
+                        shared,
+                        self._scope(name),
+                        columns,
+                        has_float8,
+                        input_cast,
+                    ),
                 )
 
     def apply_to_blocks(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
@@ -151,12 +169,16 @@ class _Application:
         output_axis, input_grad_axis = ("row", "col") if is_column else ("col", "row")
         region = next((r for r in self.regions.values() if _is_in(layer.module, r.name)), None)
         is_open = region is not None and not region.is_closed
+        # COLUMN layers have input features over `row` and output features over `col`, ROW layers vice versa.
+        products = self.products.of(
+            layer.module, layer.transposed, self.groups.along(output_axis), self.groups.along(input_grad_axis)
+        )
         return ParallelLinear(
+            products,
             reduce_group=self.groups.along(output_axis),
             shared_inputs=self.shared_inputs[input_grad_axis],
             scope=self._scope(layer.module),
             input_is_gathered=is_column and region is not None and region.is_pure,
-            transposed=layer.transposed,
             split_input=inp if layer.splits else None,
             gather_output=out if layer.gathers or layer.head else None,
             head=self.head if layer.head else None,
@@ -184,13 +206,13 @@ class _Application:
         block = next((block for block in self.block_names if _is_in(name, block)), None)
         return block if block is not None else name.rpartition(".")[0]
 
-    def _columns_of(self, region: Region) -> tuple[str, ...]:
-        """Names of a pure region's COLUMN layers, relative to the region; "" for the region itself."""
-        return tuple(
-            layer.module.removeprefix(region.name).removeprefix(".")
+    def _readers_of(self, region: Region) -> list[str]:
+        """Names of a pure region's COLUMN layers, which multiply its input; of another region, none."""
+        return [
+            layer.module
             for layer in self.plan.layers
             if region.is_pure and layer.style is Style.COLUMN and _is_in(layer.module, region.name)
-        )
+        ]
 
     def _regions(self) -> dict[str, Region]:
         """Return the plan's regions, and one for each linear layer of a block that is in none of them."""

@@ -16,7 +16,7 @@ and the sum is saved.
 [Note: compiled layers]
 torch.compile traces a block's own code up to a layer, which is one call of `_traced_linear`. It runs the
 layer's forward and backward without values, as they are; operators.py has what becomes of their collectives.
-A layer that splits its input or gathers its output runs uncompiled, between two graphs.
+A layer that splits its input, gathers its output or multiplies in float8 runs uncompiled, between two graphs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, named_group
-from plait.parallel.linear_ops import autocast_dtype, bias_gradient, input_gradient, product, weight_gradient
+from plait.parallel.float8_products import NOT_TRACED, products_named
+from plait.parallel.linear_ops import PlainProducts, Products, autocast_dtype, bias_gradient
 from plait.parallel.tensor.functional import all_reduce_in_place, gather, split
 from plait.parallel.tensor.groups import ShardedDim
 from plait.parallel.tensor.operators import define, is_traced
@@ -60,21 +61,21 @@ class HeadOutput:
 class ParallelLinear:
     """Forward of a sharded linear layer, for `types.MethodType`: its first argument is the module.
 
+    products            computes this rank's products
     reduce_group        ranks whose partial outputs are summed
     shared_inputs       tracks the layers that share an input; reduces the input's gradient over its group
     scope               the block that contains the layer; see SharedInputs
     input_is_gathered   a sequence-parallel region made the input and reduces its gradient
-    transposed          the weight is stored as (in, out)
     split_input         the input is full: this rank takes its features of it
     gather_output       the output is all-gathered, unless `head` keeps it sharded
     sequence_shard      the output is reduce-scattered over tokens instead of all-reduced (sequence parallel)
     """
 
+    products: Products
     reduce_group: Group
     shared_inputs: SharedInputs
     scope: str = ""
     input_is_gathered: bool = False
-    transposed: bool = False
     split_input: ShardedDim | None = None
     gather_output: ShardedDim | None = None
     head: HeadOutput | None = None
@@ -87,16 +88,27 @@ class ParallelLinear:
         return self._output(module, x.unflatten(0, (num_sequences, -1))).flatten(0, 1)
 
     def _output(self, module: nn.Module, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() or self.split_input or self.gather_output:
+        if not torch.compiler.is_compiling():
+            return self._full_output(module, x)
+        if not isinstance(self.products, PlainProducts):
+            return self._uncompiled_float8_output(module, x)
+        if self.split_input or self.gather_output:
             return self._uncompiled_output(module, x)
         tokens = None if self.sequence_shard is None else self.sequence_shard.shards_of_full(x)
         sizes = None if tokens is None else tokens.sizes
         options = (self.reduce_group.name, self.shared_inputs.group.name, self.input_is_gathered)
         bias = getattr(module, "bias", None)
-        return _traced_linear(x, weight_of(module), bias, *options, self.transposed, sizes)
+        return _traced_linear(x, weight_of(module), bias, *options, self.products.transposed, sizes)
 
     @torch.compiler.disable(reason="a layer that splits its input or gathers its output")
     def _uncompiled_output(self, module: nn.Module, x: Tensor) -> Tensor:
+        return self._full_output(module, x)
+
+    @torch.compiler.disable(reason=NOT_TRACED)
+    def _uncompiled_float8_output(self, module: nn.Module, x: Tensor) -> Tensor:
+        return self._full_output(module, x)
+
+    def _full_output(self, module: nn.Module, x: Tensor) -> Tensor:
         y = self.sharded_output(module, x)
         if self.gather_output is None or (self.head is not None and self.head.keep_sharded):
             return y
@@ -110,7 +122,7 @@ class ParallelLinear:
         lookup = self.shared_inputs.lookup if self.input_is_gathered else self.shared_inputs.share
         view = lookup(x, module, self.scope)
         tokens = None if self.sequence_shard is None else self.sequence_shard.shards_of_full(x)
-        call = _LinearCall(self.reduce_group, self.transposed, view.shared_input, weight, tokens)
+        call = _LinearCall(self.products, self.reduce_group, view.shared_input, weight, tokens)
         return call.run(x, bias, view)
 
 
@@ -135,18 +147,18 @@ def _traced_linear(
     """The layer's output in a graph that is traced. `sizes`: tokens of each rank, if sharded. See [Note:
     compiled layers]."""
     x, weight, bias = _autocast(x, weight, bias)
-    group = named_group(reduce_group)
+    group, products = named_group(reduce_group), PlainProducts(transposed)
     view = (lookup_traced if input_is_gathered else share_traced)(x, weight, named_group(input_group))
     tokens = None if sizes is None else TokenShards(group, sizes)
-    return _LinearCall(group, transposed, view.shared_input, weight, tokens).run(x, bias, view)
+    return _LinearCall(products, group, view.shared_input, weight, tokens).run(x, bias, view)
 
 
 @dataclass(frozen=True)
 class _LinearCall:
     """The arguments of one call that are not differentiated. `tokens`: shards of the output's tokens."""
 
+    products: Products
     reduce_group: Group
-    transposed: bool
     shared_input: SharedInput | None
     weight: Tensor
     tokens: TokenShards | None
@@ -183,9 +195,11 @@ class _LinearFunction(Function):
         ctx.save_for_backward(saved if weight_oi.requires_grad else None, weight_oi if needs_x else None)
         bias_once_o = bias_o if call.reduce_group.rank == 0 else None
         if call.reduce_group.size == 1:
-            return product(x_Ti, weight_oi, bias_once_o, call.transposed)
+            return call.products.output(x_Ti, weight_oi, bias_once_o)
         group, sizes = call.reduce_group.name, None if call.tokens is None else call.tokens.sizes
-        return torch.ops.plait.summed_product(x_Ti, weight_oi, bias_once_o, call.transposed, group, sizes)
+        return torch.ops.plait.summed_product(
+            x_Ti, weight_oi, bias_once_o, *call.products.names, group, sizes
+        )
 
     @staticmethod
     @once_differentiable
@@ -199,15 +213,14 @@ class _LinearFunction(Function):
         if defers and not overlaps_in_graph:
             call.shared_input.start_regather(saved)
         db_o = bias_gradient(dy) if needs[2] else None  # over this rank's tokens
-        if call.tokens is not None:
-            dy = call.tokens.all_gather(dy)
+        dy = call.products.output_gradient(dy, call.tokens)
         if overlaps_in_graph:
-            dx_Ti = call.shared_input.regather_during_product(saved, dy, weight_oi, call.transposed)
+            dx_Ti = call.shared_input.regather_during_product(saved, dy, weight_oi, call.products)
         else:
-            dx_Ti = input_gradient(dy, weight_oi, call.transposed) if needs[0] else None
+            dx_Ti = call.products.input_gradient(dy, weight_oi) if needs[0] else None
         if defers:
-            call.shared_input.defer_weight_grad(call.weight, dy, saved, call.transposed)
-        dw_oi = weight_gradient(dy, saved, call.transposed) if needs[1] else None
+            call.shared_input.defer_weight_grad(call.weight, dy, saved, call.products)
+        dw_oi = call.products.weight_gradient(dy, saved) if needs[1] else None
         return dx_Ti, dw_oi, db_o, None, None
 
 
@@ -215,13 +228,16 @@ def _summed_product(
     x_Ti: Tensor,
     weight_oi: Tensor,
     bias_o: Tensor | None,
+    recipe: str,
     transposed: bool,
+    inp: str,
+    out: str,
     group: str,
     sizes: Sequence[int] | None,
 ) -> Tensor:
     """Multiply and sum over the ranks; with the tokens of each rank, return this rank's tokens of the sum.
-    See [Note: product and reduction in one operator]."""
-    partial_To = product(x_Ti, weight_oi, bias_o, transposed)
+    See [Note: product and reduction in one operator], and `products_named` for the names."""
+    partial_To = products_named(recipe, transposed, inp, out).output(x_Ti, weight_oi, bias_o)
     if sizes is None:
         return all_reduce_in_place(partial_To, named_group(group), "parts of a product")
     own = TokenShards(named_group(group), tuple(sizes)).reduce_scatter(partial_To)
@@ -232,7 +248,10 @@ def _summed_product_shape(
     x_Ti: Tensor,
     weight_oi: Tensor,
     _: Tensor | None,
+    __: str,
     transposed: bool,
+    ___: str,
+    ____: str,
     group: str,
     sizes: Sequence[int] | None,
 ) -> Tensor:
@@ -244,7 +263,8 @@ def _summed_product_shape(
 
 define(
     "summed_product",
-    "Tensor x, Tensor weight, Tensor? bias, bool transposed, str group, SymInt[]? sizes",
+    "Tensor x, Tensor weight, Tensor? bias, str recipe, bool transposed, str inp, str out, str group, "
+    "SymInt[]? sizes",
     "Tensor",
     _summed_product,
     _summed_product_shape,

@@ -28,10 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.parallel.float8_products import NOT_TRACED
+from plait.parallel.linear_ops import InputCast
 from plait.parallel.tensor.functional import gather, split
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
 from plait.parallel.tensor.side_inputs import Arguments, SideInputs, map_side_inputs
+from plait.parallel.tensor.token_shards import TokenGather
 from plait.parallel.tensor.traced_input import traced_full_input
 
 
@@ -121,7 +124,9 @@ class Region:
 class SequenceParallelRegion:
     """Forward of a region.
 
-    columns   of a pure region: names, relative to it, of the layers that multiply its input
+    columns      of a pure region: names, relative to it, of the layers that multiply its input
+    has_float8   one of these multiplies in float8, so it runs uncompiled
+    input_cast   how these take their input, if all do so in another form than it has
     """
 
     region: Region
@@ -131,12 +136,18 @@ class SequenceParallelRegion:
     shared_inputs: SharedInputs  # along col
     scope: str
     columns: tuple[str, ...]
+    has_float8: bool = False
+    input_cast: InputCast | None = None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and self.region.is_pure and not self.side_inputs.is_used:
+        if not torch.compiler.is_compiling():
+            args, kwargs = self._enter(module, args, kwargs)
+        elif self.has_float8:
+            args, kwargs = self._uncompiled_float8_enter(module, args, kwargs)
+        elif self.region.is_pure and not self.side_inputs.is_used:
             args, kwargs = self._traced_enter(module, args, kwargs)
         else:
-            args, kwargs = self._enter(module, args, kwargs)
+            args, kwargs = self._uncompiled_enter(module, args, kwargs)
         output = self.forward(module, *args, **kwargs)
         return self._exit(output) if self.region.is_closed else output
 
@@ -152,6 +163,17 @@ class SequenceParallelRegion:
     @torch.compiler.disable(
         reason="a region with other layers than sharded ones, or other inputs than tokens"
     )
+    def _uncompiled_enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        return self._enter(module, args, kwargs)
+
+    @torch.compiler.disable(reason=NOT_TRACED)
+    def _uncompiled_float8_enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        return self._enter(module, args, kwargs)
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         name = self.region.name
         args, kwargs = map_hidden_input(lambda x: self._full_input(module, x), name, args, kwargs)
@@ -175,7 +197,8 @@ class SequenceParallelRegion:
         tokens = sequence.shards_of_own(x_BtH)
         if is_pure and torch.is_grad_enabled() and x_BtH.requires_grad:
             weights = self.shared_inputs.predict_weights(module, weights)
-            shared = SharedInput(module, self.scope, weights, tokens)
+            regather = TokenGather(tokens, self.input_cast)
+            shared = SharedInput(module, self.scope, weights, tokens, regather)
             x_BTH = shared.apply(x_BtH)
             self.shared_inputs.register(x_BTH, shared, x_BtH.detach())
         else:

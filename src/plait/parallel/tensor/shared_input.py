@@ -57,7 +57,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, Work, start_all_reduce
 from plait.models.weak_map import WeakTensorMap
-from plait.parallel.linear_ops import input_gradient, weight_gradient
+from plait.parallel.linear_ops import Products
 from plait.parallel.tensor.operators import is_traced
 from plait.parallel.tensor.token_shards import TokenGather, TokenShards
 
@@ -76,15 +76,15 @@ class SharedInput:
         regather: TokenGather | None = None,
     ) -> None:
         """`scope`: see SharedInputs. `reduction`: dz is all-reduced over this group, or reduce-scattered to
-        these shards, one of which x is; None: dx is dz. `regather`: by default of the shards."""
+        these shards, one of which x is; None: dx is dz. `regather`: of x, if a shard of it is saved."""
         self.first_layer = (lambda: None) if first_layer is None else weakref.ref(first_layer)
         self.scope = scope
         self.reduction = reduction
-        self.regather = TokenGather(reduction) if isinstance(reduction, TokenShards) else regather
+        self.regather = regather
         self._weights = weights  # kept alive, so that their ids stay theirs
         self._indices = {id(weight): index for index, weight in enumerate(weights)}
-        # By weight, calls of its layers: (dy, input or None for the re-gathered one, transposed).
-        self._deferred: list[list[tuple[Tensor, Tensor | None, bool]]] = [[] for _ in weights]
+        # By weight, calls of its layers: (dy, input or None for the re-gathered one, products).
+        self._deferred: list[list[tuple[Tensor, Tensor | None, Products]]] = [[] for _ in weights]
 
     def defers(self, weight: Tensor) -> bool:
         """Return whether this node computes the gradient of `weight`."""
@@ -95,26 +95,26 @@ class SharedInput:
         if self.regather is not None:
             self.regather.start(x_t, _REGATHERED)
 
-    def regather_during_product(self, x_t: Tensor, dy: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    def regather_during_product(self, x_t: Tensor, dy: Tensor, weight: Tensor, products: Products) -> Tensor:
         """`start_regather` in a graph that is traced; returns the input gradient of a layer."""
         if self.regather is None:
-            return input_gradient(dy, weight, transposed)
-        return self.regather.run_during_product(x_t, _REGATHERED, dy, weight, transposed)
+            return products.input_gradient(dy, weight)
+        return self.regather.run_during_product(x_t, _REGATHERED, dy, weight, products)
 
-    def defer_weight_grad(self, weight: Tensor, dy: Tensor, saved: Tensor, transposed: bool) -> None:
+    def defer_weight_grad(self, weight: Tensor, dy: Tensor, saved: Tensor, products: Products) -> None:
         """In backward, leave one summand of the gradient of `weight` to be computed by the node."""
         x = saved.detach() if self.regather is None else None  # detached: its graph contains the node
-        self._deferred[self._indices[id(weight)]].append((dy, x, transposed))
+        self._deferred[self._indices[id(weight)]].append((dy, x, products))
 
     def compute_weight_grad(self, index: int) -> Tensor | None:
         """Compute and sum the deferred parts of one weight's gradient; None if there are none."""
         grad: Tensor | None = None
         deferred, self._deferred[index] = self._deferred[index], []
-        for dy, x, transposed in deferred:
+        for dy, x, products in deferred:
             if x is None:
                 assert self.regather is not None
                 x = self.regather.wait()
-            part = weight_gradient(dy, x, transposed)
+            part = products.weight_gradient(dy, x)
             grad = part if grad is None else grad.add_(part)
         return grad
 
@@ -139,16 +139,17 @@ class SharedInput:
     def traced_backward(self, dz: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """Return the gradients of the node's inputs, in a graph that is traced. See traced_input.py."""
         summands = [
-            (index, dy, self.regather.wait() if x is None and self.regather is not None else x, transposed)
+            (index, dy, self.regather.wait() if x is None and self.regather is not None else x, products)
             for index, deferred in enumerate(self._deferred)
-            for dy, x, transposed in deferred
+            for dy, x, products in deferred
             if needs[2 + index]
         ]
         self._deferred = [[] for _ in self._deferred]
-        indices, dys, xs, transposed = zip(*summands, strict=True) if summands else ((),) * 4
+        indices, dys, xs, products = zip(*summands, strict=True) if summands else ((),) * 4
         if self.reduction is None or not needs[0]:
-            dx, parts = dz, [weight_gradient(*each) for each in zip(dys, xs, transposed, strict=True)]
+            dx, parts = dz, [each.weight_gradient(dy, x) for _, dy, x, each in summands]
         else:
+            transposed = [each.transposed for each in products]
             tokens = self.reduction if isinstance(self.reduction, TokenShards) else None
             group = self.reduction if isinstance(self.reduction, Group) else self.reduction.group
             dx, *parts = torch.ops.plait.reduced_during_products(

@@ -3,13 +3,14 @@
 # B batch  T tokens of a sequence  H hidden;  t = this rank's tokens
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from plait.comm import Group, Work, start_all_gather, start_reduce_scatter
-from plait.parallel.linear_ops import input_gradient
+from plait.parallel.linear_ops import InputCast, Products
 from plait.parallel.tensor.operators import all_gather_into
 
 
@@ -80,31 +81,36 @@ class TokenShards:
 
 
 class TokenGather:
-    """An all-gather that the first of several users of its result starts."""
+    """An all-gather that the first of several users of its result starts. `cast`: what they take."""
 
-    def __init__(self, shards: TokenShards) -> None:
+    def __init__(self, shards: TokenShards, cast: InputCast | None = None) -> None:
         self._shards = shards
+        self._cast = cast
+        self._decode: Callable[[Tensor], Tensor] | None = None
         self._started: tuple[Tensor, int, Work] | None = None  # output, dims of the full tensor
         self._full: Tensor | None = None
 
     def start(self, x_BtH: Tensor, label: str) -> None:
         """Start it, unless another user has."""
         if self._started is None and self._full is None:
+            if self._cast is not None:
+                x_BtH, self._decode = self._cast.encode(x_BtH, self._shards)
             output, own = self._shards.gather_buffers(x_BtH)
             work = start_all_gather(output.view(-1), own.view(-1), self._shards.group, label=label)
             self._started = output, x_BtH.dim(), work
 
     def run_during_product(
-        self, x_BtH: Tensor, label: str, dy: Tensor, weight: Tensor, transposed: bool
+        self, x_BtH: Tensor, label: str, dy: Tensor, weight: Tensor, products: Products
     ) -> Tensor:
         """Return a layer's input gradient, and all-gather meanwhile, unless another user has. For graphs that
         are traced; see operators.py."""
         if self._started is not None or self._full is not None:
-            return input_gradient(dy, weight, transposed)
+            return products.input_gradient(dy, weight)
+        assert self._cast is None, "inputs of traced layers are gathered as they are"
         output, own = self._shards.gather_buffers(x_BtH)
         group = self._shards.group
         full, dx = torch.ops.plait.all_gather_during_product(
-            own.reshape(-1), group.name, group.size, label, dy, weight, transposed
+            own.reshape(-1), group.name, group.size, label, dy, weight, products.transposed
         )
         self._started = full.view(output.shape), x_BtH.dim(), Work()
         return dx
@@ -115,12 +121,13 @@ class TokenGather:
             assert self._started is not None, "wait() before start()"
             output, num_dims, work = self._started
             work.wait()
-            self._full, self._started = self._shards.unpadded(output, num_dims), None
+            full = self._shards.unpadded(output, num_dims)
+            self._full, self._started = full if self._decode is None else self._decode(full), None
         return self._full
 
     def discard(self) -> None:
         """Free the result; it may be started again."""
-        self._started = self._full = None
+        self._started = self._full = self._decode = None
 
 
 def _with_tokens(x: Tensor, num_tokens: int) -> tuple[int, ...]:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from plait.comm import Group, named_group, start_all_gather, start_all_reduce
 from plait.models.weak_map import WeakTensorMap
-from plait.parallel.linear_ops import input_gradient, weight_gradient
+from plait.parallel.linear_ops import PlainProducts
 from plait.parallel.tensor.operators import define
 from plait.parallel.tensor.shared_input import InputView, SharedInput, unique_trainable
-from plait.parallel.tensor.token_shards import TokenShards, token_dim
+from plait.parallel.tensor.token_shards import TokenGather, TokenShards, token_dim
 
 
 class _TracedInputs:
@@ -59,7 +59,7 @@ def traced_full_input(x_BtH: Tensor, weights: list[Tensor], group: str, sizes: t
         return tokens.all_gather(x_BtH)
     x_BTH = traced.gathered.get(x_BtH)
     if x_BTH is None:
-        shared = SharedInput(None, "", weights, tokens)
+        shared = SharedInput(None, "", weights, tokens, TokenGather(tokens))
         x_BTH = shared.apply(x_BtH)
         traced.gathered.clear()
         traced.gathered.put(x_BtH, x_BTH)
@@ -88,12 +88,17 @@ def _reduced_during_products(
     else:
         reduced = dz.clone(memory_format=torch.contiguous_format)
         work = start_all_reduce(reduced, named_group(group), label="gradient of features")
-    products = [weight_gradient(*each) for each in zip(dys, xs, transposed, strict=True)]
+    products = _weight_gradients(dys, xs, transposed)
     work.wait()
     return [
         reduced.clone(memory_format=torch.contiguous_format) if reduced._is_view() else reduced,
         *products,
     ]
+
+
+def _weight_gradients(dys: list[Tensor], xs: list[Tensor], transposed: Sequence[bool]) -> list[Tensor]:
+    calls = zip(dys, xs, transposed, strict=True)
+    return [PlainProducts(stored_as_in_out).weight_gradient(dy, x) for dy, x, stored_as_in_out in calls]
 
 
 def _reduced_during_products_shapes(
@@ -107,7 +112,7 @@ def _reduced_during_products_shapes(
     shape = list(dz.shape)
     if sizes is not None:
         shape[token_dim(dz)] = sizes[named_group(group).rank]
-    products = [weight_gradient(*each) for each in zip(dys, xs, transposed, strict=True)]
+    products = _weight_gradients(dys, xs, transposed)
     return [dz.new_empty(shape), *products]
 
 
@@ -126,7 +131,7 @@ def _all_gather_during_product(
     """Return the gathered tensor, and the input gradient that is computed meanwhile."""
     full = own.new_empty(size * own.numel())
     work = start_all_gather(full, own.contiguous(), named_group(group), label=label)
-    dx = input_gradient(dy, weight, transposed)
+    dx = PlainProducts(transposed).input_gradient(dy, weight)
     work.wait()
     return full, dx
 
@@ -134,7 +139,7 @@ def _all_gather_during_product(
 def _all_gather_during_product_shapes(
     own: Tensor, _: str, size: int, __: str, dy: Tensor, weight: Tensor, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    return own.new_empty(size * own.numel()), input_gradient(dy, weight, transposed)
+    return own.new_empty(size * own.numel()), PlainProducts(transposed).input_gradient(dy, weight)
 
 
 define(

@@ -28,7 +28,7 @@ class Precision:
             "fp32": cls(torch.float32, torch.float32),
             "bf16": cls(torch.bfloat16, torch.float32),
             "fp16": cls(torch.float16, torch.float32),
-        }[plan.precision]
+        }[plan.dtype]
 
 
 @dataclass(frozen=True)

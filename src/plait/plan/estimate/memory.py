@@ -128,7 +128,7 @@ def model_state_bytes(
     loss_bytes          copies of logits in float32 on a GPU; on CPUs, they fit the cache
     """
     in_files, plan = plan.offload == "disk", plan.placed_on("cpu" if num_communicators is None else "cuda")
-    compute, master = COMPUTE_BYTES[plan.precision], MASTER_BYTES[plan.precision]
+    compute, master = COMPUTE_BYTES[plan.dtype], MASTER_BYTES[plan.dtype]
     shards = plan.shard_degree
     numel, trained = layout.numel, layout.trained_numel
     owned = trained // shards
@@ -163,7 +163,7 @@ def model_state_bytes(
 def _outer_bytes(owned: int, plan: Plan) -> int:
     """Bytes of the outer optimizer of local steps: global weights, momentum, errors of codes, and a part that
     is exchanged during steps."""
-    master = MASTER_BYTES[plan.precision]
+    master = MASTER_BYTES[plan.dtype]
     if not plan.local_steps:
         return 0
     num_states = 1 if plan.local.learning_rate is None else 2
@@ -186,14 +186,14 @@ def _on_gpu(
     """Add the memory of a GPU besides tensors, and the rounding of pinned host memory."""
     host = use.host
     if plan.offload == "cpu":
-        sums = [unit.range_numel * MASTER_BYTES[plan.precision] for unit in layout.units if unit.trains]
-        params = [unit.range_numel * COMPUTE_BYTES[plan.precision] for unit in layout.units]
+        sums = [unit.range_numel * MASTER_BYTES[plan.dtype] for unit in layout.units if unit.trains]
+        params = [unit.range_numel * COMPUTE_BYTES[plan.dtype] for unit in layout.units]
         are_pinned = not in_files if _has_wide_masters(plan) else params_stay_full(plan)
         masters = sums if are_pinned else []
         pinned = [*sums, *masters, *(params if plan.zero == 3 else ())]
         host += sum(pinned_bytes(size) - size for size in pinned)
         if params_stay_full(plan):  # rounded on the host, in two staging buffers
-            compute = COMPUTE_BYTES[plan.precision]
+            compute = COMPUTE_BYTES[plan.dtype]
             host += 2 * pinned_bytes(_largest_range(layout) * compute)
     return replace(
         use,
@@ -215,16 +215,16 @@ def _staged_gradient_bytes(layout: Layout, plan: Plan) -> int:
     sums_often = plan.micro > 1 and not plan.accumulates_full
     if has_replicas and not defers and not sums_often:
         return 0
-    return 2 * _largest_range(layout) * MASTER_BYTES[plan.precision]
+    return 2 * _largest_range(layout) * MASTER_BYTES[plan.dtype]
 
 
 def _block_bytes(layout: Layout, plan: Plan, states_per_element: int) -> int:
     """Bytes of the blocks of files in memory: master weights and states of a chunk."""
     owned = [stop - start for u in layout.units if u.trains for _, start, stop in u.owned_groups(0)]
     num_blocks, numel = sum(-(-each // CHUNK) for each in owned), min(CHUNK, max(owned, default=0))
-    state_bytes = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.precision]
+    state_bytes = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.dtype]
     parts = [numel * state_bytes] * states_per_element
-    parts += [numel * MASTER_BYTES[plan.precision]] if _has_wide_masters(plan) else []
+    parts += [numel * MASTER_BYTES[plan.dtype]] if _has_wide_masters(plan) else []
     return min(DISK_BUFFERS, num_blocks) * sum(-(-part // _PAGE) * _PAGE for part in parts)
 
 
@@ -239,7 +239,7 @@ def params_stay_full(plan: Plan) -> bool:
 
 
 def _has_wide_masters(plan: Plan) -> bool:
-    return COMPUTE_BYTES[plan.precision] != MASTER_BYTES[plan.precision]
+    return COMPUTE_BYTES[plan.dtype] != MASTER_BYTES[plan.dtype]
 
 
 def _offloaded(
@@ -304,7 +304,7 @@ def _buffers(
         earlier = trained[max(0, len(trained) - 2 - in_flight)]
         unreduced = trained[-1] - earlier
         reduced = 0 if defers else earlier
-        held = gathered * COMPUTE_BYTES[plan.precision] + unreduced * per_element
+        held = gathered * COMPUTE_BYTES[plan.dtype] + unreduced * per_element
         held += (
             int(unreduced * received) * sent_itemsize
             + unreduced * copies
@@ -320,4 +320,4 @@ def _replica_copy_itemsize(plan: Plan) -> int:
         return 0
     if plan.reduce == "bf16":
         return 2
-    return MASTER_BYTES[plan.precision] if plan.offload == "cpu" else 0
+    return MASTER_BYTES[plan.dtype] if plan.offload == "cpu" else 0

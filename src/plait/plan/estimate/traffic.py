@@ -133,7 +133,7 @@ def layers_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
 def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """All-gathers of parameters."""
     plan, calls = facts.plan, []
-    size = COMPUTE_BYTES[plan.precision]
+    size = COMPUTE_BYTES[plan.dtype]
     for number, stage in facts.own.items():
         units = stage.layout.units
         if facts.transport.shares:
@@ -167,7 +167,7 @@ def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             calls.append({key: count * times for key, count in once.items()})
             if not (_covers_replicas(facts) or plan.local_steps):
                 calls.append(_reduction(facts, unit, replicas=True))
-    master = MASTER_BYTES[plan.precision]
+    master = MASTER_BYTES[plan.dtype]
     for name, stages in facts.shared.items():
         units = [unit for s in stages if s in facts.own for unit in facts.stages[s].layout.units]
         sizes = [unit.range_numel * master for unit in units if unit.name == name and unit.trains]
@@ -208,12 +208,12 @@ def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[Co
         size = ranks * blocks_per_rank(numel, ranks) * BLOCK_BYTES[plan.reduce]
         sizes = {op: [size] for op in ("all-to-all", "all-gather")[: 1 if scatter else 2]}
     elif plan.algorithm != "auto" and plan.dp > 1:
-        size = 2 if _rounds(plan) else MASTER_BYTES[plan.precision]
+        size = 2 if _rounds(plan) else MASTER_BYTES[plan.dtype]
         sizes = {"send": [], "receive": []}
         for move in chain.from_iterable(reduction_steps(facts, numel, *axes, scatter=scatter)):
             sizes["send" if isinstance(move, Send) else "receive"].append((move.stop - move.start) * size)
     else:
-        wide = MASTER_BYTES[plan.precision] if replicas else facts.transport.grad_itemsize
+        wide = MASTER_BYTES[plan.dtype] if replicas else facts.transport.grad_itemsize
         op = "all-reduce" if replicas else "exchange" if covers else "reduce-scatter"
         sizes = {op: [numel * (2 if _rounds(plan) else wide)]}
     return sum_traffic(facts.calls(op, of_op, *axes, channel="reductions") for op, of_op in sizes.items())
@@ -234,7 +234,7 @@ def scratch_bytes(facts: RankFacts) -> int:
     plan = facts.plan
     if plan.algorithm == "auto" or plan.dp == 1 or compresses(plan):
         return 0
-    size, total = 2 if _rounds(plan) else MASTER_BYTES[plan.precision], 0
+    size, total = 2 if _rounds(plan) else MASTER_BYTES[plan.dtype], 0
     for stage in facts.own.values():
         largest = max((unit.numel for unit in stage.layout.units if unit.trains), default=0)
         owned = largest if plan.algorithm_reduces_all else largest // plan.shard_degree
@@ -302,7 +302,7 @@ def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
         sizes["all-reduce"] += stage.buffers
         for unit in (unit for unit in stage.layout.units if unit.trains):
             if plan.exchange == "fp32":
-                sizes["all-reduce"].append(unit.range_numel * MASTER_BYTES[plan.precision])
+                sizes["all-reduce"].append(unit.range_numel * MASTER_BYTES[plan.dtype])
             else:
                 blocks = plan.num_islands * blocks_per_rank(unit.range_numel, plan.num_islands)
                 for op in ("all-to-all", "all-gather"):
@@ -312,7 +312,7 @@ def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     calls = [facts.calls(op, of_op, "replicate", channel="reductions") for op, of_op in sizes.items()]
     calls.append(facts.calls("all-reduce", drifts, "pp", "shard", "row", "col", channel="reductions"))
     for stage in facts.own.values():
-        gathered = [unit.numel * COMPUTE_BYTES[plan.precision] for unit in stage.layout.units]
+        gathered = [unit.numel * COMPUTE_BYTES[plan.dtype] for unit in stage.layout.units]
         if facts.transport.shares:  # before and after new weights are written
             calls.append(facts.calls("barrier", [0, 0] * plan.exchange_parts, "shard", channel="gathers"))
         elif plan.zero < 3:

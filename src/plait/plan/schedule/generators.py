@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from plait.errors import ScheduleError, unknown_key_hint
+from plait.errors import PlanError, ScheduleError, unknown_key_hint
 from plait.plan.schedule.action import MAX_ACTIONS, Action, B, F, Schedule, W, too_large
 
 
@@ -252,3 +252,13 @@ GENERATORS: dict[str, Generator] = {
     "dualpipev": Generator(dualpipev, chunks=2, varies=False, splits=True),
     "inference": Generator(inference, trains=False),
 }
+
+
+def compile_conflict(schedule: str) -> PlanError:
+    """The error for compile=true with a schedule that splits backwards."""
+    return PlanError(
+        "a compiled block's backward cannot be split",
+        given=f"compile=true {schedule}, which has separate weight-gradient actions (W)",
+        expected="a schedule with unsplit backwards",
+        hint="compile=false, or schedule=1f1b",
+    )
