@@ -316,8 +316,8 @@ def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
         if facts.transport.shares:  # before and after new weights are written
             calls.append(facts.calls("barrier", [0, 0] * plan.exchange_parts, "shard", channel="gathers"))
         elif plan.zero < 3:
-            sizes = gathered * plan.exchange_parts
-            calls.append(facts.calls("all-gather", sizes, "shard", channel="gathers"))
+            gathered *= plan.exchange_parts
+            calls.append(facts.calls("all-gather", gathered, "shard", channel="gathers"))
     return sum_traffic(calls)
 
 
