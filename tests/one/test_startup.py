@@ -154,6 +154,7 @@ import json, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 sys.argv = ["plait", *json.loads(sys.argv[1])]
 from plait.__main__ import main
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until main() unblocks it: not in this program
 print("ready", flush=True)
 main()
 """
