@@ -37,9 +37,9 @@ class Server:
     @staticmethod
     @rpc.functions.async_execution
     def step(server: "rpc.RRef[Server]", grads: list[Tensor]) -> Future[list[Tensor]]:
-        return server.local_value()._add(grads)
+        return server.local_value().add(grads)
 
-    def _add(self, grads: list[Tensor]) -> Future[list[Tensor]]:
+    def add(self, grads: list[Tensor]) -> Future[list[Tensor]]:
         with self._lock:
             answer = self._answer
             for weight, grad in zip(self._weights, grads, strict=True):
