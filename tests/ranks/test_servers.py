@@ -5,12 +5,15 @@ import os
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import plait
+from plait.comm import world
+from plait.comm.shm import remote
 from plait.comm.world import leave_store
 from plait.errors import ModelError
 from plait.plan import Plan
@@ -65,6 +68,21 @@ def test_servers_that_sum_all_pushes_have_the_bits_of_zero_1(
     for found in pool.run(trained, Plan.parse(plan).num_ranks, plan, programs.rough_llama, sends)[:2]:
         assert found[0] == expected
         assert not differing(found[1], weights)
+
+
+def on_hosts_of_their_own(plan: str) -> Any:
+    host = {"host_identity": lambda: f"host {os.environ['RANK']}"}
+    with mock.patch.multiple(world, **host), mock.patch.multiple(remote, **host):
+        return trained(plan)
+
+
+@pytest.mark.parametrize("servers", ["servers=1", "server=colocated"])
+def test_processes_on_several_hosts_send_what_others_map(pool: Pool, servers: str) -> None:
+    expected, weights = pool.run(trained, 2, "dp=2 zero=1")[0]
+    plan = f"dp=2 {servers}"
+    found = pool.run(on_hosts_of_their_own, Plan.parse(plan).num_ranks, plan)[0]
+    assert found[0] == expected
+    assert not differing(found[1], weights)
 
 
 def branches() -> nn.Module:

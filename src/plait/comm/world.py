@@ -408,6 +408,12 @@ class JobProcess:
     timeout_s: float
     ends_with_first: bool = False  # the job ends when the first one leaves
 
+    def is_one_host(self) -> bool:
+        """Return whether all processes can share memory. Waits until all have called it."""
+        hosts = dist.PrefixStore("host of", self.store)
+        hosts.set(str(self.rank), host_identity())
+        return len({hosts.get(str(rank)) for rank in range(self.size)}) == 1
+
 
 _job: tuple[object, JobProcess] | None = None  # of this process, with what announced it
 

@@ -35,8 +35,9 @@ def join_job(plan: Plan, timeout_s: float = 600.0, *, ends_with_first: bool = Fa
 
 def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
     """The world of one process: a rank by itself, whose parameters and gradients the servers reach. Without
-    shared memory they are sent."""
-    return World.of_process(process, new_arena(2 * process.size) if shares_memory else None)
+    shared memory, or if the job has several hosts, they are sent. Waits until all processes have joined."""
+    is_one_host = process.is_one_host()
+    return World.of_process(process, new_arena(2 * process.size) if shares_memory and is_one_host else None)
 
 
 def expendable_ranks(plan: Plan) -> range:
