@@ -1,10 +1,15 @@
-"""Requests that a parameter server refuses, and what they leave unchanged."""
+"""Requests that a parameter server refuses, and what they leave unchanged; waits for messages."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from plait.comm.pair import Message, as_bytes
+from plait.comm import pair
+from plait.comm.pair import Message, Pair, as_bytes
 from plait.engine.spec import validate
 from plait.errors import PlaitError
 from plait.plan import Plan
@@ -61,3 +66,21 @@ def test_an_update_that_is_sent_twice_is_applied_once() -> None:
     push(server, 3)
     assert [server._handle(0, update(3)).value for _ in range(2)] == [1, 0]
     assert server.state.versions == [1] * len(server.state.chunks)
+
+
+@pytest.mark.parametrize(("limit_s", "is_lost"), [(60.0, False), (0.3, True)])
+def test_a_message_may_come_later_than_a_connection_has_to(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, is_lost: bool
+) -> None:
+    monkeypatch.setattr(pair, "_CONNECT_S", 1.0)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as other:
+        server = other.submit(Pair, store, "pair", 0, 60.0)
+        worker = Pair(store, "pair", 1, limit_s)
+        other.submit(lambda: (server.result().receive(), time.sleep(1.5), server.result().send(Message(2))))
+        if is_lost:
+            with pytest.raises(PlaitError, match="is lost"):
+                worker.request(Message(1))
+        else:
+            assert worker.request(Message(1)).verb == 2
+        worker.close()

@@ -73,7 +73,8 @@ class Pair:
             )
         except RuntimeError as error:
             raise self._lost(error) from error
-        self._group.set_timeout(datetime.timedelta(seconds=timeout_s))
+        # The group's own limit stays that of connecting, whatever `set_timeout` is given.
+        self._timeout = datetime.timedelta(seconds=timeout_s)
 
     def send(self, message: Message) -> None:
         header = torch.tensor(
@@ -89,9 +90,9 @@ class Pair:
             ]
         )
         try:
-            self._group.send([header], self._other, 0).wait()
+            self._group.send([header], self._other, 0).wait(self._timeout)
             if message.payload.numel():
-                self._group.send([message.payload], self._other, 0).wait()
+                self._group.send([message.payload], self._other, 0).wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -99,12 +100,12 @@ class Pair:
         """Wait for a message. Raises CommError also for one that is damaged."""
         header = torch.empty(_FIELDS, dtype=torch.int64)
         try:
-            self._group.recv([header], self._other, 0).wait()
+            self._group.recv([header], self._other, 0).wait(self._timeout)
             first, *numbers, num_bytes, crc = header.tolist()
             self._check(first >> 16 == _MAGIC, "its header is not one of plait's")
             payload = torch.empty(num_bytes, dtype=torch.uint8)
             if num_bytes:
-                self._group.recv([payload], self._other, 0).wait()
+                self._group.recv([payload], self._other, 0).wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
         self._check(_checksum(payload) == crc, "its checksum is wrong")
