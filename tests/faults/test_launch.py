@@ -337,6 +337,18 @@ def test_sigusr1_is_passed_on_each_time_and_waits_for_ranks_that_are_not_ready(
     assert launcher.returncode == 0, output
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_ranks_that_outlive_their_job_are_killed(capfd: pytest.CaptureFixture[str], code: int) -> None:
+    def run() -> None:
+        if os.environ["RANK"] == "0":
+            raise SystemExit(code)
+        time.sleep(START_S)
+
+    assert launch_local(3, [], function=run, end_s=0.2) == code
+    lines = {f"plait: rank {rank} was killed 0.2 s after the job had ended" for rank in (1, 2)}
+    assert {*capfd.readouterr().err.splitlines()} == (set() if code else lines)
+
+
 def test_a_killed_launcher_leaves_no_rank(start: Start, tmp_path: Path) -> None:
     launcher = start("from plait.comm.launch import end_with_parent\nend_with_parent()\n" + IGNORING_RANK)
     pids = [int((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]

@@ -65,7 +65,7 @@ def train(
     if not resume and not recipe.is_dir():  # errors in it are reported before torch is imported
         Plan.parse(read_recipe(recipe, sets, plan).plan)
     from plait.comm.launch import fork_ranks, launch_local
-    from plait.server.job import expendable_ranks
+    from plait.server.job import fates_of_ranks
     from plait.train.prepare import prepare
 
     fork_ranks()
@@ -75,8 +75,8 @@ def train(
         words = ["rank", str(prepared.dir.path), *(["--debug"] if debug else [])]
         code = LOST_RANK
         try:
-            save_s, may_die = prepared.recipe.run.save_s, expendable_ranks(prepared.plan)
-            code = launch_local(prepared.plan.num_ranks, words, save_s=save_s, may_die=may_die)
+            save_s, fates = prepared.recipe.run.save_s, fates_of_ranks(prepared.plan)
+            code = launch_local(prepared.plan.num_ranks, words, save_s=save_s, **fates)
         finally:
             if code and not resume:
                 _discard_unused(prepared.dir, start)

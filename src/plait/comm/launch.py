@@ -91,6 +91,7 @@ def launch_local(
     function: Callable[[], object] | None = None,
     save_s: float = 60.0,
     may_die: Collection[int] = (),
+    end_s: float | None = None,
 ) -> int:
     """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host; or
     `function()`, on ranks that are always forked, see [Note: forked ranks].
@@ -98,6 +99,7 @@ def launch_local(
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
     ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die`, they go on.
+    `end_s`: the job is over when rank 0 has ended with 0; others have so many seconds to end too.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
     seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
@@ -119,7 +121,7 @@ def launch_local(
     if function is not None or (is_own and _forks and _can_fork()):
         forked = _ForkedRank(argv, function or _run_command)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
-        monitor = _RankMonitor(save_s, may_die)
+        monitor = _RankMonitor(save_s, may_die, end_s)
         with (
             _patched_environment(_rank_environment(num_ranks, rendezvous_dir)),
             _silence_torch(),
@@ -166,8 +168,9 @@ def _watch_parent(launcher: int) -> None:
 class _RankMonitor:
     """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that."""
 
-    def __init__(self, save_s: float, may_die: Collection[int]) -> None:
+    def __init__(self, save_s: float, may_die: Collection[int], end_s: float | None) -> None:
         self._may_die = may_die
+        self._end_s = end_s  # from the end of rank 0, and of the job, to SIGKILL for others
         self._save_s = save_s  # from a signal to SIGKILL: time to write a checkpoint
         self._pids: Mapping[int, int] = {}
         self._codes: dict[int, int] = {}  # in order of death; negative: killed by that signal
@@ -190,11 +193,14 @@ class _RankMonitor:
             for rank in pids
             if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
         }
-        dead |= {rank: 0 for rank, code in dead.items() if code < 0 and rank in self._may_die}
+        self._report_late_ranks(dead)
+        dead |= {rank: 0 for rank, code in dead.items() if code < 0 and self._is_expendable(rank)}
         # Of ranks that died between two polls, one that was killed is the more likely cause.
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
             is_first = not any(map(self._is_failure, self._codes.values()))
             self._codes[rank] = code
+            if rank == 0 and code == 0 and self._end_s is not None:
+                self._pending.append((now + self._end_s, signal.SIGKILL))
             if self._is_failure(code):
                 self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
                 if is_first:
@@ -223,6 +229,18 @@ class _RankMonitor:
         if self._forwarded is not None and (self._forwarded is signal.SIGINT or killed_by_signal):
             return 128 + self._forwarded
         return 0
+
+    def _is_expendable(self, rank: int) -> bool:
+        return rank in self._may_die or self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        return self._end_s is not None and self._codes.get(0) == 0
+
+    def _report_late_ranks(self, dead: Mapping[int, int]) -> None:
+        for rank, code in dead.items():
+            if self._is_over and code == -signal.SIGKILL:
+                sys.stderr.write(f"plait: rank {rank} was killed {self._end_s:g} s after the job had ended\n")
 
     def _is_failure(self, code: int) -> bool:
         as_requested = () if self._forwarded is None else (-self._forwarded, 128 + self._forwarded)

@@ -73,7 +73,11 @@ class Pair:
             )
         except RuntimeError as error:
             raise self._lost(error) from error
-        # The group's own limit stays that of connecting, whatever `set_timeout` is given.
+        self.limit_waits(timeout_s)
+
+    def limit_waits(self, timeout_s: float) -> None:
+        """Set the limit of waiting for a message. The group's own stays that of connecting, whatever its
+        `set_timeout` is given."""
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
     def send(self, message: Message) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,8 @@ from plait.server.chunks import ChunkTable
 from plait.server.server import Server
 from plait.server.worker import Servers, ServerUpdater
 
-_END_S = 30.0  # for other workers to leave a colocated server
+_END_S = 10.0  # from the end of worker 0, and of the job, to that of the others
+_LEAVE_S = 30.0  # for other workers to leave a colocated server
 
 
 def is_server(plan: Plan, process: JobProcess) -> bool:
@@ -40,9 +42,13 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
     return World.of_process(process, new_arena(2 * process.size) if shares_memory and is_one_host else None)
 
 
-def expendable_ranks(plan: Plan) -> range:
-    """The ranks without which a job goes on: workers other than the first, if the servers are dedicated."""
-    return range(1, plan.dp) if plan.servers else range(0)
+def fates_of_ranks(plan: Plan) -> dict[str, Any]:
+    """Return arguments of `launch_local`: the job goes on without workers other than the first, if servers
+    are dedicated, and is over when worker 0 ends it."""
+    return {
+        "may_die": range(1, plan.dp) if plan.servers else (),
+        "end_s": _END_S if plan.num_servers else None,
+    }
 
 
 def chunk_table(model: nn.Module, spec: TrainingSpec) -> ChunkTable:
@@ -78,7 +84,7 @@ def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, worl
     def leave() -> None:
         servers.leave(ends_job=process.ends_with_first and process.rank == 0)
         if thread is not None:
-            thread.join(_END_S)
+            thread.join(_LEAVE_S)
         leave_store()
 
     def make_updater(parts: EngineParts) -> ServerUpdater:

@@ -103,7 +103,9 @@ class Server:
             while True:
                 message = pair.receive()
                 if message.verb == Verb.LEAVE:
-                    self._is_over |= bool(message.value)
+                    with self._changed:
+                        self._is_over |= bool(message.value)
+                        self._changed.notify_all()
                     pair.send(message)
                     return
                 try:

@@ -38,6 +38,7 @@ from plait.server.push import GradientEncoder
 from plait.server.server import mask_of
 
 T = TypeVar("T")
+_LEAVE_S = 10.0  # for a server's reply
 
 
 class JobIsOver(RunError):
@@ -90,6 +91,7 @@ class Servers:
     def leave(self, *, ends_job: bool = False) -> None:
         """Leave the job, or end it for all workers."""
         for index, pair in enumerate(self.pairs):
+            pair.limit_waits(_LEAVE_S)
             with contextlib.suppress(CommError, JobIsOver):  # the server may have ended
                 self.request(index, Message(Verb.LEAVE, value=int(ends_job)))
             pair.close()
