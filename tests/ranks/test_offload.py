@@ -164,6 +164,8 @@ def test_offload_to_disk_changes_no_bit(pool: Pool, words: str, tmp_path: Path) 
         ("dp=2 zero=2 precision=bf16", 12),
         ("dp=2 zero=3 precision=bf16", 12),
         ("dp=2 zero=3 precision=bf16 optim_dtype=bf16", 8),
+        ("dp=1 zero=2 precision=bf16 optim_dtype=bf16", 8),
+        ("dp=1 zero=2 precision=fp32 optim_dtype=bf16", 4),
     ],
 )
 def test_masters_and_states_are_on_disk_alone(pool: Pool, words: str, on_disk: int, tmp_path: Path) -> None:
