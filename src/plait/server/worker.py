@@ -154,9 +154,11 @@ class ServerUpdater:
         loss_sum, num_targets, _ = decision["totals"]
         if self._is_late:  # its push was dropped, and the step is over
             return loss_sum, num_targets, totals[2]
-        message = Message(Verb.SUM, clock=self._clock, value=mask_of(self._workers))
-        squares = [reply.json() for reply in self._servers.all(message)]
-        return loss_sum, num_targets, sum(squares)
+        squares = decision["squares"]
+        if squares is None:
+            message = Message(Verb.SUM, clock=self._clock, value=mask_of(self._workers))
+            squares = sum(reply.json() for reply in self._servers.all(message))
+        return loss_sum, num_targets, squares
 
     def apply(self, factor: float, number: int, on_write: Callable[[bool], object]) -> None:  # noqa: ARG002
         self._has_applied = True
@@ -164,22 +166,28 @@ class ServerUpdater:
             return
         options = {key: value.item() for key, value in options_state(self._parts.optimizer.optimizer).items()}
         on_write(True)  # until the new weights are here
-        self._apply(self._clock, self._workers, {"factor": factor, "options": options})
+        update = {"factor": factor, "options": options}
+        message = Message.of_json(Verb.APPLY, update, clock=self._clock, value=mask_of(self._workers))
+        if not self._policy.sums:  # the first one records what is to be applied: see `ClockTable.begin`
+            self._servers.request(0, message)
+        self._servers.each(lambda index: self._servers.request(index, message), 0 if self._policy.sums else 1)
         on_write(False)
 
-    def _apply(self, clock: int, workers: tuple[int, ...], update: object, first: int = 0) -> None:
-        message = Message.of_json(Verb.APPLY, update, clock=clock, value=mask_of(workers))
-        if first == 0:  # it records what is to be applied: see `ClockTable.begin`
-            self._servers.request(0, message)
-        self._servers.each(lambda index: self._servers.request(index, message), first=1)
 
     def end_step(self, num_steps: int) -> int:  # noqa: ARG002
         if not self._has_applied:  # the step was skipped
             self._encoder.discard()
         self._has_applied = False
-        self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
-        self._pull()
+        if self._arena is None or not (self._policy.sums or len(self._servers.pairs) == 1):
+            self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
+            self._pull()
+        else:  # no other worker is waited for between them, or no other server has weights
+            self._servers.each(lambda index: self._pull_from(index) if index else self._advance_and_pull())
         return self._clock
+
+    def _advance_and_pull(self) -> None:
+        message = Message(Verb.ADVANCE, clock=self._clock, count=len(self._table.of_server[0]))
+        self._clock = self._servers.request(0, message).clock
 
     def _push(self, server: int) -> None:
         for index, chunk in enumerate(self._table.of_server[server]):
