@@ -6,9 +6,9 @@ affects other pairs. Each side makes one request at a time, so that a pair needs
 through the job's store; payloads are JSON texts or the bytes of tensors, and nothing is unpickled.
 
 [Note: sockets instead of a Gloo group of two]
-A request is one small message each way, and the processes of one host take turns on its cores. Gloo's send and
-receive each wake a thread of Gloo, which then wakes the caller; the kernel wakes a thread that reads a socket
-itself. Header and small payloads are one write.
+A request is one small message each way, and the processes of one host take turns on its cores. Gloo's send
+and receive each wake a thread of Gloo, which then wakes the caller; the kernel wakes a thread that reads a
+socket itself. Header and small payloads are one write.
 """
 
 import contextlib
@@ -174,15 +174,13 @@ def _connect(store: dist.Store, name: str) -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address at which other processes of the job reach this one: of the interface that is set for Gloo, or
-    of the one on the way to rank 0's host."""
+    """The address at which other processes of the job reach this one: of the interface that is set for Gloo,
+    or of the one on the way to rank 0's host."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     master = os.environ.get("MASTER_ADDR", "localhost")
-    if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", interface.encode()[:15])
-            reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            return socket.inet_ntoa(reply[20:24])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(reply[20:24])
     family, kind, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # sends nothing

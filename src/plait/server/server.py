@@ -175,7 +175,7 @@ class Server:
     def _push(self, worker: int, message: Message) -> Message:
         index = self._check_chunk(message)
         numel = self.state.chunks[index].numel
-        gradient = decode(message.payload, numel, self._precision.master, self._reduce)
+        gradient = decode(message, numel, self._precision.master, self._reduce)
         self._workers[worker].staged[index] = gradient
         return Message(Verb.PUSH)
 
@@ -188,7 +188,8 @@ class Server:
             if decision is None:
                 return Message(Verb.OVER)
             content = {**asdict(decision), "unfinished": self._unfinished(), "squares": None}
-            is_late = self._policy.sums and self.clocks.is_finished(message.clock)
+            is_dropped = self._policy.sums and worker not in decision.workers
+            is_late = is_dropped and self.clocks.is_finished(message.clock)
         if self._is_only and self._policy.sums and not is_late:  # it would be asked for the sum next
             content["squares"] = self.state.sum(decision.clock, decision.workers, self._gradient)
         return Message.of_json(Verb.COMMIT, content, value=int(is_late))

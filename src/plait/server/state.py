@@ -2,7 +2,8 @@
 
 [Note: no torn reads]
 Each chunk has a lock, under which it is updated and copied out: a worker gets all of a chunk from before an
-update or all of it from after. Small chunks, which are updated by one call of the optimizer, share a lock. Which updates it gets is decided by the clocks, see `clocks.py`.
+update or all of it from after. Small chunks, which are updated by one call of the optimizer,
+share a lock. Which updates a worker gets is decided by the clocks, see `clocks.py`.
 
 [Note: sums in rank order]
 The gradients of a step are added in the order of the workers' ranks, whatever the order in which they came:
@@ -144,7 +145,7 @@ class ServerState:
 
 
 def _batches(chunks: Sequence[Chunk]) -> list[range]:
-    """Successive chunks of at most MAX_NUMEL elements together: small ones cost a call of the optimizer each."""
+    """Successive chunks of at most MAX_NUMEL elements together, for one call of the optimizer."""
     batches: list[range] = []
     numel = 0
     for index, chunk in enumerate(chunks):
