@@ -1,12 +1,15 @@
 """Parameter servers: ours, a program by torch's RPC, and data parallelism without servers; and stragglers.
 
-    python benchmarks/servers.py [--sequences 1] [--rounds 3]
+    python benchmarks/servers.py [--tokens 256 16] [--rounds 3]
 
 The Llama of 33.7 M parameters on 2 workers, and a server where there is one, with one thread each: fp32,
-AdamW, a batch of --sequences x 256 tokens a worker. Contenders run one after the other in every round, each
+AdamW, a sequence of as many tokens a worker. Contenders run one after the other in every round, each
 in processes of its own; a time is the median of a run's steps after the first ones: those of the slower
 worker with RPC, and of worker 0 with us. `zero=1` has no server: the same update by reduce-scatter and
-all-gather.
+all-gather. The tutorial's program is run as it is written, and at its fastest: see `server_peers.py`.
+
+Rows of `128 MiB` are of one worker and a server: a push, which the server reads from the worker's memory, and
+of which it computes the norm, and a pull, which it writes there; relative to a copy in one process.
 
 Rows of `waits` are pushes per second that became part of an update, relative to sync=all, on 4 workers whose
 computing is a wait of 50 ms, and of 150 ms on the last one: the policies only, without cores that are shared.
@@ -20,6 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +37,14 @@ import server_peers
 from llama import Llama, llama_of
 from peers import ADAMW
 from plait.bench.report import machine
+from plait.comm.pair import Message
 from plait.plan import Plan
+from plait.server.protocol import Verb
 
 WORKERS = 2
 RPC = "torch RPC"
+TUTORIAL = "torch RPC, as written"
+MEMORY = 2**25  # elements of float32
 PLANS = ("servers=1", "servers=1 sync=async", "server=colocated", "zero=1")
 WARM_UP = 2
 STRAGGLER_WORKERS = 4
@@ -44,12 +53,12 @@ SLOWER = 3
 EXPECTED = {"sync=all": 1.0, "sync=backup:1": 9 / 4, "sync=stale:3": 1.0, "sync=async": 10 / 4}
 
 
-def train(model: Llama, plan: str, sequences: int, steps: int) -> list[float]:
+def train(model: Llama, plan: str, steps: int) -> list[float]:
     """Be a rank of ours: seconds of each step."""
     torch.set_num_threads(1)
     engine = plait.parallelize(model.on_meta(), plan, optimizer_args=ADAMW)
     torch.manual_seed(engine.data_rank)
-    batch = model.batch(sequences)
+    batch = model.batch(1)
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -93,22 +102,48 @@ def straggle(sync: str, seconds: float) -> float:
     return decided * per_update / taken
 
 
-def times(arguments: argparse.Namespace) -> common.Times:
-    model, steps = llama_of(arguments), arguments.steps + WARM_UP
+def move(numel: int, rounds: int) -> common.Times | None:
+    """Be a worker or its server: seconds of a push, of a pull, and of a copy, of so many elements."""
+    torch.set_num_threads(1)
+    model = nn.Linear(numel, 1, bias=False)
+    engine = plait.parallelize(
+        model, "dp=1 servers=1", optimizer=torch.optim.SGD, loss=lambda out, _: (out.sum(), 1)
+    )
+    engine.step({"input": torch.ones(1, numel)})
+    servers, copied = engine._updater._servers, torch.zeros(numel)
+    weight = engine.model.weight.detach().view(-1)
+
+    def seconds_of(work: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+    found: common.Times = {"push": [], "pull": [], "copy": []}
+    for clock in range(2, 2 + rounds):
+        push = Message(Verb.SUM, clock=clock, value=1)
+        found["push"].append(seconds_of(lambda push=push: servers.request(0, push)))
+        found["pull"].append(seconds_of(engine._updater._pull))
+        found["copy"].append(seconds_of(lambda: copied.copy_(weight)))
+    engine.world.close()
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
+def times(arguments: argparse.Namespace, tokens: int) -> common.Times:
+    model, steps = replace(llama_of(arguments), sequence=tokens), arguments.steps + WARM_UP
     contenders: dict[str, Callable[[], list[float]]] = {}
     for plan in PLANS:
         parsed = Plan.parse(f"dp={WORKERS} {plan}")
         contenders[plan] = lambda parsed=parsed: plait.launch(
-            train, parsed.num_ranks, model, str(parsed), arguments.sequences, steps
+            train, parsed.num_ranks, model, str(parsed), steps
         )
 
-    def by_rpc() -> list[float]:
+    def by_rpc(*, as_written: bool) -> list[float]:
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-            store = str(Path(folder, "store"))
-            words = (model, WORKERS, arguments.sequences, steps, store)
+            words = (model, WORKERS, steps, as_written, str(Path(folder, "store")))
             return plait.launch(server_peers.train, WORKERS + 1, *words)
 
-    contenders[RPC] = by_rpc
+    contenders[RPC] = partial(by_rpc, as_written=False)
+    contenders[TUTORIAL] = partial(by_rpc, as_written=True)
     found: common.Times = {name: [] for name in contenders}
     for _ in range(arguments.rounds):
         for name, run in contenders.items():
@@ -126,12 +161,20 @@ def stragglers(seconds: float) -> list[common.Row]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 16])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--straggler-s", type=float, default=6.0)
-    arguments = common.parse(parser, steps=1, rounds=1, straggler_s=0.2)
-    rows = common.rows("33.7 M", times(arguments), yardstick="zero=1", peers=(RPC,))
+    arguments = common.parse(parser, steps=1, rounds=1, straggler_s=0.2, tokens=[16])
+    rows: list[common.Row] = []
+    for tokens in arguments.tokens:
+        found = times(arguments, tokens)
+        ahead = {name: common.ratio(found[TUTORIAL], seconds) for name, seconds in found.items()}
+        of_case = common.rows(f"{tokens} tokens", found, yardstick="zero=1", peers=(RPC, TUTORIAL))
+        rows += [row | {"faster_than_tutorial": ahead[row["contender"]]} for row in of_case]
+    moved = plait.launch(move, 2, 1024 if arguments.smallest else MEMORY, arguments.steps + 1)
+    in_memory = common.rows("128 MiB", moved, yardstick="copy", peers=())
+    rows += [row | {"faster_than_tutorial": None} for row in in_memory]
     empty: dict[str, Any] = dict.fromkeys(rows[0])
     waits = [empty | {"case": "waits", **row} for row in stragglers(arguments.straggler_s)]
     rows = [row | {"of_sync": None, "expected": None} for row in rows]

@@ -84,3 +84,4 @@ def test_a_message_may_come_later_than_a_connection_has_to(
         else:
             assert worker.request(Message(1)).verb == 2
         worker.close()
+        server.result().close()

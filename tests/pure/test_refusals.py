@@ -30,7 +30,7 @@ OPTIONS: dict[str, list[Any]] = {
     "prefetch": [1, 1, 1, 0, 2],
     "reshard": ["use", "use", "step"],
     "precision": ["fp32", "fp64", "bf16", "fp16", "fp8", "fp8-rowwise"],
-    "reduce": ["fp32", "fp32", "fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:8"],
+    "reduce": ["fp32", "fp32", "fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:8", "topk:0.1"],
     "algorithm": ["auto", "auto", "naive", "ring", "halving", "tree", "two-level"],
     "optim_dtype": ["fp32", "fp32", "bf16"],
     "offload": ["none", "cpu", "disk"],
@@ -126,6 +126,9 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "local_steps cannot be combined with offload=disk": lambda v: v["local_steps"] and v["offload"] == "disk",
     "local_steps cannot be combined with a named algorithm or compressed gradients": lambda v: (
         v["local_steps"] and (v["algorithm"] != "auto" or v["reduce"] not in ("fp32", "bf16"))
+    ),
+    "only parameter servers add up the largest elements of gradients": lambda v: (
+        not _has_servers(v) and v["reduce"] == "topk:0.1"
     ),
     "sync has an effect only with parameter servers": lambda v: not _has_servers(v) and v["sync"] != "all",
     "colocated servers are as many as the workers": lambda v: v["server"] == "colocated" and v["servers"] > 0,

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import world
+from plait.comm.pair import Message
 from plait.comm.shm import remote
 from plait.comm.world import leave_store
 from plait.errors import ModelError
 from plait.plan import Plan
 from plait.server.job import join_job, process_world
+from plait.server.protocol import Verb
+from plait.server.worker import Servers
 from support import programs
 from support.pool import Pool
 
@@ -114,7 +117,9 @@ def test_workers_and_servers_of_any_number_compute_what_one_process_does(
         torch.testing.assert_close(found[1][name], weight, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("reduce", "sends", "error"), [("bf16", False, 0.02), ("int8", True, 0.12)])
+@pytest.mark.parametrize(
+    ("reduce", "sends", "error"), [("bf16", False, 0.02), ("int8", True, 0.12), ("topk:0.5", False, 0.5)]
+)
 def test_compressed_pushes_train_nearly_as_exact_ones(
     pool: Pool, reduce: str, sends: bool, error: float
 ) -> None:
@@ -126,6 +131,42 @@ def test_compressed_pushes_train_nearly_as_exact_ones(
     moved = sum((exact[name] - start[name]).square().sum() for name in exact)
     off = sum((exact[name] - found[name]).square().sum() for name in exact)
     assert 0 < float((off / moved).sqrt()) < error
+
+
+def pushes_before_the_first_block() -> Any:
+    """The number of pushes that the server has had when backward comes to the model's first block."""
+    plan = Plan.parse("dp=1 servers=1")
+    world = process_world(join_job(plan), shares_memory=False)
+    try:
+        engine = plait.parallelize(programs.llama(), plan, loss=programs.summed_loss, world=world)
+    except SystemExit:
+        return None
+    replies: list[int] = []
+    request = Servers.request
+
+    def counted(servers: Servers, index: int, message: Message) -> Message:
+        reply = request(servers, index, message)
+        replies.append(reply.verb)
+        return reply
+
+    seen = []
+
+    def wait(*_: Any) -> None:
+        end = time.monotonic() + 10.0
+        while not replies and time.monotonic() < end:
+            time.sleep(0.001)
+        seen.append([*replies])
+
+    engine.model.model.layers[0].register_full_backward_pre_hook(wait)
+    with mock.patch.object(Servers, "request", counted):
+        engine.step(programs.share_of(programs.batches(1)[0], engine))
+    world.close()
+    return seen[0]
+
+
+def test_gradients_are_pushed_while_backward_computes_others(pool: Pool) -> None:
+    verbs = pool.run(pushes_before_the_first_block, 2)[0]
+    assert {*verbs} == {Verb.PUSH}
 
 
 def joined_with_another_model(plan: str) -> str:

@@ -63,7 +63,7 @@ from plait.comm.objects import (
     send_text,
 )
 from plait.comm.powersgd import PowerSGDReduce
-from plait.comm.shm.native_calls import sum_of_squares
+from plait.comm.shm.native_calls import sum_into, sum_of_squares
 from plait.comm.shm.rendezvous import ranks_by_host
 from plait.comm.stats import DeviceWaits
 from plait.comm.torch_backend import register_backend
@@ -145,5 +145,6 @@ __all__ = [
     "start_scatter",
     "start_scattered_sum",
     "start_send",
+    "sum_into",
     "sum_of_squares",
 ]

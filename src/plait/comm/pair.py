@@ -1,14 +1,25 @@
-"""A connection of two processes: messages with a small fixed header, over a Gloo group of two.
+"""A connection of two processes: messages with a small fixed header, over TCP.
 
-[Note: one group for each pair]
+[Note: one connection for each pair]
 A worker that dies breaks only its connections with the servers, and one that joins makes new ones: neither
 affects other pairs. Each side makes one request at a time, so that a pair needs no tags. Connections are made
 through the job's store; payloads are JSON texts or the bytes of tensors, and nothing is unpickled.
+
+[Note: sockets instead of a Gloo group of two]
+A request is one small message each way, and the processes of one host take turns on its cores. Gloo's send
+and receive each wake a thread of Gloo, which then wakes the caller; the kernel wakes a thread that reads a
+socket itself. Header and small payloads are one write.
 """
 
 import contextlib
 import datetime
+import fcntl
 import json
+import os
+import secrets
+import socket
+import struct
+import time
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +30,10 @@ from torch import Tensor
 
 from plait.errors import CommError
 
-_FIELDS = 8
+_HEADER = struct.Struct("<8q")
 _CONNECT_S = 30.0
+_JOINED_BYTES = 2**16  # payloads up to here are copied, to be one write with the header
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _MAGIC = 0x706C6169  # of the header's first number, with the verb
 
 
@@ -55,66 +68,67 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-def _checksum(payload: Tensor) -> int:
-    content: Any = payload.numpy()
-    return zlib.crc32(content)
-
-
 class Pair:
     """This process's side of a connection of two. Methods raise CommError if the other side is gone."""
 
     def __init__(self, store: dist.Store, name: str, side: int, timeout_s: float) -> None:
         """Both sides call it, with the same unused name. `timeout_s`: limit of waiting for a message."""
-        self._other = 1 - side
         self._name = name
         try:
-            self._group: Any = dist.ProcessGroupGloo(
-                dist.PrefixStore(name, store), side, 2, datetime.timedelta(seconds=_CONNECT_S)
-            )
-        except RuntimeError as error:
+            self._socket = (_connect if side else _accept)(store, name)
+        except (OSError, RuntimeError) as error:
             raise self._lost(error) from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.limit_waits(timeout_s)
 
     def limit_waits(self, timeout_s: float) -> None:
-        """Set the limit of waiting for a message. The group's own stays that of connecting, whatever its
-        `set_timeout` is given."""
-        self._timeout = datetime.timedelta(seconds=timeout_s)
+        """Set the limit of waiting for a message."""
+        self._socket.settimeout(timeout_s)
 
     def send(self, message: Message) -> None:
-        header = torch.tensor(
-            [
-                _MAGIC << 16 | message.verb,
-                message.worker,
-                message.clock,
-                message.first,
-                message.count,
-                message.value,
-                message.payload.numel(),
-                _checksum(message.payload),
-            ]
+        content: Any = memoryview(message.payload.numpy())
+        header = _HEADER.pack(
+            _MAGIC << 16 | message.verb,
+            message.worker,
+            message.clock,
+            message.first,
+            message.count,
+            message.value,
+            content.nbytes,
+            zlib.crc32(content),
         )
         try:
-            self._group.send([header], self._other, 0).wait(self._timeout)
-            if message.payload.numel():
-                self._group.send([message.payload], self._other, 0).wait(self._timeout)
-        except RuntimeError as error:
+            if content.nbytes <= _JOINED_BYTES:
+                self._socket.sendall(header + content)
+            else:
+                self._socket.sendall(header)
+                self._socket.sendall(content)
+        except OSError as error:
             raise self._lost(error) from error
 
     def receive(self) -> Message:
         """Wait for a message. Raises CommError also for one that is damaged."""
-        header = torch.empty(_FIELDS, dtype=torch.int64)
+        header = bytearray(_HEADER.size)
         try:
-            self._group.recv([header], self._other, 0).wait(self._timeout)
-            first, *numbers, num_bytes, crc = header.tolist()
+            self._receive_into(memoryview(header))
+            first, *numbers, num_bytes, crc = _HEADER.unpack(header)
             self._check(first >> 16 == _MAGIC, "its header is not one of plait's")
             payload = torch.empty(num_bytes, dtype=torch.uint8)
-            if num_bytes:
-                self._group.recv([payload], self._other, 0).wait(self._timeout)
-        except RuntimeError as error:
+            content: Any = memoryview(payload.numpy())
+            self._receive_into(content)
+        except OSError as error:
             raise self._lost(error) from error
-        self._check(_checksum(payload) == crc, "its checksum is wrong")
+        self._check(zlib.crc32(content) == crc, "its checksum is wrong")
         worker, clock, first_chunk, count, value = numbers
         return Message(first & 0xFFFF, worker, clock, first_chunk, count, value, payload)
+
+    def _receive_into(self, memory: memoryview) -> None:
+        at = 0
+        while at < memory.nbytes:
+            received = self._socket.recv_into(memory[at:])
+            if not received:
+                raise ConnectionError("the other side has closed it")
+            at += received
 
     def request(self, message: Message) -> Message:
         """Send a message and wait for the reply."""
@@ -123,17 +137,54 @@ class Pair:
 
     def close(self) -> None:
         """End the connection; a wait for a message of it raises, also on the other side."""
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
     def _check(self, is_sound: bool, fact: str) -> None:
         if not is_sound:
             raise CommError("a message is damaged", given=f"{self._name}: {fact}")
 
-    def _lost(self, error: RuntimeError) -> CommError:
-        return CommError(f"the connection {self._name} is lost", given=str(error).splitlines()[0][:160])
+    def _lost(self, error: Exception) -> CommError:
+        return CommError(f"the connection {self._name} is lost", given=str(error).split("\n")[0][:160])
+
+
+def _accept(store: dist.Store, name: str) -> socket.socket:
+    """The next connection that sends the token in the store."""
+    until_s = time.monotonic() + _CONNECT_S
+    host, token = _own_address(), secrets.token_bytes(16)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=1) as server:
+        store.set(name, json.dumps([host, server.getsockname()[1], token.hex()]))
+        while True:
+            server.settimeout(max(until_s - time.monotonic(), 1e-3))
+            connection = server.accept()[0]
+            connection.settimeout(_CONNECT_S)
+            if connection.recv(len(token), socket.MSG_WAITALL) == token:
+                return connection
+            connection.close()
+
+
+def _connect(store: dist.Store, name: str) -> socket.socket:
+    store.wait([name], datetime.timedelta(seconds=_CONNECT_S))
+    host, port, token = json.loads(store.get(name))
+    connection = socket.create_connection((host, port), _CONNECT_S)
+    connection.sendall(bytes.fromhex(token))
+    return connection
+
+
+def _own_address() -> str:
+    """The address at which other processes of the job reach this one: of the interface that is set for Gloo,
+    or of the one on the way to rank 0's host."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(reply[20:24])
+    family, kind, *_, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 class Meeting:

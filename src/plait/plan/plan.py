@@ -17,7 +17,7 @@ from plait.errors import PlanError, shown, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
-from plait.plan.servers import SERVER, check_servers, no_servers_error
+from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
 
 FLOAT8 = ("fp8", "fp8-rowwise")  # values of `precision` with matrix products in float8
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", *FLOAT8)
@@ -59,8 +59,8 @@ def check_choices(values: Mapping[str, object]) -> None:
         ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
         (
             "reduce",
-            REDUCE,
-            "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s, with a rank r from 1",
+            re.compile(f"{REDUCE.pattern}|{TOP_K.pattern}"),
+            "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s, with a rank r from 1, or topk:R",
         ),
         ("outer", OUTER, "average, or nesterov:LR:MOMENTUM such as nesterov:0.7:0.9"),
     ):
@@ -155,8 +155,9 @@ class Plan:
     reduce      dtype or compression of gradients sent between data ranks. `bf16`: shards are summed in fp32
                 by their owners; sums over replicas (and by NCCL) are rounded on the way. `fp16`, `int8` and
                 `powersgd` (or `powersgd:8`, with factors of rank 8; default 4) are summed in fp32 everywhere;
-                `powersgd:8:100` sends whole gradients in the first 100 steps.
-                The compression error of the last two is added to the rank's next gradient (error feedback).
+                `powersgd:8:100` sends whole gradients in the first 100 steps. `topk:0.01`, for parameter
+                servers, sends the largest hundredth of each chunk's elements.
+                The error of the last three is added to the rank's next gradient (error feedback).
                 It is not saved: a resumed run starts without it, so it is close to the uninterrupted run but
                 not bit-identical. With precision=fp64, sums are in fp64
     algorithm   all-reduce algorithm between data ranks on CPU: naive, ring, halving (recursive halving and

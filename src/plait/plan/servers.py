@@ -16,6 +16,7 @@ MAX_WORKERS = 62  # a set of workers is sent as the bits of a 64-bit integer
 SERVER = ("dedicated", "colocated")
 _ALLOWED = {"dp", "micro", "accumulate", "precision", "recompute", "compile", "deterministic"}
 _ALLOWED |= {"servers", "sync", "server"}
+TOP_K = re.compile(r"topk:(0\.[0-9]{0,5}[1-9])")
 _SYNC = re.compile("all|async|(stale|backup):([0-9]{1,6})")
 
 
@@ -48,12 +49,24 @@ class SyncPolicy:
         return self.kind in ("all", "backup")
 
 
+def top_share(reduce: str) -> float:
+    """The share of a gradient's elements that reduce=topk:R sends; 0 for other values."""
+    match = TOP_K.fullmatch(reduce)
+    return float(match[1]) if match else 0.0
+
+
 def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
     """Raise PlanError for values of `servers`, `sync` and `server` that have no effect or that other keys
     exclude. `plan`, `default`: values by key."""
     policy = SyncPolicy.parse(plan["sync"])
     colocated = plan["server"] == "colocated"
     if not (plan["servers"] or colocated):
+        if top_share(str(plan["reduce"])):
+            raise PlanError(
+                "only parameter servers add up the largest elements of gradients",
+                given=f"reduce={plan['reduce']}",
+                hint=f"servers=1 reduce={plan['reduce']}, or reduce=powersgd",
+            )
         if plan["sync"] != default["sync"]:
             raise PlanError(
                 "sync has an effect only with parameter servers",

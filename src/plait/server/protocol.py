@@ -3,11 +3,15 @@
 Server 0 keeps the clocks; the others hold chunks only. `clock` is the worker's. One step of a worker:
 
   PUSH      a chunk's gradient, to its server; not if the server reads the worker's memory itself
-  COMMIT    totals of the step, to server 0, when everything is pushed. The reply is the decision
-  SUM       under policies that sum, to all servers: add up these workers' gradients; the reply is the norm
-  APPLY     to all servers, server 0 first: step the optimizer. Of several equal requests one has an effect
-  ADVANCE   to server 0, when all servers have applied it. Replied to when the worker may read
-  PULL      a chunk's weights, which the server writes into the worker's memory or sends
+  COMMIT    totals of the step, to server 0, when everything is pushed. The reply is the decision, and the
+            norm if there is one server
+  SUM       under policies that sum, to all of several servers: add up these workers' gradients. The reply
+            is the norm
+  APPLY     to all servers: step the optimizer. Of several equal requests one has an effect. Under the other
+            policies to server 0 first
+  ADVANCE   to server 0, when all servers have applied it. Replied to when the worker may read, after a PULL
+            of `count` chunks
+  PULL      chunks' weights, which the server writes into the worker's memory or sends
 """
 
 from enum import IntEnum

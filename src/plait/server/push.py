@@ -1,23 +1,75 @@
-"""Encoding of the gradients that workers push: as they are, or by a codec of the plan's `reduce`.
+"""Pushes of a worker's gradients: as they are, by a codec of the plan's `reduce`, or in part.
+
+[Note: pushes during backward]
+To a worker's engine, pushes are the reduction of a unit's gradient: they start when backward has completed
+it, and the engine waits for them before it commits. Each server has a thread that sends.
+
+[Note: sparse pushes]
+A push may have some blocks of a chunk only: their contents, then their numbers. Elements of other blocks are
+zero. With reduce=fp32 blocks are of _BLOCK elements, and those that are zero are left out: rows of an
+embedding, and parameters, that a batch does not use. With reduce=topk:R blocks are of one element, and
+the largest magnitudes of each chunk are sent (Aji and Heafield, 1704.05021; Lin et al., 1712.01887).
 
 [Note: error feedback of pushes]
-What a codec lost is added to the worker's next push (see `comm/compression.py`): each worker has its own
+What was not sent is added to the worker's next push (see `comm/compression.py`): each worker has its own
 residual, whichever order servers apply pushes in. It is discarded with a step that was skipped, and it is not
 saved.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from plait.comm import CODECS
+from plait.comm import CODECS, Compressor, PartialReduceWork, ReduceWork, Work
 from plait.comm.compression import Codec
-from plait.comm.pair import as_bytes
+from plait.comm.pair import Message, as_bytes
 from plait.errors import ModelError
 from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.reduce_ops import ReplicaReduction
 from plait.plan.compression import BLOCK
+from plait.plan.servers import top_share
 from plait.server.chunks import Chunk
+
+_BLOCK = 64  # elements of a block that is left out if it is zero
+_NUMBER = torch.int32
+
+
+@dataclass(frozen=True)
+class Push:
+    """A chunk's gradient as it is sent. `block`: elements of a block, if it is sparse; `count`: blocks."""
+
+    payload: Tensor
+    block: int = 0
+    count: int = 0
+
+
+class PushReduction:
+    """Pushes units' gradients. Implements `GradReduction`; see [Note: pushes during backward]."""
+
+    is_single = True
+    scratch_bytes = 0
+    compressors: Sequence[Compressor] = ()
+
+    def __init__(self, push: Callable[[FlatParam], Sequence[Future[None]]], *, has_norm: bool) -> None:
+        """`push`: start to send what is in a unit's `grad_shard`. `has_norm`: compute the gradient's norm."""
+        self._push = push
+        self._has_norm = has_norm
+
+    def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
+        gradient = unit.grad_shard  # where servers read it
+        if grads.data_ptr() != gradient.data_ptr():
+            gradient.copy_(grads)
+        work = PartialReduceWork([gradient], Work(*(push.result for push in self._push(unit))))
+        if not self._has_norm:
+            work.squares = torch.zeros((), dtype=torch.float64)
+        return work
+
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:  # noqa: ARG002
+        raise AssertionError("a worker has no replicas")
 
 
 class GradientEncoder:
@@ -27,28 +79,35 @@ class GradientEncoder:
         """`reduce`: of the plan."""
         self._codec = CODECS.get(reduce)
         self._units = units
-        has_residuals = self._codec is not None and self._codec.error_feedback
+        self._top_share = top_share(reduce)
+        has_residuals = self._top_share or (self._codec is not None and self._codec.error_feedback)
         self._residuals = [torch.zeros_like(unit.grad_shard) for unit in units] if has_residuals else []
 
     @property
     def is_exact(self) -> bool:
         """True if servers get the gradients as they are."""
-        return self._codec is None
+        return self._codec is None and not self._top_share
 
-    def encode(self, chunk: Chunk) -> Tensor:
-        """The bytes of a chunk's gradient."""
+    def encode(self, chunk: Chunk) -> Push:
+        """What to send of a chunk's gradient."""
         gradient = self._units[chunk.unit].grad_shard[chunk.start : chunk.stop]
-        if self._codec is None:
-            return as_bytes(gradient)
+        if self.is_exact:
+            return _without_zeros(gradient)
         if self._residuals:
             residual = self._residuals[chunk.unit][chunk.start : chunk.stop]
             gradient.add_(residual)
             residual.copy_(gradient)
-        codes = _encoded(gradient, self._codec)
-        gradient.copy_(_decoded(codes, gradient.numel(), self._codec))
+        if self._codec is None:
+            numbers = gradient.abs().topk(math.ceil(self._top_share * gradient.numel()), sorted=False).indices
+            push = _sparse(gradient, numbers, 1)
+            _scattered(push.payload, gradient, 1, push.count)
+        else:
+            codes = _encoded(gradient, self._codec)
+            gradient.copy_(_decoded(codes, gradient.numel(), self._codec))
+            push = Push(codes.view(-1))
         if self._residuals:
             residual.sub_(gradient)
-        return codes.view(-1)
+        return push
 
     def discard(self) -> None:
         """Drop the residuals: their step was skipped, or another training begins."""
@@ -56,17 +115,59 @@ class GradientEncoder:
             residual.zero_()
 
 
-def decode(payload: Tensor, numel: int, dtype: torch.dtype, reduce: str) -> Tensor:
-    """A chunk's gradient from what `GradientEncoder` returned. Raises ModelError for another size."""
-    codec = CODECS.get(reduce)
-    expected = numel * dtype.itemsize if codec is None else _num_blocks(numel) * codec.block_bytes
-    if payload.numel() != expected:
+def decode(message: Message, numel: int, dtype: torch.dtype, reduce: str) -> Tensor:
+    """A chunk's gradient from a message with a `Push`, of which `value` is `block`. Raises ModelError for
+    another size."""
+    codec, payload, block, count = CODECS.get(reduce), message.payload, message.value, message.count
+    if codec is not None:
+        expected = _num_blocks(numel) * codec.block_bytes
+    elif block:
+        expected = count * (block * dtype.itemsize + _NUMBER.itemsize)
+    else:
+        expected = numel * dtype.itemsize
+    if payload.numel() != expected or (block and not _has_blocks(payload, numel, block, count)):
         raise ModelError(
             "a worker pushed a gradient of another shape",
             given=f"{payload.numel()} bytes",
             expected=f"{expected} bytes: {numel} elements of {dtype}, reduce={reduce}",
         )
+    if block:
+        return _scattered(payload, torch.empty(numel, dtype=dtype), block, count)
     return payload.view(dtype) if codec is None else _decoded(payload, numel, codec).to(dtype)
+
+
+def _without_zeros(gradient: Tensor) -> Push:
+    block = math.gcd(gradient.numel(), _BLOCK)
+    numbers = (gradient.view(-1, block) != 0).any(1).nonzero().view(-1)
+    if numbers.numel() * (block * gradient.itemsize + _NUMBER.itemsize) < gradient.nbytes:
+        return _sparse(gradient, numbers, block)
+    return Push(as_bytes(gradient))
+
+
+def _sparse(gradient: Tensor, numbers: Tensor, block: int) -> Push:
+    contents = gradient.view(-1, block)[numbers].view(-1)
+    payload = torch.cat([as_bytes(contents), as_bytes(numbers.to(_NUMBER))])
+    return Push(payload, block, numbers.numel())
+
+
+def _numbers(payload: Tensor, count: int) -> Tensor:
+    return payload[payload.numel() - count * _NUMBER.itemsize :].clone().view(_NUMBER).long()
+
+
+def _has_blocks(payload: Tensor, numel: int, block: int, count: int) -> bool:
+    """Return whether the blocks of a sparse push are blocks of the chunk."""
+    if numel % block or not count:
+        return not numel % block
+    least, most = _numbers(payload, count).aminmax()
+    return int(least) >= 0 and int(most) < numel // block
+
+
+def _scattered(payload: Tensor, out: Tensor, block: int, count: int) -> Tensor:
+    """Write the blocks of a sparse push into `out`, and zero elsewhere."""
+    contents = payload[: count * block * out.itemsize].clone().view(out.dtype)
+    blocks = out.zero_().view(-1, block)
+    blocks[_numbers(payload, count)] = contents.view(-1, block)
+    return out
 
 
 def _num_blocks(numel: int) -> int:

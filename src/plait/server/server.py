@@ -59,6 +59,7 @@ class Server:
         self.index = index
         self._num_workers = plan.dp
         self._num_processes = 2 * plan.num_ranks  # see `process_world`
+        self._is_only = plan.num_servers == 1
         self._reduce = plan.reduce
         self._policy = SyncPolicy.parse(plan.sync)
         self._precision = Precision.from_plan(plan)
@@ -174,7 +175,7 @@ class Server:
     def _push(self, worker: int, message: Message) -> Message:
         index = self._check_chunk(message)
         numel = self.state.chunks[index].numel
-        gradient = decode(message.payload, numel, self._precision.master, self._reduce)
+        gradient = decode(message, numel, self._precision.master, self._reduce)
         self._workers[worker].staged[index] = gradient
         return Message(Verb.PUSH)
 
@@ -186,9 +187,12 @@ class Server:
             decision = self._wait_for(lambda: self.clocks.decision(worker, message.clock))
             if decision is None:
                 return Message(Verb.OVER)
-            content = {**asdict(decision), "unfinished": self._unfinished()}
-            is_late = self._policy.sums and self.clocks.is_finished(message.clock)
-            return Message.of_json(Verb.COMMIT, content, value=int(is_late))
+            content = {**asdict(decision), "unfinished": self._unfinished(), "squares": None}
+            is_dropped = self._policy.sums and worker not in decision.workers
+            is_late = is_dropped and self.clocks.is_finished(message.clock)
+        if self._is_only and self._policy.sums and not is_late:  # it would be asked for the sum next
+            content["squares"] = self.state.sum(decision.clock, decision.workers, self._gradient)
+        return Message.of_json(Verb.COMMIT, content, value=int(is_late))
 
     def _unfinished(self) -> list[tuple[int, int, str]]:
         return [(*key, update) for key, update in self.clocks.unfinished().items()]
@@ -212,7 +216,9 @@ class Server:
             self._changed.notify_all()
             if self._wait_for(lambda: self.clocks.may_read(worker)) is None:
                 return Message(Verb.OVER)
-            return Message(Verb.ADVANCE, clock=clock)
+        if message.count:
+            self._pull(worker, message)
+        return Message(Verb.ADVANCE, clock=clock)
 
     def _pull(self, worker: int, message: Message) -> Message:
         index = self._check_chunk(message)

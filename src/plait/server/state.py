@@ -2,7 +2,8 @@
 
 [Note: no torn reads]
 Each chunk has a lock, under which it is updated and copied out: a worker gets all of a chunk from before an
-update or all of it from after. Which updates it gets is decided by the clocks, see `clocks.py`.
+update or all of it from after. Small chunks, which are updated by one call of the optimizer,
+share a lock. Which updates a worker gets is decided by the clocks, see `clocks.py`.
 
 [Note: sums in rank order]
 The gradients of a step are added in the order of the workers' ranks, whatever the order in which they came:
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.comm import sum_into
 from plait.engine.spec import TrainingSpec
 from plait.optim.clip import clip_values, squared_norm
 from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
 from plait.optim.groups import load_options
 from plait.optim.stepper import ChunkedOptimizer
-from plait.server.chunks import Chunk
+from plait.server.chunks import MAX_NUMEL, Chunk
 from plait.server.clocks import AppliedOnce
 
 # The gradient that a worker has pushed for a chunk of this server, by worker and the chunk's index.
@@ -46,7 +48,9 @@ class ServerState:
         self._chunked = ChunkedOptimizer(self._optimizer, self.kinds)
         self._clip_value = spec.clip_value
         self.versions = [0] * len(chunks)
-        self._chunk_locks = [threading.Lock() for _ in chunks]
+        self._batches = _batches(chunks)
+        locks = [threading.Lock() for _ in self._batches]
+        self._chunk_locks = [locks[number] for number, batch in enumerate(self._batches) for _ in batch]
         self._lock = threading.Lock()  # of the sums and the optimizer
         self._applied = AppliedOnce()
         self._summed: tuple[int, tuple[int, ...]] | None = None
@@ -65,10 +69,8 @@ class ServerState:
         for index, flat in enumerate(self._slices):
             total = flat.leaf.grad
             assert total is not None, "a chunk without a sum"
-            total.copy_(gradients(workers[0], index))
-            for worker in workers[1:]:  # see [Note: sums in rank order]
-                total.add_(gradients(worker, index))
-            squares.append(squared_norm(total))
+            contributions = [gradients(worker, index) for worker in workers]
+            squares.append(_sum_into(total, contributions))  # see [Note: sums in rank order]
         self._squares = float(torch.stack(squares).sum()) if squares else 0.0
         self._summed = (clock, workers)
         return self._squares
@@ -86,14 +88,17 @@ class ServerState:
             self._summed = None
             options = {key: _option(value) for key, value in update["options"].items()}
             load_options(self._optimizer, options, options.__getitem__)
-            for index, flat in enumerate(self._slices):
+            for batch in self._batches:
+                leaves = [self._slices[index].leaf for index in batch]
                 factor = update["factor"]
-                if self._clip_value is not None and flat.leaf.grad is not None:
-                    clip_values([flat.leaf.grad], factor, self._clip_value)
+                if self._clip_value is not None:
+                    sums = [leaf.grad for leaf in leaves if leaf.grad is not None]
+                    clip_values(sums, factor, self._clip_value)
                     factor = 1.0
-                with self._chunk_locks[index]:
-                    self._chunked.step([flat.leaf], factor, clock)
-                    self.versions[index] += 1
+                with self._chunk_locks[batch[0]]:
+                    self._chunked.step(leaves, factor, clock)
+                    for index in batch:
+                        self.versions[index] += 1
             return True
 
     def read(self, index: int, into: Tensor | None = None) -> Tensor:
@@ -137,6 +142,30 @@ class ServerState:
         """Begin another training: its clocks may be lower."""
         with self._lock:
             self._applied, self._summed = AppliedOnce(), None
+
+
+def _batches(chunks: Sequence[Chunk]) -> list[range]:
+    """Successive chunks of at most MAX_NUMEL elements together, for one call of the optimizer."""
+    batches: list[range] = []
+    numel = 0
+    for index, chunk in enumerate(chunks):
+        numel += chunk.numel
+        if not batches or numel > MAX_NUMEL:
+            batches.append(range(index, index))
+            numel = chunk.numel
+        batches[-1] = range(batches[-1].start, index + 1)
+    return batches
+
+
+def _sum_into(total: Tensor, contributions: Sequence[Tensor]) -> Tensor:
+    """Write the sum of the contributions, in their order, and return its squared norm."""
+    squares = sum_into(total, contributions)
+    if squares is None:
+        total.copy_(contributions[0])
+        for contribution in contributions[1:]:
+            total.add_(contribution)
+        squares = squared_norm(total)
+    return squares
 
 
 def _option(value: float | bool) -> Tensor:

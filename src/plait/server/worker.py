@@ -13,8 +13,9 @@ targets and clipped by its own norm. The learning rate is the worker's, at its o
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from plait.plan import Plan
 from plait.plan.servers import SyncPolicy
 from plait.server.chunks import Chunk, ChunkTable
 from plait.server.protocol import Verb, pack, raised, unpack
-from plait.server.push import GradientEncoder
+from plait.server.push import GradientEncoder, PushReduction
 from plait.server.server import mask_of
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class Servers:
     def __init__(self, process: JobProcess, num_servers: int) -> None:
         self.worker = process.rank
         self.pairs = [self._connect(process, index) for index in range(num_servers)]
+        self._locks = [threading.Lock() for _ in self.pairs]  # a pair has one request at a time
         self._threads = ThreadPoolExecutor(num_servers, "plait-servers") if num_servers > 1 else None
 
     def _connect(self, process: JobProcess, index: int) -> Pair:
@@ -71,7 +73,7 @@ class Servers:
 
     def request(self, index: int, message: Message) -> Message:
         """Send a request to a server and return its reply."""
-        with self._naming(index):
+        with self._naming(index), self._locks[index]:
             reply = self.pairs[index].request(message)
         if reply.verb == Verb.ERROR:
             raise raised(reply)
@@ -112,6 +114,10 @@ class ServerUpdater:
         self._arena = arena
         self._encoder = GradientEncoder(plan.reduce, self._units)
         self._sends = arena is None or not self._encoder.is_exact
+        self._senders = [ThreadPoolExecutor(1, "plait-push") for _ in servers.pairs] if self._sends else []
+        has_norm = not self._policy.sums and self._encoder.is_exact
+        for stage in parts.sharded.stages.values():
+            stage.reduce_with(PushReduction(self._push, has_norm=has_norm))
         self._has_applied = False
         self._num_published = 0
         self._clock = 0
@@ -141,10 +147,8 @@ class ServerUpdater:
     def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
         if not self._is_ready:
             self._begin_training()
-        if self._sends:
-            self._servers.each(self._push)
-            if not self._policy.sums and not self._encoder.is_exact:
-                totals = (*totals[:2], float(sum(squared_norm(unit.grad_shard) for unit in self._units)))
+        if not self._policy.sums and not self._encoder.is_exact:
+            totals = (*totals[:2], self._squared_norm())
         reply = self._servers.request(0, Message.of_json(Verb.COMMIT, totals, clock=self._clock))
         decision = reply.json()
         self._finish(decision["unfinished"])
@@ -153,10 +157,12 @@ class ServerUpdater:
             return totals
         loss_sum, num_targets, _ = decision["totals"]
         if self._is_late:  # its push was dropped, and the step is over
-            return loss_sum, num_targets, totals[2]
-        message = Message(Verb.SUM, clock=self._clock, value=mask_of(self._workers))
-        squares = [reply.json() for reply in self._servers.all(message)]
-        return loss_sum, num_targets, sum(squares)
+            return loss_sum, num_targets, self._squared_norm()
+        squares = decision["squares"]
+        if squares is None:
+            message = Message(Verb.SUM, clock=self._clock, value=mask_of(self._workers))
+            squares = sum(reply.json() for reply in self._servers.all(message))
+        return loss_sum, num_targets, squares
 
     def apply(self, factor: float, number: int, on_write: Callable[[bool], object]) -> None:  # noqa: ARG002
         self._has_applied = True
@@ -164,27 +170,46 @@ class ServerUpdater:
             return
         options = {key: value.item() for key, value in options_state(self._parts.optimizer.optimizer).items()}
         on_write(True)  # until the new weights are here
-        self._apply(self._clock, self._workers, {"factor": factor, "options": options})
-        on_write(False)
-
-    def _apply(self, clock: int, workers: tuple[int, ...], update: object, first: int = 0) -> None:
-        message = Message.of_json(Verb.APPLY, update, clock=clock, value=mask_of(workers))
-        if first == 0:  # it records what is to be applied: see `ClockTable.begin`
+        update = {"factor": factor, "options": options}
+        message = Message.of_json(Verb.APPLY, update, clock=self._clock, value=mask_of(self._workers))
+        if not self._policy.sums:  # the first one records what is to be applied: see `ClockTable.begin`
             self._servers.request(0, message)
-        self._servers.each(lambda index: self._servers.request(index, message), first=1)
+        self._servers.each(lambda index: self._servers.request(index, message), 0 if self._policy.sums else 1)
+        on_write(False)
 
     def end_step(self, num_steps: int) -> int:  # noqa: ARG002
         if not self._has_applied:  # the step was skipped
             self._encoder.discard()
         self._has_applied = False
-        self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
-        self._pull()
+        if self._arena is None or not (self._policy.sums or len(self._servers.pairs) == 1):
+            self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
+            self._pull()
+        else:  # no other worker is waited for between them, or no other server has weights
+            self._servers.each(lambda index: self._pull_from(index) if index else self._advance_and_pull())
         return self._clock
 
-    def _push(self, server: int) -> None:
-        for index, chunk in enumerate(self._table.of_server[server]):
-            message = Message(Verb.PUSH, clock=self._clock, first=index, payload=self._encoder.encode(chunk))
-            self._servers.request(server, message)
+    def _advance_and_pull(self) -> None:
+        message = Message(Verb.ADVANCE, clock=self._clock, count=len(self._table.of_server[0]))
+        self._clock = self._servers.request(0, message).clock
+
+    def _squared_norm(self) -> float:
+        """Of this worker's gradient."""
+        return float(sum(squared_norm(unit.grad_shard) for unit in self._units))
+
+    def _push(self, unit: FlatParam) -> list[Future[None]]:
+        """Start to send a unit's gradient. See [Note: pushes during backward] in `push.py`."""
+        number = self._units.index(unit)
+        return [
+            self._senders[server].submit(self._push_chunk, server, index, chunk)
+            for server, chunks in enumerate(self._table.of_server if self._sends else ())
+            for index, chunk in enumerate(chunks)
+            if chunk.unit == number
+        ]
+
+    def _push_chunk(self, server: int, index: int, chunk: Chunk) -> None:
+        push = self._encoder.encode(chunk)
+        numbers = {"clock": self._clock, "first": index, "value": push.block, "count": push.count}
+        self._servers.request(server, Message(Verb.PUSH, payload=push.payload, **numbers))
 
     def _pull(self) -> None:
         """Copy the servers' weights into the units' storages."""

@@ -4,6 +4,7 @@ Sums of squares use the kernel that also computes them while adding up gradients
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -100,6 +101,21 @@ def call_text(info: NativeCallInfo, ranks: tuple[int, ...]) -> str:
     op = "mean" if info.op >> 8 else _OP_CODES[info.op]
     op = "" if name == "sum" else f" ({op})"
     return f"{name}{op}{data}{root}, {info.count} x {str(dtype).removeprefix('torch.')}"
+
+
+def sum_into(out: Tensor, flats: Sequence[Tensor]) -> Tensor | None:
+    """Write the sum of flat CPU tensors of floats, added in this order, into `out`, in one pass over memory;
+    return the sum's squared norm in float64, or None if there is no kernel, and nothing is written."""
+    clib = native_lib.load() if out.device.type == "cpu" else None
+    is_uniform = all(flat.dtype == out.dtype and flat.is_contiguous() for flat in (out, *flats))
+    if clib is None or out.dtype not in _FLOATS or not is_uniform:
+        return None
+    sources = (ctypes.c_void_p * len(flats))(*(flat.data_ptr() for flat in flats))
+    target = (ctypes.c_void_p * 1)(out.data_ptr())
+    code, squares = DTYPES[out.dtype], ctypes.c_double(0.0)
+    operation = (code, code, _OPS["sum"], sources, len(flats), target, 1)
+    clib.pl_reduce(*operation, out.numel(), 1.0, 0, ctypes.byref(squares))
+    return torch.tensor(squares.value, dtype=torch.float64)
 
 
 def sum_of_squares(flat: Tensor) -> Tensor | None:

@@ -175,6 +175,10 @@ class GradReducer:
         self._launcher = OrderedLauncher(units, self._start)
         self._deadlines = reduction_deadlines([last_uses.get(unit, -1) for unit in units], prefetch)
 
+    def reduce_with(self, reduction: GradReduction) -> None:
+        """Use another reduction, over one rank, before the first step."""
+        self._reduction = reduction
+
     @property
     def completion_order(self) -> list[FlatParam]:
         """Units in the order in which the last backward completed them, then those that it did not."""

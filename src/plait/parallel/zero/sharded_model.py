@@ -75,7 +75,7 @@ from plait.parallel.zero.flat_param import (
 )
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, GradReducer, InFlightReductions
 from plait.parallel.zero.rank_context import DataGroups, RankContext
-from plait.parallel.zero.reduce_ops import make_reduction
+from plait.parallel.zero.reduce_ops import GradReduction, make_reduction
 from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.unshard import Unsharder
 
@@ -143,6 +143,11 @@ class ShardedStage:
             for key, parameter in module._parameters.items()
         ]
         self._tree = [(m, list(m._modules.values()), len(m._parameters)) for _, m in named]
+
+    def reduce_with(self, reduction: GradReduction) -> None:
+        """Give gradients to another reduction than the plan's: to parameter servers."""
+        self.reduction = reduction
+        self.reducer.reduce_with(reduction)
 
     # --- listener of the units' gradients
 
