@@ -157,6 +157,16 @@ class OuterOptimizer:
     def num_bytes(self) -> int:
         return sum(shard.num_bytes for shard in self.shards)
 
+    @property
+    def common(self) -> list[tuple[str, FlatParam, Tensor]]:
+        """The tensors that are equal on all islands, with what they are: for `ReplicaCheck`."""
+        common = []
+        for shard in self.shards:
+            common.append(("global weights", shard.unit, shard.weights))
+            if shard.momentum is not None:
+                common.append(("outer momentum", shard.unit, shard.momentum))
+        return common
+
     def reset(self) -> None:
         """Begin with the units' weights as the global ones, and without momentum."""
         for shard in self.shards:
