@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+
 from plait.train.metrics import read_metrics
 from plait.train.run_dir import RunDir
 from plait.train.saved_recipe import SavedRecipe

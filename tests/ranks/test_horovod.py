@@ -275,7 +275,7 @@ def _weights(rank: int, rows: int) -> Tensor:
 
 
 def _gradients() -> None:
-    """Of a loss that weighs each row that a rank has received; rank i gets i + 1 rows of each."""
+    """Gradients of a loss that weighs each row that a rank has received; rank i gets i + 1 rows of each."""
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     splits = [to + 1 for to in range(size)]

@@ -8,10 +8,10 @@ range to every peer, straight to its final address (18 ms). Both move the minimu
 rank. Terms are added in rank order on every rank: equal bits everywhere.
 
 [Note: receives before sends]
-Gloo sends a message when the receiver has announced that it can take it, and announces on the connection that
-carries its own messages to the same peer. A receive that is started after a send may wait for all of that send's bytes
-to leave, and its peer's message with it: the two directions of a link are then used one after the other. So
-receives are started first. Gloo's own all-to-all starts sends first.
+Gloo sends a message when the receiver has announced that it can take it. The announcement travels on the
+connection that carries this rank's own messages to the same peer: that of a receive started after a send may
+wait until all bytes of that send have left. The two directions of a link are then used one after the other,
+and an exchange takes twice as long. So receives are started first. Gloo's own all-to-all starts sends first.
 
 [Note: narrow messages, wide sums]
 bf16 gradients are to be summed in float32. An owner can widen what it received before it adds, so
