@@ -27,6 +27,7 @@ BENCHMARKS = (
     "tensor_parallel",
     "pipeline",
     "stage_overhead",
+    "local_steps",
     "offload",
     "checkpoint",
     "loop_overhead",

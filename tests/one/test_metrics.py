@@ -3,11 +3,15 @@
 import io
 import json
 import math
+import runpy
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
+import matplotlib
 import pytest
 import torch
 from rich.console import Console
@@ -19,6 +23,8 @@ from plait.train.metrics import Metrics, StepMetrics, read_metrics, truncate_met
 from plait.train.peak_flops import PeakFlops, data_sheet_peak, matmul_peak
 from plait.train.report import draw_losses, memory_table
 from plait.train.run_dir import RunDir
+from plait.train.saved_recipe import SavedRecipe
+from support.cli_runs import ROOT
 
 
 def facts(
@@ -241,6 +247,25 @@ def test_the_picture_shows_both_losses(tmp_path: Path) -> None:
     run.metrics.write_text("".join(kept))
     draw_losses(run.metrics, run.picture)
     assert run.picture.stat().st_size < with_validation
+
+
+@pytest.mark.parametrize("kind", [[], ["--validation"]])
+def test_the_losses_of_several_runs_are_drawn_with_their_plans(tmp_path: Path, kind: list[str]) -> None:
+    plans = ["dp=2", "dp=2 local_steps=8"]
+    for index, plan in enumerate(plans):
+        run = RunDir(tmp_path / str(index))
+        run.path.mkdir()
+        record(run, 0, 9)
+        SavedRecipe({"plan": plan}, {}).write(run.recipe)
+    program, picture = ROOT / "tools" / "plot_losses.py", tmp_path / "losses.svg"
+    words = [program, *kind, picture, *(tmp_path / str(index) for index in range(len(plans)))]
+    with (
+        mock.patch.object(sys, "argv", [*map(str, words)]),
+        matplotlib.rc_context({"svg.fonttype": "none"}),  # labels as text
+    ):
+        runpy.run_path(str(program), run_name="__main__")
+    drawn = picture.read_text()
+    assert all(f">{label}<" in drawn for label in [*plans, "validation loss" if kind else "training loss"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])

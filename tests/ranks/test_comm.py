@@ -2,9 +2,11 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.comm import (
     Group,
@@ -13,6 +15,7 @@ from plait.comm import (
     all_gather_list,
     all_reduce,
     all_reduce_by,
+    all_to_all,
     all_to_all_list,
     broadcast,
     broadcast_text,
@@ -129,6 +132,35 @@ def test_lists_of_tensors_may_differ_in_size(pool: Pool, transport: str, ranks: 
             assert torch.equal(outs[source], _values(source, 2 * (source + rank))[::2])
             assert torch.equal(gathered[source], _values(source, 3 * source).view(source, 3))
         assert own.tolist() == [math.prod(r + rank + 1 for r in range(ranks))] * (rank + 1)
+
+
+def _starts_of_exchanges() -> tuple[list[list[str]], list[torch.Tensor]]:
+    """The messages of an all-gather, an all-to-all and a sum, in the order in which they are started."""
+    group, started = connect().group, []
+
+    def record(p2p_ops: list[dist.P2POp]) -> list[dist.Work]:
+        started.append([each.op.__name__ for each in p2p_ops])
+        return batch_isend_irecv(p2p_ops)
+
+    batch_isend_irecv = dist.batch_isend_irecv
+    gathered, swapped, summed = torch.empty(18), torch.empty(18), _values(group.rank, 18).float()
+    with mock.patch.object(dist, "batch_isend_irecv", record):
+        all_gather(gathered, _values(group.rank).float(), group)
+        all_to_all(swapped, _values(group.rank, 18).float(), group)
+        list(start_exchange(summed, group).into(summed))
+    return started, [gathered, swapped, summed]
+
+
+def test_gloo_receives_are_started_before_sends_so_that_both_directions_are_used_at_once(pool: Pool) -> None:
+    """Otherwise an exchange takes twice its bytes / bandwidth: see [Note: receives before sends]."""
+    whole = [_values(rank, 18).float() for rank in range(3)]
+    for rank, (started, (gathered, swapped, summed)) in enumerate(
+        pool.over("gloo").run(_starts_of_exchanges, 3)
+    ):
+        assert started == [["irecv", "irecv", "isend", "isend"]] * 3
+        assert torch.equal(gathered, torch.cat([_values(each).float() for each in range(3)]))
+        assert torch.equal(swapped, torch.cat([each[6 * rank : 6 * rank + 6] for each in whole]))
+        assert torch.equal(summed, torch.stack(whole).sum(0))
 
 
 def _pairs() -> list[tuple[int, ...]]:

@@ -94,6 +94,72 @@ def test_gradients_and_steps_equal_the_formula(
     pool.over(transport).run(_step, ranks, op, passes, arguments, clip)
 
 
+def _sparse(passes: int) -> None:
+    """Ranks look up different rows of an embedding, some of them twice."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    for kind, options in ((torch.optim.SGD, {"sparse_as_dense": True}), (torch.optim.SparseAdam, {})):
+        torch.manual_seed(2)
+        model = nn.Embedding(9, 4, sparse=True).double()
+        reference = copy.deepcopy(model)
+        plain = kind(reference.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            kind(model.parameters(), lr=0.1), backward_passes_per_step=passes, **options
+        )
+        for step in range(2):
+            plain.zero_grad()
+            for each in range(size):
+                rows = torch.tensor([each, each + 1, each, 2 * step + 4])
+                for _ in range(passes):
+                    reference(rows).square().sum().div(size).backward()
+            plain.step()
+            optimizer.zero_grad()
+            for _ in range(passes):
+                model(torch.tensor([rank, rank + 1, rank, 2 * step + 4])).square().sum().backward()
+            optimizer.step()
+            assert model.weight.grad is not None
+            assert model.weight.grad.is_sparse == (kind is torch.optim.SparseAdam)
+            torch.testing.assert_close(model.weight, reference.weight, **TIGHT)
+
+
+@pytest.mark.parametrize(("transport", "passes"), [("host", 2), ("gloo", 1)])
+def test_sparse_gradients_equal_the_formula_as_dense_and_with_sparse_adam(
+    pool: Pool, transport: str, passes: int
+) -> None:
+    pool.over(transport).run(_sparse, 2, passes)
+
+
+def _closures() -> None:
+    """L-BFGS calls the closure several times a step, each time with other weights."""
+    hvd.init()
+    model, size = _model(), hvd.size()
+    reference = copy.deepcopy(model)
+    options = {"lr": 0.05, "max_iter": 3}
+    plain = torch.optim.LBFGS(reference.parameters(), **options)
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), **options))
+
+    def of_all_ranks() -> Tensor:
+        plain.zero_grad()
+        loss = sum((_loss(reference, rank, 0) for rank in range(size)), torch.zeros(())) / size
+        loss.backward()
+        return loss
+
+    def of_this_rank() -> Tensor:
+        optimizer.zero_grad()
+        loss = _loss(model, hvd.rank(), 0)
+        loss.backward()
+        return hvd.allreduce(loss.detach())
+
+    for _ in range(2):
+        torch.testing.assert_close(optimizer.step(of_this_rank), plain.step(of_all_ranks), **TIGHT)
+    for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter, wanted, **TIGHT)
+
+
+def test_gradients_of_a_closure_are_reduced_each_time_it_is_called(pool: Pool) -> None:
+    pool.run(_closures, 2)
+
+
 BATCHES = (2, 5, 3)
 
 
@@ -202,6 +268,34 @@ def _operations() -> None:
     hvd.barrier()
     assert (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (rank, size, 0, 1)
     hvd.shutdown()
+
+
+def _weights(rank: int, rows: int) -> Tensor:
+    return torch.arange(2.0 * rows, dtype=torch.float64).view(rows, 2) + 10.0 * rank
+
+
+def _gradients() -> None:
+    """Gradients of a loss that weighs each row that a rank has received; rank i gets i + 1 rows of each."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    splits = [to + 1 for to in range(size)]
+    x = torch.ones(sum(splits), 2, dtype=torch.float64, requires_grad=True)
+    out, received = hvd.alltoall(x, splits=splits)
+    assert received.tolist() == [rank + 1] * size
+    (out * _weights(rank, len(out))).sum().backward()
+    wanted = [_weights(to, size * (to + 1)).chunk(size)[rank] for to in range(size)]
+    torch.testing.assert_close(x.grad, torch.cat(wanted), **TIGHT)
+    for op, factor in ((hvd.Sum, 1.0), (hvd.Average, 1 / size)):
+        full = torch.ones(2 * size + 1, 2, dtype=torch.float64, requires_grad=True)
+        own = hvd.reducescatter(full, op=op, prescale_factor=0.5, postscale_factor=3.0)
+        (own * _weights(rank, len(own))).sum().backward()
+        rows = [3] + [2] * (size - 1)
+        whole = torch.cat([_weights(owner, count) for owner, count in enumerate(rows)])
+        torch.testing.assert_close(full.grad, 1.5 * factor * whole, **TIGHT)
+
+
+def test_gradients_pass_through_an_alltoall_and_a_reducescatter_of_uneven_rows(pool: Pool) -> None:
+    pool.run(_gradients, 2)
 
 
 @pytest.mark.parametrize(("transport", "ranks"), [("host", 3), ("gloo", 2)])

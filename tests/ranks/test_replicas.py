@@ -23,6 +23,7 @@ PLANS = [  # which messages a look takes: sums over ranges, and one over all ran
     ("dp=2 zero=3 offload=cpu tp=2", 4, "llama", 2),
     ("pp=2 dp=2 tp=2 zero=1", 8, "tied_llama", 2),
     ("pp=2 schedule=zbv micro=2", 2, "tied_llama", 1),
+    ("dp=2 local_steps=2", 2, "llama", 1),
 ]
 
 
@@ -55,7 +56,7 @@ def _one_bit_off(
     name: str,
     culprit: int,
     *,
-    of_master: bool = False,
+    of: str = "weights",
     is_deaf: bool = False,
     expects_equal_grids: bool = True,
 ) -> str:
@@ -64,7 +65,10 @@ def _one_bit_off(
     engine = _trained(plan, family)
     if engine.world.rank == culprit:
         units = [u for u in engine._parts.sharded.units if any(p.name == name for p in u.layout.params)]
-        flat = units[-1].master if of_master else units[-1].shard
+        flats = {"weights": units[-1].shard, "master weights": units[-1].master}
+        for kind, unit, common in engine._parts.islands.outer.common:
+            flats |= {kind: common} if unit is units[-1] else {}
+        flat = flats[of]
         last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
         at = next(o.at + o.stop - o.start for o in last if o.shard.name == name)
         flat[at - 1 : at].view({2: torch.int16, 4: torch.int32}[flat.itemsize]).bitwise_xor_(1)
@@ -124,10 +128,24 @@ def test_one_bit_on_one_rank_is_found_and_named_on_all(
     assert f"given   : weights: different bits on {found}" in said[0]
 
 
-def test_a_bit_of_a_master_weight_is_found_before_the_weights_differ(pool: Pool) -> None:
-    said = pool.run(_one_bit_off, 2, "dp=2 precision=bf16", "llama", UP, 1, of_master=True)
-    assert said == [said[0]] * 2
-    assert "given   : master weights: different bits on rank 1 (replicate=1)" in said[0]
+DILOCO = "local_steps=2 outer=nesterov:0.7:0.9"
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "of", "found"),
+    [
+        ("dp=2 precision=bf16", 2, "master weights", "rank 1 (replicate=1)"),
+        (f"dp=2 {DILOCO}", 2, "global weights", "rank 1 (replicate=1)"),
+        (f"dp=4 zero=1 shard=2 {DILOCO}", 4, "outer momentum", "ranks 2, 3 than on ranks 0, 1"),
+        (f"dp=4 zero=1 shard=2 {DILOCO}", 4, "weights", "rank 3 (replicate=1 shard=1) than on rank 2"),
+    ],
+)
+def test_a_bit_of_a_state_or_inside_an_island_is_found_before_all_weights_differ(
+    pool: Pool, plan: str, ranks: int, of: str, found: str
+) -> None:
+    said = pool.over("gloo").run(_one_bit_off, ranks, plan, "llama", UP, ranks - 1, of=of)
+    assert said == [said[0]] * ranks
+    assert f"given   : {of}: different bits on {found}" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,12 @@ instead sends each owner its range, and each owner adds what it received (52 ms)
 range to every peer, straight to its final address (18 ms). Both move the minimum, (p-1)/p of the tensor per
 rank. Terms are added in rank order on every rank: equal bits everywhere.
 
+[Note: receives before sends]
+Gloo sends a message when the receiver has announced that it can take it. The announcement travels on the
+connection that carries this rank's own messages to the same peer: that of a receive started after a send may
+wait until all bytes of that send have left. The two directions of a link are then used one after the other,
+and an exchange takes twice as long. So receives are started first. Gloo's own all-to-all starts sends first.
+
 [Note: narrow messages, wide sums]
 bf16 gradients are to be summed in float32. An owner can widen what it received before it adds, so
 contributions are sent in bf16 and the sum is float32: half the bytes. For an all-reduce, sending the full
@@ -120,6 +126,8 @@ class TorchTransport:
     def start(self, call: Call) -> Work:
         if self.is_direct and call.op_type is OpType.ALL_GATHER:
             return self._start_direct_gather(call)
+        if self.is_direct and call.op_type is OpType.ALL_TO_ALL:
+            return self._start_direct_all_to_all(call)
         if call.op_type in (OpType.SEND, OpType.RECEIVE):
             return self._start_message(call)
         work = _guard(call, lambda: self._torch_call(call, async_op=True))
@@ -157,6 +165,13 @@ class TorchTransport:
         peers = self._peers()
         return self.exchange(call, [(own, peer) for peer in peers], [(ranges[p], p) for p in peers])
 
+    def _start_direct_all_to_all(self, call: Call) -> Work:
+        """See [Note: receives before sends]."""
+        sends, receives = (full.chunk(len(self._ranks)) for full in (call.input, call.output))
+        receives[self._group_rank].copy_(sends[self._group_rank])
+        peers = self._peers()
+        return self.exchange(call, [(sends[p], p) for p in peers], [(receives[p], p) for p in peers])
+
     def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:
         """NCCL supports `scatter` only. See [Note: narrow messages, wide sums]."""
         if not scatter:
@@ -191,13 +206,12 @@ class TorchTransport:
     def exchange(
         self, call: Call, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
     ) -> Work:
-        """On NCCL in one group, because its stream runs one call after the other."""
+        """On NCCL in one group, because its stream runs one call after the other. See [Note: receives before
+        sends]."""
+        messages = [(dist.irecv, *receive) for receive in receives] + [(dist.isend, *send) for send in sends]
         p2p_ops = [
-            dist.P2POp(dist.isend, t, self._ranks[group_rank], self.process_group) for t, group_rank in sends
-        ]
-        p2p_ops += [
-            dist.P2POp(dist.irecv, t, self._ranks[group_rank], self.process_group)
-            for t, group_rank in receives
+            dist.P2POp(function, tensor, self._ranks[group_rank], self.process_group)
+            for function, tensor, group_rank in messages
         ]
         works = _guard(call, lambda: dist.batch_isend_irecv(p2p_ops))
         return Work(

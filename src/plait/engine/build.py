@@ -85,6 +85,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         sharded.trained, spec.plan, spec.optimizer, spec.arguments, spec.groups, masters, spec.offload_dir
     )
     modules = {s: stage.part.module for s, stage in stages.items()}
+    outer = OuterOptimizer([*sharded.stages.values()], context)
     return EngineParts(
         context,
         shard_map,
@@ -92,9 +93,9 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         stages,
         sharded,
         optimizer,
-        IslandState(OuterOptimizer([*sharded.stages.values()], context)),
+        IslandState(outer),
         ShardedState(context, modules, units, optimizer, shard_map),
-        ReplicaCheck(sharded.units, context, shard_map),
+        ReplicaCheck(sharded.units, context, shard_map, outer.common),
         Pipeline(spec.schedule.rank_of, mesh, splitter),
         dataflow,
         spec.loss,

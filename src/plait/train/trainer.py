@@ -151,9 +151,8 @@ class Trainer:
             Heartbeat(run.dir.stacks, self._world, config.hang_s) as heartbeat,
             GarbageCollection(config.collect_garbage_every) as garbage,
         ):
-            round_steps, factor = engine.plan.local_steps or 1, config.straggler_factor
-            every = -(-config.check_stragglers_every // round_steps) * round_steps  # at exchanges
-            stragglers = Stragglers(self._world, engine.plan, every, factor, metrics.log)
+            every = self._at_exchanges(config.check_stragglers_every)
+            stragglers = Stragglers(self._world, engine.plan, every, config.straggler_factor, metrics.log)
             parts = _LoopParts(
                 metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, first_step
             )
@@ -201,7 +200,8 @@ class Trainer:
                 stop_signal, to_save = self._agree_on_requests(signals, saving, metrics)
             last = stop_signal is not None or self._step == config.steps
             to_save = last or to_save or _due(self._step, config.checkpoint_every, config.steps)
-            if config.check_replicas_every and (to_save or self._step % config.check_replicas_every == 0):
+            check_every = self._at_exchanges(config.check_replicas_every)
+            if check_every and (to_save or self._step % check_every == 0):
                 engine.check_replicas()  # before a corrupt checkpoint replaces good ones
             if to_save:
                 heartbeat.beat(self._step, "saving", slow=True)
@@ -217,6 +217,11 @@ class Trainer:
                 metrics.log(f"stopped after step {self._step} and saved: plait train {folder} --resume")
                 return stop_signal
         return None
+
+    def _at_exchanges(self, every: int) -> int:
+        """A number of steps, rounded up: islands communicate only when they exchange weights."""
+        round_steps = self._engine.plan.local_steps or 1
+        return -(-every // round_steps) * round_steps
 
     def _run_step(self, parts: _LoopParts, lr: float, factor: float) -> tuple[StepResult, StepMetrics]:
         """Run and count a step on the next batch. `factor`: of the learning rate of every group."""

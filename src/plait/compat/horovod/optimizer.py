@@ -60,7 +60,10 @@ class Gradients:
                 hint="model.to(hvd.local_rank()), or an empty CUDA_VISIBLE_DEVICES to train on the CPU",
             )
         for name, parameter in named:
-            parameter.register_hook(_dense if densify else _sparse_check(name, are_sparse))
+            if densify:
+                parameter.register_post_accumulate_grad_hook(_densify)  # runs before the reducer's hook
+            else:
+                parameter.register_hook(_sparse_check(name, are_sparse))
         self.reducer = Reducer(parameters, [are_sparse] * len(parameters), names, options, GradientRanks())
         self._number = len(own.zero_steps)
         own.zero_steps.append(self.reducer.contribute_zeros)
@@ -75,8 +78,9 @@ class Gradients:
         self.is_synchronized = True
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
+def _densify(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
 
 
 def _sparse_check(name: str, are_sparse: bool) -> Callable[[Tensor], None]:

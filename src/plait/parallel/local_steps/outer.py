@@ -14,6 +14,19 @@ as in torch.optim.SGD with the gradient -c. Inner optimizers keep their states.
 The units of a part are exchanged one after the other, with few in flight, so that few changes are in memory
 at a time. A part that is in flight during steps has all its units in flight. Units are exchanged by
 themselves, like gradients: copies of a tensor on several ranks of an island then stay equal in every bit.
+
+[Note: islands are one job]
+An island that dies ends the job. Four things are missing for the others to go on.
+- Groups: a lost peer breaks every group that it is in. New groups of the survivors need a store that
+  outlives every island; ours is in rank 0's process.
+- Agreement: units are applied one after the other, so a death leaves some islands with more units applied
+  than others. All sums would have to be complete, and agreed on, before the first is applied: all changes
+  in memory at once.
+- Numbers: the count of islands is a value of the plan, which data shares, batch sizes and checkpoints use.
+- Launchers: torchrun and `plait train` end all ranks when one fails. Each island would have to be a job of
+  its own.
+Parameter servers (`server/`) have members that come and go, and numbered pushes that are applied once: the
+way is an outer optimizer on a server, to which islands, each a job, push their changes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -156,6 +169,16 @@ class OuterOptimizer:
     @property
     def num_bytes(self) -> int:
         return sum(shard.num_bytes for shard in self.shards)
+
+    @property
+    def common(self) -> list[tuple[str, FlatParam, Tensor]]:
+        """The tensors that are equal on all islands, with what they are: for `ReplicaCheck`."""
+        common = []
+        for shard in self.shards:
+            common.append(("global weights", shard.unit, shard.weights))
+            if shard.momentum is not None:
+                common.append(("outer momentum", shard.unit, shard.momentum))
+        return common
 
     def reset(self) -> None:
         """Begin with the units' weights as the global ones, and without momentum."""

@@ -7,6 +7,9 @@ tensor-parallel grid if no axis shards a tensor; and on stages that share a para
 boxes of every rank, so all of these are one case: equal boxes of one tensor. The ranks along `shard` first
 sum their digests of tensors that are sharded over it.
 
+Under local steps, the weights of an island have copies on its own ranks only; global weights and the outer
+momentum have copies on all islands.
+
 [Note: copies computed apart]
 Copies along `replicate` and `shard` get the same reduced gradient, bit for bit. On a tensor-parallel grid
 each rank computes the gradient of its copy itself, from the same inputs. A GPU's kernels may add in a
@@ -24,6 +27,7 @@ two are complements exactly if all d are equal, so every rank gets the same resu
 the ranks' digests gathered.
 """
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,9 +55,10 @@ _MAX_SHOWN = 8  # in a message
 class ReplicatedTensor:
     """Boxes of a tensor that several ranks may have."""
 
-    kind: str  # weights or master weights
+    kind: str  # weights, master weights, global weights or outer momentum
     name: str
     boxes: Boxes
+    island: int | None  # the only one that has copies; None: all have
 
 
 @dataclass(frozen=True)
@@ -70,25 +75,38 @@ class _Part:
 class ReplicaCheck:
     """The units of this rank's stages, and the number of copies of their tensors."""
 
-    def __init__(self, units: Sequence[FlatParam], context: RankContext, shard_map: ShardMap) -> None:
+    def __init__(
+        self,
+        units: Sequence[FlatParam],
+        context: RankContext,
+        shard_map: ShardMap,
+        common: Sequence[tuple[str, FlatParam, Tensor]],
+    ) -> None:
+        """`common`: the kinds of tensors that all islands have, for the range of a unit that a rank owns."""
         self._units = units
+        self._common = common
         self._groups = groups = context.groups
+        self._world = context.mesh.world.group
         self._grid = context.mesh.grid
         self._device = context.device
         # See [Note: copies computed apart]
         self.expects_equal_grids = context.device.type != "cuda" or context.plan.deterministic
         self._has_warned = False
         self._has_unsharded = context.keeps_params_unsharded and not context.shares_params
+        islands = [*range(groups.islands.size)] if context.plan.local_steps else [None]
+        self._island = groups.islands.rank if context.plan.local_steps else None
         data_copies = groups.dp.size if self._has_unsharded else groups.replicate.size
         copies: Counter[ReplicatedTensor] = Counter()
         for layouts in shard_map.layouts:
             for unit in (unit for layout in layouts.values() for unit in layout.units):
+                own = {"weights": data_copies}
+                if context.has_masters and unit.trains:
+                    own["master weights"] = groups.replicate.size
                 for piece in unit.params:
-                    copies[ReplicatedTensor("weights", piece.name, piece.boxes)] += data_copies
-                    if context.has_masters and unit.trains:
-                        copies[ReplicatedTensor("master weights", piece.name, piece.boxes)] += (
-                            groups.replicate.size
-                        )
+                    for (kind, num), island in itertools.product(own.items(), islands):
+                        copies[ReplicatedTensor(kind, piece.name, piece.boxes, island)] += num
+                    for kind in dict.fromkeys(kind for kind, _, _ in common) if unit.trains else ():
+                        copies[ReplicatedTensor(kind, piece.name, piece.boxes, None)] += groups.islands.size
         replicated = (tensor for tensor, num_copies in copies.items() if num_copies > 1)
         self._row_of = {tensor: row for row, tensor in enumerate(replicated)}
 
@@ -103,7 +121,7 @@ class ReplicaCheck:
             row = self._row_of[tensor]
             local[row] = max(local[row], digest)
             local[num_rows + row] = max(local[num_rows + row], ~digest)
-        differing = self._differing(local, self._groups.world)
+        differing = self._differing(local, self._world)
         if not differing:
             return
         if not self.expects_equal_grids and not self._differ_between_data_ranks(local):
@@ -125,12 +143,12 @@ class ReplicaCheck:
 
     def _differ_between_data_ranks(self, local: list[int]) -> bool:
         """True, on all ranks, if any two ranks at the same place of the model have different copies."""
-        any_differs = torch.tensor([len(self._differing(local, self._groups.dp))], device=self._device)
-        all_reduce(any_differs, self._groups.world, "max", label="digests of weights")
+        any_differs = torch.tensor([len(self._differing(local, self._groups.data))], device=self._device)
+        all_reduce(any_differs, self._world, "max", label="digests of weights")
         return bool(any_differs.item())
 
     def _warn(self, differing: Sequence[ReplicatedTensor]) -> None:
-        if self._groups.world.rank == 0 and not self._has_warned:
+        if self._world.rank == 0 and not self._has_warned:
             warnings.warn(
                 f"copies of {differing[0].name} differ in bits between ranks of a tensor-parallel grid: "
                 "kernels add in different orders. deterministic=true keeps copies equal, and is slower",
@@ -163,12 +181,17 @@ class ReplicaCheck:
             if unit.master is not unit.shard:
                 yield from self._parts_of("master weights", unit, unit.master, *own_range)
                 unit.context.masters.evict(unit.master)
+        for kind, unit, flat in self._common:
+            yield from self._parts_of(kind, unit, flat, unit.start, unit.stop, is_common=True)
 
-    def _parts_of(self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int) -> Iterator[_Part]:
+    def _parts_of(
+        self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int, *, is_common: bool = False
+    ) -> Iterator[_Part]:
         """The parts in `flat`, which is [start, stop) of the unit's storage."""
+        island = None if is_common else self._island
         overlaps = {overlap.shard.name: overlap for overlap in unit.layout.overlaps(start, stop)}
         for piece in unit.layout.params:
-            tensor = ReplicatedTensor(kind, piece.name, piece.boxes)
+            tensor = ReplicatedTensor(kind, piece.name, piece.boxes, island)
             if tensor not in self._row_of:
                 continue
             overlap = overlaps.get(piece.name)
@@ -184,7 +207,7 @@ class ReplicaCheck:
         """Gather a tensor's digests and group the ranks that have it by them, in rank order. `high`, `low`:
         the maxima of this rank's digests and of their complements; with several stages it may have
         several."""
-        group = self._groups.world
+        group = self._world
         table = torch.empty(2 * group.size, dtype=torch.long, device=self._device)
         all_gather(table, torch.tensor([high, low], device=self._device), group, label="digests of weights")
         ranks: dict[tuple[int, int], list[int]] = {}
