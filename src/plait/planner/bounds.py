@@ -6,8 +6,8 @@ after its last backward of that stage the backwards of the stages ahead follow. 
 split off can fill that last wait, so it counts without them. The step takes at least the longest such sum
 over the ranks. While the schedule is open, it takes at least the mean of the ranks' computation.
 
-Once the schedule is decided, it is simulated without the communication of sharding. With it, the step takes at
-least that and the exposed reductions after it, and, if parameters are gathered for every micro-batch, the
+Once the schedule is decided, it is simulated without the communication of sharding. With it, the step takes
+at least that and the exposed reductions after it, and, if parameters are gathered for every micro-batch, the
 longest sum with the gathers."""
 
 from collections.abc import Iterable, Sequence
