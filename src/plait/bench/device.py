@@ -1,4 +1,12 @@
-"""The speed of a rank's device while all ranks of the host work: matrix products, memory, operators."""
+"""The speed of a rank's device while all ranks of the host work: matrix products, memory, operators.
+
+[Note: collectives after computation]
+Collectives in a loop find the ranks in step. Those inside a block come after milliseconds of products, which
+do not take equally long on all ranks; a rank that waited has slept, and wakes up or gets its core back; and
+the tensors are in other cores' caches. On 2 ranks of 2 cores a sum of 1 MB takes 0.15 ms in a loop and 1.2 to
+1.9 after 4 to 50 ms of products, in pairs of 4 ranks 0.6 and 2.4 to 3.6. So what counts is how much longer
+products and collectives take than products alone.
+"""
 
 import os
 import platform
@@ -14,7 +22,7 @@ from torch import Tensor
 
 from plait.bench.cases import Case, make_case
 from plait.bench.collectives import slowest, synchronize
-from plait.bench.operators import MOST_COPIES, core_seconds, in_turn, operator_cases
+from plait.bench.operators import MOST_COPIES, core_seconds, in_turn, linear_case, operator_cases
 from plait.comm import Group, World, barrier, shares_memory, start_scattered_sum
 from plait.plan.cost_model import fit
 from plait.plan.device_speed import DeviceSpeed, Points
@@ -68,13 +76,15 @@ def measure_device(
 
 class CollectiveLines:
     """Times of the collectives that plans use, in groups of every size that divides the ranks, all groups at
-    once. Ranks wait for one another, so that a delay of one delays all: the least time of a case counts."""
+    once. Ranks wait for one another, so that a delay of one delays all: the least time of a case counts. Of
+    those inside a block, the median: see [Note: collectives after computation]."""
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._products = linear_case(*_BETWEEN, torch.float32) if world.device.type == "cpu" else None
+        self._rounds: list[list[float]] = []
         pools = [world.empty(_POOL_BYTES // 4, torch.float32).zero_() for _ in range(2)]
         self._cases: list[tuple[str, int, int, Case]] = []
-        self._seconds: list[float] = []
         for degree in (each for each in range(2, world.size + 1) if world.size % each == 0):
             start = world.rank // degree * degree
             group = world.subgroup(tuple(range(start, start + degree)))
@@ -90,7 +100,7 @@ class CollectiveLines:
                     turns = [Case(partial(_scattered_sum, full, group)) for full, _ in pairs]
                     self._add("scattered sum", degree, numel * 4, turns)
             if shares_memory(group):
-                for num_bytes in _MESSAGES:
+                for num_bytes in _MESSAGES[1:]:  # smaller ones take as long as their wait
                     tensors = torch.zeros(min(MOST_COPIES, _POOL_BYTES // num_bytes), num_bytes // 4).unbind()
                     turns = [make_case("all-reduce", group, each, each) for each in tensors]
                     self._add("foreign all-reduce", degree, num_bytes, turns)
@@ -104,23 +114,39 @@ class CollectiveLines:
     def measure(self) -> None:
         """Time all cases once. Collective."""
         seconds = []
-        for _, _, num_bytes, case in self._cases:
-            repeats = max(1, min(20, _MESSAGES[-1] // max(1, num_bytes)))
+        for kind, _, num_bytes, case in self._cases:
             case.run()
-            barrier(self._world.group)
-            begin_s = time.perf_counter()
-            for _ in range(repeats):
-                case.run()
-            synchronize(self._world)
-            seconds.append((time.perf_counter() - begin_s) / (repeats * case.num_messages))
-        found = slowest(self._world, [seconds])[0] if seconds else []
-        self._seconds = list(map(min, found, self._seconds or found))
+            if kind == "foreign all-reduce":
+                both = self._visit_s([self._compute, case.run], _AFTER)
+                seconds.append((both - self._visit_s([self._compute], _AFTER)) / _AFTER)
+            else:
+                repeats = max(1, min(20, _MESSAGES[-1] // max(1, num_bytes)))
+                seconds.append(self._visit_s([case.run], repeats) / (repeats * case.num_messages))
+        self._rounds.append(slowest(self._world, [seconds])[0] if seconds else [])
+
+    def _visit_s(self, calls: Sequence[Callable[[], object]], repeats: int) -> float:
+        """Seconds of so many times all these calls, until the last rank is ready."""
+        barrier(self._world.group)
+        begin_s = time.perf_counter()
+        for _ in range(repeats):
+            for call in calls:
+                call()
+        synchronize(self._world)
+        barrier(self._world.group)
+        return time.perf_counter() - begin_s
+
+    def _compute(self) -> None:
+        assert self._products is not None, "measured on CPUs only"
+        for _ in range(_PRODUCTS):
+            self._products()
 
     def fitted(self) -> tuple[tuple[str, int, float, float], ...]:
         """Kind, ranks, seconds and seconds per byte."""
         points: dict[tuple[str, int], list[tuple[int, float]]] = {}
-        for (kind, degree, num_bytes, _), seconds in zip(self._cases, self._seconds, strict=True):
-            points.setdefault((kind, degree), []).append((num_bytes, seconds))
+        times = zip(*self._rounds, strict=True)
+        for (kind, degree, num_bytes, _), seconds in zip(self._cases, times, strict=True):
+            typical = statistics.median(seconds) if kind == "foreign all-reduce" else min(seconds)
+            points.setdefault((kind, degree), []).append((num_bytes, max(typical, _LEAST_S)))
         lines = {key: fit(each) for key, each in points.items()}
         return tuple((*key, line.latency_s, 1 / line.bytes_per_s) for key, line in lines.items() if line)
 
@@ -137,6 +163,9 @@ _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send-receive")
 _MESSAGES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes
 _POOL_BYTES = 1 << 26  # tensors in turn, as in a step: see [Note: cold operands] in operators.py
 _SQUARE = "square"
+# Tokens and width of the products before a collective, layers of them, and repetitions.
+_BETWEEN, _PRODUCTS, _AFTER = (256, 512), 3, 6
+_LEAST_S = 1e-6  # of a difference, which noise can make negative
 
 
 def num_cores() -> int:

@@ -37,7 +37,7 @@ def operator_cases(dtype: torch.dtype) -> Iterator[tuple[str, float, float, Call
     """Yield operator, size, work and a maker of the case. See [Note: cold operands]."""
     for size in _SMALLEST:
         width = max(size, _HIDDEN)
-        yield "linear", size, 6.0 * size * width**2, partial(_linear, size, width, dtype)
+        yield "linear", size, 6.0 * size * width**2, partial(linear_case, size, width, dtype)
     kinds: Mapping[str, tuple[int, Callable[[int, torch.dtype], Operator]]] = {
         "norm": (_HIDDEN, _norm),
         "rotary": (_HIDDEN, _rotary),
@@ -93,7 +93,7 @@ def _update(numel: int) -> Case:
     return torch.optim.AdamW([weight], fused=True).step
 
 
-def _linear(size: int, width: int, dtype: torch.dtype) -> Case:
+def linear_case(size: int, width: int, dtype: torch.dtype) -> Case:
     """A layer's three products."""
 
     def products(weight: Tensor, x: Tensor, gradient: Tensor) -> None:

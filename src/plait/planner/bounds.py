@@ -4,19 +4,48 @@
 A rank cannot start before the forwards of the stages ahead of its first one, computes all its actions, and
 after its last backward of that stage the backwards of the stages ahead follow. Weight gradients that are
 split off can fill that last wait, so it counts without them. The step takes at least the longest such sum
-over the ranks. While the schedule is open, it takes at least the mean of the ranks' computation."""
+over the ranks. While the schedule is open, it takes at least the mean of the ranks' computation.
 
+Once the schedule is decided, it is simulated without the communication of sharding. With it, the step takes
+at least that and the exposed reductions after it, and, if parameters are gathered for every micro-batch, the
+longest sum with the gathers."""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import NamedTuple
 
 from plait.plan import MemoryUse, Plan
 from plait.plan.schedule.generators import GENERATORS
 from plait.planner.cluster import Cluster
+from plait.planner.communication import Links
+from plait.planner.compute import Rates
 from plait.planner.memory import peak_memory
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import Price, Software, Workload, price, stage_seconds
+from plait.planner.price import (
+    Overlapped,
+    Price,
+    Software,
+    StageSeconds,
+    Workload,
+    pipeline_ends,
+    price,
+    stage_gathers,
+    stage_seconds,
+    step_reductions,
+    stored_numels,
+    update_s,
+)
 from plait.planner.space import SEARCHED, Decided
-from plait.planner.timeline import stages_of
+from plait.planner.timeline import Ends, stages_of
+
+
+class _Simulated(NamedTuple):
+    """A schedule without the communication of sharding."""
+
+    stages: tuple[StageSeconds, ...]
+    ends: Ends
+    numels: list[int]  # of the ranks' parameters
 
 
 class Prices:
@@ -25,10 +54,11 @@ class Prices:
 
     def __init__(self, model: ModelShape, cluster: Cluster, work: Workload, software: Software) -> None:
         self._model, self._cluster, self._work, self._software = model, cluster, work, software
+        self._links = Links.of(cluster, cluster.constants)
         self._prices: dict[Plan, Price] = {}
         self._memory: dict[Plan, float] = {}
         self._totals: dict[tuple[object, ...], float] = {}
-        self._pipelines: dict[tuple[object, ...], float] = {}
+        self._pipelines: dict[tuple[object, ...], _Simulated] = {}
         self._uses: dict[tuple[object, ...], tuple[MemoryUse, float]] = {}
 
     def price(self, plan: Plan) -> Price:
@@ -44,11 +74,12 @@ class Prices:
 
     def least_seconds(self, plan: Plan, decided: Decided) -> float:
         """See [Note: bound of a pipeline's time]."""
-        if decided >= Decided.SCHEDULE:
-            key = _computation(plan)
-            if key not in self._pipelines:
-                self._pipelines[key] = self._pipeline_s(plan)
-            return self._pipelines[key]
+        if decided is Decided.ALL:
+            return self._sharded_s(plan)
+        if decided is Decided.SIMULATED:
+            return self._span_s(self._simulated(plan).ends.end)
+        if decided is Decided.SCHEDULE:
+            return self._pipeline_s(plan, self._stages(plan))
         options = [plan]
         if decided < Decided.COMPUTATION and plan.cols > 1:
             options.append(replace(plan, sp=True))
@@ -58,12 +89,15 @@ class Prices:
         """Seconds of one micro-batch on all stages together, which does not depend on the stages."""
         key = (plan.tp, plan.dp * plan.micro, plan.sp, plan.recompute)
         if key not in self._totals:
-            stages = stage_seconds(self._model, plan, self._cluster, self._work, self._software)
-            self._totals[key] = sum(stage.forward + stage.backward + stage.weight for stage in stages)
+            self._totals[key] = sum(
+                stage.forward + stage.backward + stage.weight for stage in self._stages(plan)
+            )
         return self._totals[key]
 
-    def _pipeline_s(self, plan: Plan) -> float:
-        stages = stage_seconds(self._model, plan, self._cluster, self._work, self._software)
+    def _stages(self, plan: Plan) -> tuple[StageSeconds, ...]:
+        return stage_seconds(self._model, plan, self._cluster, self._work, self._software)
+
+    def _pipeline_s(self, plan: Plan, stages: Sequence[StageSeconds]) -> float:
         ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
         generator = GENERATORS.get(plan.schedule)
         splits = generator is None or generator.splits
@@ -82,6 +116,34 @@ class Prices:
             fill += first.forward
             drain += first.backward + (0.0 if splits else first.weight)
         return longest / self._cluster.ranks_per_core
+
+    def _simulated(self, plan: Plan) -> "_Simulated":
+        key = _computation(plan)
+        if key not in self._pipelines:
+            stages = self._stages(plan)
+            nothing = [Overlapped(0.0, 0.0)] * len(stages)
+            ends = pipeline_ends(self._model, plan, self._links, stages, nothing, self._work)
+            numels = stored_numels(self._model, plan, self._software)
+            self._pipelines[key] = _Simulated(stages, ends, numels)
+        return self._pipelines[key]
+
+    def _span_s(self, ends: Iterable[float]) -> float:
+        return max(ends) / self._cluster.ranks_per_core
+
+    def _sharded_s(self, plan: Plan) -> float:
+        stages, ends, numels = self._simulated(plan)
+        links, software, constants = self._links, self._software, self._cluster.constants
+        data = step_reductions(plan, links, stages, numels, software, constants)
+        span = self._span_s(end + rank.exposed for end, rank in zip(ends.end, data, strict=True))
+        gathers = stage_gathers(self._model, plan, links, stages, software, constants)
+        if any(stage.forward or stage.backward for stage in gathers):
+            slower = [
+                stage._replace(forward=stage.forward + own.forward, backward=stage.backward + own.backward)
+                for stage, own in zip(stages, gathers, strict=True)
+            ]
+            span = max(span, self._pipeline_s(plan, slower))
+        rates = Rates.of(self._cluster.device, plan.precision, plan.tf32, constants)
+        return span + update_s(plan, min(numels), 0, rates, links) + constants.step_s
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
         """The first rank's activations, with the model states that it keeps, then all that it holds."""

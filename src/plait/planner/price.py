@@ -1,7 +1,7 @@
 """Predict the step of one plan on a cluster: time by part, memory of the fullest rank."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -85,31 +85,20 @@ def price(
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     stages = stage_seconds(model, plan, cluster, work, software)
-    batch = work.batch // (plan.data_ranks * plan.micro)
-    stride = plan.num_ranks // plan.pp
-    sent = message_bytes(model, plan, batch, work.sequence)
-    transfer = send_s(links, stride, plan.num_ranks, sent) if plan.pp > 1 else 0.0
-    gathers = _gathers(model, plan, links, stages, software, constants)
-    durations = Durations(
-        tuple(stage.forward + extra.forward for stage, extra in zip(stages, gathers, strict=True)),
-        tuple(stage.backward + extra.backward for stage, extra in zip(stages, gathers, strict=True)),
-        tuple(stage.weight for stage in stages),
-        (transfer,) * (len(stages) - 1),
-    )
-    ends = timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
+    gathers = stage_gathers(model, plan, links, stages, software, constants)
+    ends = pipeline_ends(model, plan, links, stages, gathers, work)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    numels = [rank_layout(model, plan, rank, software).numel for rank in range(plan.pp)]
-    data = _reductions(plan, links, stages, ranks, numels, software, constants)
+    numels = stored_numels(model, plan, software)
+    data = step_reductions(plan, links, stages, numels, software, constants)
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
-    counts, owned = block_counts(model, plan, software), numels[slowest] // plan.shard_degree
-    update = optimizer_s(owned, sum(counts[stage] for stage in own), rates)
-    update += _offload_s(plan, owned, links)
+    counts = block_counts(model, plan, software)
+    update = update_s(plan, numels[slowest], sum(counts[stage] for stage in own), rates, links)
     span = _span_s(ends, slowest, cluster.ranks_per_core)
     busy = min(span, ends.busy[slowest])
     step = span + data[slowest].exposed + update + constants.step_s
     idle = span - busy
-    sends = min(idle, 2 * (plan.pp - 1) * transfer)
+    sends = min(idle, 2 * (plan.pp - 1) * _transfer_s(model, plan, links, work))
     parts = {
         **_busy_parts(plan, [stages[s] for s in own], [gathers[s] for s in own], busy),
         "pipeline communication": sends,
@@ -133,6 +122,45 @@ def price(
     )
 
 
+def pipeline_ends(
+    model: ModelShape,
+    plan: Plan,
+    links: Links,
+    stages: "Sequence[StageSeconds]",
+    gathers: "Sequence[Overlapped]",
+    work: Workload,
+) -> timeline.Ends:
+    """Simulate the schedule with these stages and what their gathers add."""
+    durations = Durations(
+        tuple(stage.forward + extra.forward for stage, extra in zip(stages, gathers, strict=True)),
+        tuple(stage.backward + extra.backward for stage, extra in zip(stages, gathers, strict=True)),
+        tuple(stage.weight for stage in stages),
+        (_transfer_s(model, plan, links, work),) * (len(stages) - 1),
+    )
+    return timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
+
+
+def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> float:
+    """Seconds of a micro-batch's way to the next stage."""
+    if plan.pp == 1:
+        return 0.0
+    batch = work.batch // (plan.data_ranks * plan.micro)
+    return send_s(
+        links, plan.num_ranks // plan.pp, plan.num_ranks, message_bytes(model, plan, batch, work.sequence)
+    )
+
+
+def stored_numels(model: ModelShape, plan: Plan, software: Software) -> list[int]:
+    """Elements of the parameters of each pipeline rank."""
+    return [rank_layout(model, plan, rank, software).numel for rank in range(plan.pp)]
+
+
+def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) -> float:
+    """Seconds of the optimizer on a rank with `numel` parameters, before they are sharded."""
+    owned = numel // plan.shard_degree
+    return optimizer_s(owned, blocks, rates) + _offload_s(plan, owned, links)
+
+
 def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> int:
     """Bytes of a micro-batch's output that a rank of a stage sends to the next one."""
     numel = batch * sequence * model.hidden // plan.rows
@@ -147,7 +175,7 @@ def _span_s(ends: timeline.Ends, rank: int, ranks_per_core: float) -> float:
 
 
 def _busy_parts(
-    plan: Plan, stages: "list[StageSeconds]", gathers: "list[_Overlapped]", busy_s: float
+    plan: Plan, stages: "list[StageSeconds]", gathers: "list[Overlapped]", busy_s: float
 ) -> dict[str, float]:
     """Split the seconds in which a rank's actions run."""
     parts = {
@@ -290,7 +318,7 @@ def _block_tensor_s(
     return forward + both, backward + both
 
 
-class _Overlapped(NamedTuple):
+class Overlapped(NamedTuple):
     exposed: float
     hidden: float
     forward: float = 0.0
@@ -305,24 +333,24 @@ def _overlap(
     return communication - hidden + constants.overlap_tax * hidden, hidden
 
 
-def _gathers(
+def stage_gathers(
     model: ModelShape,
     plan: Plan,
     links: Links,
     stages: tuple[StageSeconds, ...],
     software: Software,
     constants: Constants,
-) -> list[_Overlapped]:
+) -> list[Overlapped]:
     """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each
     stage."""
-    nothing = _Overlapped(0.0, 0.0)
+    nothing = Overlapped(0.0, 0.0)
     per_micro = plan.zero >= 2 and not plan.accumulates_full
     if plan.shard_degree == 1 or not (plan.zero == 3 or per_micro):
         return [nothing] * len(stages)
     counts, group = block_counts(model, plan, software), _shard_group(plan)
     size = COMPUTE_BYTES[plan.precision]
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
-    kinds: dict[tuple[StageSeconds, int], _Overlapped] = {}
+    kinds: dict[tuple[StageSeconds, int], Overlapped] = {}
     result = []
     for stage, (seconds, blocks) in enumerate(zip(stages, counts, strict=True)):
         units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
@@ -340,7 +368,7 @@ def _gathers(
                 )
             ahead = overlap(seconds.forward, forward)
             back = overlap(seconds.backward + seconds.weight, backward)
-            kinds[key] = _Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0])
+            kinds[key] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0])
         result.append(kinds[key])
     return result
 
@@ -353,19 +381,19 @@ def _shard_group(plan: Plan) -> Group:
     return Group(plan.shard_degree, plan.rows * plan.cols, plan.num_ranks)
 
 
-def _reductions(
+def step_reductions(
     plan: Plan,
     links: Links,
     stages: tuple[StageSeconds, ...],
-    ranks: tuple[int, ...],
     numels: list[int],
     software: Software,
     constants: Constants,
-) -> list[_Overlapped]:
+) -> list[Overlapped]:
     """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step.
     `numels`: of the ranks' parameters."""
     if plan.data_ranks == 1:
-        return [_Overlapped(0.0, 0.0)] * plan.pp
+        return [Overlapped(0.0, 0.0)] * plan.pp
+    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
     size, reduced = COMPUTE_BYTES[plan.precision], _reduced_itemsize(plan)
@@ -381,7 +409,7 @@ def _reductions(
         scatter += collective_s("all-reduce", links, replicas, numel // shard.degree * reduced)
         back = overlap(sum(s.backward + s.weight for s in own), scatter)
         ahead = overlap(sum(s.forward for s in own), gather)
-        result.append(_Overlapped(back[0] + ahead[0], back[1] + ahead[1]))
+        result.append(Overlapped(back[0] + ahead[0], back[1] + ahead[1]))
     return result
 
 

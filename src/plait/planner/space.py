@@ -37,7 +37,8 @@ class Decided(IntEnum):
     DEGREES = 1  # pp, tp, dp, micro
     COMPUTATION = 2  # sp, recompute
     SCHEDULE = 3  # schedule, chunks
-    ALL = 4  # zero, shard, accumulate, reshard, offload
+    SIMULATED = 4  # nothing more: the schedule's time is not bounded any more, but simulated
+    ALL = 5  # zero, shard, accumulate, reshard, offload
 
 
 # Values of the keys that do not depend on the number of devices.
@@ -50,7 +51,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
 # Keys that are decided at the end of each level.
-_DECIDES = (("pp", "tp"), ("sp", "recompute"), ("schedule",), ("zero", "offload"))
+_DECIDES = (("pp", "tp"), ("sp", "recompute"), ("schedule",), (), ("zero", "offload"))
 _SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
 
 
@@ -113,7 +114,7 @@ class Space:
         return [p for p in children if all(getattr(p, key) in values for key, values in only)]
 
     def _generate(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
-        levels = (self._degrees, self._computations, self._schedules, self._shardings)
+        levels = (self._degrees, self._computations, self._schedules, lambda _: [{}], self._shardings)
         for keys in levels[decided](plan):
             try:
                 yield replace(plan, **keys)
