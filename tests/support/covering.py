@@ -12,7 +12,7 @@ Pair = frozenset[tuple[str, str]]  # two options, or more
 _Options = tuple[tuple[str, str], ...]  # sorted
 Draw = Callable[[random.Random, Case], Case | None]  # a random case with the given options, or None
 
-DRAWN_AT_ONCE = 50  # candidates per choice
+DRAWN_AT_ONCE = 150  # candidates per choice
 _SAMPLE = 600  # random cases that show which pairs are rare
 
 
@@ -42,12 +42,19 @@ def covering(
 
 
 def covering_drawn(
-    factors: Mapping[str, Sequence[str]], draw: Draw, *, seed: int, first: Sequence[Case] = (), least: int = 0
+    factors: Mapping[str, Sequence[str]],
+    draw: Draw,
+    *,
+    seed: int,
+    first: Sequence[Case] = (),
+    least: int = 0,
+    cost: Callable[[Case], float] = lambda _: 1.0,
 ) -> list[Case]:
     """Like `covering`, for a product too large to list: cases are drawn, with the options of each of `first`,
     then for missing pairs, the rare ones first, then without condition until there are `least`.
 
-    A pair without a drawn case is considered impossible.
+    A pair without a drawn case is considered impossible. Of candidates, the one with the most missing pairs
+    for its cost is chosen.
     """
     rng, bits = random.Random(seed), _Bits()
     options = [(factor, option) for factor, found in factors.items() for option in found]
@@ -63,7 +70,7 @@ def covering_drawn(
             found.append(case)
         sets = [bits.of(_combinations(case, 2)) & missing for case in found]
         if found:
-            best = max(range(len(found)), key=lambda index: sets[index].bit_count())
+            best = max(range(len(found)), key=lambda index: sets[index].bit_count() / cost(found[index]))
             missing &= ~sets[best]
             chosen.append(found[best])
 

@@ -1,6 +1,7 @@
 """Plans that combine all parallelisms: a product of options too large to list, and covering sets of it."""
 
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -49,7 +50,7 @@ _TRIES = 150  # random draws until a pair of options is considered impossible
 @functools.cache
 def few_cases() -> tuple[Case, ...]:
     """Cases that cover every pair of options, first those with pp, dp and tp at once."""
-    return tuple(covering_drawn(FACTORS, draw, seed=SEED, first=ALL_STRANDS))
+    return tuple(covering_drawn(FACTORS, draw, seed=SEED, first=ALL_STRANDS, cost=_cost))
 
 
 @functools.cache
@@ -107,6 +108,13 @@ def _applying(case: Case) -> Case | None:
         "algorithm": dp == 1,
     }
     return {factor: option for factor, option in case.items() if not left_out.get(factor)}
+
+
+def _cost(case: Case) -> float:
+    """Root of the processor time, roughly: of each rank's engine and of its micro-batches; Gloo takes twice
+    as much. Of the time itself, nearly all cases would have one micro-batch."""
+    of_a_rank = 3 + int(case["micro"]) * num_layers(case) / int(case["pp"])
+    return math.sqrt(num_ranks(case) * of_a_rank * (2 if case["transport"] == "gloo" else 1))
 
 
 def num_ranks(case: Case) -> int:
