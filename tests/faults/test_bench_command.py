@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ from plait.cli.main import app
 from plait.plan.cost_model import COLLECTIVES
 from plait.plan.device_speed import OPERATORS
 from plait.plan.host_profile import ProfileEntry, load
-from support.cli_runs import finish, start
+from support.cli_runs import finish, start, start_torchrun
 
 BENCH = ("bench", "collectives", "--sizes", "1K:64K", "--rounds", "1")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "plait")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -101,7 +99,7 @@ def test_a_ddp_step_is_taken_apart_on_two_ranks_shown_and_drawn(tmp_path: Path) 
 def test_under_torchrun_its_ranks_are_measured_and_one_of_them_prints(tmp_path: Path) -> None:
     profile = tmp_path / "host.json"
     words = ("--collective", "barrier,all-reduce", "--storage", "both", "--profile", profile)
-    out, _ = finish(start(*BENCH, *words, entry=TORCHRUN))
+    out, _ = finish(start_torchrun("-m", "plait", *BENCH, *words))
     assert out.count("collectives over host, 2 ranks") == 1
     assert {(what.verb, what.storage) for what in load(profile).lines} == {
         ("all-reduce", "owned"),
@@ -111,7 +109,7 @@ def test_under_torchrun_its_ranks_are_measured_and_one_of_them_prints(tmp_path: 
 
 
 def test_a_mistake_under_torchrun_is_printed_once() -> None:
-    process = start(*BENCH, "--no-save", "--ranks", "3", entry=TORCHRUN)
+    process = start_torchrun("-m", "plait", *BENCH, "--no-save", "--ranks", "3")
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert err.count("PlanError: torchrun has started another number of ranks") == 1

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from support.cli_runs import finish, start, write_recipe
+from support.cli_runs import finish, start, start_torchrun, write_recipe
 from support.plain_evaluation import assert_same_scores, plain_scores
 
 
@@ -22,19 +22,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_its_checkpoint_and_its_export_have_the_scores_of_plain_transformers(run: Path) -> None:
     """On two ranks, on the ranks of torchrun and on one; documents are longer than the context."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "plait")
     data = f"{run.parent}/text/0[0-3].txt"
     texts = [path.read_text() for path in sorted(run.parent.glob("text/0[0-3].txt"))]
     expected = plain_scores(run / "export", texts, context=64, stride=40)
     assert expected["tokens"] > 64 * len(texts)
-    for model, entry, words in (
-        (run, (), ["--ranks", "2", "--plan", "tp=2"]),
-        (run / "checkpoints" / "step-00000004", torchrun, ["--plan", "dp=2 zero=3 micro=2"]),
-        (run / "export", (), []),
+    under_torchrun = partial(start_torchrun, "-m", "plait")
+    for model, starts, words in (
+        (run, start, ["--ranks", "2", "--plan", "tp=2"]),
+        (run / "checkpoints" / "step-00000004", under_torchrun, ["--plan", "dp=2 zero=3 micro=2"]),
+        (run / "export", start, []),
     ):
         output = run.parent / "scores.json"
         options = ["--stride", 40, "--json", output, *words]
-        out, _ = finish(start("evaluate", model, data, *options, entry=entry))
+        out, _ = finish(starts("evaluate", model, data, *options))
         assert_same_scores(json.loads(output.read_text()), expected)
         assert f"{expected['perplexity']:,.2f}" in out
         assert "last words" in out

@@ -2,16 +2,13 @@
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.cli_runs import LIMIT_S, LOOPBACK, ROOT, finish, start
+from support.cli_runs import LIMIT_S, LOOPBACK, ROOT, finish, start_mpirun, start_torchrun
 
 EXAMPLE = ROOT / "examples" / "horovod_mnist.py"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 
 ELASTIC = """
 import os, sys
@@ -54,8 +51,8 @@ os.write(1, f"{hvd.rank()} end {saved} {len(set(seen))} {resets} {back}\\n".enco
 def test_the_example_of_horovods_documentation_runs_by_import_swap(launcher: str) -> None:
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (apt-get install openmpi-bin)")
-    entry = TORCHRUN if launcher == "torchrun" else (*MPIRUN, sys.executable)
-    out, _ = finish(start(EXAMPLE, "--epochs", "2", entry=entry))
+    launch = {"torchrun": start_torchrun, "mpirun": start_mpirun}[launcher]
+    out, _ = finish(launch(EXAMPLE, "--epochs", "2"))
     found = re.findall(r"^epoch (\d)  loss (\S+)  accuracy (\S+)  ranks 2$", out, re.M)
     assert [epoch for epoch, _, _ in found] == ["1", "2"], out
     assert float(found[1][1]) < float(found[0][1])
@@ -76,7 +73,9 @@ def test_under_mpirun_one_hosts_ranks_listen_on_loopback_alone(tmp_path: Path) -
         "os.write(1, (' '.join(['listens', *own, str(total)]) + chr(10)).encode())\n"  # in one call
         "hvd.shutdown()\n"
     )
-    out, _ = finish(start("-c", program, entry=(*MPIRUN, sys.executable)))
+    script = tmp_path / "listens.py"
+    script.write_text(program)
+    out, _ = finish(start_mpirun(script))
     lines = re.findall(r"listens (.*)", out)
     assert len(lines) == 2, out
     for line in lines:
@@ -88,7 +87,7 @@ def test_under_mpirun_one_hosts_ranks_listen_on_loopback_alone(tmp_path: Path) -
 def test_a_restarted_job_goes_on_from_its_last_commit(tmp_path: Path) -> None:
     script = tmp_path / "elastic.py"
     script.write_text(ELASTIC)
-    process = start(script, entry=(*TORCHRUN, "--max-restarts", "1", "--monitor-interval", "0.1"))
+    process = start_torchrun("--max-restarts", "1", "--monitor-interval", "0.1", script)
     out, errors = process.communicate(timeout=LIMIT_S)  # with the first attempt's traceback
     assert process.returncode == 0, errors
     ends = sorted(line for line in out.splitlines() if " end " in line)

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +18,17 @@ from plait.plan.schedule import Kind, Timeline
 from plait.plan.schedule.trace import read_trace
 from plait.plan.schedule.validate import dependencies
 from plait.train.metrics import read_metrics
-from support.cli_runs import LIMIT_S, STEPS, finish, last_step, ranks_of, start, wait_for_step, write_recipe
+from support.cli_runs import (
+    LIMIT_S,
+    STEPS,
+    finish,
+    last_step,
+    ranks_of,
+    start,
+    start_torchrun,
+    wait_for_step,
+    write_recipe,
+)
 
 PLAN = "pp=2 micro=4"
 
@@ -167,10 +176,6 @@ main()
 MOST_S = 15.0  # on a busy machine; the limit of a step is run.timeout_s, which is 600
 
 
-def torchrun(script: Path) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-
-
 @pytest.mark.parametrize("transport", ["host", pytest.param("gloo", marks=pytest.mark.sweep)])
 def test_a_stage_that_raises_ends_all_ranks_with_its_traceback_first(
     recipe: Path, tmp_path: Path, transport: str
@@ -178,7 +183,7 @@ def test_a_stage_that_raises_ends_all_ranks_with_its_traceback_first(
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
     how = sets(f"run.dir={tmp_path}/run", f"run.transport={transport}", "run.evaluate_every=0")
-    process = start("train", recipe, "--plan", PLAN, *how, entry=torchrun(script))
+    process = start_torchrun(script, "train", recipe, "--plan", PLAN, *how)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "ZeroDivisionError: the stage's own" in err

@@ -35,6 +35,7 @@ from support.cli_runs import (
     last_step,
     listening,
     start,
+    start_torchrun,
     wait_for,
     wait_for_step,
     write_recipe,
@@ -131,8 +132,7 @@ def test_the_export_is_the_trained_model(whole: tuple[Path, str], world: World, 
 
 def test_torchrun_and_our_launcher_end_with_the_same_bits(whole: tuple[Path, str], recipe: Path) -> None:
     run = recipe.parent / "under-torchrun"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "plait"]
-    finish(start("train", recipe, "--set", f"run.dir={run}", entry=torchrun))
+    finish(start_torchrun("-m", "plait", "train", recipe, "--set", f"run.dir={run}"))
     assert_same_bits(last_state(run), last_state(whole[0]))
     ours, theirs = (losses(path) for path in (run, whole[0]))
     assert [line.get("loss") for line in ours] == [line.get("loss") for line in theirs]

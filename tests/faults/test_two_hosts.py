@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,15 +62,16 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 def train(hosts: tuple[Host, Host], *words: object) -> list[subprocess.Popen[str]]:
     """`plait train words...` under torchrun on both."""
     found = []
+    python, variables = cli_runs.warm_python()
     for number, host in enumerate(hosts):
         torchrun = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+            *(str(python), "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
             *("--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", str(PORT)),
         ]
         found.append(
             subprocess.Popen(
                 host.command(*torchrun, "-m", "plait", "train", *map(str, words)),
-                env=cli_runs.environment() | {"GLOO_SOCKET_IFNAME": host.interface},
+                env=cli_runs.environment() | variables | {"GLOO_SOCKET_IFNAME": host.interface},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -1,10 +1,14 @@
 """Helpers of command line tests: a small recipe, commands as real processes, their results."""
 
+import atexit
+import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,13 +90,40 @@ PLAIT = (sys.executable, "-m", "plait")  # for `entry`
 def start(*words: object, entry: Sequence[str] = ()) -> subprocess.Popen[str]:
     """Start `plait words...` as the leader of its own process group, like a shell; with `entry`, that command
     instead of `plait`."""
-    popen = subprocess.Popen if entry else warm.Popen
+    return _start(subprocess.Popen if entry else warm.Popen, [*entry, *map(str, words)])
+
+
+def start_torchrun(*words: object) -> subprocess.Popen[str]:
+    """Start `torchrun --nproc-per-node 2 words...`, where a later option replaces an earlier one. Neither it
+    nor its ranks have to import libraries."""
+    torchrun = functools.partial(warm.Popen, module="torch.distributed.run")
+    return _start(torchrun, ["--nproc-per-node", "2", *map(str, words)], warm_python()[1])
+
+
+def start_mpirun(*words: object) -> subprocess.Popen[str]:
+    """Start `mpirun -n 2 python words...`. The ranks do not have to import libraries."""
+    python, variables = warm_python()
+    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", str(python))
+    return _start(subprocess.Popen, [*mpirun, *map(str, words)], variables)
+
+
+@functools.cache
+def warm_python() -> tuple[Path, dict[str, str]]:
+    """A command `python` that has imported libraries, and the environment that it needs."""
+    folder = Path(tempfile.mkdtemp(prefix="plait-python-"))
+    atexit.register(shutil.rmtree, folder)
+    return folder / "python", warm.install(folder, "python")
+
+
+def _start(
+    popen: Callable[..., subprocess.Popen[str]], words: list[str], variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     return popen(
-        [*entry, *map(str, words)],
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env={**environment(), **(variables or {})},
         start_new_session=True,
     )
 

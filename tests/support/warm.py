@@ -60,18 +60,19 @@ def _server(first_import: str = "") -> str:
 
 
 class Popen(subprocess.Popen[Any]):
-    """`subprocess.Popen` of `python -m plait *args`, or of `python script *args`, forked from the server."""
+    """`subprocess.Popen` of `python -m module *args`, or of `python script *args`, forked from the server."""
 
     def __init__(
         self,
         args: Sequence[str],
         *,
         env: Mapping[str, str],
+        module: str = "plait",
         script: Path | None = None,
         first_import: str = "",
         **options: Any,
     ) -> None:
-        self._script = script
+        self._program = [str(script)] if script else ["-m", module]
         self._first_import = first_import
         super().__init__(args, env=env, **options)
 
@@ -83,7 +84,7 @@ class Popen(subprocess.Popen[Any]):
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(_server(self._first_import))
         job = {
-            "argv": [str(self._script), *args] if self._script else ["-m", "plait", *args],
+            "argv": [*self._program, *args],
             "env": dict(env),
             "cwd": str(cwd or Path.cwd()),
             "leads": bool(leads),

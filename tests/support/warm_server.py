@@ -11,6 +11,7 @@ wait status. A process is killed when its client disconnects or the server's std
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -107,6 +108,8 @@ def run(job: dict[str, Any], files: list[int]) -> None:
     os.environ.update(job["env"])
     if "PLAIT_LAUNCHER_PID" in job["env"]:
         os.environ["PLAIT_LAUNCHER_PID"] = str(os.getppid())  # with which the process is to end
+    if "network" in job:
+        enter_network(Path(job["network"]))
     os.chdir(job["cwd"])
     program, *words = job["argv"]
     if program != "-m":
@@ -118,6 +121,14 @@ def run(job: dict[str, Any], files: list[int]) -> None:
         importlib.import_module("plait.__main__").main()
     else:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def enter_network(namespace: Path) -> None:
+    """Be on the same host as the client, where a test makes hosts of network namespaces."""
+    if namespace.stat().st_ino != Path("/proc/self/ns/net").stat().st_ino:
+        with namespace.open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "cannot enter the network namespace of the client")
 
 
 if __name__ == "__main__":
