@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from plait.plan import Plan
-from support.cli_runs import ROOT, finish, start
+from support.cli_runs import ROOT, finish, start_torchrun
 from support.pool import Pool
 
 EXAMPLES = ROOT / "examples"
@@ -88,7 +88,7 @@ def test_the_readmes_commands_do_the_same(
     name: str, command: list[str], one_device: dict[str, Losses]
 ) -> None:
     words = [str(ROOT / word) if word.startswith("examples/") else word for word in command]
-    out, _ = finish(start(*words, *STEPS, entry=(sys.executable, "-m", "torch.distributed.run")))
+    out, _ = finish(start_torchrun(*words, *STEPS))
     check(losses(out), one_device[name])
 
 

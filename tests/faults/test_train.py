@@ -197,14 +197,15 @@ def test_torchrun_starts_a_run_again_that_has_lost_a_rank_and_it_ends_with_the_s
     run = recipe.parent / "healed"
     values = (f"run.dir={run}", "run.save_in_background=true", "run.keep_every=12")
     words = [word for value in values for word in ("--set", value)]
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2")
-    process = start("train", recipe, "--plan", "dp=auto micro=2", *words, entry=(*torchrun, "-m", "plait"))
+    train = ("-m", "plait", "train", recipe, "--plan", "dp=auto micro=2", *words)
+    process = start_torchrun("--max-restarts", "2", *train)
     wait_for_step(process, 2)
     kill_a_rank_of(process.pid)
-    wait_for_step(process, 8)
-    assert (run / "checkpoints" / "step-00000006").is_dir(), "the save was seen to end, during step 8"
+    while last_step(run) < 6:  # the save ends during a later step
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
     kill_a_rank_of(process.pid)
-    assert wait_for(process, r"resumed after step (\d+)")[1] == "6"
+    assert int(wait_for(process, r"resumed after step (\d+)")[1]) in (6, 12, 18)
     finish(process)
     assert RunDir(run).read_recipe().plan == "dp=auto micro=2"
     assert [path.name for path in checkpoint.steps(run / "checkpoints")] == [
