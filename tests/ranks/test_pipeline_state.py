@@ -13,7 +13,7 @@ from support import pipeline_plans, programs, trainings
 from support.pool import Pool
 
 LAYERS, SEQUENCES = 5, 12
-STEPS, STEPS_BEFORE = 4, 2
+STEPS, STEPS_BEFORE = 3, 2
 MODELS = ("tied_llama", "pair", "frozen")
 PLANS = (
     "micro=12",

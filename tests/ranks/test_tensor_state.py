@@ -26,7 +26,7 @@ TASKS = {
     "tied llama": Task(hf_models.builder("tied_llama")),
     "gpt2": Task(hf_models.builder("gpt2"), own_loss=True),
 }
-STEPS_BEFORE = 2
+STEPS, STEPS_BEFORE = 3, 2
 
 
 def num_ranks(plan: str) -> int:
@@ -39,21 +39,20 @@ def _steps(engine: plait.Engine, first: int, last: int) -> list[Any]:
 
 
 def _straight(task: str, plan: str) -> Any:
-    """A training that is never interrupted, and its state half-way: of every rank."""
+    """A training that is never interrupted, and its state after two steps: of every rank."""
     engine = programs.engine_of(TASKS[task], plan)
     _steps(engine, 0, STEPS_BEFORE)
     saved = copied(engine.state())
-    results = _steps(engine, STEPS_BEFORE, programs.STEPS)
+    results = _steps(engine, STEPS_BEFORE, STEPS)
     return saved, results, engine.full_parameters(), copied(engine.state())
 
 
 def _continued(task: str, plan: str, states: list[dict[str, Tensor]]) -> Any:
-    """Loads each state into an engine of other first weights and trains on; what came of each."""
-    found = []
+    """Loads each state into one engine, first of other weights, and trains on; what came of each."""
+    engine, found = programs.engine_of(TASKS[task], plan, seed=99), []
     for state in states:
-        engine = programs.engine_of(TASKS[task], plan, seed=99)
         engine.load_state(state)
-        results = _steps(engine, STEPS_BEFORE, programs.STEPS)
+        results = _steps(engine, STEPS_BEFORE, STEPS)
         found.append((results, engine.full_parameters(), copied(engine.state())))
     return found
 

@@ -165,17 +165,16 @@ TASKS = {
     "frozen": Task(edge_case_models.frozen_blocks),
     "momentum": Task(edge_case_models.tiny, optimizer="SGD", arguments={"lr": 0.1, "momentum": 0.9}),
 }
-STEPS_BEFORE = 2
+STEPS, STEPS_BEFORE = 3, 2
 
 
 def _train_from(task: str, plan: str, states: list[dict[str, Tensor]]) -> Any:
-    """Loads each state into an engine of other first weights and trains on; what came of each."""
-    found = []
+    """Loads each state into one engine, first of other weights, and trains on; what came of each."""
+    engine, found = programs.engine_of(TASKS[task], plan, seed=99), []
     for state in states:
-        engine = programs.engine_of(TASKS[task], plan, seed=99)
         engine.load_state(state)
         assert engine.num_steps == STEPS_BEFORE
-        batches = programs.batches(programs.STEPS)[STEPS_BEFORE:]
+        batches = programs.batches(STEPS)[STEPS_BEFORE:]
         results = [engine.step(programs.share_of(batch, engine)) for batch in batches]
         found.append((engine.full_parameters(), results, _copied(engine.state())))
     return found
@@ -194,7 +193,7 @@ def _copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _train_through(task: str, plan: str) -> Any:
     engine = programs.engine_of(TASKS[task], plan)
-    batches = programs.batches(programs.STEPS)
+    batches = programs.batches(STEPS)
     results = [engine.step(programs.share_of(batch, engine)) for batch in batches]
     return engine.full_parameters(), results[STEPS_BEFORE:], _copied(engine.state())
 
