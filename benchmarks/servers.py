@@ -12,8 +12,8 @@ Rows of `128 MiB` are of one worker and a server: a push, which the server reads
 of which it computes the norm, and a pull, which it writes there; relative to a copy in one process.
 
 Rows of `straggler` are pushes per second that became part of an update, relative to sync=all, on 4 workers
-whose computing is 50 short waits of 1 ms: the policies only, without cores that are shared. The last worker is
-stopped for two thirds of the time, by SIGSTOP and SIGCONT, so that its step takes 150 ms.
+whose computing is 50 short waits of 1 ms: the policies only, without cores that are shared. The last worker
+is stopped for two thirds of the time, by SIGSTOP and SIGCONT, so that its step takes 150 ms.
 `expected`: in 150 ms, sync=all takes 4 pushes, backup:1 takes 9 of the 3 fast workers, async 9 and 1, and
 stale:3 in the long run 4, because the slowest worker bounds the others.
 """

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -33,11 +34,14 @@ class Ledger(nn.Module):
         return self.rows[int(worker)].sum()
 
 
-def job(folder: Path, sync: str, victim: int, delay_s: float = 0.0, requests: int = 0) -> None:
+def job(
+    folder: Path, sync: str, victim: int, delay_s: float = 0.0, requests: int = 0, restarts: int = 0
+) -> None:
     """A worker or server. `victim` kills itself: a worker this long after its first step, a server when it
-    has executed so many requests, before it replies."""
+    has executed so many requests, before it replies. One that was started again does not."""
 
     def die_later() -> None:
+        (folder / "victim").touch()
         threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
     rank = int(os.environ["RANK"])
@@ -61,8 +65,11 @@ def job(folder: Path, sync: str, victim: int, delay_s: float = 0.0, requests: in
         )
         while engine.num_steps < STEPS:
             engine.step({"worker": torch.tensor([rank])})
-            if rank == victim and engine.num_steps == 1:
+            if rank == victim and engine.num_steps == 1 and not (folder / "victim").exists():
                 die_later()
+            while rank == 0 and engine.num_steps == STEPS // 2 and restarts:
+                restarts -= engine.server_counts()["joined"] > WORKERS
+                time.sleep(0.05)
     except CommError as error:
         (folder / f"error-{rank}").write_text(error.fact)
         raise SystemExit(2) from error
@@ -74,10 +81,14 @@ def job(folder: Path, sync: str, victim: int, delay_s: float = 0.0, requests: in
     engine.world.close()
 
 
-def check_death_of_a_worker(folder: Path, sync: str, seed: int) -> None:
+def check_death_of_a_worker(folder: Path, sync: str, seed: int, restarts: int = 0) -> None:
     delay_s = random.Random(seed).uniform(0.0, 0.15)
     code = launch_local(
-        WORKERS + 2, [], function=lambda: job(folder, sync, 1, delay_s=delay_s), may_die=range(1, WORKERS)
+        WORKERS + 2,
+        [],
+        function=lambda: job(folder, sync, 1, delay_s=delay_s, restarts=restarts),
+        may_die=range(1, WORKERS),
+        max_restarts=restarts,
     )
     assert code == 0
     fewest, most, counts = json.loads((folder / "result").read_text())
@@ -87,15 +98,17 @@ def check_death_of_a_worker(folder: Path, sync: str, seed: int) -> None:
         assert counts["decided"] >= sum(fewest) >= counts["decided"] - 1
     else:
         torch.testing.assert_close(torch.tensor(fewest), torch.tensor(most))
-        torch.testing.assert_close(sum(fewest), float(STEPS))  # a step is the mean of its workers
+        # A step is the mean of its workers.
+        torch.testing.assert_close(sum(fewest), float(STEPS), rtol=1e-5, atol=0)
     assert counts["left"] <= 2
+    assert counts["joined"] == WORKERS + restarts
 
 
-@pytest.mark.parametrize(("sync", "seed"), [("all", 0), ("async", 1), ("async", 2)])
-def test_a_job_goes_on_without_a_killed_worker_and_applies_updates_once(
-    tmp_path: Path, sync: str, seed: int
+@pytest.mark.parametrize(("sync", "seed", "restarts"), [("all", 0, 1), ("async", 1, 0), ("async", 2, 1)])
+def test_a_job_goes_on_without_a_killed_worker_or_with_it_again_and_applies_updates_once(
+    tmp_path: Path, sync: str, seed: int, restarts: int
 ) -> None:
-    check_death_of_a_worker(tmp_path, sync, seed)
+    check_death_of_a_worker(tmp_path, sync, seed, restarts)
 
 
 @pytest.mark.sweep
