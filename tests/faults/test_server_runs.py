@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait.train.metrics import read_metrics
 from support.cli_runs import finish, last_state, ranks_of, start, wait_for_step, write_recipe
 
 
@@ -30,8 +31,8 @@ def test_a_run_that_is_stopped_and_loses_its_server_ends_when_resumed_with_the_b
     run = start("train", ours, "--resume")
     wait_for_step(run, 7)
     os.kill(ranks_of(run.pid)[2], signal.SIGKILL)
-    _, err = finish(run, 2)
-    assert err.count("error:") == 1
+    _, err = finish(run, 128 + signal.SIGKILL)
+    assert err.count("CommError") == 1
     assert "has lost server 0" in err
     finish(start("train", ours, "--resume"))
     expected, found = last_state(here / "run"), last_state(ours)
@@ -57,3 +58,8 @@ def test_a_recipe_that_servers_cannot_do_is_refused_and_a_killed_worker_joins_a_
     os.kill(first, signal.SIGCONT)
     out, _ = finish(run)
     assert "step 12/12" in out
+    folder = recipe.parent / "bounded"
+    counted = [record for record in read_metrics(folder / "metrics.jsonl") if "staleness" in record]
+    assert {clock for record in counted for _, worker, clock in record["worker_clocks"] if worker} > {11, 12}
+    assert sum(sum(record["staleness"]) for record in counted) >= 12
+    assert (folder / "clocks.png").exists()

@@ -86,10 +86,10 @@ def test_processes_on_several_hosts_send_what_others_map(pool: Pool, servers: st
     found = pool.run(on_hosts_of_their_own, Plan.parse(plan).num_ranks, plan)[0]
     assert found[0] == expected
     assert not differing(found[1], weights)
-    if servers == "servers=1":  # four pushes and five pulls; and worker 0 sends the first weights
+    if servers == "servers=1":  # five pulls, and four pushes without the zeros of unused rows
         size = sum(weight.nbytes for weight in weights.values())
         sent, received = found[2]["moved_bytes"][1]
-        assert 4 * size <= sent < 4.1 * size
+        assert 2 * size < sent < 4.1 * size
         assert 5 * size <= received < 5.1 * size
 
 
