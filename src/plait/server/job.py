@@ -44,7 +44,7 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
 
 def fates_of_ranks(plan: Plan, max_restarts: int) -> dict[str, Any]:
     """Return arguments of `launch_local`: the job goes on without workers other than the first, if servers
-    are dedicated, and is over when worker 0 ends it."""
+    are dedicated, starts them `max_restarts` times again, and is over when worker 0 ends it."""
     return {
         "may_die": range(1, plan.dp) if plan.servers else (),
         "end_s": _END_S if plan.num_servers else None,
