@@ -60,6 +60,6 @@ def test_a_recipe_that_servers_cannot_do_is_refused_and_a_killed_worker_joins_a_
     assert "step 12/12" in out
     folder = recipe.parent / "bounded"
     counted = [record for record in read_metrics(folder / "metrics.jsonl") if "staleness" in record]
-    assert {clock for record in counted for _, worker, clock in record["worker_clocks"] if worker} > {11, 12}
+    assert {clock for record in counted for _, worker, clock in record["worker_clocks"] if worker} > {6, 7, 8}
     assert sum(sum(record["staleness"]) for record in counted) >= 12
     assert (folder / "clocks.png").exists()
