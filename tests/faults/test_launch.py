@@ -349,6 +349,19 @@ def test_ranks_that_outlive_their_job_are_killed(capfd: pytest.CaptureFixture[st
     assert {*capfd.readouterr().err.splitlines()} == (set() if code else lines)
 
 
+def test_a_rank_that_is_killed_is_started_again_as_often_as_allowed(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    starts.touch()
+    program = """
+        if test $RANK = 1; then echo start >> "$0"; kill -9 $$; fi
+        while test $(wc -l < "$0") -lt 3; do sleep 0.05; done
+        sleep 0.3
+    """
+    command = ("timeout", "60", "sh", "-c", program, str(starts))
+    assert launch_local(2, [], command=command, may_die=[1], max_restarts=2) == 0
+    assert len(starts.read_text().split()) == 3
+
+
 def test_a_killed_launcher_leaves_no_rank(start: Start, tmp_path: Path) -> None:
     launcher = start("from plait.comm.launch import end_with_parent\nend_with_parent()\n" + IGNORING_RANK)
     pids = [int((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]

@@ -197,6 +197,22 @@ def test_invalid_plans_are_refused_as_on_real_ranks() -> None:
         explained(small(2), "dp=2", optimizer="adamw")
 
 
+def test_servers_are_explained_next_to_a_ring() -> None:
+    alone = explained(small(2), "dp=1")
+    found = explained(small(2), "dp=4 servers=2 reduce=bf16")
+    pushed, pulled = 2 * found.num_parameters, 4 * found.num_parameters
+    assert found.servers is not None
+    assert found.servers.worker == (pushed, pulled)
+    assert found.servers.server == (2 * pulled, 2 * pushed)
+    assert found.servers.ring == (3 * (pushed + pulled) // 4,) * 2
+    workers, servers = found.rank_classes
+    assert (workers.ranks, servers.ranks) == ((0, 1, 2, 3), (4, 5))
+    assert workers.memory.total == alone.rank_classes[0].memory.total - alone.rank_classes[0].memory.optimizer
+    assert servers.memory.total == 4 * (pulled // 2)
+    (both,) = explained(small(2), "dp=4 server=colocated").rank_classes
+    assert both.memory.total == workers.memory.total + pulled
+
+
 def test_an_empty_micro_batch_is_an_error() -> None:
     with pytest.raises(ModelError, match="a micro-batch has no tensors"):
         explain(small(2), "dp=2", {})

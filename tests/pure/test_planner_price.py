@@ -228,3 +228,21 @@ def test_fitted_constants_predict_runs_that_other_constants_made() -> None:
     assert error(fitted) < 0.08
     slow = [replace(run, source="other", step_s=10 * (run.step_s or 0)) for run in learned]
     assert fit_without([*learned, *slow], ["other"])["other"] == fitted
+
+
+def test_servers_are_priced_by_the_links_that_carry_most() -> None:
+    """Two servers for four workers receive and send twice what a worker does."""
+    machines, work = cluster("dgx-h100:1"), Workload(sequence=4096, batch=128)
+    links = Links.of(machines, machines.constants)
+    seconds = {}
+    for text in ("servers=4", "servers=2", "server=colocated"):
+        found = price(MODEL, Plan.parse(f"dp=4 {text} precision=bf16"), machines, work)
+        hidden = (1 - machines.constants.overlap_tax) * found.hidden["data communication"]
+        seconds[text] = found.parts["data communication"] + hidden - 2 * links.collective_s
+        assert found.step_s == pytest.approx(sum(found.parts.values()))
+    by_one = MODEL.num_params * (4 + 2) / links.link
+    assert seconds["servers=4"] == pytest.approx(by_one, rel=1e-3)
+    assert seconds["servers=2"] == pytest.approx(2 * by_one, rel=1e-3)
+    assert seconds["server=colocated"] == pytest.approx(0.75 * by_one, rel=1e-3)
+    with pytest.raises(PlanError, match="sync=all"):
+        price(MODEL, Plan.parse("dp=4 servers=2 sync=async precision=bf16"), machines, work)

@@ -147,3 +147,16 @@ def test_a_plan_counts_servers_as_ranks() -> None:
     assert Plan.parse("dp=6 servers=2 sync=stale:3").num_ranks == 8
     assert Plan.parse("dp=4 server=colocated").num_ranks == 4
     assert str(Plan.parse("dp=4 server=colocated sync=async")) == "dp=4 sync=async server=colocated"
+
+
+def test_a_worker_joins_again_when_the_decision_on_its_last_push_has_been_applied() -> None:
+    table = ClockTable(SyncPolicy("all"), 2)
+    for worker in range(2):
+        table.add(worker)
+        table.commit(worker, 0, (1.0,))
+    assert not table.is_settled(1), "it has not left"
+    table.remove(1)
+    assert not table.is_settled(1), "servers may still read its push"
+    table.advance(0, 0)
+    assert table.is_settled(1)
+    assert table.add(1) == 1

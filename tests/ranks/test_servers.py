@@ -42,10 +42,10 @@ def trained(plan: str, build: Any = programs.rough_llama, sends: bool = False) -
     except SystemExit:
         return None
     results = [engine.step(programs.share_of(batch, engine)) for batch in programs.batches(4)]
-    weights = engine.full_parameters()
+    weights, counts = engine.full_parameters(), engine.server_counts()
     if world is not None:
         world.close()
-    return [(result.loss, result.grad_norm) for result in results], weights
+    return [(result.loss, result.grad_norm) for result in results], weights, counts
 
 
 def first_weights(plan: str) -> dict[str, Tensor]:
@@ -86,6 +86,11 @@ def test_processes_on_several_hosts_send_what_others_map(pool: Pool, servers: st
     found = pool.run(on_hosts_of_their_own, Plan.parse(plan).num_ranks, plan)[0]
     assert found[0] == expected
     assert not differing(found[1], weights)
+    if servers == "servers=1":  # five pulls, and four pushes without the zeros of unused rows
+        size = sum(weight.nbytes for weight in weights.values())
+        sent, received = found[2]["moved_bytes"][1]
+        assert 2 * size < sent < 4.1 * size
+        assert 5 * size <= received < 5.1 * size
 
 
 def branches() -> nn.Module:
@@ -235,6 +240,9 @@ def test_a_read_at_clock_c_has_every_update_up_to_c_minus_the_bound_minus_1(pool
     assert len(found) == 3
     for worker, seen, counts in found:
         assert counts["max_spread"] <= bound
+        assert sum(counts["staleness"]) == counts["decided"] == counts["taken"]
+        assert counts["staleness"][counts["max_staleness"]] > 0
+        assert counts["waited_s"] > 0
         for clock, fewest, most in seen:
             assert fewest[worker] == most[worker] == clock, "it reads its own updates"
             for updates, latest in zip(fewest, most, strict=True):

@@ -175,7 +175,6 @@ def _price(
     from plait.planner import Outcome, price
 
     plan = Plan.parse(text).resolved(cluster.num_devices)
-    plan.check_no_servers("plait plan")
     if plan.num_ranks < cluster.num_devices and plan.num_ranks % cluster.domain_size == 0:
         cluster = replace(
             cluster, num_hosts=plan.num_ranks // cluster.host_size

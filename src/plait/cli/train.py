@@ -75,8 +75,9 @@ def train(
         words = ["rank", str(prepared.dir.path), *(["--debug"] if debug else [])]
         code = LOST_RANK
         try:
-            save_s, fates = prepared.recipe.run.save_s, fates_of_ranks(prepared.plan)
-            code = launch_local(prepared.plan.num_ranks, words, save_s=save_s, **fates)
+            run = prepared.recipe.run
+            fates = fates_of_ranks(prepared.plan, run.max_restarts)
+            code = launch_local(prepared.plan.num_ranks, words, save_s=run.save_s, **fates)
         finally:
             if code and not resume:
                 _discard_unused(prepared.dir, start)

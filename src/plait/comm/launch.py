@@ -92,13 +92,15 @@ def launch_local(
     save_s: float = 60.0,
     may_die: Collection[int] = (),
     end_s: float | None = None,
+    max_restarts: int = 0,
 ) -> int:
     """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host; or
     `function()`, on ranks that are always forked, see [Note: forked ranks].
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
-    ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die`, they go on.
+    ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die`, they go on, and
+    it is started again, `max_restarts` times in all.
     `end_s`: the job is over when rank 0 has ended with 0; others have so many seconds to end too.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
@@ -121,7 +123,7 @@ def launch_local(
     if function is not None or (is_own and _forks and _can_fork()):
         forked = _ForkedRank(argv, function or _run_command)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
-        monitor = _RankMonitor(save_s, may_die, end_s)
+        monitor = _RankMonitor(save_s, may_die, end_s, max_restarts)
         with (
             _patched_environment(_rank_environment(num_ranks, rendezvous_dir)),
             _silence_torch(),
@@ -168,9 +170,14 @@ def _watch_parent(launcher: int) -> None:
 class _RankMonitor:
     """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that."""
 
-    def __init__(self, save_s: float, may_die: Collection[int], end_s: float | None) -> None:
+    def __init__(
+        self, save_s: float, may_die: Collection[int], end_s: float | None, max_restarts: int
+    ) -> None:
         self._may_die = may_die
         self._end_s = end_s  # from the end of rank 0, and of the job, to SIGKILL for others
+        self._max_restarts = max_restarts
+        self._restarts: list[int] = []  # ranks
+        self._num_started = 0  # of these restarts
         self._save_s = save_s  # from a signal to SIGKILL: time to write a checkpoint
         self._pids: Mapping[int, int] = {}
         self._codes: dict[int, int] = {}  # in order of death; negative: killed by that signal
@@ -194,7 +201,12 @@ class _RankMonitor:
             if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
         }
         self._report_late_ranks(dead)
-        dead |= {rank: 0 for rank, code in dead.items() if code < 0 and self._is_expendable(rank)}
+        for rank in [rank for rank, code in dead.items() if code < 0 and rank in self._may_die]:
+            self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
+            if self._may_restart():
+                self._restarts.append(rank)
+                del dead[rank]
+        dead |= {rank: 0 for rank, code in dead.items() if self._is_excused(rank, code)}
         # Of ranks that died between two polls, one that was killed is the more likely cause.
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
             is_first = not any(map(self._is_failure, self._codes.values()))
@@ -202,12 +214,25 @@ class _RankMonitor:
             if rank == 0 and code == 0 and self._end_s is not None:
                 self._pending.append((now + self._end_s, signal.SIGKILL))
             if self._is_failure(code):
-                self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
+                self._send(rank, signal.SIGKILL)
                 if is_first:
                     self._pending.append((now + _TERM_AFTER_DEATH_S, signal.SIGTERM))
                     self._pending.append((now + _KILL_AFTER_DEATH_S, signal.SIGKILL))
         self._send_due(now)
         return len(self._codes) < len(pids) and now < self._abandon_s
+
+    def start_again(self, start: Callable[[int], None]) -> None:
+        """Call `start` for ranks that are to be started again, after `poll`."""
+        for rank in self._restarts[self._num_started :]:
+            self._num_started += 1
+            number = f"{self._num_started} of at most {self._max_restarts}"
+            sys.stderr.write(f"plait: rank {rank} was killed and is started again (restart {number})\n")
+            start(rank)
+
+    def _may_restart(self) -> bool:
+        has_failed = any(map(self._is_failure, self._codes.values()))
+        is_left = len(self._restarts) < self._max_restarts
+        return is_left and not (has_failed or self.is_stopping or self._is_over)
 
     @property
     def is_stopping(self) -> bool:
@@ -230,8 +255,11 @@ class _RankMonitor:
             return 128 + self._forwarded
         return 0
 
-    def _is_expendable(self, rank: int) -> bool:
-        return rank in self._may_die or self._is_over
+    def _is_excused(self, rank: int, code: int) -> bool:
+        """Return whether a rank that ended so does not fail the job."""
+        if code < 0:
+            return rank in self._may_die or self._is_over
+        return rank in self._restarts and self._is_over  # it was too late to join
 
     @property
     def _is_over(self) -> bool:
@@ -297,22 +325,45 @@ class _Agent(LocalElasticAgent):
         self._monitor = monitor
         self._forked = forked
         self._blocked = blocked
+        self._restarted: dict[int, int] = {}  # pids by rank; torch knows of the first processes only
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._blocked_signals():
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        if self._forked is not None:
+            self._forked.open_gate()
+        return pids
+
+    @contextlib.contextmanager
+    def _blocked_signals(self) -> Iterator[None]:
         # A forked rank has the launcher's handlers until it unblocks all but those that are blocked at start.
         to_block = self._blocked if self._forked is None else _SIGNALS
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, to_block)
         try:
-            return super()._start_workers(worker_group)
+            yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            if self._forked is not None:
-                self._forked.open_gate()
+
+    def _start_again(self, rank: int) -> None:
+        """Start one rank once more, as torch started it."""
+        assert self._pcontext is not None, "the ranks have been started"
+        environment = self._pcontext.envs[rank]
+        with self._blocked_signals():
+            if self._forked is None:
+                command = [self._pcontext.entrypoint, *self._pcontext.args[rank]]
+                whole = {**os.environ, **environment}
+                pid = os.posix_spawnp(command[0], command, whole, setpgroup=0)
+            else:
+                pid = self._forked.start_again(environment)
+        self._restarted[rank] = pid
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        pids = {worker.global_rank: worker.id for worker in worker_group.workers}
+        pids = {worker.global_rank: worker.id for worker in worker_group.workers} | self._restarted
         if self._monitor.poll(pids):
+            self._monitor.start_again(self._start_again)
             return RunResult(state=WorkerState.HEALTHY)
+        for pid in self._restarted.values():  # torch reaps the others
+            os.waitpid(pid, os.WNOHANG)
         if self._monitor.succeeded():  # torch waits for results, which forked ranks do not return
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(pids))
         result: RunResult = super()._monitor_workers(worker_group)
@@ -329,12 +380,23 @@ class _ForkedRank:
     def __init__(self, argv: Sequence[str], function: Callable[[], object]) -> None:
         self._argv = argv
         self._function = function
-        self._gate = os.pipe()
+        self._gate: tuple[int, ...] = os.pipe()
 
     def open_gate(self) -> None:
         """Let the ranks begin. Starting one more process reaps those that have ended, so none may before."""
         for end in self._gate:
             os.close(end)
+        self._gate = ()
+
+    def start_again(self, environment: Mapping[str, str]) -> int:
+        """Fork one rank, not by multiprocessing, which would reap those that have ended; return its pid."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or the rank prints it again
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(environment)
+            self.run()
+        return pid
 
     def run(self) -> NoReturn:
         def program() -> None:
@@ -353,9 +415,10 @@ class _ForkedRank:
                 is_int = signum is signal.SIGINT
                 signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_SIGNALS} - _BLOCKED_AT_START)
-        read, write = self._gate
-        os.close(write)
-        os.read(read, 1)
+        if self._gate:
+            read, write = self._gate
+            os.close(write)
+            os.read(read, 1)
         with contextlib.suppress(ValueError):  # libraries ignore a number that they cannot read, too
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
         _set_malloc_thresholds()

@@ -74,6 +74,7 @@ class Pair:
     def __init__(self, store: dist.Store, name: str, side: int, timeout_s: float) -> None:
         """Both sides call it, with the same unused name. `timeout_s`: limit of waiting for a message."""
         self._name = name
+        self.sent_bytes = self.received_bytes = 0
         try:
             self._socket = (_connect if side else _accept)(store, name)
         except (OSError, RuntimeError) as error:
@@ -105,6 +106,7 @@ class Pair:
                 self._socket.sendall(content)
         except OSError as error:
             raise self._lost(error) from error
+        self.sent_bytes += len(header) + content.nbytes
 
     def receive(self) -> Message:
         """Wait for a message. Raises CommError also for one that is damaged."""
@@ -118,6 +120,7 @@ class Pair:
             self._receive_into(content)
         except OSError as error:
             raise self._lost(error) from error
+        self.received_bytes += len(header) + num_bytes
         self._check(zlib.crc32(content) == crc, "its checksum is wrong")
         worker, clock, first_chunk, count, value = numbers
         return Message(first & 0xFFFF, worker, clock, first_chunk, count, value, payload)

@@ -575,8 +575,8 @@ class Engine:
         `plan/cost_model.py`."""
         return self._flops.per_token(sequence, causal=causal)
 
-    def server_counts(self) -> dict[str, int]:
-        """Numbers of events on the parameter servers (`server/clocks.py: Counts`); {} without servers."""
+    def server_counts(self) -> dict[str, Any]:
+        """Numbers of events on parameter servers, see `ServerUpdater.counts`; {} without servers."""
         return self._updater.counts()
 
     def discard_step(self) -> None:

@@ -1,7 +1,7 @@
 """Combine a step's totals and update the weights, by the engine's ranks or by parameter servers."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from plait.engine.build import EngineParts
 from plait.optim.clip import clip_values
@@ -36,7 +36,7 @@ class Updater(Protocol):
         """Make the engine's own weights and states, which were loaded or initialized, those of the
         training; return the number of its steps."""
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Numbers of events on the servers, if there are any."""
 
 
@@ -79,5 +79,5 @@ class LocalUpdater:
     def publish(self, num_steps: int) -> int:
         return num_steps
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         return {}

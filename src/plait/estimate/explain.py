@@ -31,6 +31,7 @@ from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
 from plait.plan.communicators import num_communicators
+from plait.plan.estimate.servers import ServerTraffic, server_memory, server_traffic, worker_memory
 from plait.plan.estimate.traffic import RankFacts, exchange_traffic, scratch_bytes, step_traffic
 from plait.plan.schedule import Durations, peak_activation_bytes, simulate
 
@@ -65,7 +66,8 @@ class RankClass:
 class Explanation:
     """A model under a plan. `bubble`: idle fraction of all ranks' time, for equal stages and a backward that
     takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor; `float8`: layers of the
-    blocks that multiply in float8, and those that do not."""
+    blocks that multiply in float8, and those that do not; `servers`: bytes per step of a plan with parameter
+    servers, whose grid is that of one worker."""
 
     plan: Plan
     grid: Grid
@@ -77,6 +79,7 @@ class Explanation:
     bubble: float
     rank_classes: tuple[RankClass, ...]
     float8: Float8Layers
+    servers: ServerTraffic | None = None
 
     def of_rank(self, rank: int) -> RankClass:
         return next(of_class for of_class in self.rank_classes if rank in of_class.ranks)
@@ -102,14 +105,13 @@ def explain(
     ConfigError where `parallelize` would; whether a GPU can train in fp16 is tried where there is one.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    plan.check_no_servers("an estimate")
     model = model if isinstance(model, nn.Module) else Chain(model)
     cluster = cluster or Cluster("host", None, torch.device("cpu"))
     if not micro:
         raise ModelError("a micro-batch has no tensors", expected="the inputs of the model, by name")
     spec = validate(
         model,
-        plan,
+        plan.of_worker if plan.num_servers else plan,
         device=cluster.device,
         optimizer=optimizer,
         param_groups=param_groups,
@@ -120,18 +122,38 @@ def explain(
     per_element = states_per_element(optimizer, dict(optimizer_args or {}))
     view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, per_element)
     schedule = spec.schedule
+    num_parameters, classes = view.shard_map.num_parameters, tuple(view.rank_classes())
+    servers = None
+    if plan.num_servers:
+        servers = server_traffic(plan, num_parameters)
+        classes = _with_servers(plan, classes[0], num_parameters, per_element)
     return Explanation(
         plan,
         view.grid,
         cluster.transport,
         type(model).__name__,
-        view.shard_map.num_parameters,
+        num_parameters,
         schedule.num_stages,
         tuple(next(iter(micro.values())).shape),
         simulate(schedule, Durations.uniform(schedule.num_stages)).bubble_fraction,
-        tuple(view.rank_classes()),
+        classes,
         spec.float8,
+        servers,
     )
+
+
+def _with_servers(
+    plan: Plan, worker: RankClass, num_parameters: int, states_per_element: int
+) -> tuple[RankClass, ...]:
+    """The classes of a plan with servers. `worker`: a process that trains alone."""
+    memory = worker_memory(plan, worker.memory, num_parameters, states_per_element)
+    owned = -(-num_parameters // plan.num_servers)
+    workers = replace(worker, ranks=tuple(range(plan.dp)), memory=memory, owned=0)
+    if not plan.servers:
+        return (replace(workers, owned=owned),)
+    memory = server_memory(plan, num_parameters, states_per_element)
+    ranks = tuple(range(plan.dp, plan.num_ranks))
+    return workers, RankClass(ranks, {}, (), (), 0, 0, owned, memory, {}, {})
 
 
 @dataclass(frozen=True)

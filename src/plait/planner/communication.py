@@ -103,13 +103,14 @@ def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> flo
     between = 0.0
     if domains > 1:
         sharing = min(links.domain, group.ranks) / local
-        between = share * num_bytes * sharing / _network(links, domains * group.stride)
+        between = share * num_bytes * sharing / network(links, domains * group.stride)
         # A ring of few domains, a tree of many.
         hops += min(domains - 1, 2 * math.log2(domains)) * links.network_hop_s
     return links.collective_s + passes * (max(inside, between) + hops)
 
 
-def _network(links: Links, ranks_apart: int) -> float:
+def network(links: Links, ranks_apart: int) -> float:
+    """Bytes/s of a domain to ranks so far away."""
     leaves = ranks_apart > links.leaf_domains * links.domain
     return links.network / (links.oversubscription if leaves else 1.0)
 
@@ -123,4 +124,4 @@ def send_s(links: Links, stride: int, ranks: int, num_bytes: float) -> float:
             return measured_s
         return links.collective_s + num_bytes / links.link
     sharing = min(links.domain, stride)
-    return links.collective_s + links.network_hop_s + num_bytes * sharing / _network(links, stride)
+    return links.collective_s + links.network_hop_s + num_bytes * sharing / network(links, stride)

@@ -12,7 +12,7 @@ from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations
-from plait.planner import timeline
+from plait.planner import servers, timeline
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, collective_s, send_s
 from plait.planner.compute import (
@@ -107,7 +107,7 @@ def price(
         "step": constants.step_s,
     }
     parts["data communication"] += data[slowest].exposed
-    memory, high = peak_memory(model, plan, cluster, work, software)
+    memory, high = servers.fullest(plan, *peak_memory(model, plan, cluster, work, software), numels[0])
     return Price(
         plan,
         step,
@@ -157,7 +157,7 @@ def stored_numels(model: ModelShape, plan: Plan, software: Software) -> list[int
 
 def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) -> float:
     """Seconds of the optimizer on a rank with `numel` parameters, before they are sharded."""
-    owned = numel // plan.shard_degree
+    owned = numel // (plan.num_servers or plan.shard_degree)
     return optimizer_s(owned, blocks, rates) + _offload_s(plan, owned, links)
 
 
@@ -201,6 +201,7 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
             given=f"precision={plan.precision} on {cluster.device.name}",
             expected=" or ".join(cluster.device.peak_flops),
         )
+    servers.check_is_priced(plan)
     if plan.local_steps:
         raise PlanError(
             "the planner does not know the time of local steps",
@@ -391,13 +392,17 @@ def step_reductions(
 ) -> list[Overlapped]:
     """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step.
     `numels`: of the ranks' parameters."""
+    overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
+    if plan.num_servers:
+        push, pull = servers.exchange_s(plan, links, numels[0])
+        exposed, hidden = overlap(sum(s.backward + s.weight for s in stages), push)
+        return [Overlapped(exposed + pull, hidden)]
     if plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
     size, reduced = COMPUTE_BYTES[plan.precision], _reduced_itemsize(plan)
-    overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     result = []
     for rank, numel in enumerate(numels):
         own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]

@@ -11,7 +11,9 @@ synchronous parallel; Ho et al. 2013). A read at clock c then has every update u
 [Note: workers that leave and join]
 A worker that has left is no longer waited for. What it had committed is applied if it had been decided on
 before, otherwise not at all. One that joins starts at the present clock: that of the next decision, or that
-of the slowest worker, and never at one for which its push was decided on.
+of the slowest worker, and never at one for which its push was decided on. If it has been here before, it
+joins when what was decided on its last push has been applied everywhere (`is_settled`): servers read that
+push until then, and take it from the process that joined last.
 
 [Note: updates whose worker died]
 Under `async` and `stale` only the worker itself applies its update, on one server after the other. The first
@@ -23,6 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from plait.plan.servers import SyncPolicy
+
+STALENESS_BINS = 64  # of the histogram; the last one also counts what is staler
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,12 @@ class Counts:
     """Numbers of events so far."""
 
     decided: int = 0
+    taken: int = 0  # pushes that are part of a decision
     dropped: int = 0  # pushes that came too late for their step
     left: int = 0
     joined: int = 0
     max_staleness: int = 0
+    staleness: list[int] = field(default_factory=lambda: [0] * STALENESS_BINS)  # decisions by staleness
     max_spread: int = 0  # how many clocks a worker that read was ahead of the slowest
 
 
@@ -98,6 +104,12 @@ class ClockTable:
         self._started |= len(self.workers) >= self._num_workers
         self._decide()
         return clock
+
+    def is_settled(self, worker: int) -> bool:
+        """Return whether a worker has left, and nothing of it is to be applied but what is `unfinished`."""
+        if worker in self.workers:
+            return False
+        return not self.policy.sums or self._last_decided.get(worker, -1) <= self._finished
 
     def remove(self, worker: int) -> None:
         """Remove a worker that ended or died."""
@@ -235,6 +247,8 @@ class ClockTable:
         staleness = max(self.version - state.version for state in states)
         self._last_decided |= dict.fromkeys(workers, clock)
         self.counts.decided += 1
+        self.counts.taken += len(workers)
+        self.counts.staleness[min(staleness, STALENESS_BINS - 1)] += 1
         self.counts.max_staleness = max(self.counts.max_staleness, staleness)
         return Decision(clock, tuple(workers), totals, staleness)
 

@@ -42,12 +42,13 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
     return World.of_process(process, new_arena(2 * process.size) if shares_memory and is_one_host else None)
 
 
-def fates_of_ranks(plan: Plan) -> dict[str, Any]:
+def fates_of_ranks(plan: Plan, max_restarts: int) -> dict[str, Any]:
     """Return arguments of `launch_local`: the job goes on without workers other than the first, if servers
-    are dedicated, and is over when worker 0 ends it."""
+    are dedicated, starts them `max_restarts` times again, and is over when worker 0 ends it."""
     return {
         "may_die": range(1, plan.dp) if plan.servers else (),
         "end_s": _END_S if plan.num_servers else None,
+        "max_restarts": max_restarts,
     }
 
 

@@ -37,7 +37,7 @@ class Verb(IntEnum):
     WAIT_READY = 11
     HOLD = 12  # no decisions, replied to when all have been applied; `value` 0 ends it
     FINISH = 13  # an update whose worker died has been applied everywhere
-    UNFINISHED = 14
+    UNFINISHED = 14  # of a worker that is to join, before HELLO; replied to when it may join
     COUNTS = 15
     LEAVE = 16  # `value` 1: the job is over
     OVER = 17  # reply: the job is over

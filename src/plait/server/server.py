@@ -12,9 +12,11 @@ in which time the worker does not write them. A pull is a copy by the server int
 the chunk's lock. The mapping outlives the worker: an update that was decided on can be finished without it.
 """
 
+import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TypeVar
@@ -37,6 +39,8 @@ from plait.server.state import ServerState
 T = TypeVar("T")
 _IDLE_S = 7 * 86400.0  # of a worker between two requests; one that dies closes its connection
 _POLL_S = 0.02
+_MAX_EVENTS = 10_000  # ends of steps that are kept until they are asked for
+_SETTLE_S = 30.0  # for what a worker did that died, before it joins again
 
 
 class _Worker:
@@ -69,6 +73,8 @@ class Server:
         self._changed = threading.Condition()
         self._workers: dict[int, _Worker] = {}
         self._connected: dict[int, Pair] = {}
+        self._pairs: list[tuple[int, Pair]] = []  # of all workers so far
+        self._ends: deque[tuple[float, int, int]] = deque(maxlen=_MAX_EVENTS)  # time, worker, clock
         self._num_written = 0
         self._num_pairs = 0
         self._is_over = False
@@ -87,6 +93,7 @@ class Server:
             with self._changed:
                 self._num_pairs += 1
                 self._connected[self._num_pairs] = pair
+                self._pairs.append((worker, pair))
             thread = threading.Thread(
                 target=self._serve_worker, args=(self._num_pairs, pair, worker), daemon=True
             )
@@ -133,8 +140,8 @@ class Server:
                 return
             clock = self.clocks.workers[worker].clock
         names = "worker" + "s" * (len(others) > 1) + f" {', '.join(map(str, others))}"
-        sys.stderr.write(f"plait: worker {worker} is gone in step {clock + 1}: {names} go on without it\n")
-        sys.stderr.flush()
+        go = "go" if len(others) > 1 else "goes"
+        _report(f"worker {worker} is gone in step {clock + 1}: {names} {go} on without it")
 
     def _handle(self, worker: int, message: Message) -> Message:
         handler = _HANDLERS.get(message.verb)
@@ -142,9 +149,10 @@ class Server:
             raise CommError("an unknown request", given=f"verb {message.verb} of worker {worker}")
         return handler(self, worker, message)
 
-    def _wait_for(self, find: Callable[[], T | None]) -> T | None:
-        """Wait until `find` returns a value; None if the job is over. Call it with the lock."""
-        while not self._is_over:
+    def _wait_for(self, find: Callable[[], T | None], limit_s: float = math.inf) -> T | None:
+        """Wait until `find` returns a value; None if the job is over, or at the limit. Call it locked."""
+        until_s = time.monotonic() + limit_s
+        while not self._is_over and time.monotonic() < until_s:
             found = find()
             if found is not None and found is not False:
                 return found
@@ -169,6 +177,8 @@ class Server:
                 if worker in self.clocks.workers:
                     raise CommError("a worker with this rank is present", given=f"worker {worker}")
                 clock = self.clocks.add(worker)
+                if self.clocks.counts.joined > self._num_workers:
+                    _report(f"worker {worker} has joined in step {clock + 1}")
             self._changed.notify_all()
         return Message(Verb.HELLO, clock=clock)
 
@@ -213,6 +223,7 @@ class Server:
         with self._changed:
             self._check_clock(worker, message.clock)
             clock = self.clocks.advance(worker, message.clock)
+            self._ends.append((time.time(), worker, clock))
             self._changed.notify_all()
             if self._wait_for(lambda: self.clocks.may_read(worker)) is None:
                 return Message(Verb.OVER)
@@ -271,13 +282,18 @@ class Server:
             self._changed.notify_all()
         return message
 
-    def _list_unfinished(self, _worker: int, _message: Message) -> Message:
+    def _list_unfinished(self, worker: int, _message: Message) -> Message:
         with self._changed:
+            self._wait_for(lambda: self.clocks.is_settled(worker), _SETTLE_S)
             return Message.of_json(Verb.UNFINISHED, self._unfinished())
 
     def _counts(self, _worker: int, _message: Message) -> Message:
+        """Counts so far, the steps that have ended since the last call, and bytes by worker."""
         with self._changed:
-            return Message.of_json(Verb.COUNTS, asdict(self.clocks.counts))
+            ends = [self._ends.popleft() for _ in range(len(self._ends))]
+            pairs = [(worker, pair.received_bytes, pair.sent_bytes) for worker, pair in self._pairs]
+            content = {**asdict(self.clocks.counts), "seconds": time.time(), "ends": ends, "pairs": pairs}
+            return Message.of_json(Verb.COUNTS, content)
 
     def _gradient(self, worker: int, index: int) -> Tensor:
         """The gradient that a worker has pushed for a chunk."""
@@ -303,6 +319,11 @@ class Server:
             raise CommError(
                 "a request of another clock", given=f"clock {clock} of worker {worker}", expected=f"{present}"
             )
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(f"plait: {text}\n")
+    sys.stderr.flush()
 
 
 def mask_of(workers: tuple[int, ...]) -> int:

@@ -14,6 +14,7 @@ targets and clipped by its own norm. The learning rate is the worker's, at its o
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -40,6 +41,7 @@ from plait.server.server import mask_of
 
 T = TypeVar("T")
 _LEAVE_S = 10.0  # for a server's reply
+_WAITS = (Verb.COMMIT, Verb.ADVANCE)  # requests that are replied to when other workers have come so far
 
 
 class JobIsOver(RunError):
@@ -51,6 +53,7 @@ class Servers:
 
     def __init__(self, process: JobProcess, num_servers: int) -> None:
         self.worker = process.rank
+        self.waited_s = 0.0  # for other workers
         self.pairs = [self._connect(process, index) for index in range(num_servers)]
         self._locks = [threading.Lock() for _ in self.pairs]  # a pair has one request at a time
         self._threads = ThreadPoolExecutor(num_servers, "plait-servers") if num_servers > 1 else None
@@ -73,8 +76,11 @@ class Servers:
 
     def request(self, index: int, message: Message) -> Message:
         """Send a request to a server and return its reply."""
+        start_s = time.monotonic()
         with self._naming(index), self._locks[index]:
             reply = self.pairs[index].request(message)
+        if message.verb in _WAITS:
+            self.waited_s += time.monotonic() - start_s
         if reply.verb == Verb.ERROR:
             raise raised(reply)
         if reply.verb == Verb.OVER:
@@ -107,6 +113,7 @@ class ServerUpdater:
         """Join the job. `plan`: with servers. Raises ModelError if the servers have another model."""
         self.data_rank, self.data_ranks = servers.worker, plan.dp
         self._servers = servers
+        self._num_processes = plan.num_ranks
         self._parts = parts
         self._policy = SyncPolicy.parse(plan.sync)
         self._units: Sequence[FlatParam] = parts.sharded.trained
@@ -329,10 +336,23 @@ class ServerUpdater:
         """The step that this worker takes next."""
         return self._clock
 
-    def counts(self) -> dict[str, int]:
-        """Numbers of events so far: updates, dropped pushes, staleness."""
-        counts: dict[str, int] = self._servers.request(0, Message(Verb.COUNTS)).json()
-        return counts
+    def counts(self) -> dict[str, Any]:
+        """Numbers of events so far (`server/clocks.py: Counts`).
+
+        ends         (time, worker, new clock) of the steps that have ended since the last call
+        moved_bytes  (sent, received) over connections, by rank
+        waited_s     in which this worker waited for others
+        seconds      the time
+        """
+        replies = [reply.json() for reply in self._servers.all(Message(Verb.COUNTS))]
+        counts: dict[str, Any] = replies[0]
+        moved = [[0, 0] for _ in range(self._num_processes)]
+        for server, pairs in enumerate(reply.pop("pairs") for reply in replies):
+            rank = server + self._num_processes - len(replies)
+            for worker, sent, received in pairs:
+                moved[worker] = [moved[worker][0] + sent, moved[worker][1] + received]
+                moved[rank] = [moved[rank][0] + received, moved[rank][1] + sent]
+        return {**counts, "moved_bytes": moved, "waited_s": self._servers.waited_s}
 
 
 def _text_bytes(text: str) -> Tensor:

@@ -65,6 +65,8 @@ class RunConfig(Section):
     spike_skip: Count = 100  # batches skipped after the spike, too
     max_spikes: Count = 3  # rollbacks before the run ends with an error
     max_skipped: Positive = 10  # steps in a row without a finite gradient that end the run; see trainer.py
+    # how often in all a worker of parameter servers that was killed is started again
+    max_restarts: Count = 3
     timeout_s: float = Field(default=600.0, gt=0, le=MONTH_S)  # how long a rank waits for another rank
     # time without a step after which all ranks write their stacks and exit
     hang_s: float = Field(default=300.0, ge=0, le=MONTH_S)

@@ -17,6 +17,7 @@ from plait.estimate.explain import Explanation, RankClass, explain
 from plait.parallel.float8 import Float8Layers
 from plait.plan import AXES, CommCount, CommKey, Plan, format_bytes, used_categories
 from plait.plan.comm_log import sum_traffic, to_rows
+from plait.plan.estimate.servers import ServerTraffic
 from plait.plan.estimate.traffic import ring_bytes
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
@@ -44,6 +45,12 @@ def print_explanation(
     console.print(shards_table(explanation))
     if measured is None:
         console.print(memory_by_class_table(explanation))
+    if explanation.servers is not None:
+        if measured is not None:  # by worker 0
+            predicted, actual = explanation.rank_classes[0].memory, measured.of_rank(0).memory
+            console.print(memory_table(predicted, actual, "of rank 0"))
+        console.print(servers_table(explanation.plan, explanation.servers))
+        return
     selected = explanation.rank_classes if rank is None else (explanation.of_rank(rank),)
     for row in selected[:_MAX_SHOWN]:
         if measured is None:
@@ -62,7 +69,7 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
     shape = " x ".join(map(str, explanation.micro_shape))
     facts = {
         "plan": str(plan),
-        "grid": counted(grid.num_ranks, "rank") + (f": {degrees}" if degrees else ""),
+        "grid": counted(plan.num_ranks, "rank") + (f": {degrees}" if degrees else ""),
         "model": f"{explanation.model}, {explanation.num_parameters:,} parameters",
         "micro-batch": f"{shape}, {plan.micro} per step on each data rank",
         "transport": explanation.transport,
@@ -74,6 +81,8 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         if measured is not None and measured.bubble is not None:
             bubble += f"; {measured.bubble:.1%} measured"
         facts |= {"schedule": f"{plan.schedule}, {explanation.num_stages} stages", "bubble": bubble}
+    if plan.num_servers:
+        facts["grid"] += f": {counted(plan.dp, 'worker')}, {counted(plan.num_servers, 'server')}"
     if plan.local_steps:
         sent = max(ring_bytes(row.exchange, grid) for row in explanation.rank_classes)
         facts["exchange"] = (
@@ -124,6 +133,21 @@ def memory_by_class_table(explanation: Explanation) -> Table:
 def _blocks(row: RankClass) -> str:
     return ", ".join(
         first if first == last else f"{first} to {last.rpartition('.')[2]}" for first, last in row.blocks
+    )
+
+
+def servers_table(plan: Plan, traffic: ServerTraffic) -> Table:
+    """Return the bytes of a step by process, and those of data parallelism over a ring of the workers."""
+    rows = [("a worker" if traffic.server else "a worker with its server", traffic.worker)]
+    if traffic.server is not None:
+        rows.append(("a server", traffic.server))
+    rows.append((f"without servers: a rank of dp={plan.dp} zero=1", traffic.ring))
+    return table(
+        "communication per step",
+        ("of", "sent", "received"),
+        ((name, *map(format_bytes, sizes)) for name, sizes in rows),
+        left=("of",),
+        caption="on one host, this is read and written in shared memory",
     )
 
 
@@ -261,7 +285,7 @@ def _config(recipe: Recipe) -> dict[str, Any]:
 
 def check_rank(explanation: Explanation, rank: int | None) -> None:
     """Raise ConfigError unless the plan has this rank."""
-    last = explanation.grid.num_ranks - 1
+    last = explanation.plan.num_ranks - 1
     if rank is not None and not 0 <= rank <= last:
         raise ConfigError("the plan does not have this rank", given=f"--rank {rank}", expected=f"0 to {last}")
 
@@ -272,7 +296,7 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
     values: dict[str, Any] = {
         "plan": str(explanation.plan),
         "grid": grid,
-        "ranks": explanation.grid.num_ranks,
+        "ranks": explanation.plan.num_ranks,
         "transport": explanation.transport,
         "model": explanation.model,
         "parameters": explanation.num_parameters,
@@ -284,6 +308,8 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
     if explanation.float8.names:
         others = dict(explanation.float8.others)
         values["float8"] = {"layers": sorted(explanation.float8.names), "others": others}
+    if explanation.servers is not None:
+        values["servers"] = asdict(explanation.servers)
     if measured is not None:
         rows = [
             {"ranks": list(r.ranks), "memory": asdict(r.memory), "traffic": to_rows(r.traffic)}

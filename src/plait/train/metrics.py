@@ -2,9 +2,10 @@
 
 metrics.jsonl has one object per line: for a step all of `StepMetrics` (`loss_scale` only with fp16), for an
 evaluation `step`, `validation_loss` and `validation_perplexity`, for an exchange of islands `step`,
-`exchanged_part` and `island_drift`, for a save `step` and `save_pause_s`, for a
-warning `step` and `warning`. Non-finite numbers are written as null. A resumed run truncates the file to the
-step that it resumes from, so that no step is recorded twice.
+`exchanged_part` and `island_drift`, for every `log_every`-th step with parameter servers `step` and the
+values of `ServerMetrics`, for a save `step` and `save_pause_s`, for a warning `step` and `warning`.
+Non-finite numbers are written as null. A resumed run truncates the file to the step that it resumes from, so
+that no step is recorded twice.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -188,6 +190,21 @@ class Metrics:
         if self._console is not None:
             with self._writing():
                 self._board.add_scalar("train/island_drift", result.drift, step)
+
+    def servers(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record what parameter servers have counted in the last steps, as `ServerMetrics` returns it."""
+        self._record({"step": step, **values})
+        if self._console is None:
+            return
+        counts = values["staleness"]
+        staleness = np.repeat(np.arange(len(counts)), counts)
+        scalars = {name: values[name] for name in ("pushes_per_s", "dropped_pushes", "waited_s")}
+        scalars["moved_bytes"] = sum(values["moved_bytes"][0])
+        with self._writing():
+            for name, value in scalars.items():
+                self._board.add_scalar(f"servers/{name}", value, step)
+            if staleness.size:
+                self._board.add_histogram("servers/staleness", staleness, step, bins="auto")
 
     def saved(self, step: int, pause_s: float, text: str) -> None:
         """Record that the state after `step` steps is saved, for which training paused `pause_s` seconds."""

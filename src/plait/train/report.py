@@ -1,4 +1,4 @@
-"""Tables printed before and after training, and the loss plot."""
+"""Tables printed before and after training, and plots of losses and of workers' clocks."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -92,5 +92,25 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     axes.set_ylabel("loss, nats per token")
     axes.grid(alpha=0.3)
     if train or validation:
+        axes.legend()
+    figure.savefig(picture, dpi=120)
+
+
+def draw_clocks(metrics: Path, picture: Path) -> None:
+    """Draw every worker's clock over time, from metrics.jsonl. Workers that wait for others have the same
+    clock, and one that is gone has none."""
+    from matplotlib.figure import Figure
+
+    ends = [end for record in read_metrics(metrics) for end in record.get("worker_clocks", ())]
+    start = min((time for time, *_ in ends), default=0.0)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for worker in sorted({worker for _, worker, _ in ends}):
+        own = [(time - start, clock) for time, other, clock in ends if other == worker]
+        axes.step(*zip(*own, strict=True), where="post", label=f"worker {worker}", linewidth=1)
+    axes.set_xlabel("time, s")
+    axes.set_ylabel("clock: steps that the worker has ended")
+    axes.grid(alpha=0.3)
+    if ends:
         axes.legend()
     figure.savefig(picture, dpi=120)

@@ -48,8 +48,16 @@ from plait.train.model import initial_model, model_on_meta
 from plait.train.optimizer import lr_lambda
 from plait.train.peak_flops import PeakFlops
 from plait.train.prepare import ResolvedRun
-from plait.train.report import draw_losses, estimated_memory, largest_memory, memory_table, start_table
+from plait.train.report import (
+    draw_clocks,
+    draw_losses,
+    estimated_memory,
+    largest_memory,
+    memory_table,
+    start_table,
+)
 from plait.train.resume import load_newest
+from plait.train.server_metrics import ServerMetrics
 from plait.train.servers import help_training
 from plait.train.signals import SignalHandler
 
@@ -93,6 +101,7 @@ class _LoopParts:
     stragglers: Stragglers
     batches: Iterator[Batch | list[Batch]]
     peak_flops: PeakFlops
+    servers: ServerMetrics | None
     first_step: int  # steps done before
 
 
@@ -153,8 +162,9 @@ class Trainer:
         ):
             every = self._at_exchanges(config.check_stragglers_every)
             stragglers = Stragglers(self._world, engine.plan, every, config.straggler_factor, metrics.log)
+            servers = ServerMetrics(engine.server_counts()) if engine.plan.num_servers else None
             parts = _LoopParts(
-                metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, first_step
+                metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, servers, first_step
             )
             self._recorder.begin(config.steps - first_step, metrics.log)
             for text in self._warnings:
@@ -179,6 +189,8 @@ class Trainer:
             metrics.step(step_metrics)
             if result.exchange is not None:
                 metrics.exchange(self._step, result.exchange)
+            if parts.servers is not None and _due(self._step, config.log_every, config.steps):
+                metrics.servers(self._step, parts.servers.since(engine.server_counts()))
             if self._step == parts.first_step + 1:  # from here on the optimizer has states
                 saving.reserve(engine.state_shards())
             if self._bad_steps_in_a_row >= config.max_skipped:
@@ -409,8 +421,10 @@ class Trainer:
         console.print(memory_table(estimated_memory(self._recipe, engine), engine.memory(), ranks))
         try:
             draw_losses(run.metrics, run.picture)
+            if engine.plan.num_servers:
+                draw_clocks(run.metrics, run.clocks)
         except OSError as error:
-            raise RunError("cannot write the loss plot", given=f"{run.picture}: {error}") from error
+            raise RunError("cannot write a plot", given=f"{run.picture}: {error}") from error
         # The export from before a resume, and partial exports of a process that was killed.
         for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*")):
             shutil.rmtree(old, ignore_errors=True)
@@ -421,6 +435,7 @@ class Trainer:
             "TensorBoard": run.tensorboard,
             "metrics": run.metrics,
             "loss": run.picture,
+            **({"workers' clocks": run.clocks} if engine.plan.num_servers else {}),
         }
         for name, path in outputs.items():
             console.print(plain(f"{name:<19} : {path}"), highlight=False, soft_wrap=True)

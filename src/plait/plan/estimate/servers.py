@@ -1,0 +1,75 @@
+"""Traffic and memory of parameter servers: bytes per step and process, next to those of a ring.
+
+N elements are pushed at p bytes and pulled at q bytes by each of w workers; S servers hold N / S each.
+
+  process                   sends                receives
+  worker                    N p                  N q
+  dedicated server          w N / S q            w N / S p
+  colocated (both roles)    (w-1)/w N (p + q)    (w-1)/w N (p + q)
+  ring, zero=1              (w-1)/w N (p + q)    (w-1)/w N (p + q)
+
+On one host none of it is sent: processes map each other's memory, and the same bytes pass through it.
+"""
+
+from dataclasses import dataclass, replace
+
+from plait.plan.compression import BLOCK, BLOCK_BYTES
+from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES, MemoryUse
+from plait.plan.plan import Plan
+from plait.plan.servers import top_share
+
+_NUMBER_BYTES = 4  # of an element that is sent by itself
+
+
+@dataclass(frozen=True)
+class ServerTraffic:
+    """Bytes of a step, as (sent, received).
+
+    worker   of a worker; with colocated servers, of a process, which is both
+    server   of a dedicated server
+    ring     of a rank of `zero=1` over the workers
+    """
+
+    worker: tuple[int, int]
+    server: tuple[int, int] | None
+    ring: tuple[int, int]
+
+
+def server_traffic(plan: Plan, numel: int) -> ServerTraffic:
+    """`numel`: trained elements of the model. Pushes that leave out zeros are smaller."""
+    push, pull = numel * _push_bytes(plan), numel * COMPUTE_BYTES[plan.dtype]
+    share = (plan.dp - 1) / plan.dp
+    reduced = numel * MASTER_BYTES[plan.dtype] if top_share(plan.reduce) else push  # no ring sends parts
+    ring = round(share * (reduced + pull))
+    if plan.server == "colocated":
+        both = round(share * (push + pull))
+        return ServerTraffic((both, both), None, (ring, ring))
+    each = plan.dp / plan.num_servers
+    return ServerTraffic((round(push), round(pull)), (round(each * pull), round(each * push)), (ring, ring))
+
+
+def _push_bytes(plan: Plan) -> float:
+    """Bytes per element of a push."""
+    if share := top_share(plan.reduce):
+        return share * (MASTER_BYTES[plan.dtype] + _NUMBER_BYTES)
+    codes = BLOCK_BYTES.get(plan.reduce)
+    return MASTER_BYTES[plan.dtype] if codes is None else codes / BLOCK
+
+
+def server_memory(plan: Plan, numel: int, states_per_element: int) -> MemoryUse:
+    """Bytes of a server, and what a colocated one adds to its worker: weights, sums of gradients, states."""
+    held = -(-numel // plan.num_servers) * MASTER_BYTES[plan.dtype]
+    return MemoryUse(0, held, held, states_per_element * held, 0, 0)
+
+
+def worker_memory(plan: Plan, use: MemoryUse, numel: int, states_per_element: int) -> MemoryUse:
+    """Bytes of a worker of the plan. `use`: of a process that trains alone, by `Plan.of_worker`."""
+    if plan.server != "colocated":
+        return replace(use, optimizer=0)
+    own = server_memory(plan, numel, states_per_element)
+    return replace(
+        use,
+        optimizer=own.optimizer,
+        master=use.master + own.master,
+        gradients=use.gradients + own.gradients,
+    )
