@@ -167,7 +167,7 @@ class TorchTransport:
 
     def _start_direct_all_to_all(self, call: Call) -> Work:
         """See [Note: receives before sends]."""
-        sends, receives = (full.chunk(len(self._ranks)) for full in (call.input, call.output))
+        sends, receives = (full.view(-1).chunk(len(self._ranks)) for full in (call.input, call.output))
         receives[self._group_rank].copy_(sends[self._group_rank])
         peers = self._peers()
         return self.exchange(call, [(sends[p], p) for p in peers], [(receives[p], p) for p in peers])
