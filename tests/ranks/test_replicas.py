@@ -23,7 +23,7 @@ PLANS = [  # which messages a look takes: sums over ranges, and one over all ran
     ("dp=2 zero=3 offload=cpu tp=2", 4, "llama", 2),
     ("pp=2 dp=2 tp=2 zero=1", 8, "tied_llama", 2),
     ("pp=2 schedule=zbv micro=2", 2, "tied_llama", 1),
-    ("dp=2 local_steps=2", 2, "llama", 1),
+    ("dp=2 pp=2 local_steps=2 outer=nesterov:0.7:0.9", 4, "tied_llama", 1),
 ]
 
 
@@ -66,8 +66,8 @@ def _one_bit_off(
     if engine.world.rank == culprit:
         units = [u for u in engine._parts.sharded.units if any(p.name == name for p in u.layout.params)]
         flats = {"weights": units[-1].shard, "master weights": units[-1].master}
-        for kind, unit, common in engine._parts.islands.outer.common:
-            flats |= {kind: common} if unit is units[-1] else {}
+        for kind, states in engine._parts.islands.outer.common.items():
+            flats[kind] = next(state for unit, state in states if unit is units[-1])
         flat = flats[of]
         last = units[-1].layout.overlaps(units[-1].start, units[-1].stop)
         at = next(o.at + o.stop - o.start for o in last if o.shard.name == name)

@@ -171,13 +171,14 @@ class OuterOptimizer:
         return sum(shard.num_bytes for shard in self.shards)
 
     @property
-    def common(self) -> list[tuple[str, FlatParam, Tensor]]:
-        """The tensors that are equal on all islands, with what they are: for `ReplicaCheck`."""
-        common = []
-        for shard in self.shards:
-            common.append(("global weights", shard.unit, shard.weights))
-            if shard.momentum is not None:
-                common.append(("outer momentum", shard.unit, shard.momentum))
+    def common(self) -> dict[str, list[tuple[FlatParam, Tensor]]]:
+        """The states that are equal on all islands, for each kind those of this rank's units: for
+        `ReplicaCheck`."""
+        if not self._local.steps:
+            return {}
+        common = {"global weights": [(shard.unit, shard.weights) for shard in self.shards]}
+        if self._local.learning_rate is not None:
+            common["outer momentum"] = [(s.unit, s.momentum) for s in self.shards if s.momentum is not None]
         return common
 
     def reset(self) -> None:

@@ -80,9 +80,10 @@ class ReplicaCheck:
         units: Sequence[FlatParam],
         context: RankContext,
         shard_map: ShardMap,
-        common: Sequence[tuple[str, FlatParam, Tensor]],
+        common: Mapping[str, Sequence[tuple[FlatParam, Tensor]]],
     ) -> None:
-        """`common`: the kinds of tensors that all islands have, for the range of a unit that a rank owns."""
+        """`common`: states that all islands have, by kind, for the ranges of units that this rank owns. All
+        ranks have the same kinds."""
         self._units = units
         self._common = common
         self._groups = groups = context.groups
@@ -105,7 +106,7 @@ class ReplicaCheck:
                 for piece in unit.params:
                     for (kind, num), island in itertools.product(own.items(), islands):
                         copies[ReplicatedTensor(kind, piece.name, piece.boxes, island)] += num
-                    for kind in dict.fromkeys(kind for kind, _, _ in common) if unit.trains else ():
+                    for kind in common if unit.trains else ():
                         copies[ReplicatedTensor(kind, piece.name, piece.boxes, None)] += groups.islands.size
         replicated = (tensor for tensor, num_copies in copies.items() if num_copies > 1)
         self._row_of = {tensor: row for row, tensor in enumerate(replicated)}
@@ -181,8 +182,9 @@ class ReplicaCheck:
             if unit.master is not unit.shard:
                 yield from self._parts_of("master weights", unit, unit.master, *own_range)
                 unit.context.masters.evict(unit.master)
-        for kind, unit, flat in self._common:
-            yield from self._parts_of(kind, unit, flat, unit.start, unit.stop, is_common=True)
+        for kind, states in self._common.items():
+            for unit, flat in states:
+                yield from self._parts_of(kind, unit, flat, unit.start, unit.stop, is_common=True)
 
     def _parts_of(
         self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int, *, is_common: bool = False
