@@ -115,8 +115,9 @@ def test_products_by_torchs_kernels_are_the_emulated_ones(precision: str, tokens
     kernels = mock.patch.object(float8_products, "_emulated_product", float8_products._kernel_product)
     with kernels, mock.patch.object(torch, "_scaled_mm", scaled_mm):
         found = outcome(layer, x, dy)
+    rtol = 2**-6 if precision == "fp8-rowwise" else 2**-7  # bf16 is rounded once more for each of two factors
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-4)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=1e-4)
 
 
 # --- which layers

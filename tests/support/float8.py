@@ -16,8 +16,6 @@ def rounded(x: Tensor, dtype: torch.dtype, dim: int, precision: str) -> Tensor:
     largest, rowwise = torch.finfo(dtype).max, precision == "fp8-rowwise"
     amax = x.abs().amax(dim, keepdim=True) if rowwise else x.abs().amax()
     scale = (largest / amax.double().clamp(min=1e-12)).float()
-    if rowwise:
-        scale = torch.exp2(torch.floor(torch.log2(scale)))
     data = (x.float() * scale).clamp(-largest, largest).to(dtype)
     return data.to(torch.promote_types(x.dtype, torch.float32)) / scale
 

@@ -131,7 +131,7 @@ def _is_sharded(layer: LayerSharding) -> bool:
 
 
 def _reason_against(name: str, module: nn.Module, transposed: bool, tensor: TPPlan, plan: Plan) -> str:
-    """Return why a layer stays in bf16, or an empty text."""
+    """Return why a layer stays in bf16, or an empty string."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     out, inp = weight.shape[::-1] if transposed else weight.shape

@@ -6,8 +6,9 @@
 Those of torchao's float8 training, with its formulas; tests compare the bits. A tensor is multiplied by a
 scale that maps its largest magnitude (its amax) to float8's largest number, and cast. `fp8`: one scale per
 tensor; output gradients in e5m2, the rest in e4m3. `fp8-rowwise`: a scale per row of each operand of a
-product, rounded down to a power of two; all in e4m3. A tensor is then cast twice, because its two products
-sum over different dims.
+product; all in e4m3. A tensor is then cast twice, because its two products sum over different dims. Scales per
+row are not rounded down to powers of two, torchao's default: a row's largest value is then off by up to 6 %,
+and one that is the largest in most rows is off alike in all of them.
 
 [Note: the scales of one process]
 A shard has another amax than the full tensor, and with its own scale every value would be rounded differently
@@ -147,8 +148,6 @@ class Float8Products:
         largest = torch.finfo(dtype).max
         # In float64: the quotient is the same in compiled code.
         scale = (largest / amax.double().clamp(min=_MIN_AMAX)).float()
-        if self.recipe.is_rowwise:
-            scale = scale.log2().floor().exp2()
         # Clamped, because casts of torch before 2.12 overflow.
         data = (tensor.float() * scale).clamp(-largest, largest).to(dtype)
         return ScaledTensor(data, scale, tensor.dtype)
@@ -256,7 +255,7 @@ def _kernel_product(a: ScaledTensor, b: ScaledTensor, fast: bool) -> Tensor:
         return torch._scaled_mm(
             left, right, left_factor, right_factor, out_dtype=a.dtype, use_fast_accum=fast
         )
-    one = left_factor.new_ones(())  # factors are powers of two: the order of products changes no bit
+    one = left_factor.new_ones(())
     return torch._scaled_mm(left, right, one, one, out_dtype=a.dtype).mul_(left_factor).mul_(right_factor)
 
 
