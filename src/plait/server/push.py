@@ -89,7 +89,7 @@ class GradientEncoder:
         return self._codec is None and not self._top_share
 
     def encode(self, chunk: Chunk) -> Push:
-        """What to send of a chunk's gradient."""
+        """Return what to send of a chunk's gradient."""
         gradient = self._units[chunk.unit].grad_shard[chunk.start : chunk.stop]
         if self.is_exact:
             return _without_zeros(gradient)
