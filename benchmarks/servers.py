@@ -40,9 +40,11 @@ import server_peers
 from llama import Llama, llama_of
 from peers import ADAMW
 from plait.bench.report import machine
-from plait.comm.pair import Message
+from plait.comm.shm.remote import RemoteMemory, describe, new_arena
+from plait.engine.spec import validate
 from plait.plan import Plan
-from plait.server.protocol import Verb
+from plait.server.job import chunk_table
+from plait.server.state import ServerState
 
 WORKERS = 2
 RPC = "torch RPC"
@@ -122,29 +124,37 @@ def straggle(sync: str, seconds: float) -> float:
     return decided * statistics.mean(num_pushes) / taken
 
 
-def move(numel: int, rounds: int) -> common.Times | None:
-    """Be a worker or its server: seconds of a push, of a pull, and of a copy, of so many elements."""
+def move(numel: int, rounds: int) -> common.Times:
+    """Be a server whose worker's memory is mapped: seconds of a push, of a pull, and of a copy."""
     torch.set_num_threads(1)
     model = nn.Linear(numel, 1, bias=False)
-    engine = plait.parallelize(
-        model, "dp=1 servers=1", optimizer=torch.optim.SGD, loss=lambda out, _: (out.sum(), 1)
-    )
-    engine.step({"input": torch.ones(1, numel)})
-    servers, copied = engine._updater._servers, torch.zeros(numel)
-    weight = engine.model.weight.detach().view(-1)
+    spec = validate(model, Plan.parse("dp=1 servers=1"), optimizer=torch.optim.SGD)
+    chunks = chunk_table(model, spec).of_server[0]
+    state, arena = ServerState(chunks, spec, torch.float32), new_arena(2)
+    if arena is None:
+        raise SystemExit("no memory can be shared here")
+    sources, copied = [arena.empty(numel, torch.float32).zero_() for _ in range(2)], torch.zeros(numel)
+    mapped = RemoteMemory(describe(arena), 2)
+    base = arena.mapping.address
+    gradient, weights = (mapped.tensor(t.data_ptr() - base, numel, torch.float32) for t in sources)
 
-    def seconds_of(work: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
+    def pull() -> None:
+        for index, chunk in enumerate(chunks):
+            state.read(index, weights[chunk.start : chunk.stop])
+
+    def part_of(_worker: int, index: int) -> Tensor:
+        return gradient[chunks[index].start : chunks[index].stop]
 
     found: common.Times = {"push": [], "pull": [], "copy": []}
-    for clock in range(2, 2 + rounds):
-        push = Message(Verb.SUM, clock=clock, value=1)
-        found["push"].append(seconds_of(lambda push=push: servers.request(0, push)))
-        found["pull"].append(seconds_of(engine._updater._pull))
-        found["copy"].append(seconds_of(lambda: copied.copy_(weight)))
-    engine.world.close()
+    for clock in range(rounds):
+        for name, work in (
+            ("push", partial(state.sum, clock, (0,), part_of)),
+            ("pull", pull),
+            ("copy", partial(copied.copy_, weights)),
+        ):
+            start = time.perf_counter()
+            work()
+            found[name].append(time.perf_counter() - start)
     return {name: seconds[1:] for name, seconds in found.items()}
 
 
@@ -192,7 +202,7 @@ def main() -> None:
         ahead = {name: common.ratio(found[TUTORIAL], seconds) for name, seconds in found.items()}
         of_case = common.rows(f"{tokens} tokens", found, yardstick="zero=1", peers=(RPC, TUTORIAL))
         rows += [row | {"faster_than_tutorial": ahead[row["contender"]]} for row in of_case]
-    moved = plait.launch(move, 2, 1024 if arguments.smallest else MEMORY, arguments.steps + 1)
+    moved = plait.launch(move, 1, 1024 if arguments.smallest else MEMORY, arguments.steps + 1)
     in_memory = common.rows("128 MiB", moved, yardstick="copy", peers=())
     rows += [row | {"faster_than_tutorial": None} for row in in_memory]
     empty: dict[str, Any] = dict.fromkeys(rows[0])

@@ -55,6 +55,10 @@ def test_elements_that_topk_does_not_send_are_added_to_the_next_push() -> None:
 def test_a_sparse_push_of_blocks_outside_its_chunk_is_refused() -> None:
     numbers = torch.tensor([3, 8], dtype=torch.int32).view(torch.uint8)
     payload = torch.cat([torch.zeros(2 * 4, dtype=torch.uint8), numbers])
-    for message in (Message(0, payload=payload, value=1, count=2), Message(0, payload=payload, value=1)):
+    for message in (
+        Message(0, payload=payload, value=1, count=2),
+        Message(0, payload=payload, value=1),
+        Message(0, value=-1),
+    ):
         with pytest.raises(ModelError, match="gradient of another shape"):
             decode(message, 8, torch.float32, "fp32")

@@ -66,7 +66,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 def test_servers_that_sum_all_pushes_have_the_bits_of_zero_1(
     pool: Pool, servers: str, sends: bool, precision: str
 ) -> None:
-    expected, weights = pool.run(trained, 2, f"dp=2 zero=1 precision={precision}")[0]
+    expected, weights, _ = pool.run(trained, 2, f"dp=2 zero=1 precision={precision}")[0]
     plan = f"dp=2 precision={precision} {servers}"
     for found in pool.run(trained, Plan.parse(plan).num_ranks, plan, programs.rough_llama, sends)[:2]:
         assert found[0] == expected
@@ -81,16 +81,17 @@ def on_hosts_of_their_own(plan: str) -> Any:
 
 @pytest.mark.parametrize("servers", ["servers=1", "server=colocated"])
 def test_processes_on_several_hosts_send_what_others_map(pool: Pool, servers: str) -> None:
-    expected, weights = pool.run(trained, 2, "dp=2 zero=1")[0]
+    expected, weights, _ = pool.run(trained, 2, "dp=2 zero=1")[0]
     plan = f"dp=2 {servers}"
     found = pool.run(on_hosts_of_their_own, Plan.parse(plan).num_ranks, plan)[0]
     assert found[0] == expected
     assert not differing(found[1], weights)
-    if servers == "servers=1":  # five pulls, and four pushes without the zeros of unused rows
+    if servers == "servers=1":
+        # Four pushes without the zeros of unused rows; five pulls, and a read of weights and two states.
         size = sum(weight.nbytes for weight in weights.values())
         sent, received = found[2]["moved_bytes"][1]
         assert 2 * size < sent < 4.1 * size
-        assert 5 * size <= received < 5.1 * size
+        assert 8 * size <= received < 8.2 * size
 
 
 def branches() -> nn.Module:
@@ -116,7 +117,7 @@ def test_workers_and_servers_of_any_number_compute_what_one_process_does(
     """Tied, frozen and unused parameters; a scalar; more servers than large chunks."""
     parsed = Plan.parse(f"{plan} precision=fp64")
     found = pool.run(trained, parsed.num_ranks, str(parsed), build, sends)[0]
-    expected, weights = pool.run(reference, 1, build, parsed.dp * parsed.micro)[0]
+    expected, weights, _ = pool.run(reference, 1, build, parsed.dp * parsed.micro)[0]
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected), rtol=1e-9, atol=0)
     for name, weight in weights.items():
         torch.testing.assert_close(found[1][name], weight, rtol=0, atol=1e-9)

@@ -68,6 +68,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8)
 
 
+def _memory(payload: Tensor) -> memoryview:
+    array: Any = payload.numpy()
+    return memoryview(array)
+
+
 class Pair:
     """This process's side of a connection of two. Methods raise CommError if the other side is gone."""
 
@@ -87,7 +92,7 @@ class Pair:
         self._socket.settimeout(timeout_s)
 
     def send(self, message: Message) -> None:
-        content: Any = memoryview(message.payload.numpy())
+        content = _memory(message.payload)
         header = _HEADER.pack(
             _MAGIC << 16 | message.verb,
             message.worker,
@@ -100,7 +105,7 @@ class Pair:
         )
         try:
             if content.nbytes <= _JOINED_BYTES:
-                self._socket.sendall(header + content)
+                self._socket.sendall(b"".join([header, content]))
             else:
                 self._socket.sendall(header)
                 self._socket.sendall(content)
@@ -116,7 +121,7 @@ class Pair:
             first, *numbers, num_bytes, crc = _HEADER.unpack(header)
             self._check(first >> 16 == _MAGIC, "its header is not one of plait's")
             payload = torch.empty(num_bytes, dtype=torch.uint8)
-            content: Any = memoryview(payload.numpy())
+            content = _memory(payload)
             self._receive_into(content)
         except OSError as error:
             raise self._lost(error) from error

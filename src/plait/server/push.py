@@ -89,7 +89,7 @@ class GradientEncoder:
         return self._codec is None and not self._top_share
 
     def encode(self, chunk: Chunk) -> Push:
-        """What to send of a chunk's gradient."""
+        """Return what to send of a chunk's gradient."""
         gradient = self._units[chunk.unit].grad_shard[chunk.start : chunk.stop]
         if self.is_exact:
             return _without_zeros(gradient)
@@ -118,7 +118,8 @@ class GradientEncoder:
 def decode(message: Message, numel: int, dtype: torch.dtype, reduce: str) -> Tensor:
     """A chunk's gradient from a message with a `Push`, of which `value` is `block`. Raises ModelError for
     another size."""
-    codec, payload, block, count = CODECS.get(reduce), message.payload, message.value, message.count
+    codec, payload, count = CODECS.get(reduce), message.payload, message.count
+    block = 0 if codec is not None else message.value
     if codec is not None:
         expected = _num_blocks(numel) * codec.block_bytes
     elif block:
@@ -156,8 +157,10 @@ def _numbers(payload: Tensor, count: int) -> Tensor:
 
 def _has_blocks(payload: Tensor, numel: int, block: int, count: int) -> bool:
     """Return whether the blocks of a sparse push are blocks of the chunk."""
-    if numel % block or not count:
-        return not numel % block
+    if block < 1 or numel % block or count < 0:
+        return False
+    if not count:
+        return True
     least, most = _numbers(payload, count).aminmax()
     return int(least) >= 0 and int(most) < numel // block
 

@@ -200,7 +200,7 @@ class ServerUpdater:
         self._clock = self._servers.request(0, message).clock
 
     def _squared_norm(self) -> float:
-        """Of this worker's gradient."""
+        """Return that of this worker's gradient."""
         return float(sum(squared_norm(unit.grad_shard) for unit in self._units))
 
     def _push(self, unit: FlatParam) -> list[Future[None]]:
