@@ -97,3 +97,18 @@ def test_logs_and_warnings_of_libraries_are_escaped(capfd: pytest.CaptureFixture
     said = capfd.readouterr().err
     assert said.count(r"[/red]\x1b]0;title") == 2
     assert not CONTROL.search(said), ascii(said)
+
+
+def test_a_warning_of_plait_is_one_line_without_a_place_in_its_code() -> None:
+    code = "import warnings, plait.cli.streams as streams; streams.prepare_streams()"
+    own, users = "warnings.warn_explicit('own', UserWarning, streams.__file__, 1)", "warnings.warn('theirs')"
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", f"{code}; {own}; {users}"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert "warning: own\n" in done.stderr
+    assert "streams.py" not in done.stderr
+    assert "<string>:1: UserWarning: theirs" in done.stderr

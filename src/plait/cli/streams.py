@@ -21,12 +21,15 @@ import os
 import signal
 import sys
 import warnings
+from pathlib import Path
 from typing import Any, TextIO
 
 from plait.errors import printable
 
 _OUTPUT, _ERROR = 1, 2
 _CLOSED_PIPE = 128 + signal.SIGPIPE  # a shell's exit code for a program that SIGPIPE has ended
+
+_PACKAGE = Path(__file__).parents[1]  # plait's own code
 
 _format_warning = warnings.formatwarning  # Python's
 
@@ -54,8 +57,12 @@ def _printable_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
     return record
 
 
-def _printable_warning(*args: Any, **kwargs: Any) -> str:
-    return printable(_format_warning(*args, **kwargs))
+def _printable_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
+        return printable(f"warning: {message}\n")  # for the user of a command, who did not write that line
+    return printable(_format_warning(message, category, filename, lineno, line))
 
 
 def outlive_output() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from plait.errors import PlanError, shown, unknown_key_hint
+from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
@@ -42,10 +42,7 @@ DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
 STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
-_RENAMED_VALUES = {
-    ("accumulate", "whole"): "accumulate=unsharded",
-    ("accumulate", "cut"): "accumulate=sharded",
-}
+_RENAMED_VALUES = {("accumulate", "whole"): "unsharded", ("accumulate", "cut"): "sharded"}
 _RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp32 or optim_dtype=bf16"}
 
 
@@ -53,8 +50,9 @@ def check_choices(values: Mapping[str, object]) -> None:
     """Raise PlanError for a value that is not among the choices of its key."""
     for key, choices in CHOICES.items():
         if values[key] not in choices:
-            renamed = _RENAMED_VALUES.get((key, str(values[key])))
-            raise _unknown(key, values[key], " or ".join(choices), renamed)
+            text = str(values[key])
+            similar = _RENAMED_VALUES.get((key, text)) or nearest(text, choices)
+            raise _unknown(key, text, " or ".join(choices), similar and f"{key}={similar}")
     for key, pattern, expected in (
         ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
         (
@@ -295,6 +293,7 @@ class Plan:
                 "unknown ZeRO stage",
                 given=f"zero={self.zero}",
                 expected="0 (nothing is sharded), 1 (optimizer states), 2 (+ gradients) or 3 (+ parameters)",
+                hint="zero=3",
             )
         if self.shard and not self.zero:
             raise PlanError(
