@@ -14,6 +14,16 @@ from plait.plan.host_profile import ProfileEntry, load
 from support.cli_runs import finish, start, start_torchrun
 
 BENCH = ("bench", "collectives", "--sizes", "1K:64K", "--rounds", "1")
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -46,7 +56,7 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
     assert f"saved: {profile}" in out
 
 
-def test_the_speed_of_devices_is_measured_and_kept(tmp_path: Path) -> None:
+def test_devices_are_measured_and_the_best_plans_run_on_them(tmp_path: Path) -> None:
     profile = tmp_path / "host.json"
     out, _ = finish(start("bench", "device", "--ranks", "2", "--rounds", "1", "--profile", profile))
     assert f"saved: {profile}, for --cluster this:2" in out
@@ -55,7 +65,22 @@ def test_the_speed_of_devices_is_measured_and_kept(tmp_path: Path) -> None:
     assert 1e8 < found.peak_flops["fp32"] < 1e14
     assert re.search("│ +1024 │", out)
     assert found.operator_rates["fp32"].keys() == set(OPERATORS)
-    assert {row[0] for row in found.collectives} >= {"all-reduce", "scattered sum", "unshard", "send-receive"}
+    assert {row[0] for row in found.collectives} >= {"scattered sum", "unshard", "foreign all-reduce"}
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    here = ("--model", config, "--cluster", f"{profile}:2", "--batch-tokens", "256", "--seq", "64")
+    pins = "precision=fp32 pp=1 recompute=none offload=none"
+    out, _ = finish(start("plan", *here, "--pin", pins, "--measure", "2"))
+    rows = re.findall(r"│ (dp=\d)[^│]*│ +([\d,.]+) │ +([\d,.]+) │ +([+-]\d+)% │", out)
+    assert len(rows) == 2, out
+    for _, predicted, measured, error in rows:
+        said, took = (float(text.replace(",", "")) for text in (predicted, measured))
+        assert said / took - 1 == pytest.approx(int(error) / 100, abs=0.1 + 0.1 * said / took)
+    constants = re.search(r"2 plans determine (\d) of \d+ constants: ", out)
+    assert constants is not None, out
+    calibration = load(profile).devices[2].calibration
+    assert len(calibration) == int(constants[1]) <= 2
 
 
 def test_algorithms_are_compared_drawn_and_not_kept(tmp_path: Path) -> None:

@@ -31,7 +31,12 @@ def fields(model: ModelShape, machine: Cluster, work: Workload, pins: str = "") 
 
 @pytest.mark.parametrize(
     ("devices", "batch", "memory_gib", "pins"),
-    [(4, 4, 80, ""), (4, 4, 2.3, ""), (8, 8, 2.3, "pp=2 sp=false"), (8, 8, 2.3, "tp=2 sp=true")],
+    [
+        (4, 4, 80, "offload=none"),
+        (4, 4, 2.3, "recompute=none"),
+        (8, 8, 2.3, "pp=2 sp=false zero=1"),
+        (8, 8, 2.3, "tp=2 sp=true zero=3"),
+    ],
 )
 def test_the_best_plans_are_those_of_an_exhaustive_search(
     devices: int, batch: int, memory_gib: float, pins: str
@@ -42,8 +47,8 @@ def test_the_best_plans_are_those_of_an_exhaustive_search(
         price(SMALL, plan, machine, work) for plan in Space(SMALL, devices, batch, read_pins(pins)).plans()
     ]
     fitting = [each for each in prices if each.memory_high_bytes <= machine.device.memory_bytes]
-    assert len(prices) > 900
-    assert len(fitting) > 20
+    assert len(prices) > 100
+    assert len(fitting) > 10
     assert (len(fitting) < len(prices)) == (memory_gib < 80)
     expected = sorted(fitting, key=lambda each: (each.step_s, str(each.plan)))[:10]
     found = islice(Search().fastest(fields(SMALL, machine, work, pins)), 10)
@@ -57,9 +62,15 @@ def test_bounds_are_below_prices() -> None:
     machine, work = cluster("dgx-h100:8"), Workload(2048, 128)
     prices = Prices(SEVEN_B, machine, work, Software())
     space, draw = Space(SEVEN_B, 64, work.batch), random.Random(5)
-    for _ in range(100):
+    for _ in range(60):
         plan, path = Plan(), list[tuple[Plan, Decided]]()
-        for level in (Decided.NOTHING, Decided.DEGREES, Decided.COMPUTATION, Decided.SCHEDULE):
+        for level in (
+            Decided.NOTHING,
+            Decided.DEGREES,
+            Decided.COMPUTATION,
+            Decided.SCHEDULE,
+            Decided.SIMULATED,
+        ):
             plan = draw.choice(list(space.expand(plan, level)) or [plan])
             path.append((plan, Decided(level + 1)))
         found = price(SEVEN_B, plan, machine, work)
@@ -147,11 +158,14 @@ def test_a_family_that_is_too_large_to_exhaust_has_a_bound_and_a_plan() -> None:
     """The bound is not above the plan, and all plans of the family are above the bound."""
     machine, work = cluster("dgx-h100:2"), Workload(2048, 64)
     found = search(SEVEN_B, machine, work, top=3, pins="micro=2 sp=false")
-    bounded = [family for family in found.families if " to " in family.reason.partition(":")[0]]
-    assert bounded
-    for family in bounded:
-        low, high = (float(each.removesuffix("x")) for each in family.reason.partition(":")[0].split(" to "))
-        assert 1 <= low <= high == round(family.slowdown or 0, 2)
+    known = [family.reason.partition(":")[0] for family in found.families if family.best is not None]
+    bounded = [each.split(" to ") for each in known if " to " in each]
+    assert bounded or any(each.startswith("at most ") for each in known)
+    for low, high in bounded:
+        assert 1 < float(low.removesuffix("x")) <= float(high.removesuffix("x"))
+    for family in found.families:
+        if family.best is not None and (family.slowdown or 0.0) < 1.005:
+            assert family.reason.startswith(("as fast as the best", "at most 1.00x")), family
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,9 @@ class CollectiveLines:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._products = linear_case(*_BETWEEN, torch.float32) if world.device.type == "cpu" else None
+        self._products = linear_case(_TOKENS, _WIDTH, torch.float32) if world.device.type == "cpu" else None
         self._rounds: list[list[float]] = []
+        self._inside: set[tuple[str, int]] = set()
         pools = [world.empty(_POOL_BYTES // 4, torch.float32).zero_() for _ in range(2)]
         self._cases: list[tuple[str, int, int, Case]] = []
         for degree in (each for each in range(2, world.size + 1) if world.size % each == 0):
@@ -91,32 +92,37 @@ class CollectiveLines:
             for kind, num_bytes in product(_KINDS, _MESSAGES):
                 if kind == "send-receive" and degree > 2:
                     continue
+                if _is_inside(kind, group) and num_bytes == _MESSAGES[0]:  # takes as long as its wait
+                    continue
                 numel = num_bytes // 4 // degree * degree
                 count = min(MOST_COPIES, _POOL_BYTES // num_bytes)
                 pairs = [[pool[i * numel :][:numel] for pool in pools] for i in range(count)]
                 turns = [make_case(kind, group, first, second) for first, second in pairs]
-                self._add(kind, degree, numel * 4, turns)
+                self._add(kind, group, numel * 4, turns)
                 if kind == "reduce-scatter" and shares_memory(group):
                     turns = [Case(partial(_scattered_sum, full, group)) for full, _ in pairs]
-                    self._add("scattered sum", degree, numel * 4, turns)
+                    self._add("scattered sum", group, numel * 4, turns)
             if shares_memory(group):
-                for num_bytes in _MESSAGES[1:]:  # smaller ones take as long as their wait
+                for num_bytes in _MESSAGES[1:]:
                     tensors = torch.zeros(min(MOST_COPIES, _POOL_BYTES // num_bytes), num_bytes // 4).unbind()
                     turns = [make_case("all-reduce", group, each, each) for each in tensors]
-                    self._add("foreign all-reduce", degree, num_bytes, turns)
+                    self._add("foreign all-reduce", group, num_bytes, turns)
                 # Parameters are in one memory: ranks wait for its owners.
-                self._add("unshard", degree, 0, [make_case("barrier", group, pools[0], pools[1])])
+                self._add("unshard", group, 0, [make_case("barrier", group, pools[0], pools[1])])
 
-    def _add(self, kind: str, degree: int, num_bytes: int, turns: Sequence[Case]) -> None:
+    def _add(self, kind: str, group: Group, num_bytes: int, turns: Sequence[Case]) -> None:
+        degree = group.size
         case = replace(turns[0], run=in_turn([each.run for each in turns]))
         self._cases.append((kind, degree, num_bytes, case))
+        if _is_inside(kind, group):
+            self._inside.add((kind, degree))
 
     def measure(self) -> None:
         """Time all cases once. Collective."""
         seconds = []
-        for kind, _, num_bytes, case in self._cases:
+        for kind, degree, num_bytes, case in self._cases:
             case.run()
-            if kind == "foreign all-reduce":
+            if (kind, degree) in self._inside:
                 both = self._visit_s([self._compute, case.run], _AFTER)
                 seconds.append((both - self._visit_s([self._compute], _AFTER)) / _AFTER)
             else:
@@ -145,10 +151,15 @@ class CollectiveLines:
         points: dict[tuple[str, int], list[tuple[int, float]]] = {}
         times = zip(*self._rounds, strict=True)
         for (kind, degree, num_bytes, _), seconds in zip(self._cases, times, strict=True):
-            typical = statistics.median(seconds) if kind == "foreign all-reduce" else min(seconds)
+            typical = statistics.median(seconds) if (kind, degree) in self._inside else min(seconds)
             points.setdefault((kind, degree), []).append((num_bytes, max(typical, _LEAST_S)))
         lines = {key: fit(each) for key, each in points.items()}
         return tuple((*key, line.latency_s, 1 / line.bytes_per_s) for key, line in lines.items() if line)
+
+
+def _is_inside(kind: str, group: Group) -> bool:
+    """True for collectives of activations. Where memory is shared, parameters and gradients have others."""
+    return shares_memory(group) and kind in ("foreign all-reduce", "all-gather", "reduce-scatter")
 
 
 def _scattered_sum(full: Tensor, group: Group) -> None:
@@ -163,8 +174,8 @@ _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send-receive")
 _MESSAGES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes
 _POOL_BYTES = 1 << 26  # tensors in turn, as in a step: see [Note: cold operands] in operators.py
 _SQUARE = "square"
-# Tokens and width of the products before a collective, layers of them, and repetitions.
-_BETWEEN, _PRODUCTS, _AFTER = (256, 512), 3, 6
+# Of the products before a collective; layers of them, and repetitions.
+_TOKENS, _WIDTH, _PRODUCTS, _AFTER = 256, 512, 3, 6
 _LEAST_S = 1e-6  # of a difference, which noise can make negative
 
 

@@ -10,6 +10,7 @@ from plait.planner.price import Price
 from plait.planner.space import VALUES, Decided
 
 _MOST_STEPS = 400  # of the search for a family's best plan
+_SLOWER = 1.005  # times the best plan's step: less is as fast
 _KEYS = ("pp", "tp", "zero", "schedule", "recompute", "sp", "offload")
 
 
@@ -70,10 +71,7 @@ def _family(
     fastest = Search(report=report, most_steps=_MOST_STEPS)
     price = next((price for _, price in fastest.fastest([at])), None)
     if price is not None:
-        slowdown = price.step_s / best.step_s
-        return Family(
-            name, price, slowdown, None, f"{slowdown:.2f}x: {difference(price, best)}; {price.plan}"
-        )
+        return _found(name, price, best, "")
     found = () if fastest.is_exhausted else (fastest.least[1], _nearby(key, at, ranked, report))
     plans = [plan for plan in found if plan is not None]
     smallest = None if plans else Search(report=report, most_steps=_MOST_STEPS).smallest(at)
@@ -86,11 +84,23 @@ def _family(
     least = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
     plans += [smallest[0]] if smallest is not None else []
     if not plans:
-        return Family(name, None, least, None, f"at least {least:.2f}x")
+        bound = f"at least {least:.2f}x; " if least >= _SLOWER else ""
+        return Family(name, None, least, None, f"{bound}no plan that fits was found in {_MOST_STEPS} steps")
     price = min((at.pricing.price(plan) for plan in plans), key=lambda each: each.step_s)
+    return _found(name, price, best, f"{least:.2f}x to " if least >= _SLOWER else "at most ")
+
+
+def _found(name: str, price: Price, best: Price, bound: str) -> Family:
+    """A family with its fastest plan, or one that is at most `bound` slower than that."""
     slowdown = price.step_s / best.step_s
-    reason = f"{least:.2f}x to {slowdown:.2f}x: {difference(price, best)}; {price.plan}"
-    return Family(name, price, slowdown, None, reason)
+    if bound or slowdown >= _SLOWER:
+        reason = f"{bound}{slowdown:.2f}x: {difference(price, best)}"
+    else:
+        more = price.memory_high_bytes - best.memory_high_bytes
+        memory = f", {format_bytes(int(abs(more)))} {'more' if more > 0 else 'less'} memory"
+        same = format_bytes(int(abs(more))) == format_bytes(0)
+        reason = f"as fast as the best: {difference(price, best)}{'' if same else memory}"
+    return Family(name, price, slowdown, None, f"{reason}; {price.plan}")
 
 
 def _nearby(key: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]) -> Plan | None:

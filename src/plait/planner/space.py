@@ -10,7 +10,7 @@ Not searched, but can be pinned: `recompute=every=k`, `offload=disk`, more than 
 `gpipe` and `bfs` without zero=3, which take the time of `1f1b` and `interleaved` and keep the activations
 of all micro-batches."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from functools import cache
@@ -114,6 +114,7 @@ class Space:
         return [p for p in children if all(getattr(p, key) in values for key, values in only)]
 
     def _generate(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
+        levels: tuple[Callable[[Plan], Iterable[dict[str, Any]]], ...]
         levels = (self._degrees, self._computations, self._schedules, lambda _: [{}], self._shardings)
         for keys in levels[decided](plan):
             try:
