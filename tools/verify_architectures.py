@@ -85,7 +85,7 @@ def _verified(kinds: list[str]) -> dict[str, Found]:
         try:
             sources[kind] = parse_source(kind, layers=LAYERS)
         except ModelError as error:
-            found[kind] = Found(today, reason=error.given.removeprefix(f"{kind}: "))
+            found[kind] = Found(today, reason=str(error.given).removeprefix(f"{kind}: "))
     jobs = [_job(source, plan, None) for source in sources.values() for plan in PLANS]
     verdicts = _run(jobs)
     again = [n for n, verdict in enumerate(verdicts) if verdict.outcome is Outcome.DIFFERS]

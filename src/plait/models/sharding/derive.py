@@ -99,7 +99,7 @@ class _Uses:
 
 def _pairs(uses: _Uses, may_pair: set[str]) -> tuple[set[str], set[str]]:
     """Return the layers that need no gather, and those that sum over their outputs' features."""
-    readers = {name: frozenset().union(*inputs) for name, inputs in uses.inputs.items()}
+    readers = {name: frozenset[str]().union(*inputs) for name, inputs in uses.inputs.items()}
     readers = {name: sources for name, sources in readers.items() if sources}
     bad = set(uses.called) - may_pair | uses.escaped
     for name, sources in readers.items():
@@ -185,7 +185,7 @@ class _Tracer(OperatorsOnMeta):
         self._sources[storage._cdata] = sources
 
     def _sources_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        return frozenset().union(*(self._sources.get(_key(tensor), frozenset()) for tensor in tensors))
+        return frozenset[str]().union(*(self._sources.get(_key(tensor), frozenset()) for tensor in tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = list(tensors_in((args, kwargs or {})))
