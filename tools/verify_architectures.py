@@ -11,7 +11,11 @@ import json
 import sys
 import tempfile
 import warnings
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -25,11 +29,29 @@ from plait.verify import Case, ModelSource, Outcome, Verdict, WorkerOptions, par
 
 PLANS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2", "pp=2 dp=2 tp=2 zero=1")
 KEPT = Path("build/architectures.json")
-AT_ONCE = 20  # model types per start of the ranks
+AT_ONCE = 8  # model types per start of the ranks
 LAYERS, SAMPLES, STEPS, LENGTH = 4, 8, 3, 16
 ROUGH = 1e-6  # for families whose own kernels compute in float32
-# Verdicts by model type, in the order of PLANS; empty for one that cannot be built.
-Found = dict[str, list[dict[str, object]]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The verdicts of a model type in the order of PLANS and their date, or why it cannot be built small."""
+
+    date: str
+    verdicts: list[Verdict] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return all(verdict.outcome is Outcome.SAME for verdict in self.verdicts)
+
+    def to_values(self) -> dict[str, Any]:
+        return {**vars(self), "verdicts": [verdict.to_values() for verdict in self.verdicts]}
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> "Found":
+        return cls(**{**values, "verdicts": [Verdict.from_values(v) for v in values["verdicts"]]})
 
 
 _INTRODUCTION = f"""\
@@ -47,32 +69,31 @@ plans**; the second table has the errors of the others. This page is written by
 def main() -> None:
     page, kinds = Path(sys.argv[1]), sys.argv[2:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     warnings.simplefilter("ignore")  # raised by the families themselves
-    found: Found = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    found = {kind: Found.from_values(values) for kind, values in kept.items()}
     left = [kind for kind in kinds if kind not in found]
     KEPT.parent.mkdir(exist_ok=True)
     for start in range(0, len(left), AT_ONCE):
         found |= _verified(left[start : start + AT_ONCE])
-        write_json(KEPT, found)
-    page.write_text(_page({kind: [Verdict.from_values(v) for v in found[kind]] for kind in sorted(found)}))
+        write_json(KEPT, {kind: of_kind.to_values() for kind, of_kind in found.items()})
+    page.write_text(_page({kind: found[kind] for kind in sorted(found)}))
 
 
-def _verified(kinds: list[str]) -> Found:
-    sources: dict[str, ModelSource] = {}
+def _verified(kinds: list[str]) -> dict[str, Found]:
+    today, sources, found = str(datetime.date.today()), {}, {}
     for kind in kinds:
         try:
             sources[kind] = parse_source(kind, layers=LAYERS)
         except ModelError as error:
-            print(error, flush=True)
+            found[kind] = Found(today, reason=str(error.given).removeprefix(f"{kind}: "))
     jobs = [_job(source, plan, None) for source in sources.values() for plan in PLANS]
     verdicts = _run(jobs)
     again = [n for n, verdict in enumerate(verdicts) if verdict.outcome is Outcome.DIFFERS]
     for number, verdict in zip(again, _run([_rough(jobs[n]) for n in again]), strict=True):
         if verdict.outcome is Outcome.SAME:
             verdicts[number] = verdict
-    found: Found = {kind: [] for kind in kinds}
     for number, kind in enumerate(sources):
-        mine = verdicts[number * len(PLANS) : (number + 1) * len(PLANS)]
-        found[kind] = [verdict.to_values() for verdict in mine]
+        found[kind] = Found(today, verdicts[number * len(PLANS) : (number + 1) * len(PLANS)])
     return found
 
 
@@ -90,42 +111,49 @@ def _run(jobs: list[Case]) -> list[Verdict]:
         return verify(jobs, Path(folder), WorkerOptions(find_suspects=False, timeout_s=120.0))
 
 
-def _page(found: dict[str, list[Verdict]]) -> str:
-    built = {kind: verdicts for kind, verdicts in found.items() if verdicts}
-    whole = [kind for kind, v in built.items() if all(one.outcome is Outcome.SAME for one in v)]
+def _page(found: dict[str, Found]) -> str:
+    built = {kind: of_kind for kind, of_kind in found.items() if of_kind.verdicts}
     lines = [
         "# Architectures",
         "",
         _INTRODUCTION.format(
-            date=datetime.date.today(),
+            date=" to ".join(sorted({found.date for found in built.values()})),
             transformers=transformers.__version__,
             torch=torch.__version__,
             cpu=machine()["cpu"],
             built=len(built),
             asked=len(found),
-            whole=len(whole),
+            whole=sum(of_kind.is_whole for of_kind in built.values()),
         ),
         "",
         f"| model type | {' | '.join(f'`{plan}`' for plan in PLANS)} |",
         f"|---|{'---|' * len(PLANS)}",
-        *(f"| {kind} | {' | '.join(map(_cell, verdicts))} |" for kind, verdicts in built.items()),
+        *(f"| {kind} | {' | '.join(map(_cell, of_kind.verdicts))} |" for kind, of_kind in built.items()),
         "",
         "## Errors",
         "",
         "| error | plans | model types |",
         "|---|---|---|",
     ]
-    reasons: dict[str, tuple[set[str], set[str]]] = {}
-    for kind, verdicts in built.items():
-        for plan, verdict in zip(PLANS, verdicts, strict=True):
-            if verdict.outcome is not Outcome.SAME:
-                plans, kinds = reasons.setdefault(_reason(verdict), (set(), set()))
-                plans.add(f"`{plan}`")
-                kinds.add(kind)
-    for reason, (plans, kinds) in sorted(reasons.items(), key=lambda found: -len(found[1][1])):
-        lines.append(f"| {reason} | {', '.join(sorted(plans))} | {', '.join(sorted(kinds))} |")
-    lines += ["", f"Not built small: {', '.join(kind for kind in found if kind not in built)}.", ""]
-    return "\n".join(lines)
+    errors = [
+        (_reason(verdict), f"`{plan}`", kind)
+        for kind, of_kind in built.items()
+        for plan, verdict in zip(PLANS, of_kind.verdicts, strict=False)
+        if verdict.outcome is not Outcome.SAME
+    ]
+    for reason in _by_frequency(reason for reason, _, _ in errors):
+        plans = sorted({plan for other, plan, _ in errors if other == reason})
+        kinds = sorted({kind for other, _, kind in errors if other == reason})
+        lines.append(f"| {reason} | {', '.join(plans)} | {', '.join(kinds)} |")
+    lines += ["", "## Not built small", "", "| reason | model types |", "|---|---|"]
+    reasons = {kind: of_kind.reason.replace("|", "/") for kind, of_kind in found.items() if kind not in built}
+    for reason in _by_frequency(reasons.values()):
+        lines.append(f"| {reason} | {', '.join(kind for kind in reasons if reasons[kind] == reason)} |")
+    return "\n".join([*lines, ""])
+
+
+def _by_frequency(values: Iterable[str]) -> list[str]:
+    return [value for value, _ in Counter(values).most_common()]
 
 
 def _cell(verdict: Verdict) -> str:

@@ -42,6 +42,23 @@ def small(kind: str, **others: Any) -> PreTrainedModel:
     return causal_lm_on_meta({"model_type": name, **COMMON, **SMALL[kind], **others})
 
 
+def test_values_that_only_a_constructor_sets_are_kept_on_meta() -> None:
+    model = causal_lm_on_meta({"model_type": "apertus", **COMMON})
+    assert all(parameter.is_meta for parameter in model.parameters())
+    one_process = type(model)(model.config)
+    name = "model.layers.1.mlp.act_fn."
+    assert torch.equal(drawn(model)[f"{name}alpha_p"], one_process.get_parameter(f"{name}alpha_p"))
+    assert torch.equal(model.get_buffer(f"{name}eps"), one_process.get_buffer(f"{name}eps"))
+
+
+def test_parameters_that_a_constructor_draws_are_on_meta() -> None:
+    before = torch.get_rng_state()
+    model = causal_lm_on_meta({"model_type": "diffllama", **COMMON, "num_key_value_heads": 2})
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert drawn(model).keys() == dict(model.named_parameters()).keys()
+
+
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return build()

@@ -1,8 +1,9 @@
 """From models to tensor plans: pieces cover, columns compute what the whole does, the rest is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
+from plait.models import causal_lm_on_meta
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
-from support.tensor_models import FAMILIES, LENGTH, coordinates, loss_of, plan_of, real, shard_of, small
+from support.tensor_models import (
+    COMMON,
+    FAMILIES,
+    LENGTH,
+    coordinates,
+    loss_of,
+    plan_of,
+    real,
+    shard_of,
+    small,
+)
 from support.threaded_ranks import replicated_ids, trained
 
 EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
@@ -356,9 +368,101 @@ def test_invalid_plans_are_refused_with_the_layers_name(changed: dict[str, str],
         plan_of(Plain(), 1, 4, given=GIVEN | changed)
 
 
-def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(ModelError, match="no tensor plan for this model"):
+def test_a_model_without_a_plan_that_does_not_run_on_meta_is_refused() -> None:
+    with pytest.raises(
+        ModelError, match=r"(?s)no tensor plan for this model.*does not run on meta.*use_cache"
+    ):
         plan_of(Plain(), 1, 2)
+
+
+# --- plans that are derived
+
+
+class Layers(nn.Module):
+    """A block of linear layers, and what its forward does with them."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], **widths: tuple[int, int]) -> None:
+        super().__init__()
+        self.own_forward, self.norm, self.scale = forward, nn.LayerNorm(72), nn.Parameter(torch.ones(72))
+        for name, (inp, out) in widths.items():
+            setattr(self, name, nn.Linear(inp, out))
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        return x_BSh + self.own_forward(self, x_BSh)
+
+
+class Derived(Plain):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2)).double()
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        return super().forward(input_ids, use_cache)
+
+
+UP_DOWN = {"up": (24, 72), "down": (72, 24)}
+COLUMN, GATHERED, ROW = (Style.COLUMN, False), (Style.COLUMN, True), (Style.ROW, False)
+DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]] = {
+    "packed attention": (
+        lambda: Block(24, 6),
+        {"attn.qkv": GATHERED, "attn.proj": GATHERED, "fc1": COLUMN, "fc2": ROW},
+    ),
+    "a gate": (
+        lambda: Layers(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), gate=(24, 72), **UP_DOWN),
+        {"gate": COLUMN, "up": COLUMN, "down": ROW},
+    ),
+    "a factor of all features, whose gradient is their sum": (
+        lambda: Layers(lambda m, x: m.down(m.up(x) * m.one(x).sigmoid()), one=(24, 1), **UP_DOWN),
+        {"up": GATHERED, "down": GATHERED},
+    ),
+    "a mask": (
+        lambda: Layers(lambda m, x: m.down(m.up(x) * (x[..., :1] > 0)), **UP_DOWN),
+        {"up": COLUMN, "down": ROW},
+    ),
+    "a norm between": (
+        lambda: Layers(lambda m, x: m.down(m.norm(m.up(x))), **UP_DOWN),
+        {"up": GATHERED, "down": GATHERED},
+    ),
+    "a parameter for each feature": (
+        lambda: Layers(lambda m, x: m.down(m.scale * m.up(x)), **UP_DOWN),
+        {"up": GATHERED, "down": GATHERED},
+    ),
+    "another use of the features": (
+        lambda: Layers(lambda m, x: m.down(u := m.up(x).relu()) + u.mean(-1, keepdim=True), **UP_DOWN),
+        {"up": GATHERED, "down": GATHERED},
+    ),
+    "a weight that is read by a function": (
+        lambda: Layers(lambda m, x: m.down(m.up(x).relu()) + F.linear(x, m.up.weight)[..., :24], **UP_DOWN),
+        {"down": GATHERED},
+    ),
+    "three in a row": (
+        lambda: Layers(lambda m, x: m.last(m.down(m.up(x).relu()).relu()), last=(24, 24), **UP_DOWN),
+        {"up": COLUMN, "down": ROW, "last": GATHERED},
+    ),
+    "a sum with the input in place": (
+        lambda: Layers(lambda m, x: m.last(x.clone().add_(m.first(x))), first=(24, 24), last=(24, 24)),
+        {"first": GATHERED, "last": GATHERED},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_derived_plan_gathers_what_a_run_does_not_show_to_be_independent(name: str) -> None:
+    block, expected = DERIVED[name]
+    model = Derived(block)
+    plan = plan_of(model, 1, 2)
+    layers = {layer.module: (layer.style, layer.gathers) for layer in plan.layers}
+    assert {name: layers.get(f"blocks.1.{name}") for name in expected} == expected
+    assert sum(name.startswith("blocks.1.") for name in layers) == len(expected)
+    assert differences(model, plan) == {}
+
+
+@pytest.mark.parametrize("kind", ["bert", "mamba"])
+def test_a_derived_plan_of_a_family_computes_what_the_model_does(kind: str) -> None:
+    model = real(causal_lm_on_meta({"model_type": kind, **COMMON, "is_decoder": True}))
+    plan = plan_of(model, 1, 2)
+    assert sum(layer.style in (Style.COLUMN, Style.ROW) for layer in plan.layers) >= 6
+    assert differences(model, plan) == {}
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,22 @@ def test_a_configuration_is_made_small_and_stays_of_its_kind(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore")  # families' own
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "gemma2", "mixtral", "deepseek_v3", "bloom", "falcon", "opt", "mamba"]
+    "kind",
+    ["gpt2", "gemma2", "mixtral", "deepseek_v3", "bloom", "falcon", "opt", "mamba", "bamba", "longcat_flash"],
 )
 def test_every_kind_is_made_small_by_its_name(kind: str) -> None:
     model: Any = parse_source(kind, layers=4).spec().build(torch.float32)
     assert model.config.model_type == kind
     assert model.config.num_hidden_layers == 4
     assert sum(p.numel() for p in model.parameters()) < 3_000_000
+
+
+@pytest.mark.filterwarnings("ignore")  # families' own
+def test_tables_that_a_forward_creates_are_in_float64() -> None:
+    model: Any = parse_source("xglm", layers=2).spec().build_reference(torch.float64)
+    ids = torch.arange(8)[None]
+    assert model(input_ids=ids, use_cache=False).logits.isfinite().all()
+    assert torch.get_default_dtype() == torch.float32
 
 
 class _Drops(nn.Module):

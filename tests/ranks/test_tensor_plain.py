@@ -96,7 +96,7 @@ CUTS = {
 }
 
 
-def _trained(task: Task, plan: str, words: dict[str, str]) -> programs.Trace:
+def _trained(task: Task, plan: str, words: dict[str, str] | None) -> programs.Trace:
     """As `programs.train_task` does, with a tensor plan."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -130,6 +130,12 @@ def test_a_custom_gpt_gives_the_one_process_programs_numbers(pool: Pool, build: 
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
 
 
+def test_a_custom_gpt_without_a_plan_gets_one_with_the_same_numbers(pool: Pool) -> None:
+    task = Task(gpt)
+    ours = pool.run(_trained, 4, task, "tp=2 pp=2 micro=2 precision=fp64", None)[0]
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 2))
+
+
 def test_heads_that_do_not_divide_are_cut_unevenly(pool: Pool) -> None:
     task = Task(three_heads)
     ours = pool.run(_trained, 2, task, "tp=2 precision=fp64", CUTS)[0]
@@ -160,17 +166,6 @@ def _message(build: Any, plan: str, words: dict[str, str] | None) -> str:
             ],
         ),
         (gpt, "tp=6", CUTS, ["PlanError: cannot shard the heads of blocks.0.attention", "heads=4", "tp=1x4"]),
-        (
-            gpt,
-            "tp=2",
-            None,
-            [
-                "ModelError: there is no tensor plan",
-                "GPT",
-                "tensor_plan = {path: style}",
-                "tensor_plan={'blocks.*.mlp.0': 'colwise', 'blocks.*.mlp.2': 'rowwise', ...}, or tp=1",
-            ],
-        ),
         (
             gpt,
             "tp=2",

@@ -74,7 +74,7 @@ def validate(
         _check_device(plan, device)
     named_blocks = _find_blocks(model, plan, blocks)
     schedule, groups = _schedule(plan), _groups(param_groups)
-    tensor = _tensor_plan(model, plan, named_blocks, tensor_plan)
+    tensor = _tensor_plan(model, plan, named_blocks, tensor_plan, example_batch)
     return TrainingSpec(
         plan=plan,
         blocks=named_blocks,
@@ -190,12 +190,18 @@ def _stages(
 
 
 def _tensor_plan(
-    model: nn.Module, plan: Plan, blocks: list[tuple[str, nn.Module]], given: Mapping[str, str] | None
+    model: nn.Module,
+    plan: Plan,
+    blocks: list[tuple[str, nn.Module]],
+    given: Mapping[str, str] | None,
+    batch: Mapping[str, Tensor] | None,
 ) -> TPPlan:
     """How layers are sharded. On a 1x1 grid any model will do, but a given tensor_plan is still checked."""
     if plan.rows == plan.cols == 1 and given is None:
         return TPPlan(1, 1)
-    return build_tp_plan(model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given)
+    return build_tp_plan(
+        model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given, batch=batch
+    )
 
 
 def _float8_layers(blocks: list[tuple[str, nn.Module]], tensor: TPPlan, plan: Plan) -> Float8Layers:

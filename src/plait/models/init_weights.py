@@ -32,7 +32,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ from plait.errors import ModelError
 from plait.models.transformers_types import is_pretrained_model
 
 _Store = Callable[[str, Tensor], None]  # (name, values)
+_CONSTRUCTED = "plait_constructed"  # of a parameter on meta: the values that its constructor gave it
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
 def derive_seed(*parts: object) -> int:
@@ -57,6 +59,23 @@ def seeded_rng(device: torch.device, *parts: object) -> Iterator[None]:
     with torch.random.fork_rng(_cuda_devices(device)):
         _seed(device, *parts)
         yield
+
+
+def with_parameters_on_meta(model: _Model) -> _Model:
+    """Move to meta the parameters that a constructor created elsewhere. Their values are kept as what they
+    are before the model's own initialization."""
+    on_meta: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta:
+                continue
+            if parameter not in on_meta:
+                empty = torch.empty_like(parameter, device="meta")
+                on_meta[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                on_meta[parameter].__dict__.update(parameter.__dict__)
+                setattr(on_meta[parameter], _CONSTRUCTED, parameter.detach())
+            module._parameters[key] = on_meta[parameter]
+    return model
 
 
 def initialize_weights(
@@ -269,6 +288,8 @@ class _ModelInitializer:
         # float32 for all: generators draw different numbers in other dtypes
         dtype = torch.float32 if meta.is_floating_point() else meta.dtype
         values = _poisoned(torch.empty(meta.shape, dtype=dtype, device=self.device))
+        if (constructed := getattr(meta, _CONSTRUCTED, None)) is not None:
+            values.copy_(constructed)
         real = nn.Parameter(values, requires_grad=meta.requires_grad)
         _set_attributes(real, self._original_attributes[name])
         return real

@@ -11,7 +11,7 @@ a function, and so during all of `torch.autograd.backward`, in which blocks may 
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +58,9 @@ def _float64_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(forward)  # models inspect the signature of forward
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_float64 = any(parameter.dtype == torch.float64 for parameter in module.parameters())
-        with _Float64() if is_float64 else nullcontext():
+        if not is_float64:
+            return forward(module, *args, **kwargs)
+        with _Float64(), default_dtype(torch.float64):
             return forward(module, *args, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}

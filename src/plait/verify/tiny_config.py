@@ -12,44 +12,14 @@ import torch
 
 from plait.errors import ModelError, PlaitError
 from plait.models import causal_lm_on_meta, without_warnings
+from plait.verify.tiny_sizes import NOT_OF_TYPE, NUM_HEADS, SIZES, sizes_of_type
 
 _MAX_PARAMETERS = 3_000_000
-_HEADS, _KV_HEADS, _HEAD_DIM, _EXPERTS, _WIDTH = 4, 2, 8, 4, 32
-
-_SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": _WIDTH,
-    "intermediate_size": 48,
-    "num_attention_heads": _HEADS,
-    "num_key_value_heads": _KV_HEADS,
-    "head_dim": _HEAD_DIM,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # experts
-    "n_routed_experts": _EXPERTS,
-    "num_experts": _EXPERTS,
-    "num_local_experts": _EXPERTS,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "rotary_dim": 4,
-    # latent attention
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 5,
-}
-_WITHOUT_HEAD_DIM = {key: value for key, value in _SIZES.items() if key != "head_dim"}
+_WITHOUT_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
 _VARIANTS = (
-    _SIZES,
+    SIZES,
     {key: value for key, value in _WITHOUT_HEAD_DIM.items() if key != "q_lora_rank"},
-    {**_WITHOUT_HEAD_DIM, "num_key_value_heads": _HEADS},
+    {**_WITHOUT_HEAD_DIM, "num_key_value_heads": NUM_HEADS},
 )
 _NOT_SHAPES = ("architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
@@ -65,7 +35,10 @@ def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> d
             for sizes in _VARIANTS:
                 config = {**kept, **sizes, "num_hidden_layers": layers}
                 config["attention_types"] = [[["global", "local"], (layers + 1) // 2]]  # GPT-Neo's, in pairs
+                config |= sizes_of_type(config["model_type"], layers)
                 config["max_position_embeddings"] = max(64, length)
+                for key in NOT_OF_TYPE.get(config["model_type"], ()):
+                    del config[key]
                 try:
                     _try(config, length)
                     return config

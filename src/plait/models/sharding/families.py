@@ -70,6 +70,19 @@ _PACKED_GATE = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.dow
 # Their own plan is colwise, for a single matrix; but gate and up are concatenated.
 _PACKED_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
 
+# A layer that reads the values of all heads decides which tokens a head sees.
+_WHOLE_ATTENTION = {
+    **dict.fromkeys((f"layers.*.self_attn.{key}_proj" for key in "qkv"), "colwise_gather_output"),
+    "layers.*.self_attn.dt_proj": "replicate",
+    "layers.*.self_attn.o_proj": "rowwise_split_input",
+}
+
+# Experts that return their input are next to the others: a sum over columns would count them several times.
+_WHOLE_EXPERTS = dict.fromkeys(
+    (f"layers.*.mlp.experts{part}" for part in ("", ".gate_up_proj", ".down_proj", ".identity_expert")),
+    "replicate",
+)
+
 
 FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "gpt2": {"h.*.attn.c_attn": "packed_colwise:3", **_plan("h.*", "mlp.c_fc", "attn.c_proj mlp.c_proj")},
@@ -85,6 +98,10 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "bloom": _bloom,
     "falcon": _falcon,
     "deepseek_v3": _DEEPSEEK,
+    "doge": _WHOLE_ATTENTION,
+    # It reads numbers of tokens from the device, so no plan can be derived from a run on meta.
+    "jetmoe": {"layers.*.self_attention.kv_proj": "colwise_gather_output"},
+    "longcat_flash": _WHOLE_EXPERTS,
     "phi3": _PACKED_GATE,
     "glm": _PACKED_GATE,
     "glm4": _PACKED_GATE,

@@ -24,7 +24,7 @@ same.
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.sharding.builder import (
@@ -35,6 +35,7 @@ from plait.models.sharding.builder import (
     part_width,
     repeat_per_part,
 )
+from plait.models.sharding.derive import derive_styles
 from plait.models.sharding.families import add_head_arguments, family_plan
 from plait.models.sharding.heads import (
     add_activations,
@@ -66,16 +67,20 @@ def build_tp_plan(
     sequence: bool,
     blocks: Sequence[tuple[str, nn.Module]],
     given: Mapping[str, str] | None = None,
+    batch: Mapping[str, Tensor] | None = None,
 ) -> TPPlan:
     """Return the plan that shards `model`, unsharded and on meta or not, on a grid of `rows` x `cols`.
 
     `blocks`: as returned by `blocks_of`. `sequence`: shard the tokens of the residual stream between regions.
     `given`: the user's styles, by patterns of module paths; for a transformers model they extend or override
-    the model's own plan. Raises ModelError for a model that cannot be sharded, PlanError for a grid that does
-    not fit.
+    the model's own plan. Without either the plan is derived from a run on meta, for which `batch` is an
+    example. Raises ModelError for a model that cannot be sharded, PlanError for a grid that does not fit.
     """
     specs = resolve_styles(model, family_plan(model, cols), given)
     builder = TPPlanBuilder(model, rows, cols, tuple(name for name, _ in blocks), specs)
+    failure = None
+    if given is None and not any(builder.block_of(name) for name in specs):
+        failure = _derive(builder, batch)
     _declare_embedding_and_head(builder)
     for name, spec in specs.items():
         if name in builder.modules:
@@ -89,8 +94,8 @@ def build_tp_plan(
     if not builder.layers or (given is None and not any(builder.block_of(name) for name in builder.layers)):
         raise ModelError(
             "there is no tensor plan for this model",
-            given=type(model).__name__,
-            expected="a transformers model with a plan, or tensor_plan = {path: style}",
+            given=type(model).__name__ + (f", {failure}" if failure else ""),
+            expected="a model with a plan, linear layers in blocks, or tensor_plan = {path: style}",
             hint=_example_plan(builder),
         )
     regions = find_regions(builder)
@@ -110,6 +115,15 @@ def build_tp_plan(
         tuple((module, key, values) for (module, key), values in builder.attributes.items()),
         tuple(builder.arguments),
     )
+
+
+def _derive(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> str:
+    """Add the styles of a derived plan. Returns why there are none, if the model does not run on meta."""
+    try:
+        builder.specs.update(derive_styles(builder, batch))
+    except Exception as error:  # any error of the model's code without values
+        return f"which does not run on meta: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
 
 
 def _example_plan(builder: TPPlanBuilder) -> str:

@@ -35,7 +35,7 @@ from plait.models.activation_memory import DeviceKernelsOnMeta, OperatorsOnMeta
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
 
-_TOKENS = (2, 8)  # batch and sequence of the run
+TOKENS = (2, 8)  # batch and sequence of the run
 
 
 @dataclass
@@ -67,7 +67,7 @@ def trace_dataflow(
     """Run the model and the loss on meta, as far as possible. `batch`: an example, of which only names,
     shapes and dtypes are used; None: token ids. The model is not changed."""
     flow = Dataflow([set() for _ in range(len(blocks) + 1)])
-    ids = torch.zeros(_TOKENS, dtype=torch.long, device="meta")
+    ids = torch.zeros(TOKENS, dtype=torch.long, device="meta")
     batch = {"input_ids": ids, "labels": ids} if batch is None else batch
     on_meta = {key: torch.empty_like(value, device="meta") for key, value in batch.items()}
     try:
