@@ -74,10 +74,11 @@ def job(
     except CommError as error:
         (folder / f"error-{rank}").write_text(error.fact)
         raise SystemExit(2) from error
+    decided = engine.server_counts()["decided"]  # others go on between this, the rows and the counts
     rows = -engine.full_parameters()["rows"]
     counts = engine.server_counts()
     if rank == 0:
-        text = json.dumps([rows.amin(1).tolist(), rows.amax(1).tolist(), counts])
+        text = json.dumps([rows.amin(1).tolist(), rows.amax(1).tolist(), decided, counts])
         (folder / "result").write_text(text)
     engine.world.close()
 
@@ -92,16 +93,16 @@ def check_death_of_a_worker(folder: Path, sync: str, seed: int, restarts: int = 
         max_restarts=restarts,
     )
     assert code == 0
-    fewest, most, counts = json.loads((folder / "result").read_text())
+    fewest, most, decided, counts = json.loads((folder / "result").read_text())
     if sync == "async":  # each update is one worker's, and was applied to all chunks or to none
         assert fewest == most
         assert fewest[0] == STEPS
-        assert counts["decided"] >= sum(fewest) >= counts["decided"] - 1
+        assert counts["decided"] >= sum(fewest) >= decided - 1  # the victim's last one may be lost
     else:
         torch.testing.assert_close(torch.tensor(fewest), torch.tensor(most))
         # A step is the mean of its workers.
         torch.testing.assert_close(sum(fewest), float(STEPS), rtol=1e-5, atol=0)
-    assert counts["left"] <= 2
+    assert counts["left"] <= 2 + restarts
     assert counts["joined"] == WORKERS + restarts
 
 

@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto
 from plait.engine.loss import choose_loss
 from plait.errors import ModelError
 from plait.models import check_attends_backwards, forward_inputs
-from plait.verify.tiny_config import _SIZES
+from plait.verify.tiny_sizes import SIZES
 
 VOCABULARY = 64
 _SMALL = {
@@ -222,7 +222,7 @@ def _batch(table: str) -> dict[str, Tensor]:
 
 
 def _try_to_build(name: str, model_type: str) -> Any:
-    for sizes in (_SIZES, {**_SIZES, "num_key_value_heads": 4}):
+    for sizes in (SIZES, {**SIZES, "num_key_value_heads": 4}):
         try:
             values = {**sizes, **_SMALL, **_BART, **_T5, **_OTHER_SIZES.get(model_type, {}), "num_labels": 2}
             config = transformers.AutoConfig.for_model(model_type, **values)

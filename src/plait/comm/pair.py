@@ -17,6 +17,7 @@ import fcntl
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -129,6 +130,16 @@ class Pair:
         self._check(zlib.crc32(content) == crc, "its checksum is wrong")
         worker, clock, first_chunk, count, value = numbers
         return Message(first & 0xFFFF, worker, clock, first_chunk, count, value, payload)
+
+    def check_is_open(self) -> None:
+        """Raise CommError if the other side, which waits for a reply, is gone."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        try:
+            if poll.poll(0) and not self._socket.recv(1, socket.MSG_PEEK):
+                raise ConnectionError("the other side has closed it")
+        except OSError as error:
+            raise self._lost(error) from error
 
     def _receive_into(self, memory: memoryview) -> None:
         at = 0

@@ -39,6 +39,7 @@ from plait.server.state import ServerState
 T = TypeVar("T")
 _IDLE_S = 7 * 86400.0  # of a worker between two requests; one that dies closes its connection
 _POLL_S = 0.02
+_NOTICE_S = 0.2  # until a wait notices that its worker is gone
 _MAX_EVENTS = 10_000  # ends of steps that are kept until they are asked for
 _SETTLE_S = 30.0  # for what a worker did that died, before it joins again
 
@@ -71,6 +72,7 @@ class Server:
         self.state = ServerState(table.of_server[index], spec, self._precision.master)
         self.clocks = ClockTable(self._policy, plan.dp)
         self._changed = threading.Condition()
+        self._of_thread = threading.local()  # pair: of the worker that the thread serves
         self._workers: dict[int, _Worker] = {}
         self._connected: dict[int, Pair] = {}
         self._pairs: list[tuple[int, Pair]] = []  # of all workers so far
@@ -106,7 +108,7 @@ class Server:
 
     def _serve_worker(self, number: int, pair: Pair, worker: int) -> None:
         """Serve one connection until it ends; the worker then has left."""
-        has_joined = False
+        has_joined, self._of_thread.pair = False, pair
         try:
             while True:
                 message = pair.receive()
@@ -150,13 +152,15 @@ class Server:
         return handler(self, worker, message)
 
     def _wait_for(self, find: Callable[[], T | None], limit_s: float = math.inf) -> T | None:
-        """Wait until `find` returns a value; None if the job is over, or at the limit. Call it locked."""
+        """Wait until `find` returns a value; None if the job is over, or at the limit. Call it locked. Raises
+        CommError if the worker that waits for the reply is gone."""
         until_s = time.monotonic() + limit_s
         while not self._is_over and time.monotonic() < until_s:
             found = find()
             if found is not None and found is not False:
                 return found
-            self._changed.wait(1.0)
+            if not self._changed.wait(_NOTICE_S) and (pair := getattr(self._of_thread, "pair", None)):
+                pair.check_is_open()
         return None
 
     # --- requests; each returns the reply
