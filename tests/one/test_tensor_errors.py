@@ -30,8 +30,10 @@ def test_experts_with_an_unknown_layout_of_gate_and_up_are_refused() -> None:
 
 def test_a_layer_that_gives_a_number_for_every_head_is_refused_where_heads_are_cut() -> None:
     model = causal_lm_on_meta({"model_type": "doge", **COMMON})
+    projections = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    by_heads = projections | {f"model.layers.*.self_attn.{name}_proj": "rowwise" for name in ("dt", "o")}
     with pytest.raises(ModelError, match=r"self_attn\.dt_proj outputs one number per head") as found:
-        plan_of(model, 1, 2)
+        plan_of(model, 1, 2, given=by_heads)
     words = {"model.layers.*.self_attn.*": "replicate"}
     assert f"tensor_plan={words}" in str(found.value)
     assert plan_of(model, 1, 2, given=words).regions == ("model.layers.0.mlp", "model.layers.1.mlp")
