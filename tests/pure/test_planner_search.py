@@ -1,7 +1,9 @@
 """The search finds the plans that an exhaustive search finds, and its bounds hold."""
 
+import importlib
 import random
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -12,6 +14,8 @@ from plait.plan import Plan
 from plait.planner import OBJECTIVES, Cluster, ModelShape, Software, Workload, cluster, price, search
 from plait.planner.best_first import Field, Search
 from plait.planner.bounds import Prices
+from plait.planner.families import Family
+from plait.planner.price import Price
 from plait.planner.search import parts
 from plait.planner.space import Decided, Space, read_pins
 
@@ -152,6 +156,19 @@ def test_families_say_why_their_plans_are_not_the_best() -> None:
         assert family.slowdown == family.best.step_s / found.best[0].price.step_s >= 1
         key, _, value = family.name.partition("=")
         assert value.lower() in (str(getattr(family.best.plan, key, "")).lower(), ""), family
+
+
+def test_families_are_compared_with_plans_for_as_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def families(at: Field, best: Sequence[Price], report: object) -> Iterator[Family]:  # noqa: ARG001
+        compared.append({price.plan.num_ranks for price in best})
+        return iter(())
+
+    monkeypatch.setattr(importlib.import_module("plait.planner.search"), "rejected_families", families)
+    found = search(SMALL, HOSTS, FEW, objective="cost", top=12, pins="pp=1 sp=false", tokens=1e9)
+    assert len({each.cluster.num_devices for each in found.best}) > 1
+    assert compared == [{found.best[0].cluster.num_devices}]
 
 
 def test_a_family_that_is_too_large_to_exhaust_has_a_bound_and_a_plan() -> None:

@@ -85,7 +85,8 @@ def search(
     if not ranked:
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
-    families = rejected_families(ranked[0][0], [price for _, price in ranked], report)
+    of_best = ranked[0][0]  # families are of its devices
+    families = rejected_families(of_best, [price for at, price in ranked if at is of_best], report)
     return Found(best, tuple(families), found.counts)
 
 
