@@ -161,12 +161,12 @@ def test_families_say_why_their_plans_are_not_the_best() -> None:
 def test_families_are_compared_with_plans_for_as_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 
-    def families(at: Field, best: Sequence[Price], report: object) -> Iterator[Family]:  # noqa: ARG001
+    def families(at: Field, best: Sequence[Price], report: object) -> Iterator[Family]:
         compared.append({price.plan.num_ranks for price in best})
         return iter(())
 
     monkeypatch.setattr(importlib.import_module("plait.planner.search"), "rejected_families", families)
-    found = search(SMALL, HOSTS, FEW, objective="cost", top=12, pins="pp=1 sp=false", tokens=1e9)
+    found = search(SMALL, HOSTS, FEW, objective="cost", top=400, pins="tp=1 zero=1 offload=none", tokens=1e9)
     assert len({each.cluster.num_devices for each in found.best}) > 1
     assert compared == [{found.best[0].cluster.num_devices}]
 
