@@ -34,7 +34,8 @@ def test_a_run_that_is_stopped_and_loses_its_server_ends_when_resumed_with_the_b
     _, err = finish(run, 128 + signal.SIGKILL)
     assert err.count("CommError") == 1
     assert "has lost server 0" in err
-    finish(start("train", ours, "--resume"))
+    out, _ = finish(start("train", ours, "--resume"))
+    assert "servers=1 on 3 ranks (cpu)" in out
     expected, found = last_state(here / "run"), last_state(ours)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -43,14 +43,14 @@ def start_table(
 ) -> Table:
     """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`."""
     rank, predicted = memory
-    run, sequence, world = recipe.run, recipe.data.sequence, engine.world
+    run, sequence, plan = recipe.run, recipe.data.sequence, engine.plan
     ramp = recipe.batch_ramp
     at_most = "at most " if recipe.data.samples == "documents" else ""
     samples = f"{'documents' if at_most else 'sequences'} of {at_most}{sequence}"
     growth = f", growing from {ramp.start} over {ramp.tokens:,} tokens" if ramp else ""
     facts = {
         "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters",
-        "plan": f"{engine.plan} on {counted(world.size, 'rank')} ({engine.device.type})",
+        "plan": f"{plan} on {counted(plan.num_ranks, 'rank')} ({engine.device.type})",
         "probe": str(engine.probed),
         "step": f"{run.batch} {samples} = {run.batch * sequence:,} tokens{growth}",
         "steps": f"{run.steps:,}: {at_most}{sizes.span(run.steps)[0] * sequence:,} tokens",
