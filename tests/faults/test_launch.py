@@ -58,7 +58,9 @@ IGNORING_RANK = """
 import os, pathlib, signal, sys, time
 for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, signal.SIG_IGN)
-(pathlib.Path(sys.argv[1]) / f"ready-{os.environ['RANK']}").write_text(str(os.getpid()))
+written = pathlib.Path(sys.argv[1]) / f"written-{os.environ['RANK']}"
+written.write_text(str(os.getpid()))
+written.rename(written.with_name(f"ready-{os.environ['RANK']}"))  # not before it has the text
 while os.environ["RANK"] == "0" or len(sys.argv) < 3:
     time.sleep(0.1)  # as blocked as in a collective: Python handlers of signals do not run
 sys.exit(int(sys.argv[2]))
