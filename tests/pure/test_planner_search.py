@@ -40,6 +40,10 @@ def fields(model: ModelShape, machine: Cluster, work: Workload, pins: str = "") 
         (4, 4, 2.3, "recompute=none"),
         (8, 8, 2.3, "pp=2 sp=false zero=1"),
         (8, 8, 2.3, "tp=2 sp=true zero=3"),
+        pytest.param(4, 4, 80, "", marks=pytest.mark.sweep),
+        pytest.param(4, 4, 2.3, "", marks=pytest.mark.sweep),
+        pytest.param(8, 8, 2.3, "pp=2 sp=false", marks=pytest.mark.sweep),
+        pytest.param(8, 8, 2.3, "tp=2 sp=true", marks=pytest.mark.sweep),
     ],
 )
 def test_the_best_plans_are_those_of_an_exhaustive_search(
@@ -175,11 +179,11 @@ def test_a_family_that_is_too_large_to_exhaust_has_a_bound_and_a_plan() -> None:
     """The bound is not above the plan, and all plans of the family are above the bound."""
     machine, work = cluster("dgx-h100:2"), Workload(2048, 64)
     found = search(SEVEN_B, machine, work, top=3, pins="micro=2 sp=false")
-    known = [family.reason.partition(":")[0] for family in found.families if family.best is not None]
-    bounded = [each.split(" to ") for each in known if " to " in each]
-    assert bounded or any(each.startswith("at most ") for each in known)
-    for low, high in bounded:
-        assert 1 < float(low.removesuffix("x")) <= float(high.removesuffix("x"))
+    known = [(each.reason.partition(":")[0], each.slowdown or 0) for each in found.families if each.best]
+    bounded = [(*text.split(" to "), slowdown) for text, slowdown in known if " to " in text]
+    assert bounded or any(text.startswith("at most ") for text, _ in known)
+    for low, high, slowdown in bounded:
+        assert 1 < float(low.removesuffix("x")) <= float(high.removesuffix("x")) == round(slowdown, 2)
     for family in found.families:
         if family.best is not None and (family.slowdown or 0.0) < 1.005:
             assert family.reason.startswith(("as fast as the best", "at most 1.00x")), family
