@@ -174,7 +174,7 @@ def activation_ratio(row: Row) -> float:
 def freed_outputs(row: Row) -> float:
     """Outputs that have been sent and need not be kept, of the micro-batches in flight."""
     model, plan, batch = korthikanti("MT-NLG-530B", False, "none")
-    ((in_flight, _),) = timeline.in_flight("1f1b", plan.pp, plan.micro, 0)[0][0]
+    ((in_flight, _),) = timeline.in_flight("1f1b", plan.pp, plan.micro, 0, 0)[0]
     return difference(in_flight * message_bytes(model, plan, batch, 2048) / GIB, float(row["value"]))
 
 
@@ -216,7 +216,7 @@ def pipeline(row: Row) -> float:
     """Idle time of a rank between its first and its last action, in forwards and backwards of a stage."""
     name, chunks, bubble = BUBBLES[row["name"]]
     ranks, micros = 8, 32
-    kept = max(sum(map(sum, held)) for held in timeline.in_flight(name, ranks, micros, chunks)[0]) / chunks
+    kept = max(sum(map(sum, held)) for held in timeline.in_flight(name, ranks, micros, chunks, 0)) / chunks
     worst = difference(kept, KEPT.get(row["name"], 8))
     for f, b, w in ((1.0, 1.0, 1.0), (1.2, 1.4, 0.8)):
         if row["name"] == "ZB-V" and w != 1:

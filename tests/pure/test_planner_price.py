@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from plait.errors import ConfigError, PlanError
 from plait.plan import Plan
 from plait.plan.schedule import make_schedule
+from plait.plan.schedule.action import Kind
+from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations, simulate
 from plait.planner import timeline
 from plait.planner.calibrate import fit, fit_without
@@ -90,6 +93,20 @@ def test_the_fast_timeline_ends_when_the_simulation_does(name: str) -> None:
         assert timeline.pipeline_s(name, ranks, micros, chunks, durations).total == pytest.approx(
             simulated, rel=5e-3
         )
+
+
+@pytest.mark.parametrize("name", [name for name, each in GENERATORS.items() if each.trains])
+def test_a_rank_keeps_what_its_actions_leave_in_flight(name: str) -> None:
+    ranks, chunks = 4, GENERATORS[name].chunks
+    for micros, rank in product((1, 6, 16, 48), (0, 3)):
+        most = now = 0
+        schedule = make_schedule(name, ranks, micros, chunks)
+        for kind, stage, micro in schedule.ranks[rank]:
+            weights_follow = kind is not Kind.F and kind is not Kind.W and (stage, micro) in schedule.split
+            now += (kind is Kind.F) - (not weights_follow and kind is not Kind.F)
+            most = max(most, now)
+        held = timeline.in_flight(name, ranks, micros, chunks, rank)
+        assert max(sum(map(sum, moment)) for moment in held) == most, (micros, rank)
 
 
 def test_parts_add_up_to_the_step() -> None:

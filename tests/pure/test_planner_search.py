@@ -78,6 +78,7 @@ def test_bounds_are_below_prices() -> None:
             Decided.COMPUTATION,
             Decided.SCHEDULE,
             Decided.SIMULATED,
+            Decided.STATES,
         ):
             plan = draw.choice(list(space.expand(plan, level)) or [plan])
             path.append((plan, Decided(level + 1)))

@@ -42,6 +42,15 @@ DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
 STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
+_PATTERNS = (
+    ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
+    (
+        "reduce",
+        re.compile(f"{REDUCE.pattern}|{TOP_K.pattern}"),
+        "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s, with a rank r from 1, or topk:R",
+    ),
+    ("outer", OUTER, "average, or nesterov:LR:MOMENTUM such as nesterov:0.7:0.9"),
+)
 _RENAMED_VALUES = {("accumulate", "whole"): "unsharded", ("accumulate", "cut"): "sharded"}
 _RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp32 or optim_dtype=bf16"}
 
@@ -53,17 +62,8 @@ def check_choices(values: Mapping[str, object]) -> None:
             text = str(values[key])
             similar = _RENAMED_VALUES.get((key, text)) or nearest(text, choices)
             raise _unknown(key, text, " or ".join(choices), similar and f"{key}={similar}")
-    for key, pattern, expected in (
-        ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
-        (
-            "reduce",
-            re.compile(f"{REDUCE.pattern}|{TOP_K.pattern}"),
-            "fp32, bf16, fp16, int8, powersgd, powersgd:r or powersgd:r:s, with a rank r from 1, or topk:R",
-        ),
-        ("outer", OUTER, "average, or nesterov:LR:MOMENTUM such as nesterov:0.7:0.9"),
-    ):
-        value = values[key]
-        if not (isinstance(value, str) and pattern.fullmatch(value)):
+    for key, pattern, expected in _PATTERNS:
+        if not (isinstance(value := values[key], str) and pattern.fullmatch(value)):
             raise _unknown(key, value, expected)
 
 
@@ -225,8 +225,9 @@ class Plan:
             )
         object.__setattr__(self, "tp", canonical_tp(self.tp))
         values = vars(self)
-        for name, kind in _kinds():
-            check_type(name, kind, values[name])
+        for name, kind, default in _kinds():
+            if values[name] is not default:
+                check_type(name, kind, values[name])
         check_choices(values)
         self._check_tensor()
         self._check_pipeline()
@@ -234,7 +235,7 @@ class Plan:
         self._check_exact()
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
-        check_servers(values, {field.name: field.default for field in fields(self)})
+        check_servers(values, {name: default for name, _, default in _kinds()})
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
             raise PlanError(
                 "compressed gradients cannot use a named all-reduce algorithm",
@@ -587,9 +588,9 @@ class Plan:
 
 
 @cache
-def _kinds() -> tuple[tuple[str, Any], ...]:
-    """Names and types of a plan's keys."""
-    return tuple((field.name, field.type) for field in fields(Plan))
+def _kinds() -> tuple[tuple[str, Any, Any], ...]:
+    """Names, types and defaults of a plan's keys."""
+    return tuple((field.name, field.type, field.default) for field in fields(Plan))
 
 
 @cache

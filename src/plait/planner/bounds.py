@@ -20,7 +20,7 @@ from plait.plan.schedule.generators import GENERATORS
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
-from plait.planner.memory import peak_memory
+from plait.planner.memory import peak_memory, without_sharding
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import (
     Overlapped,
@@ -76,6 +76,9 @@ class Prices:
         """See [Note: bound of a pipeline's time]."""
         if decided is Decided.ALL:
             return self._sharded_s(plan)
+        if decided is Decided.STATES:  # at least the optimizer's, with all of dp as shards
+            simulated = self._simulated(plan)
+            return self._span_s(simulated.ends.end) + self._update_s(plan, simulated.numels)
         if decided is Decided.SIMULATED:
             return self._span_s(self._simulated(plan).ends.end)
         if decided is Decided.SCHEDULE:
@@ -142,8 +145,12 @@ class Prices:
                 for stage, own in zip(stages, gathers, strict=True)
             ]
             span = max(span, self._pipeline_s(plan, slower))
+        return span + self._update_s(plan, numels)
+
+    def _update_s(self, plan: Plan, numels: Sequence[int]) -> float:
+        constants = self._cluster.constants
         rates = Rates.of(self._cluster.device, plan.precision, plan.tf32, constants)
-        return span + update_s(plan, min(numels), 0, rates, links) + constants.step_s
+        return update_s(plan, min(numels), 0, rates, self._links) + constants.step_s
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
         """The first rank's activations, with the model states that it keeps, then all that it holds."""
@@ -151,16 +158,14 @@ class Prices:
             return 0.0
         key = _computation(plan)
         if key not in self._uses:
-            base = replace(
-                plan, zero=0, shard=0, accumulate="auto", reshard="use", prefetch=1, offload="none"
-            )
-            self._uses[key] = self._first_rank(base)
+            self._uses[key] = self._first_rank(without_sharding(plan))
         use, high = self._uses[key]
         tensors = use.activations or 0
-        if decided is Decided.ALL:
+        if decided >= Decided.STATES:  # `shard` and `accumulate` have the defaults until they are decided
             share = 0 if plan.offload != "none" else 1 / plan.shard_degree
             tensors += int(use.parameters * (share if plan.zero == 3 else 1))
-            tensors += int(use.gradients * (1 if plan.keeps_full_grads else share))
+            full = plan.keeps_full_grads if decided is Decided.ALL else plan.zero < 2
+            tensors += int(use.gradients * (1 if full else share))
             tensors += int((use.master + use.optimizer) * share)
         least = tensors * high / use.total * (1 + use.allocator / use.tensors)
         if decided is Decided.ALL and least <= self._cluster.device.memory_bytes:

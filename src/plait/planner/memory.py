@@ -59,12 +59,7 @@ def _rank_memory(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software, on_gpu: bool
 ) -> MemoryUse:
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
-    activations = kept_bytes(model, plan, rank, batch, sequence, software)
-    if ranks[-1] == rank:  # the gradient of the logits
-        activations += tokens * 2 * model.vocab / plan.cols
-    # One recomputed block, or its largest gradients.
-    activations += tokens * block_activation_bytes(model, plan, "none", sequence, software)
+    activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
     return model_state_bytes(
         rank_layout(model, plan, rank, software),
         plan,
@@ -75,6 +70,24 @@ def _rank_memory(
         activation_bytes=int(activations),
         num_communicators=num_communicators(plan, dict(enumerate(ranks))) if on_gpu else None,
     )
+
+
+def without_sharding(plan: Plan) -> Plan:
+    """Return the plan with what activations do not depend on at its default."""
+    defaults = {"zero": 0, "shard": 0, "accumulate": "auto", "reshard": "use", "prefetch": 1}
+    return Plan(**(vars(plan) | defaults | {"offload": "none"}))
+
+
+@lru_cache(maxsize=1 << 14)
+def _activation_bytes(
+    model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software
+) -> float:
+    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
+    num_bytes = kept_bytes(model, plan, rank, batch, sequence, software)
+    if timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)[-1] == rank:  # the gradient of the logits
+        num_bytes += tokens * 2 * model.vocab / plan.cols
+    # One recomputed block, or its largest gradients.
+    return num_bytes + tokens * block_activation_bytes(model, plan, "none", sequence, software)
 
 
 def rank_layout(model: ModelShape, plan: Plan, rank: int, software: Software) -> Layout:
@@ -114,7 +127,7 @@ def kept_bytes(
             sizes.append((tokens * saved, counts[stage] * deferred))
     return max(
         sum(a * saved + b * later for (a, b), (saved, later) in zip(held, sizes, strict=True))
-        for held in timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks)[rank]
+        for held in timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks, rank)
     )
 
 

@@ -38,7 +38,8 @@ class Decided(IntEnum):
     COMPUTATION = 2  # sp, recompute
     SCHEDULE = 3  # schedule, chunks
     SIMULATED = 4  # nothing more: the schedule's time is not bounded any more, but simulated
-    ALL = 5  # zero, shard, accumulate, reshard, offload
+    STATES = 5  # zero, offload
+    ALL = 6  # shard, accumulate, reshard
 
 
 # Values of the keys that do not depend on the number of devices.
@@ -51,7 +52,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
 # Keys that are decided at the end of each level.
-_DECIDES = (("pp", "tp"), ("sp", "recompute"), ("schedule",), (), ("zero", "offload"))
+_DECIDES = (("pp", "tp"), ("sp", "recompute"), ("schedule",), (), ("zero", "offload"), ())
 _SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
 
 
@@ -115,10 +116,17 @@ class Space:
 
     def _generate(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
         levels: tuple[Callable[[Plan], Iterable[dict[str, Any]]], ...]
-        levels = (self._degrees, self._computations, self._schedules, lambda _: [{}], self._shardings)
+        levels = (
+            self._degrees,
+            self._computations,
+            self._schedules,
+            lambda _: [{}],
+            self._states,
+            self._shardings,
+        )
         for keys in levels[decided](plan):
             try:
-                yield replace(plan, **keys)
+                yield Plan(**(vars(plan) | keys))  # faster than `replace`
             except PlanError as error:
                 self.refusals.add(error)
 
@@ -187,21 +195,25 @@ class Space:
                 else:
                     self.refusals.add(error, by=error.fact if isinstance(error, ScheduleError) else "stages")
 
-    def _shardings(self, plan: Plan) -> Iterator[dict[str, Any]]:
+    def _states(self, plan: Plan) -> Iterator[dict[str, Any]]:
         all_forwards_first = plan.schedule in ("gpipe", "bfs") and "schedule" not in self.pins
-        prefetch = {"prefetch": self.pins["prefetch"]} if "prefetch" in self.pins else {}
         for zero in self.values("zero", VALUES["zero"] if plan.dp > 1 else (0,)):
-            if all_forwards_first and zero != 3:
-                continue
-            accumulates = ("auto", "unsharded") if zero >= 2 and plan.micro > 1 else ("auto",)
-            keys = {
-                "shard": self.values("shard", _shards(plan.dp) if zero else (0,)),
-                "accumulate": self.values("accumulate", accumulates),
-                "reshard": self.values("reshard", ("use", "step") if zero == 3 else ("use",)),
-                "offload": self.values("offload", VALUES["offload"]),
-            }
-            for values in product(*keys.values()):
-                yield {"zero": zero, **dict(zip(keys, values, strict=True)), **prefetch}
+            if zero == 3 or not all_forwards_first:
+                yield from (
+                    {"zero": zero, "offload": value} for value in self.values("offload", VALUES["offload"])
+                )
+
+    def _shardings(self, plan: Plan) -> Iterator[dict[str, Any]]:
+        prefetch = {"prefetch": self.pins["prefetch"]} if "prefetch" in self.pins else {}
+        keys = {
+            "shard": self.values("shard", _shards(plan.dp) if plan.zero else (0,)),
+            "accumulate": self.values(
+                "accumulate", ("auto", "unsharded") if plan.zero >= 2 and plan.micro > 1 else ("auto",)
+            ),
+            "reshard": self.values("reshard", ("use", "step") if plan.zero == 3 else ("use",)),
+        }
+        for values in product(*keys.values()):
+            yield dict(zip(keys, values, strict=True)) | prefetch
 
 
 def _schedule_error(model: ModelShape, plan: Plan, name: str, chunks: int) -> PlanError | None:

@@ -121,16 +121,17 @@ def stages_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
 Held = tuple[tuple[int, int], ...]  # see `in_flight`
 
 
-def in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[Held, ...], ...]:
-    """Return, per rank, what it holds at moments of which one has its peak: for each of its stages, in model
-    order, the micro-batches between forward and backward, and those between backward and weight gradients."""
-    return _in_flight(name, ranks, min(micros, 4 * ranks * max(1, chunks)) if ranks > 1 else 1, chunks)
+def in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
+    """Return what a rank holds at moments of which one has its peak: for each of its stages, in model order,
+    the micro-batches between forward and backward, and those between backward and weight gradients."""
+    if name in ("gpipe", "bfs"):  # all forwards come before the first backward
+        return (((micros, 0),) * stages_of(name, ranks, chunks).count(rank),)
+    return _in_flight(name, ranks, min(micros, 2 * ranks), chunks, rank)
 
 
-@lru_cache(maxsize=512)
-def _in_flight(name: str, ranks: int, micros: int, chunks: int) -> tuple[tuple[Held, ...], ...]:
-    schedule = _schedule(name, ranks, micros, chunks)
-    return tuple(_largest(schedule, rank) for rank in range(schedule.num_ranks))
+@lru_cache(maxsize=1 << 12)
+def _in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
+    return _largest(_schedule(name, ranks, micros, chunks), rank)
 
 
 def _largest(schedule: Schedule, rank: int) -> tuple[Held, ...]:
