@@ -14,6 +14,7 @@ from plait.cli.plan_score import score
 from plait.errors import ConfigError
 from plait.fileio import parse_json, read_text
 from plait.plan import Plan
+from plait.tables import counted
 
 if TYPE_CHECKING:
     from plait.planner import Cluster, Found, ModelShape, Outcome, Workload
@@ -65,7 +66,7 @@ def find(
     model: Model = None,
     cluster: ClusterName = None,
     batch_tokens: BatchTokens = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, whatever the model allows.")] = 2048,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the training, such as 15T.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of plans to show.")] = 10,
     objective: Annotated[Literal["time", "cost", "energy"], typer.Option(help="What is minimized.")] = "time",
@@ -164,7 +165,7 @@ def _subject(
             "the batch is not a number of full sequences",
             given=f"--batch-tokens {batch_tokens} ({num:,} tokens) --seq {sequence}",
             expected=f"a multiple of {sequence:,}",
-            hint=f"--batch-tokens {nearest * sequence} ({nearest:,} sequences)",
+            hint=f"--batch-tokens {nearest * sequence} ({counted(nearest, 'sequence')})",
         )
     return shape, cluster(cluster_text), Workload(sequence, num // sequence)
 

@@ -121,7 +121,7 @@ class Prices:
         return longest / self._cluster.ranks_per_core
 
     def _simulated(self, plan: Plan) -> "_Simulated":
-        key = _computation(plan)
+        key = computation(plan)
         if key not in self._pipelines:
             stages = self._stages(plan)
             nothing = [Overlapped(0.0, 0.0)] * len(stages)
@@ -156,7 +156,7 @@ class Prices:
         """The first rank's activations, with the model states that it keeps, then all that it holds."""
         if decided < Decided.SCHEDULE:
             return 0.0
-        key = _computation(plan)
+        key = computation(plan)
         if key not in self._uses:
             self._uses[key] = self._first_rank(without_sharding(plan))
         use, high = self._uses[key]
@@ -177,4 +177,4 @@ class Prices:
 
 
 # What the time of a pipeline without sharding depends on, of the keys in which the plans of a search differ.
-_computation = attrgetter(*SEARCHED)
+computation = attrgetter(*SEARCHED)

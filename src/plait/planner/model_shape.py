@@ -184,6 +184,7 @@ def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[
                 "the model's configuration cannot be read",
                 given=f"{path}: {error.strerror}",
                 expected="a Hugging Face config.json, or a folder with one",
+                hint='--model "layers=32 hidden=4096 heads=32 ..."',
             ) from error
         except (ValueError, UnicodeDecodeError) as error:
             raise ConfigError("the model's configuration is not JSON", given=f"{path}: {error}") from error

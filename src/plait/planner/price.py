@@ -104,7 +104,7 @@ def price(
         "pipeline communication": sends,
         "bubble": idle - sends,
         "optimizer": update,
-        "step": constants.step_s,
+        "overhead": constants.step_s,
     }
     parts["data communication"] += data[slowest].exposed
     memory, high = servers.fullest(plan, *peak_memory(model, plan, cluster, work, software), numels[0])

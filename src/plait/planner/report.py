@@ -9,11 +9,12 @@ from rich.text import Text
 from plait.plan import format_bytes
 from plait.planner.families import format_seconds
 from plait.planner.outcome import Outcome
+from plait.planner.price import Price
 from plait.planner.search import Found
 from plait.tables import facts_table, plain, table
 
 _FOOT = (
-    "interval: 80 of 100 published steps are within theirs.\n"
+    "interval: in the unit of the step; 80 of 100 published steps are within theirs.\n"
     "MFU: with attention to earlier tokens only, and to the full sequence; without recomputation.\n"
     "memory: of the fullest rank, upper end. exposed: waiting for communication."
 )
@@ -29,7 +30,9 @@ def search_tables(found: Found) -> Iterator[RenderableType]:
         for rank, outcome in enumerate(found.best, 1)
     ]
     caption = _FOOT + (_NEAR if any(rank.startswith("~") for rank in ranks) else "")
-    yield _ranked(_title(first), ranks, [_columns(outcome) for outcome in found.best], caption)
+    differ = any(each.cluster != first.cluster for each in found.best)
+    columns = [_devices(each) * differ + _columns(each) for each in found.best]
+    yield _ranked(_title(first), ranks, columns, caption)
     if first.tokens is not None:
         title = f"training on {first.tokens:,.0f} tokens"
         yield _ranked(title, ranks, [_totals(outcome) for outcome in found.best], _TOTALS)
@@ -52,7 +55,8 @@ def search_tables(found: Found) -> Iterator[RenderableType]:
 
 def price_tables(outcome: Outcome) -> Iterator[RenderableType]:
     """Yield the figures of one plan, and the parts of its step."""
-    yield facts_table(_title(outcome), [("plan", str(outcome.plan)), *_columns(outcome), *_totals(outcome)])
+    facts = {"plan": _plan(outcome)} | dict(_columns(outcome)) | {"memory": _memory(outcome)}
+    yield facts_table(_title(outcome), [*facts.items(), *_totals(outcome)])
     price = outcome.price
     rows = [
         (part, format_seconds(seconds), f"{seconds / price.step_s:.1%}", _hidden(outcome, part))
@@ -69,11 +73,13 @@ def compare_table(one: Outcome, other: Outcome) -> RenderableType:
     rows = [(part, left.parts.get(part, 0.0), right.parts.get(part, 0.0)) for part in parts]
     shown: list[tuple[str, ...]] = [
         (part, format_seconds(a), format_seconds(b), _signed(b - a))
-        for part, a, b in (*rows, ("step", left.step_s, right.step_s))
+        for part, a, b in (*rows, ("whole step", left.step_s, right.step_s))
+        if a or b
     ]
-    memory = [format_bytes(int(price.memory_high_bytes)) for price in (left, right)]
-    shown.append(("memory", *memory, ""))
-    caption = f"A: {one.plan}\nB: {other.plan}\nB takes {right.step_s / left.step_s:.2f} times as long as A"
+    shown.append(("memory", *map(_memory, (one, other)), ""))
+    caption = (
+        f"A: {_plan(one)}\nB: {_plan(other)}\nB takes {right.step_s / left.step_s:.2f} times as long as A"
+    )
     return table(_title(one), ("part", "A", "B", "B - A"), shown, left=("part",), caption=caption)
 
 
@@ -139,13 +145,17 @@ def _columns(outcome: Outcome) -> list[tuple[str, str]]:
     price = outcome.price
     return [
         ("step", format_seconds(price.step_s)),
-        ("interval, s", f"{price.low_s:.3g}-{price.high_s:.3g}"),
+        ("interval", _interval(price)),
         ("tok/s/dev", f"{outcome.tokens_per_s_per_device:,.0f}"),
         ("MFU, full", f"{outcome.mfu(causal=True):.0%}, {outcome.mfu(causal=False):.0%}"),
         ("memory", format_bytes(int(price.memory_high_bytes))),
         ("exposed", f"{outcome.exposed_s / price.step_s:.1%}"),
         ("bubble", f"{price.bubble:.1%}"),
     ]
+
+
+def _devices(outcome: Outcome) -> list[tuple[str, str]]:
+    return [("devices", f"{outcome.cluster.num_devices:,}")]
 
 
 def _totals(outcome: Outcome) -> list[tuple[str, str]]:
@@ -155,12 +165,33 @@ def _totals(outcome: Outcome) -> list[tuple[str, str]]:
     assert outcome.dollars is not None, "follows from the tokens"
     assert outcome.joules is not None, "follows from the tokens"
     return [
-        ("devices", f"{outcome.cluster.num_devices:,}"),
+        *_devices(outcome),
         ("days", f"{outcome.days:,.1f}"),
         ("device-hours", f"{outcome.device_hours:,.0f}"),
         ("dollars", f"{outcome.dollars:,.0f}"),
         ("energy", f"{outcome.joules / 3.6e9:,.1f} MWh"),
     ]
+
+
+def _plan(outcome: Outcome) -> str:
+    """Return the plan's text, with the precision even if it is the default."""
+    text = str(outcome.plan)
+    return text if "precision=" in text else f"{text} (precision={outcome.plan.precision})"
+
+
+def _interval(price: Price) -> str:
+    """Format a time's interval in the unit of the time, without it."""
+    scale = 1 if price.step_s >= 1 else 1e3 if price.step_s >= 1e-3 else 1e6
+    return f"{scale * price.low_s:.3g}-{scale * price.high_s:.3g}"
+
+
+def _memory(outcome: Outcome) -> str:
+    """Format a plan's memory, and whether the device has it."""
+    needed, device = outcome.price.memory_high_bytes, outcome.cluster.device
+    fits = (
+        "" if needed <= device.memory_bytes else f" > {format_bytes(int(device.memory_bytes))}: does not fit"
+    )
+    return format_bytes(int(needed)) + fits
 
 
 def _hidden(outcome: Outcome, part: str) -> str:

@@ -1,7 +1,7 @@
 """The best plans of a cluster, by time, money or energy, or on the fewest devices that meet a deadline."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 from plait.errors import ConfigError, PlanError
 from plait.plan import format_bytes
 from plait.planner.best_first import Counts, Field, Search
-from plait.planner.bounds import Prices
+from plait.planner.bounds import Prices, computation
 from plait.planner.cluster import Cluster
 from plait.planner.families import Family, rejected_families
 from plait.planner.model_shape import ModelShape
 from plait.planner.outcome import SECONDS_PER_DAY, Outcome
-from plait.planner.price import Software, Workload, check_is_priced
+from plait.planner.price import Price, Software, Workload, check_is_priced
 from plait.planner.space import DEFAULT_PRECISION, Space, no_plan_error, read_pins
 
 Objective = Literal["time", "cost", "energy"]
@@ -38,9 +38,11 @@ class Found:
     counts: Counts
 
     def is_near_tie(self, outcome: Outcome) -> bool:
-        """True if the interval of its time overlaps with the first plan's."""
+        """True if the interval of its time, or of its device-hours on another cluster, overlaps with the
+        first plan's."""
         first = self.best[0]
-        return outcome.cluster == first.cluster and outcome.price.low_s <= first.price.high_s
+        own, least = outcome.cluster.num_devices, first.cluster.num_devices
+        return own * outcome.price.low_s <= least * first.price.high_s
 
 
 def search(
@@ -81,13 +83,24 @@ def search(
     fields = [field(of) for of in (parts(cluster) if by_size or objective != "time" else [cluster])]
     found = Search(report=report)
     groups = [[each] for each in fields] if by_size else [fields]
-    ranked = next(filter(None, (list(islice(found.fastest(group), top)) for group in groups)), [])
+    ranked = next(filter(None, (list(islice(_distinct(found.fastest(group)), top)) for group in groups)), [])
     if not ranked:
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
     of_best = ranked[0][0]  # families are of its devices
     families = rejected_families(of_best, [price for at, price in ranked if at is of_best], report)
     return Found(best, tuple(families), found.counts)
+
+
+def _distinct(found: Iterator[tuple[Field, Price]]) -> Iterator[tuple[Field, Price]]:
+    """Yield the first of plans that differ only in how they shard, and take the same time, such as `zero=1`
+    and `zero=2 accumulate=unsharded`."""
+    seen = set()
+    for at, price in found:
+        key = (at.cluster.num_hosts, computation(price.plan), f"{price.step_s:.6g}")
+        if key not in seen:
+            seen.add(key)
+            yield at, price
 
 
 def parts(cluster: Cluster) -> list[Cluster]:

@@ -42,21 +42,24 @@ def pipeline_s(name: str, ranks: int, micros: int, chunks: int, durations: Durat
         busy = micros * (durations.forward[0] + durations.backward[0] + durations.weight[0])
         return Ends((busy,), (busy,))
     fill = _FILLS * ranks
-    if micros <= fill + 2 * ranks or name.startswith("file:"):
-        return _evaluate(_compiled(name, ranks, micros, chunks), durations)
-    few = fill + (micros - fill) % ranks
-    first = _evaluate(_compiled(name, ranks, few, chunks), durations)
-    second = _evaluate(_compiled(name, ranks, few + ranks, chunks), durations)
-    periods = (micros - few) // ranks
-    return Ends(
-        *(
-            tuple(low + periods * (high - low) for low, high in zip(*pair, strict=True))
-            for pair in zip(first, second, strict=True)
-        )
-    )
+    while micros > fill + 2 * ranks and not name.startswith("file:"):
+        few = fill + (micros - fill) % ranks
+        first = _evaluate(_compiled(name, ranks, few, chunks), durations)
+        second = _evaluate(_compiled(name, ranks, few + ranks, chunks), durations)
+        busiest = max(high - low for low, high in zip(first.busy, second.busy, strict=True))
+        if second.total - first.total >= busiest * (1 - 1e-9):
+            periods = (micros - few) // ranks
+            return Ends(
+                *(
+                    tuple(low + periods * (high - low) for low, high in zip(*pair, strict=True))
+                    for pair in zip(first, second, strict=True)
+                )
+            )
+        fill *= 2  # the rank with most work still catches up on waits of the first micro-batches
+    return _evaluate(_compiled(name, ranks, micros, chunks), durations)
 
 
-_FILLS = 3  # pipelines of micro-batches after which a schedule is periodic
+_FILLS = 3  # pipelines of micro-batches after which most schedules are periodic
 
 
 @lru_cache(maxsize=512)
