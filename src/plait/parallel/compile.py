@@ -131,7 +131,7 @@ def check_compiler(device: str) -> None:
     except Exception as error:  # of any kind: nothing can be compiled here
         raise PlanError(
             "compile=true needs a working C++ compiler, and on a GPU also Triton",
-            given=str(error).strip().splitlines()[0],
+            given=str(error).strip().partition("\n")[0] or type(error).__name__,
             expected="g++ or clang++ in PATH, or named by CXX",
             hint="compile=false",
         ) from error
