@@ -121,6 +121,48 @@ def test_a_ddp_step_is_taken_apart_on_two_ranks_shown_and_drawn(tmp_path: Path) 
     assert picture.read_bytes().startswith(PNG)
 
 
+def test_a_family_of_plans_is_measured_here_and_predicted_beyond(tmp_path: Path) -> None:
+    report, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
+    small = ("--model", "tiny", "--sequence", "16", "--steps", "1", "--rounds", "1")
+    beyond = ("--cluster", "h100", "--beyond", "8,64")
+    words = ("--plan", "dp={n} zero=1", *small, *beyond, "--json", report, "--png", picture)
+    out, _ = finish(start("bench", "scaling", *words))
+    found = {(row["kind"], row["ranks"]): row for row in json.loads(report.read_text())["points"]}
+    assert found.keys() == {*((kind, ranks) for kind in ("weak", "strong") for ranks in (1, 2))} | {
+        ("weak", 8),
+        ("weak", 64),
+    }, "4 sequences do not divide over 8 ranks"
+    for (kind, ranks), row in found.items():
+        assert row["batch"] == (2 * ranks if kind == "weak" else 4)
+        assert row["plan"] == f"dp={ranks} zero=1"
+        one = found[kind, 1]
+        for seconds, share in (("step_s", "efficiency"), ("predicted_s", "predicted_efficiency")):
+            if row[seconds] is not None:
+                expected = row["batch"] / one["batch"] * one[seconds] / row[seconds] / ranks
+                assert row[share] == pytest.approx(expected)
+    assert found["weak", 64]["step_s"] is None
+    assert "predicted on h100" in out
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--plan", "dp=2"], ["no number to vary", 'try     : --plan "dp={n}"']),
+        (["--plan", "dp={n}", "--numbers", "1,x"], ["not a list of numbers", "--numbers 1,x"]),
+        (["--plan", "dp={n}", "--beyond", "8"], ["need machines to predict", "--cluster h100"]),
+        (["--plan", "dp={n} micro=3"], ["batch does not divide", "batch=3"]),
+        (["--plan", "dp={n}", "--sequence", "5000"], ["longer than the model's positions"]),
+        (["--plan", "zero={n}", "--numbers", "9"], ["unknown ZeRO stage"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value[-1], str) else None,
+)
+def test_scaling_that_cannot_be_measured_is_an_error_before_a_rank_starts(
+    tmp_path: Path, words: list[str], says: list[str]
+) -> None:
+    _fails_with(tmp_path, "scaling", words, says)
+
+
 def test_under_torchrun_its_ranks_are_measured_and_one_of_them_prints(tmp_path: Path) -> None:
     profile = tmp_path / "host.json"
     words = ("--collective", "barrier,all-reduce", "--storage", "both", "--profile", profile)
@@ -204,9 +246,9 @@ def _fails_with(tmp_path: Path, command: str, words: list[str], says: list[str])
     (tmp_path / "damaged.json").write_text("{")
     has_profile = command == "collectives" and "--profile" not in words
     profile = ["--profile", str(tmp_path / "host.json")] if has_profile else []
-    given = [word.format(here=tmp_path) for word in words]
+    given = [word.replace("{here}", str(tmp_path)) for word in words]
     result = CliRunner().invoke(app, ["bench", command, *profile, *given])
     assert result.exit_code == 2, result.output
     assert len(re.findall(r"^\w+Error: ", result.stderr, re.MULTILINE)) == 1, result.stderr
-    assert all(word.format(here=tmp_path) in result.stderr for word in says), result.stderr
+    assert all(word.replace("{here}", str(tmp_path)) in result.stderr for word in says), result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["damaged.json"]

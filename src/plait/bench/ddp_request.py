@@ -37,6 +37,17 @@ _NAMED_CAPS = {"one": ONE_BUCKET, "each": PER_PARAMETER}
 Cap = int | None  # bytes at which a bucket closes
 
 
+def check_positions(length: int) -> None:
+    """Raise ConfigError for a sequence that is longer than the models' positions."""
+    if length > _POSITIONS:
+        raise ConfigError(
+            "the sequence is longer than the model's positions",
+            given=f"--sequence {length}",
+            expected=f"up to {_POSITIONS}",
+            hint=f"--sequence {_POSITIONS}",
+        )
+
+
 @dataclass(frozen=True)
 class DdpRequest:
     """A breakdown. `caps` by `parse_caps`; a batch is `sequences` of `length` tokens, on each rank.
@@ -63,12 +74,7 @@ class DdpRequest:
         ):
             if number < 1:
                 raise ConfigError("nothing to measure", given=f"{flag} {number}", expected="1 or more")
-        if self.length > _POSITIONS:
-            raise ConfigError(
-                "the sequence is longer than the model's positions",
-                given=f"--sequence {self.length}",
-                expected=f"up to {_POSITIONS}",
-            )
+        check_positions(self.length)
 
     @property
     def variants(self) -> tuple[tuple[str, Cap], ...]:

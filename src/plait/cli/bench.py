@@ -1,10 +1,11 @@
 """`plait bench`: the collectives of this machine, and the latency breakdown of a DDP step."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
 import typer
 
@@ -17,6 +18,7 @@ from plait.bench.request import (
     Request,
     available_bytes,
     check_algorithms,
+    check_known,
     check_memory,
     check_num_ranks,
     parse_algorithms,
@@ -34,6 +36,7 @@ from plait.cli.common import (
     write_output,
 )
 from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
+from plait.errors import ConfigError
 from plait.launchers import adopt_ranks
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 from plait.plan.host_profile import HostProfile, check_writable, save
@@ -207,6 +210,69 @@ def device(
         return 0
 
     raise typer.Exit(report_once(run, world, debug=debug))
+
+
+@bench.command()
+@report_errors
+def scaling(
+    plan: Annotated[str, typer.Option(help='A family of plans, with {n} for a degree: "dp={n} zero=1".')],
+    numbers: Annotated[str, typer.Option(help="What {n} is in plans that run here, by commas.")] = "1,2",
+    kind: Annotated[
+        Literal["weak", "strong", "both"],
+        typer.Option(help="The same sequences per rank (weak), or per step (strong)."),
+    ] = "both",
+    beyond: Annotated[str, typer.Option(help="What {n} is in plans that are only predicted.")] = "",
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Predict on these machines, such as h100. Default: here.", show_default=False),
+    ] = None,
+    model: Annotated[str, typer.Option(help=f"A Llama: {', '.join(MODELS)}.")] = "small",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank; of the most ranks, if strong.")] = 2,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a plan in a round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all plans.")] = 2,
+    json: Json = None,
+    png: Png = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+) -> None:
+    """Measure how a family of plans scales over local ranks, and predict it beyond them."""
+    check_known("--model", model, MODELS)
+    check_outputs({"--json": json, "--png": png})
+    check_limits()
+    from plait.bench.scaling import (
+        Kind,
+        ScalingRequest,
+        draw_scaling,
+        measure_scaling,
+        scaling_json,
+        scaling_tables,
+    )
+
+    kinds = get_args(Kind) if kind == "both" else (kind,)
+    here, there = _numbers("--numbers", numbers), _numbers("--beyond", beyond) if beyond else ()
+    request = ScalingRequest(
+        plan, here, kinds, there, cluster, model, batch, sequence, steps, rounds
+    )  # fmt: skip
+    from rich.console import Console
+
+    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("starting") as status:
+        points = measure_scaling(request, status.update)
+    _print_tables(scaling_tables(request, points))
+    write_json_output(json, scaling_json(request, points))
+    write_output(png, lambda path: draw_scaling(request, points, path))
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Return distinct numbers of `1,2,4`. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch("[1-9][0-9]{0,5}", word) for word in words):
+        raise ConfigError(
+            "not a list of numbers",
+            given=f"{flag} {text}",
+            expected="integers from 1 on, separated by commas",
+            hint=f"{flag} 1,2,4",
+        )
+    return tuple(dict.fromkeys(map(int, words)))
 
 
 def _num_ranks(requested: int | None, *, least: int = 2) -> tuple[int, int]:

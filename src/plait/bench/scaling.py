@@ -1,0 +1,214 @@
+"""Weak and strong scaling of a family of plans, measured on local ranks and predicted beyond them.
+
+A family is a plan's text with `{n}`, such as `dp={n} zero=1`. Weak scaling keeps the sequences per rank,
+strong scaling those of a step. Efficiency is tokens per second and rank, by those of the fewest ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from plait.bench.ddp_request import MODELS, check_positions
+from plait.bench.plans import Step, run_steps, typical_step
+from plait.bench.report import report_json
+from plait.errors import ConfigError, PlanError, ProfileError
+from plait.plan import Plan
+from plait.planner.cluster import cluster
+from plait.planner.families import format_seconds
+from plait.planner.model_shape import ModelShape
+from plait.planner.price import price
+from plait.planner.workload import Workload
+from plait.tables import table
+
+Kind = Literal["weak", "strong"]
+
+
+@dataclass(frozen=True)
+class ScalingRequest:
+    """A family of plans, the numbers that take the place of `{n}`, and the work.
+
+    measured   numbers whose plans run here
+    beyond     numbers whose plans are priced only, on `machines`: a preset or a device of the planner
+    sequences  per rank; strong scaling has those of the most measured ranks in every step
+    """
+
+    family: str
+    measured: tuple[int, ...]
+    kinds: tuple[Kind, ...] = ("weak", "strong")
+    beyond: tuple[int, ...] = ()
+    machines: str | None = None
+    model: str = "small"
+    sequences: int = 2
+    length: int = 256
+    steps: int = 5
+    rounds: int = 2
+
+    def __post_init__(self) -> None:
+        if "{n}" not in self.family:
+            raise ConfigError(
+                "the family of plans has no number to vary",
+                given=f"--plan {self.family!r}",
+                expected="a plan with {n} for a degree",
+                hint='--plan "dp={n}"',
+            )
+        if self.beyond and self.machines is None:
+            raise ConfigError(
+                "numbers beyond this machine need machines to predict",
+                given=f"--beyond {','.join(map(str, self.beyond))}",
+                expected="--cluster with a preset or a device",
+                hint="--cluster h100",
+            )
+        check_positions(self.length)
+        for kind in self.kinds:
+            for number in self.measured:
+                self.plan(number).check_batch(self.batch(kind, self.plan(number)))
+
+    def plan(self, number: int) -> Plan:
+        """The family's plan. Raises PlanError."""
+        return Plan.parse(self.family.replace("{n}", str(number)))
+
+    def batch(self, kind: Kind, plan: Plan) -> int:
+        """Sequences of a step."""
+        most = max(self.plan(number).num_ranks for number in self.measured)
+        return self.sequences * (plan.num_ranks if kind == "weak" else most)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan of the family. `step_s`: measured here, None beyond; `predicted_s`: None if it has no price."""
+
+    kind: Kind
+    plan: str
+    ranks: int
+    batch: int
+    step_s: float | None
+    predicted_s: float | None
+
+    def tokens_per_s(self, length: int, *, predicted: bool = False) -> float | None:
+        seconds = self.predicted_s if predicted else self.step_s
+        return None if seconds is None else self.batch * length / seconds
+
+
+def measure_scaling(request: ScalingRequest, report: Callable[[str], None]) -> list[Point]:
+    """Run the plans in turn, some steps in each round, and price them. Raises PlaitError."""
+    config, runs = MODELS[request.model], dict[tuple[Kind, int], list[Step]]()
+    for number_of_round in range(request.rounds):
+        for kind in request.kinds:
+            for number in request.measured:
+                plan = request.plan(number)
+                report(f"round {number_of_round + 1} of {request.rounds}: {kind}, {plan}")
+                runs.setdefault((kind, number), []).extend(
+                    run_steps(
+                        config,
+                        plan,
+                        sequence=request.length,
+                        batch=request.batch(kind, plan),
+                        steps=request.steps,
+                    )
+                )
+    return list(_points(request, {key: typical_step(steps).seconds for key, steps in runs.items()}))
+
+
+def _points(request: ScalingRequest, measured: dict[tuple[Kind, int], float]) -> Iterator[Point]:
+    for kind in request.kinds:
+        for number in dict.fromkeys((*request.measured, *request.beyond)):
+            plan = request.plan(number)
+            batch, found = request.batch(kind, plan), measured.get((kind, number))
+            predicted = _predicted(request, plan, batch)
+            if found is not None or predicted is not None:
+                yield Point(kind, str(plan), plan.num_ranks, batch, found, predicted)
+
+
+def _predicted(request: ScalingRequest, plan: Plan, batch: int) -> float | None:
+    """Seconds of a step on the machines, or on this host as it was measured; None if either has no price."""
+    name = f"{request.machines or 'this'}:{plan.num_ranks}" + ("gpus" if request.machines else "")
+    model = ModelShape.from_config(MODELS[request.model])
+    try:
+        return price(model, plan, cluster(name), Workload(request.length, batch)).step_s
+    except (PlanError, ProfileError):
+        return None
+
+
+def efficiencies(points: Sequence[Point], *, predicted: bool) -> dict[Point, float]:
+    """Tokens per second and rank, by those of the kind's point with the fewest ranks."""
+    found: dict[Point, float] = {}
+    for kind in dict.fromkeys(point.kind for point in points):
+        per_rank = {
+            point: rate / point.ranks
+            for point in points
+            if point.kind == kind and (rate := point.tokens_per_s(1, predicted=predicted)) is not None
+        }
+        fewest = min(per_rank, key=lambda point: point.ranks, default=None)
+        found |= {point: rate / per_rank[fewest] for point, rate in per_rank.items() if fewest is not None}
+    return found
+
+
+def scaling_tables(request: ScalingRequest, points: Sequence[Point]) -> list[Table]:
+    """Return a table of measured and one of predicted steps."""
+    work = f"{request.model} Llama, {request.length:,} tokens a sequence"
+    titles = {
+        False: f"{request.family}, {work}: measured",
+        True: f"predicted on {request.machines or 'this machine'}",
+    }
+    return [
+        _table(request, points, title, predicted=flag)
+        for flag, title in titles.items()
+        if efficiencies(points, predicted=flag)
+    ]
+
+
+def _table(request: ScalingRequest, points: Sequence[Point], title: str, *, predicted: bool) -> Table:
+    rows = [
+        (
+            point.kind,
+            f"{point.ranks:,}",
+            f"{point.batch:,}",
+            format_seconds((point.predicted_s if predicted else point.step_s) or 0.0),
+            f"{point.tokens_per_s(request.length, predicted=predicted) or 0.0:,.0f}",
+            f"{share:.0%}",
+        )
+        for point, share in efficiencies(points, predicted=predicted).items()
+    ]
+    headings = ("", "ranks", "batch", "step", "tokens/s", "efficiency")
+    return table(title, headings, rows, caption="efficiency: tokens/s per rank, by those of the fewest ranks")
+
+
+def scaling_json(request: ScalingRequest, points: Sequence[Point]) -> dict[str, Any]:
+    """Return the request, and the points with their efficiencies."""
+    shares = {flag: efficiencies(points, predicted=flag) for flag in (False, True)}
+    rows = [
+        asdict(point)
+        | {"efficiency": shares[False].get(point), "predicted_efficiency": shares[True].get(point)}
+        for point in points
+    ]
+    return report_json("scaling", asdict(request) | {"points": rows})
+
+
+def draw_scaling(request: ScalingRequest, points: Sequence[Point], path: Path) -> None:
+    """Plot efficiency and tokens per second over ranks: measured points, predicted lines."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2)
+    on = request.machines or "this machine"
+    for color, kind in zip(("tab:blue", "tab:orange"), request.kinds, strict=False):
+        for predicted, style in ((False, "o-"), (True, "--")):
+            shares = efficiencies(points, predicted=predicted)
+            own = [point for point in shares if point.kind == kind]
+            label = f"{kind}, predicted on {on}" if predicted else f"{kind}, measured"
+            ranks = [point.ranks for point in own]
+            rates = [point.tokens_per_s(request.length, predicted=predicted) or 0.0 for point in own]
+            axes[0].plot(ranks, [shares[point] for point in own], style, color=color, label=label)
+            axes[1].plot(ranks, rates, style, color=color, label=label)
+    for each, title in zip(axes, ("efficiency", "tokens/s"), strict=True):
+        each.set_xscale("log", base=2)
+        each.set_xlabel("ranks")
+        each.set_title(title)
+        each.grid(alpha=0.3)
+    axes[0].set_ylim(bottom=0)
+    axes[1].set_yscale("log")
+    axes[0].legend(fontsize="small")
+    figure.suptitle(f"{request.family}, {request.model} Llama")
+    figure.savefig(path, dpi=120)
