@@ -239,7 +239,7 @@ def scaling(
     check_known("--model", model, MODELS)
     check_outputs({"--json": json, "--png": png})
     check_limits()
-    from plait.bench.scaling import (
+    from plait.cli.bench_scaling import (
         Kind,
         ScalingRequest,
         draw_scaling,
