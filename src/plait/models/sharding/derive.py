@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from plait.models.activation_memory import DeviceKernelsOnMeta, OperatorsOnMeta
+from plait.models.activation_memory import DeviceKernelsOnMeta
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import find_heads
 from plait.models.sharding.styles import STYLES, StyleSpec
-from plait.models.stages.dataflow import TOKENS, borrowed_on_meta
+from plait.models.stages.dataflow import OperatorsOnMixed, borrowed_on_meta, traced_batches
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
 from plait.models.transformers_types import linear_forwards
@@ -45,10 +45,17 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> dict[str, StyleSpec]:
     """Return styles of layers, by name; see [Note: derived plans].
 
-    `batch`: an example, of which only names, shapes and dtypes are used; None: token ids. Raises whatever the
-    model's code raises on meta.
+    `batch`: an example; None: token ids. Raises whatever the model's code raises on meta.
     """
-    uses = _trace(builder, batch)
+    uses, failure = _Uses(), None
+    for traced in traced_batches(builder.model, batch):
+        try:
+            uses, failure = _trace(builder, traced), None
+            break
+        except Exception as error:  # any error of the model's code without values
+            failure = error
+    if failure is not None:
+        raise failure
     largest = _largest_in_blocks(builder)
     layers = [
         name
@@ -119,18 +126,15 @@ def _pairs(uses: _Uses, may_pair: set[str]) -> tuple[set[str], set[str]]:
             return columns, rows
 
 
-def _trace(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> _Uses:
+def _trace(builder: TPPlanBuilder, batch: Mapping[str, Tensor]) -> _Uses:
     model, uses = builder.model, _Uses()
-    ids = torch.zeros(TOKENS, dtype=torch.long, device="meta")
-    batch = {"input_ids": ids, "labels": ids} if batch is None else batch
-    on_meta = {key: torch.empty_like(value, device="meta") for key, value in batch.items()}
     config: Any = torch.fx.experimental._config
     with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
         tracer = _Tracer(builder, uses)
         assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
         with assumed, DeviceKernelsOnMeta(torch.device("cpu")), _WithoutDropout(), tracer:
             for is_training in (True, False):
-                result = model.train(is_training)(**forward_inputs(model, on_meta))
+                result = model.train(is_training)(**forward_inputs(model, batch))
                 tracer.use(tensors_in(result))
     return uses
 
@@ -142,7 +146,7 @@ class _WithoutDropout(TorchFunctionMode):
         return args[0] if func is F.dropout else func(*args, **(kwargs or {}))
 
 
-class _Tracer(OperatorsOnMeta):
+class _Tracer(OperatorsOnMixed):
     """Trace outputs of linear layers through element-wise operators, from storage to storage."""
 
     def __init__(self, builder: TPPlanBuilder, uses: _Uses) -> None:
