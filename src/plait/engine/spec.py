@@ -148,7 +148,7 @@ def _find_blocks(
     model: nn.Module, plan: Plan, given: Blocks | None, batch: Mapping[str, Tensor] | None
 ) -> list[tuple[str, nn.Module]]:
     """The model's blocks. Raises PlanError if there are none and the plan has a per-block option."""
-    blocks = blocks_of(model, given, batch)
+    blocks = blocks_of(model, given, batch, one_list=plan.sp or plan.rows > 1)
     options = {
         f"recompute={plan.recompute}": plan.recompute != "none",
         "compile=true": plan.compile,

@@ -4,7 +4,7 @@ Also `Chain`: a model as a list of modules, for pipeline stages that pass more t
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,10 +68,18 @@ def block_lists(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
         if is_list and not name.startswith(tuple(inside)):
             prefix = f"{name}." if name else ""
             inside.append(prefix)
-            children = [(f"{prefix}{key}", child) for key, child in module.named_children()]
-            lists.append((sum(p.numel() for p in module.parameters()), children))
+            lists.append((sum(p.numel() for p in module.parameters()), [*_called_children(prefix, module)]))
     lists.sort(key=lambda entry: entry[0], reverse=True)
     return [children for size, children in lists if size >= _LARGE * lists[0][0]]
+
+
+def _called_children(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in a list, and in lists in it, which no forward calls."""
+    for key, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from _called_children(f"{prefix}{key}.", child)
+        else:
+            yield f"{prefix}{key}", child
 
 
 def named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:

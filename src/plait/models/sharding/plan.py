@@ -150,9 +150,12 @@ def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
         is_head = names[id(head)] not in builder.read_in_full  # else its logits are gathered
         builder.specs[names[id(head)]] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
         is_tied = isinstance(embedding, nn.Embedding) and head.weight is embedding.weight
-    for name, module in builder.modules.items():  # an encoder and a decoder have modules with one weight
-        shares = isinstance(module, nn.Embedding) and module.weight is getattr(embedding, "weight", None)
-        if shares and (is_tied or name not in replicated):
+    weight = getattr(embedding, "weight", None)
+    readers = {name: m for name, m in builder.modules.items() if m._parameters.get("weight", m) is weight}
+    tables = [name for name, module in readers.items() if isinstance(module, nn.Embedding)]
+    is_read_elsewhere = any(module is not head and name not in tables for name, module in readers.items())
+    for name in tables:  # several if an encoder and a decoder share the weight
+        if is_tied or not (is_read_elsewhere or name in replicated):
             builder.specs[name] = StyleSpec(Style.VOCABULARY)
 
 

@@ -38,6 +38,9 @@ def plan_stages(
     flow = trace_dataflow(model, blocks, batch, loss)
     if flow.error is not None and batch is not None:
         raise untraceable(flow.error)
+    if flow.error is None and flow.calls != [*range(len(blocks))]:
+        called = ", ".join(blocks[number][0] for number in flow.calls) or "none of them"
+        raise out_of_order(f"a run on meta called {called[:200]}")
     indices = _block_indices(model, blocks)
     gaps_of = _gaps_by_tensor(model.named_parameters(remove_duplicate=False), indices, len(blocks), flow)
     counts = given or _balance(model, len(blocks), gaps_of, num_stages, ranks)
@@ -120,6 +123,17 @@ def untraceable(error: Exception) -> ModelError:
         given=f"the model or the loss cannot run on meta tensors: {type(error).__name__}: {text}",
         expected="code that does not read values of tensors, as .numpy() and .tolist() do",
         hint="no pipeline, or a plait.Chain of modules",
+    )
+
+
+def out_of_order(given: str) -> ModelError:
+    """The error of a model that calls its blocks in another way than stages do."""
+    return ModelError(
+        "the model does not call each of its blocks once, in order",
+        given=given,
+        expected="a forward that calls all blocks, in the order in which they are assigned to stages",
+        hint="no layerdrop; use_reentrant=False if the model checkpoints its blocks; blocks=[module, ...] in "
+        "forward order; or no pipeline",
     )
 
 

@@ -70,19 +70,24 @@ class Dataflow:
 
 
 def blocks_of(
-    model: nn.Module, given: Blocks | None = None, batch: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    given: Blocks | None = None,
+    batch: Mapping[str, Tensor] | None = None,
+    *,
+    one_list: bool = False,
 ) -> list[tuple[str, nn.Module]]:
     """Return the model's repeated blocks with their names, in forward order.
 
     `given`: their class or classes, or the modules themselves. Without it they are the modules of the model's
     largest list, or of several large ones (see `block_lists`) if a run on meta calls each module once, and
     shows that stages can pass on what they need from each other. Empty if there are none. `batch`: an
-    example, for that run. Raises ModelError for a block that the model does not have.
+    example, for that run. `one_list`: of blocks with one residual stream. Raises ModelError for a block that
+    the model does not have.
     """
     if given is not None:
         return named_blocks(model, given)
     lists = block_lists(model)
-    if len(lists) > 1:
+    if len(lists) > 1 and not one_list:
         blocks = [block for blocks in lists for block in blocks]
         flow = trace_dataflow(model, blocks, batch)
         is_traced = flow.error is None and not flow.unreturned

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.placeholder import make_placeholder, placeholder_keys, placeholder_like, placeholders
+from plait.models.stages.assign import out_of_order
 from plait.models.stages.inbox import StageInbox, message_of
 from plait.models.tensors import tensors_in
 from plait.models.transformers_types import is_pretrained_config
@@ -293,7 +294,7 @@ class PassThrough(nn.Module):
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]
         if inbox.is_taken or not inbox.is_filled:
-            raise _out_of_order(inbox.stage, f"called {self.__dict__['_stage_block']} out of order")
+            raise out_of_order(f"stage {inbox.stage} called {self.__dict__['_stage_block']} out of order")
         number: int = self.__dict__["_stage_number"]
         inbox.is_taken = number == inbox.fed
         return inbox.output_of(number)
@@ -360,18 +361,8 @@ class StageForward:
             error.add_note(f"(raised in stage {inbox.stage} of a model, which has no other stage's blocks)")
             raise
         if has_ended != self.ends or not inbox.is_taken:
-            raise _out_of_order(inbox.stage, "did not call all of its blocks")
+            raise out_of_order(f"stage {inbox.stage} did not call all of its blocks")
         return output
-
-
-def _out_of_order(stage: int, what: str) -> ModelError:
-    return ModelError(
-        "the model does not call each of its blocks once, in order",
-        given=f"stage {stage} {what}",
-        expected="a forward that calls all blocks, in the order in which they are assigned to stages",
-        hint="no layerdrop; use_reentrant=False if the model checkpoints its blocks; blocks=[module, ...] in "
-        "forward order; or no pipeline",
-    )
 
 
 def _add_output(inbox: StageInbox, number: int, *call: Any) -> None:
