@@ -93,7 +93,7 @@ def with_end(generator: torch.Generator, n: int) -> Tensor:
 
 
 def patches(generator: torch.Generator, n: int) -> Tensor:
-    """Of Qwen2-VL: 4 x 4 patches of 4 x 4 pixels for each sample, without a dim of samples."""
+    """4 x 4 patches of 4 x 4 pixels for each sample, for Qwen2-VL, without a dim of samples."""
     return torch.randn(16 * n, 3 * 16, generator=generator)
 
 
@@ -244,7 +244,7 @@ _T5 = {
     "decoder_start_token_id": 0,
 }
 _DISTILBERT = {"vocab_size": VOCABULARY, "dim": WIDTH, "hidden_dim": 48, "n_layers": LAYERS, "n_heads": 4}
-# A vision tower has another width than the layers behind it.
+# A vision tower has another width than the layers after it.
 _VISION = {
     "hidden_size": 24,
     "intermediate_size": 40,

@@ -99,7 +99,7 @@ def test_a_list_whose_modules_are_not_all_called_has_no_blocks() -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stages_go_through_both_halves_of_an_encoder_decoder(num_stages: int) -> None:
-    """Of T5: a shared embedding, position biases that each half's first block computes for all its blocks."""
+    """T5, with a shared embedding, and position biases that the first block of each half computes."""
     sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2}
     sizes |= {"num_heads": 4, "decoder_start_token_id": 0, "dropout_rate": 0.0}
     model = T5ForConditionalGeneration(T5Config(**sizes)).double().train()

@@ -1,9 +1,9 @@
-"""What a stage receives in one forward, and what it sends.
+"""Messages between stages: what a stage receives in one forward, and what it sends.
 
 [Note: messages between stages]
 A stage sends the output of its last block, of any structure, and with it the outputs of earlier blocks that
 later stages read. The model's own code runs from its beginning on every stage, on NaN in place of all other
-outputs, and may depend on their shapes: a vision tower's are not those of the layers behind it. So a stage
+outputs, and may depend on their shapes: a vision tower's are not those of the layers after it. So a stage
 also sends the shapes of the outputs that differ from its last block's. A model whose blocks are alike sends
 the last block's output alone.
 """

@@ -52,7 +52,7 @@ class StageModule:
     carried: tuple[int, ...] = ()
 
     def received_from(self, output_of: Callable[[str], Any]) -> Any:
-        """What the stage receives, out of the outputs of the model's blocks by name."""
+        """Return what the stage receives, out of the outputs of the model's blocks by name."""
         return message_of(output_of, self.earlier, self.carried)
 
     def has(self, name: str, *, include_placeholders: bool = False) -> bool:
