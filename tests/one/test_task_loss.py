@@ -41,6 +41,7 @@ _OTHER_SIZES: dict[str, dict[str, Any]] = {
     "bart": _BART,
     "mbart": _BART,
     "marian": {**_BART, "decoder_start_token_id": 0},
+    "m2m_100": _BART,
     "t5": _T5,
     "distilbert": _DISTILBERT,
 }
@@ -81,6 +82,7 @@ def assert_own_loss(model: Any, batch: Mapping[str, Tensor]) -> None:
         ("BartForConditionalGeneration", "bart"),
         ("MBartForConditionalGeneration", "mbart"),
         ("MarianMTModel", "marian"),
+        ("M2M100ForConditionalGeneration", "m2m_100"),  # only its forward shifts
     ],
 )
 def test_default_loss_of_a_language_model_is_its_own(name: str, model_type: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
@@ -489,6 +490,34 @@ def test_a_layer_shared_with_a_layer_that_is_cut_otherwise_is_refused() -> None:
     assert plan_of(model, 1, 2, given=GIVEN).layers  # cut alike
     with pytest.raises(ModelError, match="shards in two ways"):
         plan_of(model, 1, 2, given=GIVEN | {"blocks.1.fc2": "colwise"})
+
+
+def test_a_shared_weight_is_sharded_in_every_embedding_and_changed_logits_are_gathered() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 24, "decoder_start_token_id": 0}
+    t5 = plan_of(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, num_layers=1)), 1, 2)
+    tables = {layer.module for layer in t5.layers if layer.style is Style.VOCABULARY}
+    assert tables == {"shared", "encoder.embed_tokens", "decoder.embed_tokens"}
+    assert [layer.module for layer in t5.layers if layer.head] == ["lm_head"]
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
+    config = transformers.BartConfig(**sizes, decoder_attention_heads=4)  # adds a bias to its logits
+    bart = plan_of(transformers.BartForConditionalGeneration(config), 1, 2)
+    assert [layer.module for layer in bart.layers if layer.module == "lm_head" and layer.gathers] == [
+        "lm_head"
+    ]
+
+
+class Tied(Derived):
+    """Another module holds the weight of a block's layer too."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Block(24, 6))
+        self.reader = nn.Bilinear(1, 1, 24).double()
+        self.reader.weight = self.blocks[0].fc1.weight
+
+
+def test_a_module_that_shares_a_sharded_parameter_and_has_no_style_is_refused() -> None:
+    with pytest.raises(ModelError, match="reader shares a parameter with a sharded layer"):
+        plan_of(Tied(), 1, 2, given=GIVEN)
 
 
 def test_a_user_may_leave_the_head_and_the_embedding_whole() -> None:

@@ -2,9 +2,11 @@
 
 import pytest
 
+from plait.plan import Plan
 from plait.verify import ModelSource, Outcome, Verdict
 from support import verify_models
 from support.pool import Pool, RankError
+from support.verify_models import KINDS
 
 
 def verdict_of(
@@ -59,6 +61,29 @@ def test_masked_and_sequence_to_sequence_models_train_on_their_own_loss(
         verdict = verdict_of(pool, 2, source, plan)
         assert (verdict.outcome, verdict.message) == (Outcome.SAME, ""), plan
         assert verdict.max_error < 1e-9, plan
+
+
+_SAMPLE = [
+    ("t5", "pp=2 micro=2"),
+    ("bart", "tp=2"),
+    ("qwen2_vl", "pp=2"),
+    ("plain_resnet", "dp=2 zero=3"),
+    ("encoder", "tp=2"),
+]
+_PLANS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2", "pp=2 dp=2 tp=2 zero=1")
+_ALL = [pytest.param(kind, plan, marks=pytest.mark.sweep) for kind in KINDS for plan in _PLANS]
+_REFUSED = {("albert", "pp"), *(("lstm", way) for way in ("tp", "pp"))}
+_REFUSED |= {(kind, "tp") for kind in ("resnet", "plain_resnet", "unet")}
+
+
+@pytest.mark.parametrize(("kind", "plan"), [*_SAMPLE, *_ALL])
+def test_models_of_other_kinds_are_the_same_or_refused(pool: Pool, kind: str, plan: str) -> None:
+    """In `make test` a sample of the table in docs/architectures.md."""
+    source, full = verify_models.other_kind(kind), f"{plan} {KINDS[kind].options}"
+    verdict = verdict_of(pool, Plan.parse(plan).num_ranks, source, full)
+    is_refused = any((kind, way) in _REFUSED for way in ("tp", "pp") if f"{way}=" in plan)
+    assert verdict.outcome is (Outcome.REFUSED if is_refused else Outcome.SAME), verdict.message
+    assert is_refused or verdict.max_error < 1e-9
 
 
 @pytest.mark.parametrize("build", ["batch_norm", "contrastive"])

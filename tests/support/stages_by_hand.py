@@ -16,8 +16,8 @@ Batches = Sequence[Mapping[str, Tensor]]
 
 
 def stages_of(model: nn.Module, num_stages: int, **options: Any) -> tuple[StageAssignment, list[StageModule]]:
-    """Split a model into stages. `options`: `blocks` and `given`, to override the model's own."""
-    blocks = blocks_of(model, options.pop("blocks", None))
+    """Split a model into stages. `options`: `blocks` and `given`, to override the model's own; `batch`."""
+    blocks = blocks_of(model, options.pop("blocks", None), options.get("batch"))
     cut = plan_stages(model, blocks, num_stages, **options)
     return cut, [split_stage(model, blocks, cut, stage, device=CPU) for stage in range(num_stages)]
 

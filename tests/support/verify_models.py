@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from plait.verify.tiny_config import shrink_config
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks started by `plait verify`
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from other_kinds import KINDS as KINDS
 
 from plait.comm import connect
 from plait.engine.batch import EvalResult
@@ -29,6 +32,7 @@ from plait.verify.model_spec import random_tokens
 from plait.verify.worker import Verifier
 from support import pipeline_models, programs
 
+TOOLS = Path(__file__).parents[2] / "tools"
 MUTED_BLOCK = 1
 MUTED_LAYER = f"model.layers.{MUTED_BLOCK}."
 LLAMA = ModelSource(config=shrink_config({"model_type": "llama"}, 3))
@@ -187,6 +191,11 @@ def mbart() -> ModelSpec:
         return tokens
 
     return ModelSpec(functools.partial(_of_task, "MBartForConditionalGeneration", **_BART), batch)
+
+
+def other_kind(name: str) -> ModelSource:
+    """A model of the table of other kinds in docs/architectures.md."""
+    return ModelSource(build=f"other_kinds:{name}", folder=str(TOOLS))
 
 
 def no_model() -> int:

@@ -116,6 +116,7 @@ class BatchPreparer:
                 "this rank's batch does not split into micro-batches",
                 given=f"{sizes}, micro={self.micro}",
                 expected="tensors of one size along dim 0, a multiple of micro",
+                hint=f"a list of {self.micro} micro-batches, for entries that have no row per sample",
             )
         micros = split_batch(moved, self.micro)
         remember_sources(micros, batch)

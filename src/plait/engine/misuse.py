@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError, RunError
-from plait.models import Task, label_keys, pretrained_base, task_of
+from plait.models import Task, input_embedding, label_keys, pretrained_base, task_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,12 +89,7 @@ class InputFacts:
     @classmethod
     def from_model(cls, model: nn.Module) -> "InputFacts":
         base = pretrained_base(model)
-        embedding: Any = None
-        if base is not None:
-            try:
-                embedding = base.get_input_embeddings()
-            except (NotImplementedError, AttributeError):
-                embedding = None
+        embedding = None if base is None else input_embedding(base)
         vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         return cls(label_keys(model), task_of(model), vocabulary, base is not None)
 

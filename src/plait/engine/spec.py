@@ -72,7 +72,7 @@ def validate(
         raise ConfigError("loss_scaling needs precision=fp16", given=f"precision={plan.precision}")
     if device is not None:
         _check_device(plan, device)
-    named_blocks = _find_blocks(model, plan, blocks)
+    named_blocks = _find_blocks(model, plan, blocks, example_batch)
     schedule, groups = _schedule(plan), _groups(param_groups)
     tensor = _tensor_plan(model, plan, named_blocks, tensor_plan, example_batch)
     return TrainingSpec(
@@ -144,9 +144,11 @@ def _check_fp16(device: torch.device) -> None:
         ) from error
 
 
-def _find_blocks(model: nn.Module, plan: Plan, given: Blocks | None) -> list[tuple[str, nn.Module]]:
+def _find_blocks(
+    model: nn.Module, plan: Plan, given: Blocks | None, batch: Mapping[str, Tensor] | None
+) -> list[tuple[str, nn.Module]]:
     """The model's blocks. Raises PlanError if there are none and the plan has a per-block option."""
-    blocks = blocks_of(model, given)
+    blocks = blocks_of(model, given, batch, one_list=plan.sp or plan.rows > 1)
     options = {
         f"recompute={plan.recompute}": plan.recompute != "none",
         "compile=true": plan.compile,

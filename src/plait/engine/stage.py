@@ -2,7 +2,8 @@
 backward."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class StageRunner:
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
         """The stage's outputs: those of the model on the last stage."""
         inputs = forward_inputs(self.part.module, micro)
-        is_first = self.part.previous_block is None
+        is_first = not self.part.earlier
         with (
             self.zero.unsharder.watch_outside_uses(),
             contextlib.nullcontext() if is_first else receiving(self.part.module, received),
@@ -81,7 +82,7 @@ class StageRunner:
 
     def _forward(self, inputs: Mapping[str, Any], micro: Mapping[str, Tensor]) -> Any:
         try:
-            with decided_on_cpu(inputs):
+            with decided_on_cpu(inputs), _no_fused_encoder():
                 return self.part.module(**inputs)
         except Exception as error:
             ignored = [key for key in micro if key not in (*inputs, *label_keys(self.part.module))]
@@ -155,9 +156,10 @@ class StageRunner:
             meta_module = copy_to_meta(self.part.module)
             inputs = forward_inputs(meta_module, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.part.previous_block is not None:
+            if self.part.earlier:
                 assert block_outputs is not None, "a stage without its meta model"
-                received = receiving(meta_module, block_outputs.output_of(self.part.previous_block, inputs))
+                output_of = partial(block_outputs.output_of, inputs=inputs)
+                received = receiving(meta_module, self.part.received_from(output_of))
 
             buffers = LossBuffers(device.type)
 
@@ -172,3 +174,15 @@ class StageRunner:
                 self.estimated_loss_bytes = buffers.peak_bytes
                 return kept_bytes, deferred.total
         return None
+
+
+@contextlib.contextmanager
+def _no_fused_encoder() -> Iterator[None]:
+    """Call the modules of a torch.nn.TransformerEncoder also in evaluation: its fused kernel reads their
+    weights, which may be shards, and passes nested tensors from block to block."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -9,7 +9,7 @@ from plait.models.activation_memory import (
     watch_activations,
 )
 from plait.models.batch_entries import RecordedBatch, forward_names
-from plait.models.blocks import Blocks, Chain, FlopFacts, blocks_of, default_groups, unit_facts
+from plait.models.blocks import Blocks, Chain, FlopFacts, default_groups, unit_facts
 from plait.models.huggingface import (
     causal_lm_on_meta,
     config_of_model,
@@ -27,6 +27,7 @@ from plait.models.init_weights import initialize_weights, parameter_only_modules
 from plait.models.mask_decisions import decided_on_cpu, remember_sources
 from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
+from plait.models.stages.dataflow import blocks_of
 from plait.models.stages.dataflow_check import DataflowCheck
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
@@ -38,7 +39,12 @@ from plait.models.task import (
     pretrained_base,
     task_of,
 )
-from plait.models.transformers_types import is_model_output_class, is_pretrained_model, linear_forwards
+from plait.models.transformers_types import (
+    input_embedding,
+    is_model_output_class,
+    is_pretrained_model,
+    linear_forwards,
+)
 
 __all__ = [
     "IGNORED_LABEL",
@@ -69,6 +75,7 @@ __all__ = [
     "forward_inputs",
     "forward_names",
     "initialize_weights",
+    "input_embedding",
     "is_model_output_class",
     "is_pretrained_model",
     "label_keys",

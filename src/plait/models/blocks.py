@@ -4,7 +4,7 @@ Also `Chain`: a model as a list of modules, for pipeline stages that pass more t
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,35 +49,43 @@ class Chain(nn.Module):
         return result
 
 
+_LARGE = 0.25  # of the parameters of the largest list
+
 # Classes or modules that a user declares as the model's blocks.
 Blocks = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
 
 
-def blocks_of(model: nn.Module, given: Blocks | None = None) -> list[tuple[str, nn.Module]]:
-    """Return the model's repeated blocks with their names, in forward order.
+def block_lists(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Return the lists of modules that may be the model's blocks, with their names, the largest list first.
 
-    `given`: their class or classes, or the modules themselves. Without it they are the children of the
-    `ModuleList` or `Sequential` with the most parameters that is not nested in another one; for a bare
-    `Sequential` or `Chain`, its own children. Empty if there are none. Raises ModelError for a block that the
-    model does not have.
+    They are the children of each `ModuleList`, `Sequential` or `Chain` that is not nested in another one and
+    has a quarter of the parameters of the largest, such as an encoder's and a decoder's layers.
     """
-    if given is not None:
-        return _named_blocks(model, given)
-    containers: list[tuple[int, str, nn.Module]] = []
+    lists: list[tuple[int, list[tuple[str, nn.Module]]]] = []
     inside: list[str] = []
     for name, module in model.named_modules():
-        is_container = isinstance(module, nn.ModuleList | nn.Sequential | Chain)
-        if is_container and not name.startswith(tuple(inside)):
-            inside.append(f"{name}." if name else "")
-            containers.append((sum(p.numel() for p in module.parameters()), name, module))
-    if not containers:
-        return []
-    _, name, largest = max(containers, key=lambda entry: entry[0])
-    prefix = f"{name}." if name else ""
-    return [(f"{prefix}{key}", block) for key, block in largest.named_children()]
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential | Chain)
+        if is_list and not name.startswith(tuple(inside)):
+            prefix = f"{name}." if name else ""
+            inside.append(prefix)
+            lists.append((sum(p.numel() for p in module.parameters()), [*_called_children(prefix, module)]))
+    lists.sort(key=lambda entry: entry[0], reverse=True)
+    return [children for size, children in lists if size >= _LARGE * lists[0][0]]
 
 
-def _named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:
+def _called_children(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules in a list, and in lists in it, which no forward calls."""
+    for key, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from _called_children(f"{prefix}{key}.", child)
+        else:
+            yield f"{prefix}{key}", child
+
+
+def named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]:
+    """Return the blocks that a user declares, with their names, in the order of their registration. Raises
+    ModelError for one that the model does not have."""
+
     def is_one(module: nn.Module, w: type[nn.Module] | nn.Module) -> bool:
         return isinstance(module, w) if isinstance(w, type) else module is w
 

@@ -1,6 +1,8 @@
 """The task of a Hugging Face model, and which of a batch's entries are its labels."""
 
 import functools
+import inspect
+import sys
 from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -81,7 +83,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
     """Return the arguments of the model's forward: the entries that it takes except the labels, and
     `use_cache=False` for a model of transformers. See [Note: entries of a batch] in `batch_entries.py`.
 
-    The decoder of an encoder-decoder receives the labels shifted to the right, by the model's own method,
+    The decoder of an encoder-decoder receives the labels shifted to the right, as by the model itself,
     unless the batch has its inputs. Raises ModelError if an argument is missing.
     """
     labels, names = label_keys(model), forward_names(model)
@@ -99,15 +101,25 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
         and "labels" in batch
         and not inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
     ):
-        shift: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
-        if shift is None:
-            raise ModelError(
-                "the model cannot derive its decoder's inputs from the labels",
-                given=f"{type(base).__name__} and a batch with {', '.join(batch)}",
-                expected="decoder_input_ids in the batch",
-            )
-        inputs["decoder_input_ids"] = shift(labels=batch["labels"])
+        inputs["decoder_input_ids"] = _shifted_right(base, batch)
     return inputs
+
+
+def _shifted_right(base: "PreTrainedModel", batch: Mapping[str, Tensor]) -> Tensor:
+    """The decoder's inputs, from the labels: by the model's method, or the function of its module, as the
+    model's own forward calls it."""
+    method: Any = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    if method is not None:
+        return method(labels=batch["labels"])
+    shift: Any = getattr(sys.modules[type(base).__module__], "shift_tokens_right", None)
+    if shift is None:
+        raise ModelError(
+            "the model cannot derive its decoder's inputs from the labels",
+            given=f"{type(base).__name__} and a batch with {', '.join(batch)}",
+            expected="decoder_input_ids in the batch",
+        )
+    _, *parameters = inspect.signature(shift).parameters
+    return shift(batch["labels"], *(getattr(base.config, name) for name in parameters))
 
 
 def check_attends_backwards(model: "PreTrainedModel") -> None:

@@ -18,6 +18,14 @@ def is_pretrained_model(model: object) -> TypeGuard["PreTrainedModel"]:
     return isinstance(model, _loaded_class("modeling_utils", "PreTrainedModel"))
 
 
+def input_embedding(model: "PreTrainedModel") -> nn.Module | None:
+    """The model's embedding of token ids; None if it has none, as for images."""
+    try:
+        return model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
 def is_pretrained_config(value: object) -> TypeGuard["PreTrainedConfig"]:
     return isinstance(value, _loaded_class("configuration_utils", "PreTrainedConfig"))
 

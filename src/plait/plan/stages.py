@@ -25,6 +25,8 @@ class StageAssignment:
     owner       every parameter and buffer of the model, by name: the stage that counts it, and whose value of
                 a buffer is the model's
     changing    names of attributes of blocks that their forwards set, and that other stages cannot read
+    skips       (k, g): what runs before block g reads the output of block k, though other blocks are between
+                them. Stages pass it on
     is_traced   the use of parameters was traced in a run, not guessed from the order of their registration
     """
 
@@ -32,6 +34,7 @@ class StageAssignment:
     owner: Mapping[str, int]
     shared: Mapping[str, tuple[int, ...]]
     changing: frozenset[str] = frozenset()
+    skips: frozenset[tuple[int, int]] = frozenset()
     is_traced: bool = True
 
     @property
@@ -41,6 +44,12 @@ class StageAssignment:
     def stages_with(self, parameter: str) -> tuple[int, ...]:
         """The stages that compute with a parameter."""
         return self.shared.get(parameter, (self.owner[parameter],))
+
+    def carried_into(self, stage: int) -> tuple[int, ...]:
+        """The blocks whose outputs the stage receives in addition to that of the block before its first."""
+        start, _ = self.blocks[stage]
+        needed = {k for k, gap in self.skips if k < start - 1 and stage_of_gap(self.blocks, gap) >= stage}
+        return tuple(sorted(needed))
 
     def units_of(self, stage: int, units: Iterable[UnitInfo]) -> tuple[UnitInfo, ...]:
         """The units of a stage, out of the model's. Parameters shared with other stages form one unit per set

@@ -232,7 +232,9 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
     for step in range(case.steps):
         batch = _batch(case, spec, step, engine.model)
         before = engine.world.comm_log.read()
-        result = engine.step(split_batch(batch, engine.data_ranks)[engine.data_rank])
+        share, micro = split_batch(batch, engine.data_ranks)[engine.data_rank], engine.plan.micro
+        has_rows = len({len(value) for value in share.values()}) == 1
+        result = engine.step(share if has_rows else split_batch(share, micro))
         traffic = subtract_traffic(before, engine.world.comm_log.read())
         done = Step(result.loss, result.grad_norm)
         gradients = {name: g.cpu() / done.clip_factor for name, g in engine.full_gradients().items()}

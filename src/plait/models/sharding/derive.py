@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from plait.models.activation_memory import DeviceKernelsOnMeta, OperatorsOnMeta
+from plait.models.activation_memory import DeviceKernelsOnMeta
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import find_heads
 from plait.models.sharding.styles import STYLES, StyleSpec
-from plait.models.stages.dataflow import TOKENS, borrowed_on_meta
+from plait.models.stages.dataflow import OperatorsOnMixed, borrowed_on_meta, traced_batches
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
 from plait.models.transformers_types import linear_forwards
@@ -45,10 +45,17 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> dict[str, StyleSpec]:
     """Return styles of layers, by name; see [Note: derived plans].
 
-    `batch`: an example, of which only names, shapes and dtypes are used; None: token ids. Raises whatever the
-    model's code raises on meta.
+    `batch`: an example; None: token ids. Raises whatever the model's code raises on meta.
     """
-    uses = _trace(builder, batch)
+    uses, failure = _Uses(), None
+    for traced in traced_batches(builder.model, batch):
+        try:
+            uses, failure = _trace(builder, traced), None
+            break
+        except Exception as error:  # any error of the model's code without values
+            failure = error
+    if failure is not None:
+        raise failure
     largest = _largest_in_blocks(builder)
     layers = [
         name
@@ -58,6 +65,7 @@ def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
     ]
     may_pair = {name for name in layers if find_heads(builder, name) is None}
     columns, rows = _pairs(uses, may_pair)
+    builder.read_in_full |= uses.escaped
     styles = dict.fromkeys(layers, STYLES["colwise_gather_output"])
     styles |= dict.fromkeys(columns, STYLES["colwise"]) | dict.fromkeys(rows, STYLES["rowwise"])
     if not styles:
@@ -88,12 +96,14 @@ class _Uses:
     called          layers, in the order of their first calls
     inputs          for each call of a layer, the layers whose outputs its input's features are
     escaped         layers whose output is used in a way that may need all features
+    returned        layers whose output's features are in the model's result
     read_elsewhere  layers and embeddings whose weight is read outside of them
     """
 
     called: dict[str, None] = field(default_factory=dict)
     inputs: dict[str, list[frozenset[str]]] = field(default_factory=dict)
     escaped: set[str] = field(default_factory=set)
+    returned: set[str] = field(default_factory=set)
     read_elsewhere: set[str] = field(default_factory=set)
 
 
@@ -101,7 +111,7 @@ def _pairs(uses: _Uses, may_pair: set[str]) -> tuple[set[str], set[str]]:
     """Return the layers that need no gather, and those that sum over their outputs' features."""
     readers = {name: frozenset[str]().union(*inputs) for name, inputs in uses.inputs.items()}
     readers = {name: sources for name, sources in readers.items() if sources}
-    bad = set(uses.called) - may_pair | uses.escaped
+    bad = set(uses.called) - may_pair | uses.escaped | uses.returned
     for name, sources in readers.items():
         if name not in may_pair or not all(uses.inputs[name]):
             bad |= sources
@@ -119,19 +129,16 @@ def _pairs(uses: _Uses, may_pair: set[str]) -> tuple[set[str], set[str]]:
             return columns, rows
 
 
-def _trace(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> _Uses:
+def _trace(builder: TPPlanBuilder, batch: Mapping[str, Tensor]) -> _Uses:
     model, uses = builder.model, _Uses()
-    ids = torch.zeros(TOKENS, dtype=torch.long, device="meta")
-    batch = {"input_ids": ids, "labels": ids} if batch is None else batch
-    on_meta = {key: torch.empty_like(value, device="meta") for key, value in batch.items()}
     config: Any = torch.fx.experimental._config
     with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
         tracer = _Tracer(builder, uses)
         assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
         with assumed, DeviceKernelsOnMeta(torch.device("cpu")), _WithoutDropout(), tracer:
             for is_training in (True, False):
-                result = model.train(is_training)(**forward_inputs(model, on_meta))
-                tracer.use(tensors_in(result))
+                result = model.train(is_training)(**forward_inputs(model, batch))
+                uses.returned |= tracer.sources_of(tensors_in(result))
     return uses
 
 
@@ -142,7 +149,7 @@ class _WithoutDropout(TorchFunctionMode):
         return args[0] if func is F.dropout else func(*args, **(kwargs or {}))
 
 
-class _Tracer(OperatorsOnMeta):
+class _Tracer(OperatorsOnMixed):
     """Trace outputs of linear layers through element-wise operators, from storage to storage."""
 
     def __init__(self, builder: TPPlanBuilder, uses: _Uses) -> None:
@@ -163,11 +170,11 @@ class _Tracer(OperatorsOnMeta):
 
     def use(self, tensors: Iterable[Tensor]) -> None:
         """Record that these are used in a way that may need all features."""
-        self._uses.escaped |= self._sources_of(tensors)
+        self._uses.escaped |= self.sources_of(tensors)
 
     def _enter(self, name: str, is_linear: bool, _: nn.Module, *given: Any) -> None:
         self._running.append(name)
-        sources = self._sources_of(tensors_in(given))
+        sources = self.sources_of(tensors_in(given))
         if is_linear:
             self._uses.called.setdefault(name)
             self._uses.inputs.setdefault(name, []).append(sources)
@@ -184,7 +191,7 @@ class _Tracer(OperatorsOnMeta):
         self._alive.append(storage)
         self._sources[storage._cdata] = sources
 
-    def _sources_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+    def sources_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
         return frozenset[str]().union(*(self._sources.get(_key(tensor), frozenset()) for tensor in tensors))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -194,7 +201,7 @@ class _Tracer(OperatorsOnMeta):
             if readers.isdisjoint(self._running):
                 self._uses.read_elsewhere |= readers
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self._running and self._sources_of(tensors):
+        if not self._running and self.sources_of(tensors):
             self._follow(func, tensors, result)
         return result
 
@@ -206,10 +213,10 @@ class _Tracer(OperatorsOnMeta):
             return
         is_full = [tensor.shape[-1:] == result.shape[-1:] for tensor in tensors]
         if all(
-            bool(self._sources_of([tensor])) if full else not tensor.is_floating_point()
+            bool(self.sources_of([tensor])) if full else not tensor.is_floating_point()
             for tensor, full in zip(tensors, is_full, strict=True)
         ):
-            self._mark(result, self._sources_of(tensors))
+            self._mark(result, self.sources_of(tensors))
         else:
             self.use(tensors)
 

@@ -55,7 +55,7 @@ from plait.models.sharding.residual import (
     pure_regions,
 )
 from plait.models.sharding.styles import StyleSpec, layer_pattern, replicate_hint, resolve_styles
-from plait.models.transformers_types import is_pretrained_model
+from plait.models.transformers_types import input_embedding, is_pretrained_model
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, split_width
 
 
@@ -98,6 +98,7 @@ def build_tp_plan(
             expected="a model with a plan, linear layers in blocks, or tensor_plan = {path: style}",
             hint=_example_plan(builder),
         )
+    _check_shared(builder)
     regions = find_regions(builder)
     if rows > 1:
         add_residual_layers(builder, regions)
@@ -142,15 +143,40 @@ def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
     if not is_pretrained_model(builder.model) or not builder.specs:
         return
     names = {id(module): name for name, module in builder.modules.items()}
-    embedding, head = builder.model.get_input_embeddings(), builder.model.get_output_embeddings()
+    embedding, head = input_embedding(builder.model), builder.model.get_output_embeddings()
     replicated = {name for name, spec in builder.specs.items() if spec.style is Style.REPLICATE}
     is_tied = False
     if isinstance(head, nn.Linear) and names.get(id(head), "") not in {"", *replicated}:
-        builder.specs[names[id(head)]] = StyleSpec(Style.COLUMN, head=True)
+        is_head = names[id(head)] not in builder.read_in_full  # else its logits are gathered
+        builder.specs[names[id(head)]] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
         is_tied = isinstance(embedding, nn.Embedding) and head.weight is embedding.weight
-    name = names.get(id(embedding))
-    if isinstance(embedding, nn.Embedding) and name is not None and (is_tied or name not in replicated):
-        builder.specs[name] = StyleSpec(Style.VOCABULARY)
+    weight = getattr(embedding, "weight", None)
+    readers = {name: m for name, m in builder.modules.items() if m._parameters.get("weight", m) is weight}
+    tables = [name for name, module in readers.items() if isinstance(module, nn.Embedding)]
+    is_read_elsewhere = any(module is not head and name not in tables for name, module in readers.items())
+    for name in tables:  # several if an encoder and a decoder share the weight
+        if is_tied or not (is_read_elsewhere or name in replicated):
+            builder.specs[name] = StyleSpec(Style.VOCABULARY)
+
+
+def _check_shared(builder: TPPlanBuilder) -> None:
+    """Raise ModelError for a module that shares a parameter with a sharded layer, and has no style itself."""
+    of_layers = {
+        of: name
+        for name in builder.layers
+        for of in builder.own_parameters(name).values()
+        if of in builder.parameters
+    }
+    for name, module in builder.modules.items():
+        shared = of_layers.keys() & builder.own_parameters(name).values()
+        is_alias = any(True for _ in module.children())  # registers a bias again that its own layer adds
+        if shared and name not in builder.layers and not is_alias:
+            parameter = min(shared)
+            raise ModelError(
+                f"{name} shares a parameter with a sharded layer, and cannot compute with a shard",
+                given=f"{parameter}, which is sharded for {of_layers[parameter]}",
+                hint=f"tensor_plan={{'{of_layers[parameter]}': 'replicate', ...}}, or tp=1",
+            )
 
 
 def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:

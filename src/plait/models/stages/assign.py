@@ -38,12 +38,15 @@ def plan_stages(
     flow = trace_dataflow(model, blocks, batch, loss)
     if flow.error is not None and batch is not None:
         raise untraceable(flow.error)
+    if flow.error is None and flow.calls != [*range(len(blocks))]:
+        called = ", ".join(blocks[number][0] for number in flow.calls) or "none of them"
+        raise out_of_order(f"a run on meta called {called[:200]}")
     indices = _block_indices(model, blocks)
     gaps_of = _gaps_by_tensor(model.named_parameters(remove_duplicate=False), indices, len(blocks), flow)
     counts = given or _balance(model, len(blocks), gaps_of, num_stages, ranks)
     stops = [sum(counts[: stage + 1]) for stage in range(num_stages)]
     ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
-    check_skips(flow, ranges)
+    check_returned(flow, ranges)
     stages = {name: sorted({stage_of_gap(ranges, gap) for gap in gaps}) for name, gaps in gaps_of.items()}
     homes = {name: users[0] for name, users in stages.items()}
     gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow)
@@ -55,7 +58,9 @@ def plan_stages(
         homes[name] = stage_of_gap(ranges, gap)
     shared = {name: tuple(users) for name, users in stages.items() if len(users) > 1}
     is_traced = flow.error is None
-    return StageAssignment(ranges, homes, shared, frozenset(flow.changing), is_traced=is_traced)
+    return StageAssignment(
+        ranges, homes, shared, frozenset(flow.changing), frozenset(flow.skips), is_traced=is_traced
+    )
 
 
 def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int, ...] | None) -> None:
@@ -85,21 +90,29 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
         )
 
 
-def check_skips(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
-    """Raise ModelError if a block needs more of an earlier stage than its last block's output."""
+def check_returned(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
+    """Raise ModelError if a block needs what a block of an earlier stage has computed but not returned."""
     num_blocks = len(flow.into) - 1
-    for earlier, later in sorted(flow.skips):
-        reader = f"block {later}" if later < num_blocks else "the model's result"
+    for earlier, later in sorted(flow.unreturned):
         if any(earlier < start <= later for start, _ in ranges):
-            raise ModelError(
-                f"{reader} uses a result of block {earlier}, bypassing the blocks between them",
+            raise bypassing(
+                (earlier, later),
+                num_blocks,
                 given="stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges),
-                expected="stages that receive only the output of the previous stage's last block",
+                expected="stages that receive only what blocks of earlier stages return",
                 hint="no pipeline, or blocks that return what later ones need"
                 if earlier == 0 and later >= num_blocks - 1
                 else f"blocks {earlier} to {min(later, num_blocks - 1)} on one stage, by stages=...; or "
                 "blocks that return what later ones need",
             )
+
+
+def bypassing(skip: tuple[int, int], num_blocks: int, **parts: str) -> ModelError:
+    """The error of a block's result that later blocks use, and their stage does not receive."""
+    earlier, later = skip
+    reader = f"block {later}" if later < num_blocks else "the model's result"
+    fact = f"{reader} uses a result of block {earlier}, bypassing the blocks between them"
+    return ModelError(fact, **parts)
 
 
 def untraceable(error: Exception) -> ModelError:
@@ -110,6 +123,17 @@ def untraceable(error: Exception) -> ModelError:
         given=f"the model or the loss cannot run on meta tensors: {type(error).__name__}: {text}",
         expected="code that does not read values of tensors, as .numpy() and .tolist() do",
         hint="no pipeline, or a plait.Chain of modules",
+    )
+
+
+def out_of_order(given: str) -> ModelError:
+    """The error of a model that calls its blocks in another way than stages do."""
+    return ModelError(
+        "the model does not call each of its blocks once, in order",
+        given=given,
+        expected="a forward that calls all blocks, in the order in which they are assigned to stages",
+        hint="no layerdrop; use_reentrant=False if the model checkpoints its blocks; blocks=[module, ...] in "
+        "forward order; or no pipeline",
     )
 
 

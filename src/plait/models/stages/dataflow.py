@@ -14,9 +14,14 @@ than through a block. These are mostly the ones used in its own gaps. But an emb
 before the first block and passed to all blocks is needed by all stages: each looks it up itself, and the
 gradients are summed.
 
-Results of blocks are passed on only as the last block's output. If a block reads a result of an earlier one
-in another way (a skip connection over blocks, a dict that blocks write into), the model cannot be split
-between the two.
+Stages pass on the output of their last block, and outputs of earlier blocks that later ones read (skip
+connections, a decoder's blocks that read the encoder's output). If a block reads what an earlier one has
+computed but not returned (a dict that blocks write into), the model cannot be split between the two.
+
+[Note: values in a traced batch]
+A model may read values of its batch on the host, such as the sizes of images. So if the run on meta fails, it
+is repeated with the values of the batch's integers: operators compute with values while all their tensors
+have them, and on meta from there on.
 """
 
 import contextlib
@@ -32,6 +37,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from plait.models.activation_memory import DeviceKernelsOnMeta, OperatorsOnMeta
+from plait.models.batch_entries import forward_names
+from plait.models.blocks import Blocks, block_lists, named_blocks
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
 
@@ -44,18 +51,49 @@ class Dataflow:
 
     into        names of the parameters and buffers that flow into each block, by its number; at the end,
                 those that flow into the result or the loss
-    skips       (k, g): block g reads a result of block k other than through the output of g - 1
+    skips       (k, g): block g reads the output of block k other than through the output of g - 1
+    unreturned  (k, g): block g reads what block k has computed, but not returned
     changing    names of the blocks' attributes that their forwards set
+    calls       the numbers of the blocks in the order of their calls
     error       the exception that ended the run: the other fields are incomplete
     """
 
     into: list[set[str]]
     skips: set[tuple[int, int]] = field(default_factory=set)
+    unreturned: set[tuple[int, int]] = field(default_factory=set)
     changing: set[str] = field(default_factory=set)
+    calls: list[int] = field(default_factory=list)
     error: Exception | None = None
 
     def gaps_of(self, name: str) -> set[int]:
         return {gap for gap, names in enumerate(self.into) if name in names}
+
+
+def blocks_of(
+    model: nn.Module,
+    given: Blocks | None = None,
+    batch: Mapping[str, Tensor] | None = None,
+    *,
+    one_list: bool = False,
+) -> list[tuple[str, nn.Module]]:
+    """Return the model's repeated blocks with their names, in forward order.
+
+    `given`: their class or classes, or the modules themselves. Without it they are the modules of the model's
+    largest list, or of several large ones (see `block_lists`) if a run on meta calls each module once, and
+    shows that stages can pass on what they need from each other. Empty if there are none. `batch`: an
+    example, for that run. `one_list`: of blocks with one residual stream. Raises ModelError for a block that
+    the model does not have.
+    """
+    if given is not None:
+        return named_blocks(model, given)
+    lists = block_lists(model)
+    if len(lists) > 1 and not one_list:
+        blocks = [block for blocks in lists for block in blocks]
+        flow = trace_dataflow(model, blocks, batch)
+        is_traced = flow.error is None and not flow.unreturned
+        if is_traced and sorted(flow.calls) == [*range(len(blocks))]:
+            return [blocks[number] for number in flow.calls]
+    return lists[0] if lists else []
 
 
 def trace_dataflow(
@@ -64,30 +102,46 @@ def trace_dataflow(
     batch: Mapping[str, Tensor] | None = None,
     loss: Callable[[Any, Mapping[str, Tensor]], Any] | None = None,
 ) -> Dataflow:
-    """Run the model and the loss on meta, as far as possible. `batch`: an example, of which only names,
-    shapes and dtypes are used; None: token ids. The model is not changed."""
-    flow = Dataflow([set() for _ in range(len(blocks) + 1)])
-    ids = torch.zeros(TOKENS, dtype=torch.long, device="meta")
-    batch = {"input_ids": ids, "labels": ids} if batch is None else batch
-    on_meta = {key: torch.empty_like(value, device="meta") for key, value in batch.items()}
-    try:
-        with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
-            _run(model, blocks, on_meta, loss, flow)
-    except Exception as error:  # any error of the model's code without values
-        flow.error = error
+    """Run the model and the loss on meta, as far as possible. `batch`: an example; None: token ids. The model
+    is not changed."""
+    flow = Dataflow([])
+    for traced in traced_batches(model, batch):
+        flow = Dataflow([set() for _ in range(len(blocks) + 1)])
+        try:
+            with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+                _run(model, blocks, traced, loss, flow)
+            return flow
+        except Exception as error:  # any error of the model's code without values
+            flow.error = error
     return flow
+
+
+def traced_batches(model: nn.Module, batch: Mapping[str, Tensor] | None) -> Iterator[dict[str, Tensor]]:
+    """Yield the batch to run the model with on meta, and if that fails: [Note: values in a traced batch].
+    Floating-point inputs have the dtype of the model, as in a step."""
+    if batch is None:
+        ids = torch.zeros(TOKENS, dtype=torch.long, device="meta")
+        yield {"input_ids": ids, "labels": ids}
+        return
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    names = forward_names(model)
+    casts = {key for key, value in batch.items() if value.is_floating_point() and key != "labels"}
+    casts &= casts if names is None else names
+    on_meta = {
+        key: torch.empty_like(value, dtype=dtype if key in casts else value.dtype, device="meta")
+        for key, value in batch.items()
+    }
+    yield on_meta
+    yield {k: on_meta[k] if v.is_floating_point() or v.is_meta else v.cpu() for k, v in batch.items()}
 
 
 def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, flow: Dataflow) -> None:
     tracer = _Tracer(model, flow)
-    for number, (_, block) in enumerate(blocks):
-        block.register_forward_pre_hook(partial(tracer.enter, number), prepend=True)
-        block.register_forward_hook(partial(tracer.leave, number))
     plain = [dict(vars(block)) for _, block in blocks]
     # nonzero and masks: on meta, as if every condition were true.
     config: Any = torch.fx.experimental._config
     assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
-    with assumed, DeviceKernelsOnMeta(torch.device("cpu")), tracer:
+    with _traced(blocks, tracer), assumed, DeviceKernelsOnMeta(torch.device("cpu")), tracer:
         result = model(**forward_inputs(model, batch))
         tracer.inside = len(blocks)
         if loss is not None:
@@ -96,6 +150,29 @@ def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, 
     for before, (_, block) in zip(plain, blocks, strict=True):
         changed = {key for key, value in vars(block).items() if before.get(key, block) is not value}
         flow.changing |= {key for key in changed if not key.startswith("_")}
+
+
+@contextlib.contextmanager
+def _traced(blocks: Sequence[tuple[str, nn.Module]], tracer: "_Tracer") -> Iterator[None]:
+    """Trace calls of the blocks inside the context, including their hooks: what a hook keeps is not what the
+    call returns."""
+    classes = [(block, type(block)) for _, block in blocks]
+    for number, (block, cls) in enumerate(classes):
+        block.__class__ = _traced_class(cls, partial(tracer.enter, number), partial(tracer.leave, number))
+    try:
+        yield
+    finally:
+        for block, cls in classes:
+            block.__class__ = cls
+
+
+def _traced_class(cls: Any, enter: Callable[[], None], leave: Callable[[Any], Any]) -> Any:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        enter()
+        return leave(cls.__call__(module, *args, **kwargs))
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**names, "__call__": call})
 
 
 @contextlib.contextmanager
@@ -150,7 +227,28 @@ class _Computed:
 _Source = str | _Computed
 
 
-class _Tracer(OperatorsOnMeta):
+class OperatorsOnMixed(OperatorsOnMeta):
+    """Operators on meta tensors and others: [Note: values in a traced batch], and tables that a module keeps
+    in plain attributes. One without a kernel on meta runs on the CPU, with zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (args, kwargs or {})
+        are_meta = {tensor.is_meta for tensor in _tensors(given)}
+        if len(are_meta) > 1:
+            given = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), given)
+        elif True in are_meta and func is torch.ops.aten._to_copy.default:
+            given[1].pop("device", None)
+        try:
+            return super().__torch_dispatch__(func, types, *given)
+        except NotImplementedError:
+            if True not in are_meta or func is torch.ops.aten._to_copy.default:
+                raise
+            on_cpu = tree_map_only(Tensor, lambda t: torch.zeros_like(t, device="cpu"), given)
+            result = func(*on_cpu[0], **on_cpu[1])
+            return tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), result)
+
+
+class _Tracer(OperatorsOnMixed):
     """Trace values from storage to storage: of parameters, buffers and results of blocks."""
 
     def __init__(self, model: nn.Module, flow: Dataflow) -> None:
@@ -162,10 +260,11 @@ class _Tracer(OperatorsOnMeta):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.add(tensor, {name})
 
-    def enter(self, number: int, *_: Any) -> None:
+    def enter(self, number: int) -> None:
         self.inside = number
+        self._flow.calls.append(number)
 
-    def leave(self, number: int, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def leave(self, number: int, output: Any) -> Any:
         """Replace a block's output by new tensors, as if received from another stage."""
         self.read(self.sources_of(output))
         self.inside = None
@@ -195,20 +294,17 @@ class _Tracer(OperatorsOnMeta):
             if isinstance(source, str):
                 self._flow.into[self.inside].add(source)
             elif source.block < self.inside - source.is_result:
-                self._flow.skips.add((source.block, self.inside))
+                flow = self._flow
+                (flow.skips if source.is_result else flow.unreturned).add((source.block, self.inside))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given: Any = (args, kwargs or {})
-        tensors = _tensors(given)
+        tensors = _tensors((args, kwargs or {}))
         keys = {_key(tensor) for tensor in tensors}
         sources = set() if _reads_shape_only(func) else self._sources_at(keys)
         self.read(sources)
         is_mixed = len({tensor.is_meta for tensor in tensors}) > 1
-        if is_mixed:  # with tables that a module keeps in plain attributes
-            given = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), given)
-            keys = {_key(tensor) for tensor in _tensors(given)}
-        views = set() if func._schema.is_mutable else keys
-        result = super().__torch_dispatch__(func, types, *given)
+        views = set() if is_mixed or func._schema.is_mutable else keys
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.inside is not None:
             sources = {_Computed(self.inside, is_result=False)}  # its inputs were read above
         for value in (*_tensors(result), *(tensors if is_mixed and func._schema.is_mutable else ())):

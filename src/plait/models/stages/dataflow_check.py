@@ -1,12 +1,13 @@
 """Check the assignment of a model to stages against the batches that it is given."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.stages.assign import check_skips, untraceable
+from plait.models.stages.assign import bypassing, check_returned, untraceable
 from plait.models.stages.dataflow import Dataflow, trace_dataflow
 from plait.models.task import label_keys
 from plait.plan.stages import StageAssignment, stage_of_gap
@@ -51,7 +52,8 @@ class DataflowCheck:
         flow = trace_dataflow(self.meta_model, self._blocks, batch, loss)
         if flow.error is not None:
             raise untraceable(flow.error)
-        check_skips(flow, self._assignment.blocks)
+        check_returned(flow, self._assignment.blocks)
+        self._check_carried(flow)
         self._check_parameters(flow)
         unexpected = flow.changing - self._assignment.changing
         if unexpected:
@@ -61,6 +63,19 @@ class DataflowCheck:
     def _inputs(self, batch: Mapping[str, Tensor]) -> list[str]:
         labels = label_keys(self.meta_model)
         return [key for key in batch if key not in labels]
+
+    def _check_carried(self, flow: Dataflow) -> None:
+        for skip in sorted(flow.skips):
+            needed = replace(self._assignment, skips=frozenset({skip}))
+            for stage in range(needed.num_stages):
+                if not {*needed.carried_into(stage)} <= {*self._assignment.carried_into(stage)}:
+                    raise bypassing(
+                        skip,
+                        len(self._blocks),
+                        given="stages that were assigned without an example of a batch like this one",
+                        expected="an example of a batch, to trace what the stages need from each other",
+                        hint="parallelize(..., example_batch=batch)",
+                    )
 
     def _check_parameters(self, flow: Dataflow) -> None:
         for name, _ in self.meta_model.named_parameters():

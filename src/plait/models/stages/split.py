@@ -4,28 +4,30 @@
 Stages send each other the output of a stage's last block, of any structure. A stage's shell is a copy of the
 model's structure with the stage's own blocks, and a `PassThrough` in place of each other one. The one before
 the first own block returns the received output, which the model's own code unpacks as it does in one process.
-Those before that return NaN in the same structure: a model that also uses an earlier block's output (a skip
-connection over blocks) cannot be split there, and NaN reveals it. When the last own block has returned, the
-forward ends: an exception carries the output to the shell's forward, which returns it. Hooks of the block
-have run by then, and hooks of the shell see an ordinary return.
+Those before that return their blocks' outputs where this stage or a later one reads them (skip connections,
+an encoder's output), as stages send these along. All others return NaN in the received structure, which
+reveals a use that the run on meta did not show. When the last own block has returned, the forward ends: an
+exception carries the output to the shell's forward, which returns it. Hooks of the block have run by then,
+and hooks of the shell see an ordinary return.
 
 Parameters outside of blocks that the stage does not use are placeholders (models/placeholder.py).
 """
 
 import copy
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from plait.errors import ModelError
 from plait.models.placeholder import make_placeholder, placeholder_keys, placeholder_like, placeholders
+from plait.models.stages.assign import out_of_order
+from plait.models.stages.inbox import StageInbox, message_of
 from plait.models.tensors import tensors_in
 from plait.models.transformers_types import is_pretrained_config
 from plait.plan.sharding import TPPlan
@@ -39,13 +41,19 @@ class StageModule:
     module          called with a micro-batch's inputs, runs the stage and returns the next stage's input; on
                     the last stage, the model's output
     blocks          the stage's own, under their names in the model
-    previous_block  the name of the block whose output it receives; None for the first stage
+    earlier         the names of the blocks of earlier stages, by number: it receives the output of the last
+    carried         the numbers of others whose outputs it receives
     """
 
     number: int
     module: nn.Module
     blocks: list[tuple[str, nn.Module]]
-    previous_block: str | None = None
+    earlier: Mapping[int, str] = field(default_factory=dict)
+    carried: tuple[int, ...] = ()
+
+    def received_from(self, output_of: Callable[[str], Any]) -> Any:
+        """Return what the stage receives, out of the outputs of the model's blocks by name."""
+        return message_of(output_of, self.earlier, self.carried)
 
     def has(self, name: str, *, include_placeholders: bool = False) -> bool:
         """Return whether the stage has the model's module of that name, with its values or placeholders."""
@@ -79,7 +87,7 @@ class StageModule:
                 self.module.get_submodule(owner).__dict__[key] = placeholder.flatten()[0].expand(*shape)
 
     def _shards_placeholders(self, plan: TPPlan) -> bool:
-        return self.previous_block is not None and plan.rows > 1
+        return bool(self.earlier) and plan.rows > 1
 
     def check_taint(self, outputs: Any, received: Any = None) -> None:
         """Raise ModelError if another stage's values were needed for these outputs.
@@ -95,7 +103,7 @@ def receiving(module: nn.Module, structure: Any) -> Iterator[None]:
     """Make `structure` the input of a stage's module, or of a copy of it, inside the context."""
     assert isinstance(module.forward, StageForward), "a model that is not split receives nothing"
     inbox = module.forward.inbox
-    inbox.received, inbox.is_filled = structure, True
+    inbox.fill(structure)
     try:
         yield
     finally:
@@ -121,7 +129,9 @@ def split_stage(
     if assignment.num_stages == 1:
         return StageModule(0, model, list(blocks))
     start, stop = assignment.blocks[stage]
-    inbox = StageInbox(stage)
+    is_last = stage == assignment.num_stages - 1
+    sends = () if is_last else assignment.carried_into(stage + 1)
+    inbox = StageInbox(stage, sends, (start, stop))
     memo = _modules_not_copied(model, blocks, assignment, stage)
     for name, parameter in model.named_parameters():
         is_own = stage in assignment.stages_with(name)
@@ -131,16 +141,20 @@ def split_stage(
     for number, (name, block) in enumerate(blocks):
         if start <= number < stop:
             unshared = _unshare_modules(block, earlier, memo)
-            is_end = number == stop - 1 and stage < assignment.num_stages - 1
-            own.append((name, _end_stage_after(unshared) if is_end else unshared))
-            memo[id(block)] = own[-1][1]
+            is_end = number == stop - 1 and not is_last
+            if is_end or number in sends:
+                unshared = _observed(unshared, inbox, None if is_end else number)
+            elif not is_last:
+                unshared.register_forward_hook(partial(_add_output, inbox, number))
+            own.append((name, unshared))
+            memo[id(block)] = unshared
         else:
-            feeds = number == start - 1
-            memo[id(block)] = PassThrough(name, block, inbox, assignment.changing, feeds=feeds)
+            memo[id(block)] = PassThrough(name, block, inbox, assignment.changing, number)
     shell = copy.deepcopy(model, memo)
     _install_placeholders(shell, inbox)
-    shell.forward = StageForward(shell.forward, inbox, ends=stage < assignment.num_stages - 1)
-    return StageModule(stage, shell, own, blocks[start - 1][0] if stage else None)
+    shell.forward = StageForward(shell.forward, inbox, ends=not is_last)
+    names = {number: blocks[number][0] for number in range(start)}
+    return StageModule(stage, shell, own, names, assignment.carried_into(stage))
 
 
 def foreign_modules(
@@ -201,50 +215,66 @@ def _install_placeholders(shell: nn.Module, inbox: "StageInbox") -> None:
                 make_placeholder(module, key, tensor)
         if placeholder_keys(module):
             module.register_forward_pre_hook(partial(_record_run, name, inbox))
+    for module in shell.modules():
+        if any(True for _ in placeholders(module)) and not any(True for _ in module.parameters()):
+            module.__dict__["parameters"] = partial(_parameters, module, inbox)
 
 
-class StageInbox:
-    """A stage's received input for one forward, and that forward's progress."""
-
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
-        self.ran: set[str] = set()  # modules with placeholders, in any forward so far
-        self.is_taken = False
-        self.clear()
-
-    def clear(self) -> None:
-        self.received: Any = None
-        self.is_filled = False
-        self._nans: Any = None
-
-    def nans(self) -> Any:
-        """The received structure with NaN for every floating-point value; made once."""
-        if self._nans is None:
-            self._nans = tree_map_only(
-                Tensor, lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, self.received
-            )
-        return self._nans
+def _parameters(module: nn.Module, inbox: StageInbox, recurse: bool = True) -> Iterator[Tensor]:
+    """Yield the placeholders of a module without parameters to the model's code, which may read the dtype or
+    the device of the first."""
+    if inbox.is_filled:
+        yield from (tensor for name, tensor in placeholders(module) if recurse or "." not in name)
 
 
 class ElsewhereError(ModelError, AttributeError):
     """An attribute of a block that is on another stage; an AttributeError for `hasattr`."""
 
 
+class Elsewhere:
+    """The attributes of a module on another stage that the model's code may read: plain values, also those of
+    the modules in it."""
+
+    def __init__(self, name: str, module: nn.Module, stage: int, changing: Set[str]) -> None:
+        """`changing`: names of attributes that forwards set, which cannot be read here."""
+        self.__dict__.update(_readable(name, module, stage, changing))
+        self.__dict__.update(_stage=stage, _name=name)
+
+    def __getattr__(self, name: str) -> Any:
+        if "_name" not in self.__dict__ or name.startswith("__"):
+            raise AttributeError(name)
+        raise ElsewhereError(
+            "an attribute of a block on another stage is read outside of the block",
+            given=f"{self._name}.{name}, on stage {self._stage}",
+            expected="a forward that only calls the blocks",
+            hint="copy the value to an attribute of the model before parallelize; or no pipeline",
+        )
+
+
+def _readable(name: str, module: nn.Module, stage: int, changing: Set[str]) -> dict[str, Any]:
+    values = {
+        key: value
+        for key, value in vars(module).items()
+        if (isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value))
+        and not key.startswith("_")
+        and key not in changing
+    }
+    inner = module.named_children()
+    return values | {key: Elsewhere(f"{name}.{key}", child, stage, changing) for key, child in inner}
+
+
 class PassThrough(nn.Module):
     """A placeholder for another stage's block, with the attributes that the model's code may read."""
 
     def __init__(
-        self, name: str, block: nn.Module, inbox: StageInbox, changing: Set[str], *, feeds: bool
+        self, name: str, block: nn.Module, inbox: StageInbox, changing: Set[str], number: int
     ) -> None:
-        """`changing`: names of attributes that a block's forward sets, which cannot be read here. `feeds`: it
-        is directly before the stage's first block, and returns the received input."""
+        """`changing`: names of attributes that a block's forward sets, which cannot be read here."""
         super().__init__()
-        for key, value in vars(block).items():
-            is_plain = isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value)
-            if not key.startswith("_") and key not in changing and is_plain:
-                setattr(self, key, value)
-        self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_feeds=feeds)
-        self.__dict__["_stage_changing"] = changing
+        elsewhere = Elsewhere(name, block, inbox.stage, changing)
+        self.__dict__.update(_readable(name, block, inbox.stage, changing))
+        self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_number=number)
+        self.__dict__.update(_stage_changing=changing, _stage_elsewhere=elsewhere)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_stage_changing", ()):
@@ -257,21 +287,17 @@ class PassThrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_stage_block" not in self.__dict__ or name.startswith("__"):
+            if "_stage_elsewhere" not in self.__dict__ or name.startswith("__"):
                 raise
-        raise ElsewhereError(
-            "an attribute of a block on another stage is read outside of the block",
-            given=f"{self.__dict__['_stage_block']}.{name}, on stage {self.__dict__['_stage_inbox'].stage}",
-            expected="a forward that only calls the blocks",
-            hint="copy the value to an attribute of the model before parallelize; or no pipeline",
-        )
+        return getattr(self.__dict__["_stage_elsewhere"], name)  # raises
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]
         if inbox.is_taken or not inbox.is_filled:
-            raise _out_of_order(inbox.stage, f"called {self.__dict__['_stage_block']} out of order")
-        inbox.is_taken = self.__dict__["_stage_feeds"]
-        return inbox.received if inbox.is_taken else inbox.nans()
+            raise out_of_order(f"stage {inbox.stage} called {self.__dict__['_stage_block']} out of order")
+        number: int = self.__dict__["_stage_number"]
+        inbox.is_taken = number == inbox.fed
+        return inbox.output_of(number)
 
 
 _PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype)
@@ -285,8 +311,9 @@ class _EndOfStage(Exception):
         self.output = output
 
 
-def _end_stage_after(block: nn.Module) -> nn.Module:
-    """Return the block, including its hooks, such that the stage ends when a call of it returns.
+def _observed(block: nn.Module, inbox: StageInbox, number: int | None) -> nn.Module:
+    """Return the block, including its hooks, such that the inbox keeps the output of its calls under this
+    number. None: the stage ends when a call returns.
 
     It is a second object, of a class of its own, that shares the block's attributes: a hook cannot do it, as
     the hooks after it would not run.
@@ -294,15 +321,20 @@ def _end_stage_after(block: nn.Module) -> nn.Module:
     cls = type(block)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        raise _EndOfStage(cls.__call__(self, *args, **kwargs))
+        output = cls.__call__(self, *args, **kwargs)
+        if number is None:
+            raise _EndOfStage(output)
+        self.__dict__["_stage_inbox"].add(number, output)
+        return output
 
-    ending = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
-    last_block: nn.Module = object.__new__(ending)
-    last_block.__dict__ = block.__dict__
-    forward = last_block.__dict__.get("forward")
+    observed_class = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+    observed: nn.Module = object.__new__(observed_class)
+    observed.__dict__ = block.__dict__
+    observed.__dict__["_stage_inbox"] = inbox  # copied with the block
+    forward = observed.__dict__.get("forward")
     if isinstance(forward, MethodType) and forward.__self__ is block:  # set on the instance
-        last_block.forward = MethodType(forward.__func__, last_block)
-    return last_block
+        observed.forward = MethodType(forward.__func__, observed)
+    return observed
 
 
 class StageForward:
@@ -322,25 +354,20 @@ class StageForward:
         try:
             output = self.forward(*args, **kwargs)
         except _EndOfStage as end:
-            output, has_ended = end.output, True
+            output, has_ended = inbox.message(end.output), True
         except ModelError:
             raise
         except Exception as error:
             error.add_note(f"(raised in stage {inbox.stage} of a model, which has no other stage's blocks)")
             raise
         if has_ended != self.ends or not inbox.is_taken:
-            raise _out_of_order(inbox.stage, "did not call all of its blocks")
+            raise out_of_order(f"stage {inbox.stage} did not call all of its blocks")
         return output
 
 
-def _out_of_order(stage: int, what: str) -> ModelError:
-    return ModelError(
-        "the model does not call each of its blocks once, in order",
-        given=f"stage {stage} {what}",
-        expected="a forward that calls all blocks, in the order in which they are assigned to stages",
-        hint="no layerdrop; use_reentrant=False if the model checkpoints its blocks; blocks=[module, ...] in "
-        "forward order; or no pipeline",
-    )
+def _add_output(inbox: StageInbox, number: int, *call: Any) -> None:
+    """A forward hook of blocks whose outputs are not sent, but their shapes."""
+    inbox.add(number, call[-1])
 
 
 def _record_run(name: str, inbox: StageInbox, *_: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models import linear_forwards, pretrained_base
+from plait.models import input_embedding, linear_forwards, pretrained_base
 from plait.parallel.float8 import PLAIN, LayerProducts
 from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding, local_padding_idx
 from plait.parallel.tensor.functional import split
@@ -122,7 +122,7 @@ class _Application:
     def shard_input_embeddings(self) -> None:
         """Make the model shard the embeddings that it receives in place of token ids."""
         base = pretrained_base(self.model)
-        table = None if base is None else base.get_input_embeddings()
+        table = None if base is None else input_embedding(base)
         for layer in self.plan.layers:
             out = self._sharded_dim(layer.out)
             if self.model.get_submodule(layer.module) is table and out is not None and out.group.size > 1:

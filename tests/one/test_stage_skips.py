@@ -1,0 +1,151 @@
+"""Stages pass on outputs of earlier blocks: skip connections, encoders and their decoders, towers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+import plait
+from plait.errors import ModelError
+from plait.models import blocks_of
+from plait.verify.float64 import compute_in_float64
+from support import stages_by_hand
+from support.stages_by_hand import max_difference
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Towers(nn.Module):
+    """Its second tower, of another width and registered first, reads the first one's output in every block;
+    between the two is a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(3))
+        self.image = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.is_in_place = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.image:
+            x = torch.tanh(block(x))
+        y = seen = self.up(self.norm(x)).mean(1)
+        for block in self.text:
+            out = block(y + seen)
+            y = y + torch.tanh(out)  # a residual sum outside of blocks
+            if self.is_in_place:
+                out.add_(1.0)
+        return y
+
+
+def squares(outputs: Tensor, _: Any) -> Tensor:
+    return outputs.square().sum()
+
+
+def assert_stages_compute_the_same(
+    model: nn.Module, stages: Any, batch: dict[str, Tensor], loss: Any
+) -> None:
+    expected, gradients = stages_by_hand.whole(model, [batch], loss)
+    found, in_stages = stages_by_hand.in_stages(model, stages, [batch], loss)
+    assert float(found) == pytest.approx(float(expected), rel=1e-9)
+    assert max_difference(in_stages, gradients) < 1e-9
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 6])
+def test_stages_through_two_towers_of_different_widths_compute_the_same(num_stages: int) -> None:
+    model, batch = Towers(), {"x": torch.randn(4, 5, WIDTH)}
+    _, stages = stages_by_hand.stages_of(model, num_stages, batch=batch)
+    names = [name for stage in stages for name, _ in stage.blocks]
+    assert names == [f"{tower}.{number}" for tower in ("image", "text") for number in range(3)]
+    assert_stages_compute_the_same(model, stages, batch, squares)
+
+
+def test_an_output_that_is_changed_in_place_before_a_later_stage_reads_it_is_refused() -> None:
+    model, batch = Towers(), {"x": torch.randn(4, 5, WIDTH)}
+    model.is_in_place = True
+    plan = "schedule=interleaved chunks=6 micro=1 precision=fp64"
+    engine = plait.parallelize(model, plan, loss=lambda y, _: (squares(y, _), 1), example_batch=batch)
+    with pytest.raises(ModelError, match="output of block 3 is changed in place"):
+        engine.step(batch)
+
+
+def test_a_list_whose_modules_are_not_all_called_has_no_blocks() -> None:
+    class Choices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return self.heads[0](x)
+
+    batch = {"x": torch.randn(2, WIDTH)}
+    assert [name for name, _ in blocks_of(Choices(), None, batch)] == [f"layers.{n}" for n in range(3)]
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_stages_go_through_both_halves_of_an_encoder_decoder(num_stages: int) -> None:
+    """T5, with a shared embedding, and position biases that the first block of each half computes."""
+    sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2}
+    sizes |= {"num_heads": 4, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+    model = T5ForConditionalGeneration(T5Config(**sizes)).double().train()
+    compute_in_float64(model, [])
+    ids, labels = torch.randint(1, 61, (3, 7)), torch.randint(1, 61, (3, 5))
+    mask = (torch.arange(7) < torch.tensor([[7], [4], [6]])).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    _, stages = stages_by_hand.stages_of(model, num_stages, batch=batch)
+    halves = [name.partition(".")[0] for stage in stages for name, _ in stage.blocks]
+    assert halves == ["encoder", "encoder", "decoder", "decoder"]
+    assert_stages_compute_the_same(model, stages, batch, lambda outputs, _: outputs.logits.square().sum())
+
+
+def test_values_of_a_batch_decide_what_a_model_computes_while_it_is_split() -> None:
+    """Sizes of images, read on the host, as in Qwen2-VL."""
+
+    class Sized(Towers):
+        def forward(self, x: Tensor, sizes: Tensor) -> Tensor:  # type: ignore[override]
+            parts = x.flatten(0, 1).split(sizes.prod(1).tolist())
+            return super().forward(torch.stack([part.mean(0, keepdim=True) for part in parts]))
+
+    model = Sized()
+    batch = {"x": torch.randn(2, 6, WIDTH), "sizes": torch.tensor([[2, 3], [1, 6]])}
+    _, stages = stages_by_hand.stages_of(model, 3, batch=batch)
+    assert_stages_compute_the_same(model, stages, batch, squares)
+
+
+def test_an_evaluation_calls_the_modules_of_torchs_transformer_encoder_whose_weights_are_shards() -> None:
+    """Its fused kernel would read the weights of stages that another rank has."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            return self.encoder(x, src_key_padding_mask=padding)
+
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return outputs.square()[~batch["padding"]].sum(), 1
+
+    batch = {"x": torch.randn(4, 5, WIDTH), "padding": torch.arange(5) > torch.tensor([[4], [3], [2], [4]])}
+    model = Encoder()
+    expected = loss(model(**batch), batch)[0]
+    engine = plait.parallelize(
+        model, "schedule=interleaved chunks=2 micro=2 precision=fp64", loss=loss, example_batch=batch
+    )
+    assert engine.evaluate(batch).loss_sum == pytest.approx(expected.item(), rel=1e-9)
