@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from plait.engine.engine import Engine
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
+    from plait.optim.lamb import LAMB
     from plait.optim.lion import Lion
     from plait.parallel.all_gather import all_gather
     from plait.parallel.ddp import DistributedDataParallel
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LAMB",
     "Chain",
     "DDPError",
     "DistributedDataParallel",
@@ -45,6 +47,7 @@ _HOMES = {
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.batch",
     "StepResult": "plait.engine.batch",
+    "LAMB": "plait.optim.lamb",
     "Lion": "plait.optim.lion",
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",

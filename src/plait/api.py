@@ -53,8 +53,8 @@ def parallelize(
     model           a Hugging Face model or any nn.Module, unmodified, or a list of modules (see `Chain`). On
                     meta, it is initialized from `seed` and names of parameters; else rank 0's weights count
     plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
-    optimizer       an element-wise class of torch.optim (fused if possible); `optimizer_args`: its arguments
-    param_groups    as in torch: parameters, or dicts of them. None: no weight decay for norms and biases
+    optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
+    param_groups    as in torch, or with an `optimizer` of their own. None: no decay for norms and biases
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk

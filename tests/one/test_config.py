@@ -135,7 +135,9 @@ def test_a_group_of_parameters_has_a_pattern_and_options(recipe: Path) -> None:
         ('match="*", lrr=1.0', "try     : optimizer.groups.0.lr"),
         ("lr=1.0", "no optimizer.groups.0.match"),
         ('match="*", lr=-1.0', "greater than or equal to 0"),
-        ('match="*"', "lr or weight_decay"),
+        ('match="*"', "lr, weight_decay or name"),
+        ('match="*", name="Muom"', "try     : Muon"),
+        ('match="*", lr=1.0, args={eps=1.0}', "arguments for no optimizer"),
     ):
         assert words in message(lambda group=group: read_recipe(recipe, [f"optimizer.groups=[{{{group}}}]"]))
 
@@ -264,13 +266,14 @@ def test_a_model_is_a_configuration_or_a_path(recipe: Path) -> None:
     assert "need a path" in message(lambda: read_recipe(recipe, ["model.pretrained=true"]))
 
 
-def test_only_optimizers_that_update_each_element_by_itself_are_taken(recipe: Path) -> None:
+def test_only_optimizers_that_update_each_parameter_by_itself_are_taken(recipe: Path) -> None:
     for name in OPTIMIZERS:
         read_and_check(recipe, [f"optimizer.name={name}", "optimizer.args={}"])
-    for name in ("Rprop", "Muon", "LBFGS", "Adafactor", "SparseAdam", "Adan"):
+    for name in ("Rprop", "Muon", "LBFGS", "SparseAdam", "Adan"):
         assert f"optimizer.name = '{name}'" in message(
             lambda name=name: read_and_check(recipe, [f"optimizer.name={name}"])
         )
+        assert "optimizer.groups" in message(lambda: read_recipe(recipe, ["optimizer.name=Muon"]))
     for arguments in ("fused=false, capturable=true", "differentiable=true"):  # made without a word
         said = message(lambda text=arguments: read_and_check(recipe, [f"optimizer.args={{{text}}}"]))
         assert arguments.split("=")[-2].split()[-1] in said

@@ -7,7 +7,8 @@ import torch
 
 import plait
 from plait.errors import ConfigError
-from plait.optim.flat import FlatSlice, make_optimizer, scaled_step, state_kinds, states_per_element
+from plait.optim.flat import FlatSlice, MixedOptimizer, make_optimizer, scaled_step
+from plait.optim.requirements import GroupOptimizer, Needs, state_kinds
 
 ELEMENTWISE = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"]
 ELEMENTWISE += ["ASGD", "Rprop", "Lion"]
@@ -83,7 +84,7 @@ def test_lion_has_one_state_and_checks_its_arguments() -> None:
 
 def test_the_states_of_an_optimizer_are_known_before_it_steps() -> None:
     assert state_kinds(torch.optim.AdamW, {}) == {"exp_avg", "exp_avg_sq", "scalar.step"}
-    assert states_per_element(torch.optim.AdamW, {"amsgrad": True}) == 3
+    assert "max_exp_avg_sq" in state_kinds(torch.optim.AdamW, {"amsgrad": True})
     assert state_kinds(torch.optim.SGD, {"lr": 0.1}) == set()
 
 
@@ -110,21 +111,95 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
+class Coupled(torch.optim.SGD):
+    """Takes steps as long as the norm of all gradients together."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.cat([p.grad.reshape(-1) for p in parameters]).norm()
+        for p in parameters:
+            p.sub_(p.grad / norm)
+
+
+class RowsOfMatrices(torch.optim.SGD):
+    """Treats vectors by element, and matrices by row, as published optimizers do."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad / p.grad.norm(dim=-1, keepdim=True) if p.ndim == 2 else p.grad)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
         (MyLBFGS, "line|direction"),
-        (torch.optim.Muon, "orthogonalises"),
-        (Normalised, "depends on other elements"),
+        (Coupled, "depends on other parameters"),
         (Counting, "counts in its param_groups"),
     ],
 )
-def test_classes_that_need_whole_tensors_are_refused_with_the_reason(
+def test_classes_that_do_not_update_parameters_one_by_one_are_refused(
     kind: type[torch.optim.Optimizer], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
+        _ = GroupOptimizer(kind, {"lr": 0.1}).needs
+    assert caught.value.fact == f"{kind.__name__} cannot work on shards of parameters"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.Muon, torch.optim.Adafactor, Normalised, RowsOfMatrices],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_class_whose_elements_depend_on_each_other_needs_full_tensors(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    assert GroupOptimizer(kind, {"lr": 0.1}).needs is Needs.TENSORS
+    with pytest.raises(ConfigError, match=r"does not work with .*\n.*needs full tensors"):
         state_kinds(kind, {"lr": 0.1})
-    assert caught.value.fact == f"{kind.__name__} cannot work on flat shards of parameters"
+
+
+def test_a_class_that_sums_over_shards_needs_norms() -> None:
+    assert GroupOptimizer(plait.LAMB, {}).needs is Needs.NORMS
+    for wrong in (
+        {"lr": -1.0},
+        {"eps": -1.0},
+        {"weight_decay": -0.1},
+        {"betas": (0.9, 1.0)},
+        {"betas": (0.9,)},
+    ):
+        with pytest.raises(ConfigError, match="Invalid"):
+            make_optimizer(plait.LAMB, wrong, [])
+
+
+def test_shapes_of_states_follow_the_shape_of_the_parameter() -> None:
+    factored = GroupOptimizer(torch.optim.Adafactor, {})
+    assert factored.state_shapes((6, 6)) == {"scalar.step": (), "row_var": (6, 1), "col_var": (1, 6)}
+    assert factored.state_shapes((2, 1, 5))["row_var"] == (2, 1, 1)
+    assert factored.state_shapes((9,)) == {"scalar.step": (), "variance": (9,)}
+
+
+def test_groups_of_two_classes_step_as_one_optimizer() -> None:
+    pieces, alone = [[piece(0, value=2.0), piece(1, value=3.0)] for _ in range(2)]
+    groups: tuple[dict[str, Any], ...] = ({}, {"optimizer": torch.optim.SGD, "lr": 0.5, "momentum": 0.9})
+    mixed = make_optimizer(torch.optim.AdamW, {"lr": 0.125, "betas": (0.5, 0.5)}, pieces, groups)
+    assert isinstance(mixed, MixedOptimizer)
+    assert [group["optimizer"] for group in mixed.param_groups] == ["AdamW", "SGD"]
+    adamw = torch.optim.AdamW([alone[0].leaf], lr=0.125, betas=(0.5, 0.5), fused=True)
+    sgd = torch.optim.SGD([alone[1].leaf], lr=0.5, momentum=0.9, fused=True)
+    for factor in (1.0, 0.5):
+        for group in mixed.param_groups:
+            group["lr"] *= factor  # as a schedule does
+        adamw.param_groups[0]["lr"] *= factor
+        sgd.param_groups[0]["lr"] *= factor
+        for optimizer in (mixed, adamw, sgd):
+            optimizer.step()
+    for ours, theirs in zip(pieces, alone, strict=True):
+        assert torch.equal(ours.leaf, theirs.leaf)
+    assert mixed.state[pieces[0].leaf].keys() >= {"exp_avg", "exp_avg_sq"}
+    assert mixed.state[pieces[1].leaf].keys() == {"momentum_buffer"}
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

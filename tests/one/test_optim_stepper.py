@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
+from plait.optim.flat import FlatSlice, make_optimizer
 from plait.optim.mapped import MappedFile, mapped_bytes
+from plait.optim.requirements import state_kinds
 from plait.optim.stepper import ChunkedOptimizer
 
 NUMEL, STEPS = 20_000, 4
@@ -233,7 +234,8 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
+from plait.optim.flat import FlatSlice, make_optimizer
+from plait.optim.requirements import state_kinds
 from plait.optim.mapped import MappedFile, mapped_bytes
 from plait.optim.stepper import ChunkedOptimizer
 from plait.plan.estimate.memory import CHUNK

@@ -60,6 +60,18 @@ def test_the_first_match_wins_and_the_rest_keeps_the_default_rule(model: Any) ->
     assert sum(len(names) for names, _ in every) == len(dict(model.named_parameters()))
 
 
+def test_a_group_may_have_an_optimizer_of_its_own(model: Any) -> None:
+    muon = {"match": "*.c_fc.weight", "name": "Muon", "lr": 0.02, "args": {"momentum": 0.9}}
+    config = OptimizerConfig.model_validate({"lr": 0.5, "weight_decay": 0.1, "groups": [muon]})
+    check_optimizer_args(config)
+    *_, group = param_groups(config, model) or []
+    assert len(group.pop("params")) == 2
+    assert group == {"optimizer": torch.optim.Muon, "lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+    wrong = OptimizerConfig.model_validate({"lr": 0.5, "groups": [{**muon, "args": {"betas": 3}}]})
+    with pytest.raises(ConfigError, match=r"Muon has no argument 'betas'\n.*optimizer.groups.0.args.betas"):
+        check_optimizer_args(wrong)
+
+
 def test_without_groups_the_engine_has_its_own_rule(model: Any) -> None:
     assert groups_of(model) == []
 

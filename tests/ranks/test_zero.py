@@ -226,20 +226,6 @@ def test_first_weights_are_the_same_at_every_stage(pool: Pool, build: Any) -> No
         assert others == [{}] * len(others), "whole tensors are rank 0's"
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("Muon", "whole matrices"), ("Adafactor", "rows and columns")])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_optimizer_that_needs_whole_tensors_is_refused_by_name(kind: str, reason: str, stage: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plait.parallelize(
-            programs.llama(), f"zero={stage}", optimizer=getattr(torch.optim, kind), optimizer_args={}
-        )
-    message = str(caught.value)
-    assert kind in caught.value.fact
-    assert reason in message
-    for line in ("given", "expected", "try"):
-        assert f"\n  {line:<8}: " in message
-
-
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("options", [{"clip_value": 0.0}, {"clip_value": -1.0}, {"clip_value": float("nan")}])
 def test_an_invalid_limit_is_refused(stage: int, options: dict[str, float]) -> None:

@@ -13,6 +13,7 @@ from plait.engine.stage import StageRunner
 from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
 from plait.models.init_weights import parameter_only_modules
+from plait.optim.requirements import GroupOptimizer
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.batch_norm import sync_batch_norms
 from plait.parallel.compile import compile_blocks
@@ -81,8 +82,9 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         model.register_forward_pre_hook(_refuse_forward)
     tied_reduce = TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh)
     sharded = ShardedModel({s: stage.zero for s, stage in stages.items()}, groups, tied_reduce)
+    group_optimizers = GroupOptimizer.of_groups(spec.optimizer, spec.arguments, spec.groups)
     optimizer = ShardedOptimizer(
-        sharded.trained, spec.plan, spec.optimizer, spec.arguments, spec.groups, masters, spec.offload_dir
+        units, context, shard_map, spec.plan, group_optimizers, masters, spec.offload_dir
     )
     modules = {s: stage.part.module for s, stage in stages.items()}
     outer = OuterOptimizer([*sharded.stages.values()], context)

@@ -561,7 +561,7 @@ class Engine:
             self.layout,
             self._parts.context,
             self.plan,
-            states_per_element=self._parts.optimizer.states_per_element,
+            **self._parts.optimizer.memory_facts,
             scratch_bytes=sum(stage.reduction.scratch_bytes for stage in self._stages),
             activation_bytes=activation_bytes,
             num_communicators=num_communicators(self.plan, self._spec.schedule.rank_of)

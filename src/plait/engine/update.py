@@ -65,6 +65,11 @@ class LocalUpdater:
             on_write(True)  # until all units are updated
 
         for stage in sharded.stages.values():
+            stage.begin_update()
+        if not optimizer.full.is_empty:
+            on_write(True)
+            optimizer.step_full(factor, number)
+        for stage in sharded.stages.values():
             stage.update(step)
         optimizer.finish()
         optimizer.has_states = True

@@ -8,7 +8,7 @@ peers are distributed differently over hosts are in different classes: a host ma
 inside another. One rank per class is examined, so that a plan for many thousands of ranks takes seconds.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,13 +24,16 @@ from plait.engine.spec import TrainingSpec, validate
 from plait.errors import ModelError
 from plait.estimate.dry_run import META, Cluster, DryStage, NullMasters, dry_stages
 from plait.models import Blocks, Chain
-from plait.optim.flat import states_per_element
+from plait.optim.requirements import GroupOptimizer, Needs
 from plait.parallel.float8 import Float8Layers
+from plait.parallel.zero.full_tensors import full_tensor_bytes, full_tensors
 from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.shard_map import ShardMap
-from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan
+from plait.parallel.zero.sharded_optim import check_groups, states_per_element
+from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, UnitLayout
 from plait.plan.communicators import num_communicators
+from plait.plan.estimate.memory import MASTER_BYTES
 from plait.plan.estimate.servers import ServerTraffic, server_memory, server_traffic, worker_memory
 from plait.plan.estimate.traffic import RankFacts, exchange_traffic, scratch_bytes, step_traffic
 from plait.plan.schedule import Durations, peak_activation_bytes, simulate
@@ -119,14 +122,15 @@ def explain(
         tensor_plan=tensor_plan,
     )
     spec = replace(spec, loss=loss)
-    per_element = states_per_element(optimizer, dict(optimizer_args or {}))
-    view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, per_element)
+    groups = GroupOptimizer.of_groups(optimizer, dict(optimizer_args or {}), spec.groups)
+    check_groups(groups, plan)
+    view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, groups)
     schedule = spec.schedule
     num_parameters, classes = view.shard_map.num_parameters, tuple(view.rank_classes())
     servers = None
     if plan.num_servers:
         servers = server_traffic(plan, num_parameters)
-        classes = _with_servers(plan, classes[0], num_parameters, per_element)
+        classes = _with_servers(plan, classes[0], num_parameters, max(states_per_element(groups)))
     return Explanation(
         plan,
         view.grid,
@@ -164,7 +168,7 @@ class _PlanView:
     spec: TrainingSpec
     cluster: Cluster
     micro: Mapping[str, Tensor]
-    per_element: int  # optimizer states
+    groups: Sequence[GroupOptimizer]  # of the optimizer
     distributions: dict[tuple[str, int], Hashable] = field(default_factory=dict, init=False)
 
     @property
@@ -253,7 +257,8 @@ class _PlanView:
             Layout(tuple(units)),
             context,
             self.plan,
-            states_per_element=self.per_element,
+            states_per_element=states_per_element(self.groups),
+            full_tensor_bytes=self._full_tensor_bytes(ranks, facts.pp_coord, units),
             scratch_bytes=scratch_bytes(facts),
             activation_bytes=peak_activation_bytes(self.spec.schedule, facts.pp_coord, activation_bytes),
             num_communicators=self._num_communicators(),
@@ -271,6 +276,24 @@ class _PlanView:
             step_traffic(facts),
             exchange_traffic(facts),
         )
+
+    def _full_tensor_bytes(
+        self, ranks: Sequence[int], pp_rank: int, units: Sequence[UnitLayout]
+    ) -> tuple[int, int]:
+        """Bytes of states and buffers of full tensors, on the rank with most of them."""
+        if all(group.needs is not Needs.TENSORS for group in self.groups):
+            return 0, 0
+        size = self.plan.rows * self.plan.cols
+        model_ranks = range(pp_rank * size, (pp_rank + 1) * size)
+        tensors = full_tensors(self.shard_map, model_ranks, self.plan.shard_degree, self.groups)
+        owned: Counter[int] = Counter()
+        for tensor in tensors:
+            owned[tensor.owner] += tensor.numel
+        coords = (self.grid.coord(rank) for rank in ranks)
+        owners = ((at["shard"] * self.plan.rows + at["row"]) * self.plan.cols + at["col"] for at in coords)
+        largest = max(owners, key=lambda owner: owned[owner])
+        itemsize = MASTER_BYTES[self.plan.dtype]
+        return full_tensor_bytes(self.groups, tensors, units, largest, size, itemsize)
 
     def _num_communicators(self) -> int | None:
         if self.cluster.device.type != "cuda":

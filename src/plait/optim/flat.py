@@ -1,30 +1,19 @@
-"""torch's own optimizers over flat storages: a few large tensors instead of one per parameter.
+"""Optimizers over flat storages: a few large tensors instead of one per parameter.
 
 An element-wise optimizer updates a range of a flat storage exactly as it would each parameter in it.
 Parameters with other options (weight decay) are in a range of their own: see `UnitLayout.groups`.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.errors import ConfigError, unknown_key_hint
-
-# Options of the optimizer's groups: group 0 has weight decay as in the arguments, group 1 has none.
-DEFAULT_GROUPS: tuple[Mapping[str, Any], ...] = ({}, {"weight_decay": 0.0})
-
-# Not element-wise: these use full parameters (rows, spectrum, a line search over all of them).
-_NEEDS_FULL_TENSORS = {
-    "Adafactor": "it factors second moments by rows and columns",
-    "LBFGS": "it searches along a direction over all parameters together",
-    "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it takes sparse gradients",
-}
-_PROBE = 8  # elements of the parameter on which an optimizer class is tested
+from plait.errors import ConfigError
+from plait.optim.requirements import DEFAULT_GROUPS, GroupOptimizer
 
 
 @dataclass(frozen=True)
@@ -45,6 +34,34 @@ class FlatSlice:
         return cls(group, leaf)
 
 
+class MixedOptimizer(torch.optim.Optimizer):
+    """Optimizers of several classes as one, each for some of the groups: `group["optimizer"]` is the name of
+    its class. States are in one dict."""
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], by_name: Mapping[str, torch.optim.Optimizer]
+    ) -> None:
+        """`groups`: those of all optimizers, in order."""
+        shared = set.intersection(*(set(each.defaults) for each in by_name.values()))
+        first = next(iter(by_name.values()))
+        super().__init__(groups, {key: value for key, value in first.defaults.items() if key in shared})
+        self.by_name = by_name
+        for optimizer in by_name.values():
+            optimizer.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every optimizer on its groups. Returns the result of `closure`, as in torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name, optimizer in self.by_name.items():  # also one without parameters: it may communicate
+            optimizer.param_groups = [group for group in self.param_groups if group["optimizer"] == name]
+            optimizer.step()
+        return loss
+
+
 def make_optimizer(
     optimizer_class: type[torch.optim.Optimizer],
     arguments: Mapping[str, Any],
@@ -53,126 +70,63 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over these slices, fused if the class supports it.
 
-    `groups[i]`: options of group i that override `arguments`. All groups exist, in this order, also those
-    without a slice: schedules address groups by index. `weight_decay=0` is omitted for a class without weight
-    decay. Raises ConfigError for a class that needs full tensors, or for arguments that it does not take.
+    `groups[i]`: options of group i that override `arguments`; `optimizer`: a class of its own. All groups
+    exist, in this order, also those without a slice: schedules address groups by index. Raises ConfigError
+    for arguments that a class does not take.
     """
-    for base in optimizer_class.__mro__:
-        if base.__name__ in _NEEDS_FULL_TENSORS:
-            raise _not_elementwise(optimizer_class, _NEEDS_FULL_TENSORS[base.__name__])
-    takes = inspect.signature(optimizer_class).parameters
-    options = dict(arguments)
-    if "fused" in takes and not {"fused", "foreach", "differentiable"} & options.keys():
-        options["fused"] = True
-    omitted = () if "weight_decay" in takes else (("weight_decay", 0.0),)
-    overrides = [dict(item for item in group.items() if item not in omitted) for group in groups]
-    for group in ({}, *overrides):  # torch itself validates only the arguments
-        _build(optimizer_class, [{"params": [torch.zeros(_PROBE, requires_grad=True)]}], options, group)
-    leaves: list[list[Tensor]] = [[] for _ in groups]
+    optimizers = GroupOptimizer.of_groups(optimizer_class, arguments, groups)
+    GroupOptimizer(optimizer_class, arguments).check()
+    return join_groups(optimizers, slices)
+
+
+def join_groups(optimizers: Sequence[GroupOptimizer], slices: Iterable[FlatSlice]) -> torch.optim.Optimizer:
+    """Build the optimizers of all groups as one. Raises ConfigError."""
+    for optimizer in optimizers:
+        optimizer.check()
+    param_groups: list[dict[str, Any]] = [{"params": []} for _ in optimizers]
     for flat_slice in slices:
-        leaves[flat_slice.group].append(flat_slice.leaf)
-    param_groups = [{"params": leaves, **group} for leaves, group in zip(leaves, overrides, strict=True)]
-    return _build(optimizer_class, param_groups, options, {})
-
-
-def _not_elementwise(optimizer_class: type[torch.optim.Optimizer], reason: str) -> ConfigError:
-    return ConfigError(
-        f"{optimizer_class.__name__} cannot work on flat shards of parameters",
-        given=reason,
-        expected="an element-wise optimizer",
-        hint="AdamW, Lion, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam, Adamax, Adadelta, ASGD or Rprop",
-    )
+        param_groups[flat_slice.group]["params"].append(flat_slice.leaf)
+    by_name: dict[str, list[int]] = {}
+    for index, optimizer in enumerate(optimizers):
+        by_name.setdefault(optimizer.name, []).append(index)
+    if len(by_name) != len({optimizer.optimizer_class for optimizer in optimizers}):
+        raise ConfigError(
+            "two optimizers of one name",
+            given=", ".join(dict.fromkeys(f"{each.optimizer_class}" for each in optimizers)),
+            expected="another name for each class: groups are saved with it",
+            hint="rename one of the classes",
+        )
+    if len(by_name) == 1:
+        return _build(optimizers, param_groups)
+    built = {}
+    for name, indices in by_name.items():
+        own = [param_groups[index] for index in indices]
+        for group in own:
+            group["optimizer"] = name
+        built[name] = _build([optimizers[index] for index in indices], own)
+    return MixedOptimizer(param_groups, built)
 
 
 def _build(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: list[dict[str, Any]],
-    options: Mapping[str, Any],
-    group: Mapping[str, Any],
+    optimizers: Sequence[GroupOptimizer], param_groups: Sequence[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    try:
-        return optimizer_class(groups, **{**options, **group})
-    except (TypeError, ValueError, RuntimeError) as error:
-        takes = list(inspect.signature(optimizer_class).parameters)[1:]
-        unknown = [key for key in (*group, *options) if key not in takes]
-        raise ConfigError(
-            f"{optimizer_class.__name__} does not take these arguments",
-            given=f"{dict(group or options)}: {error}",
-            hint=unknown_key_hint(unknown[0], takes) if unknown else None,
-        ) from error
-
-
-def state_kinds(
-    optimizer_class: type[torch.optim.Optimizer],
-    arguments: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]] = DEFAULT_GROUPS,
-) -> set[str]:
-    """The optimizer's states, determined by steps on a tiny parameter of each group.
-
-    A state as large as the parameter has its name (`exp_avg`), a counter is `scalar.step` or, if it is a
-    Python number, `number.step`. Raises ConfigError for arguments that it cannot step with, for groups with
-    different states, and for a class that updates two halves differently from the full parameter.
-    """
-    by_group = []
-    for index in range(len(groups)):
-        full, state = _probe(optimizer_class, arguments, groups, index, [_PROBE])
-        halves, _ = _probe(optimizer_class, arguments, groups, index, [_PROBE // 2, _PROBE // 2])
-        if not torch.allclose(full, halves, rtol=1e-6, atol=0.0, equal_nan=True):
-            raise _not_elementwise(optimizer_class, "its update of an element depends on other elements")
-        by_group.append({_kind(name, value) for name, value in state.items() if value is not None})
-    for group, kinds in zip(groups, by_group, strict=True):
-        if kinds != by_group[0]:
-            raise ConfigError(
-                f"groups of one {optimizer_class.__name__} keep different states",
-                given=f"{dict(group)} keeps {sorted(kinds)}",
-                expected=f"{sorted(by_group[0])}, as {dict(groups[0]) or 'group 0'} does",
-            )
-    return by_group[0]
-
-
-def _probe(
-    optimizer_class: type[torch.optim.Optimizer],
-    arguments: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    group: int,
-    sizes: list[int],
-) -> tuple[Tensor, dict[str, Any]]:
-    """Run two steps on a small parameter, split into leaves of these sizes; return its values and the first
-    leaf's state."""
-    values = torch.linspace(-1.0, 2.0, _PROBE, dtype=torch.float64)
-    gradient = torch.linspace(3.0, -0.5, _PROBE, dtype=torch.float64)
-    pairs = zip(values.split(sizes), gradient.split(sizes), strict=True)
-    slices = [FlatSlice.from_views(group, *pair) for pair in pairs]
-    optimizer = make_optimizer(optimizer_class, arguments, slices, groups)
-    before = _options_of(optimizer)
-    try:
-        for _ in range(2):
-            optimizer.step()
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        raise ConfigError(
-            f"{optimizer_class.__name__} cannot step with these arguments",
-            given=f"{dict(arguments)}: {error}",
-        ) from error
-    if _options_of(optimizer) != before:
-        raise _not_elementwise(
-            optimizer_class, "it counts in its param_groups, which are stepped a slice at a time"
-        )
-    return values, optimizer.state.get(slices[0].leaf, {})
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> str:
-    return repr([{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups])
-
-
-def _kind(name: str, value: object) -> str:
-    if not isinstance(value, Tensor):
-        return f"number.{name}"
-    return name if value.numel() == _PROBE else f"scalar.{name}"
-
-
-def states_per_element(optimizer_class: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> int:
-    """Number of the optimizer's states that are as large as the parameter."""
-    return sum("." not in name for name in state_kinds(optimizer_class, arguments))
+    """Build one class over groups, to which their arguments are added. A group without an option gets the
+    class's default."""
+    first = optimizers[0]
+    required = [
+        each.name
+        for each in inspect.signature(first.optimizer_class).parameters.values()
+        if each.default is each.empty
+    ]
+    common = {
+        key: value
+        for key, value in first.arguments.items()
+        if key in required or all(key in each.arguments for each in optimizers)
+    }
+    for optimizer, group in zip(optimizers, param_groups, strict=True):
+        group |= optimizer.arguments
+    fused = {"fused": True} if first.fuses else {}
+    return GroupOptimizer(first.optimizer_class, {**common, **fused}).build(param_groups)
 
 
 def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:

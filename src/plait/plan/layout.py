@@ -196,6 +196,10 @@ class UnitLayout:
         ranges = [(sharers, list(shards)) for (sharers, _, _), shards in runs if sharers]
         return tuple((sharers, shards[0].start, shards[-1].stop) for sharers, shards in ranges)
 
+    def group_of(self, shard: ParamShard) -> int | None:
+        """The optimizer group of a parameter; None if it is frozen, or empty."""
+        return self._group_at(shard.start)
+
     def _group_at(self, position: int) -> int | None:
         return next((group for group, start, stop in self.groups if start <= position < stop), None)
 

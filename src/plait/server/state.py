@@ -20,8 +20,9 @@ from torch import Tensor
 from plait.comm import sum_into
 from plait.engine.spec import TrainingSpec
 from plait.optim.clip import clip_values, squared_norm
-from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
+from plait.optim.flat import FlatSlice, make_optimizer
 from plait.optim.groups import load_options
+from plait.optim.requirements import state_kinds
 from plait.optim.stepper import ChunkedOptimizer
 from plait.server.chunks import MAX_NUMEL, Chunk
 from plait.server.clocks import AppliedOnce
@@ -43,7 +44,7 @@ class ServerState:
             FlatSlice.from_views(chunk.group, self._master[start:stop], self._sums[start:stop])
             for chunk, start, stop in zip(chunks, ends, ends[1:], strict=False)
         ]
-        self.kinds = sorted(state_kinds(spec.optimizer, spec.arguments))
+        self.kinds = sorted(state_kinds(spec.optimizer, spec.arguments, spec.groups))
         self._optimizer = make_optimizer(spec.optimizer, spec.arguments, self._slices, spec.groups)
         self._chunked = ChunkedOptimizer(self._optimizer, self.kinds)
         self._clip_value = spec.clip_value

@@ -17,12 +17,13 @@ from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_ke
 from plait.plan.loss_scaling import LossScaling
 from plait.train.saved_recipe import SavedRecipe
 
-# The engine updates flat storages, where a matrix is not a matrix any more: the optimizer must be
-# element-wise. (Adafactor, Muon and LBFGS are not.) Rprop is, but it has no weight decay and adapts its own
-# step sizes, so that two keys of the recipe would have no effect.
+# Those that update each parameter by itself. Rprop does, but it has no weight decay and adapts its own step
+# sizes, so that two keys of the recipe would have no effect.
 OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "NAdam", "RAdam", "RMSprop", "SGD",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lion", "NAdam", "RAdam",
+    "RMSprop", "SGD",
 )  # fmt: skip
+GROUP_OPTIMIZERS = (*OPTIMIZERS, "Muon")  # Muon only trains matrices, which no model consists of
 
 MONTH_S = 30 * 86400.0
 
@@ -103,9 +104,12 @@ class ModelConfig(Section):
 
 
 class ParamGroupConfig(Section):
-    """`[[optimizer.groups]]`: options of the parameters whose names match a pattern, e.g. `*.bias`."""
+    """`[[optimizer.groups]]`: options of the parameters whose names match a pattern, e.g. `*.bias`, or an
+    optimizer of their own: `name` and `args`."""
 
     match: str = Field(min_length=1)
+    name: str | None = None
+    args: dict[str, Any] = {}
     lr: float | None = Field(default=None, ge=0)
     weight_decay: float | None = Field(default=None, ge=0)
 
@@ -114,7 +118,7 @@ class ParamGroupConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """`[optimizer]`: a class of torch.optim, or plait's Lion; `args` are its other arguments.
+    """`[optimizer]`: a class of torch.optim, or plait's LAMB or Lion; `args` are its other arguments.
 
     A parameter is in the first of `groups` that matches its name. The others have the options of this
     section, without weight decay for norms and biases.
@@ -372,10 +376,12 @@ def _is_set(value: object) -> str:
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.name not in OPTIMIZERS:
         raise ConfigError(
-            "not an element-wise optimizer",
+            "not an optimizer for all parameters of a model",
             given=f"optimizer.name = {optimizer.name!r}",
             expected="one of " + ", ".join(OPTIMIZERS),
-            hint=nearest(optimizer.name, OPTIMIZERS),
+            hint="name='Muon' in [[optimizer.groups]], for the matrices that match"
+            if optimizer.name == "Muon"
+            else nearest(optimizer.name, OPTIMIZERS),
         )
     if optimizer.clip_norm is not None and optimizer.clip_value is not None:
         raise ConfigError(
@@ -388,11 +394,26 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         if key in ("lr", "weight_decay"):
             raise ConfigError(f"{key} is a key of [optimizer] itself", given=f"optimizer.args.{key}")
     for group in optimizer.groups:
-        if not group.options():
+        given = f"optimizer.groups: match = {group.match!r}"
+        if group.name is None and not group.options():
             raise ConfigError(
                 "a group of parameters has no options of its own",
-                given=f"optimizer.groups: match = {group.match!r}",
-                expected="lr or weight_decay, or both",
+                given=given,
+                expected="lr, weight_decay or name",
+            )
+        if group.name not in (None, *GROUP_OPTIMIZERS):
+            raise ConfigError(
+                "not an optimizer for a group of parameters",
+                given=f"{given}, name = {group.name!r}",
+                expected="one of " + ", ".join(GROUP_OPTIMIZERS),
+                hint=nearest(f"{group.name}", GROUP_OPTIMIZERS),
+            )
+        if group.args and group.name is None:
+            raise ConfigError(
+                "a group of parameters has arguments for no optimizer of its own",
+                given=f"{given}, args = {group.args}",
+                expected="name, the class that takes them",
+                hint=f"name = {optimizer.name!r}",
             )
 
 

@@ -13,30 +13,44 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-import plait.optim.lion
 from plait.errors import ConfigError, nearest, unknown_key_hint
 from plait.models import default_groups
-from plait.optim.flat import DEFAULT_GROUPS, state_kinds
+from plait.optim.lamb import LAMB
+from plait.optim.lion import Lion
+from plait.optim.requirements import DEFAULT_GROUPS, GroupOptimizer
 from plait.train.config import OptimizerConfig, ScheduleConfig
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    home = plait.optim.lion if config.name == "Lion" else torch.optim
-    return typing.cast(type[torch.optim.Optimizer], getattr(home, config.name))
+    return _class_named(config.name)
+
+
+def _class_named(name: str) -> type[torch.optim.Optimizer]:
+    own: dict[str, type[torch.optim.Optimizer]] = {"LAMB": LAMB, "Lion": Lion}
+    return own.get(name) or typing.cast(type[torch.optim.Optimizer], getattr(torch.optim, name))
 
 
 def check_optimizer_args(config: OptimizerConfig) -> None:
-    """Check `optimizer.args` against the class in torch. Raises ConfigError."""
-    known = set(inspect.signature(optimizer_class(config)).parameters) - {"params"}
-    for key in config.args:
-        if key not in known:
-            raise ConfigError(
-                f"{config.name} has no argument {key!r}",
-                given=f"optimizer.args.{key}",
-                hint=unknown_key_hint(key, known),
-            )
+    """Check the arguments against the classes in torch. Raises ConfigError."""
+    named = [(config.name, config.args, "optimizer.args")]
+    named += [
+        (group.name, group.args, f"optimizer.groups.{index}.args")
+        for index, group in enumerate(config.groups)
+        if group.name is not None
+    ]
+    for name, args, key_of_args in named:
+        known = set(inspect.signature(_class_named(name)).parameters) - {"params"}
+        for key in args:
+            if key not in known:
+                raise ConfigError(
+                    f"{name} has no argument {key!r}",
+                    given=f"{key_of_args}.{key}",
+                    hint=unknown_key_hint(key, known),
+                )
     # Runs a step on a tiny parameter: torch rejects some arguments only then.
-    state_kinds(optimizer_class(config), config.torch_args(), _group_options(config))
+    groups = _group_options(config)
+    for group in GroupOptimizer.of_groups(optimizer_class(config), config.torch_args(), groups):
+        group.state_shapes((2, 2))
 
 
 def param_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]] | None:
@@ -63,7 +77,14 @@ def param_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, An
 
 
 def _group_options(config: OptimizerConfig) -> list[Mapping[str, Any]]:
-    return [*DEFAULT_GROUPS, *(group.options() for group in config.groups)]
+    groups: list[Mapping[str, Any]] = [*DEFAULT_GROUPS]
+    for group in config.groups:
+        options: dict[str, Any] = group.options()
+        if group.name is not None:  # `config.args` are for another class
+            shared = {"lr": config.lr, "weight_decay": config.weight_decay}
+            options = {"optimizer": _class_named(group.name), **group.args, **shared, **options}
+        groups.append(options)
+    return groups
 
 
 def _unmatched(config: OptimizerConfig, pattern: str, names: list[str]) -> ConfigError:

@@ -1,5 +1,7 @@
 """Bytes on this rank by category: measured on the tensors themselves, and estimated from the plan."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -91,7 +93,8 @@ def estimated_bytes(
     context: RankContext,
     plan: Plan,
     *,
-    states_per_element: int,
+    states_per_element: Sequence[int],
+    full_tensor_bytes: tuple[int, int],
     scratch_bytes: int,
     activation_bytes: int | None,
     num_communicators: int | None,
@@ -99,8 +102,9 @@ def estimated_bytes(
 ) -> MemoryUse:
     """Estimate what `allocated_bytes` returns after a step.
 
-    `plan`: as it was given, see `Plan.placed_on`. `states_per_element`: of the optimizer. `scratch_bytes`:
-    receive buffers of a named algorithm. `num_communicators`: of NCCL; None on CPUs.
+    `plan`: as it was given, see `Plan.placed_on`. `states_per_element`: of the optimizer, by group.
+    `full_tensor_bytes`: see `model_state_bytes`. `scratch_bytes`: receive buffers of a named algorithm.
+    `num_communicators`: of NCCL; None on CPUs.
     """
     groups, exchanges = context.groups, context.exchanges_contributions
     reads_in_place = shares_memory(groups.replicate if exchanges else groups.reduce_scatter)
@@ -108,6 +112,7 @@ def estimated_bytes(
         layout,
         plan,
         states_per_element=states_per_element,
+        full_tensor_bytes=full_tensor_bytes,
         grad_itemsize=context.grad_buffer_dtype.itemsize,
         exchanges=exchanges,
         receives=context.receives_contributions and not reads_in_place,

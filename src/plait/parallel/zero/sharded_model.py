@@ -225,11 +225,14 @@ class ShardedStage:
         )
         self.reducer.end_micro()
 
-    def update(self, step: Callable[[Sequence[FlatParam]], None]) -> None:
-        """Update the units' shards with `step`, then all-gather them or discard the unsharded parameters."""
+    def begin_update(self) -> None:
+        """Free unsharded parameters that will be out of date."""
         if not self._unshards_after_update:
             self.unsharder.reshard_all()
         self.unsharder.wait_all()
+
+    def update(self, step: Callable[[Sequence[FlatParam]], None]) -> None:
+        """Update the units' shards with `step`, and all-gather them unless they are freed after use."""
         for unit_groups in self._update_groups:
             units = [unit for unit_group in unit_groups for unit in unit_group if unit.trains]
             step(units)

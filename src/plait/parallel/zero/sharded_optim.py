@@ -1,6 +1,6 @@
 """The optimizer over this rank's shards: ranges of the units' master weights, by optimizer group."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -9,12 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from plait.comm import all_reduce
 from plait.errors import ConfigError
-from plait.optim.flat import FlatSlice, make_optimizer, state_kinds
+from plait.optim.flat import FlatSlice, join_groups
 from plait.optim.mapped import MappedFile, mapped_bytes
+from plait.optim.requirements import GroupOptimizer, Needs, not_elementwise
 from plait.optim.stepper import ChunkedOptimizer
 from plait.parallel.zero.flat_param import FlatParam
-from plait.parallel.zero.rank_context import Precision
+from plait.parallel.zero.full_tensors import FullTensorUpdate
+from plait.parallel.zero.rank_context import Precision, RankContext
+from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Layout, Plan
 from plait.plan.estimate.memory import CHUNK
 
@@ -69,24 +73,38 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        units: Sequence[FlatParam],
+        units: Mapping[int, Sequence[FlatParam]],
+        context: RankContext,
+        shard_map: ShardMap,
         plan: Plan,
-        optimizer_class: type[torch.optim.Optimizer],
-        arguments: Mapping[str, Any],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[GroupOptimizer],
         masters: MasterWeights,
         folder: Path | None,
     ) -> None:
-        """`folder`: of the states' files; None: in memory."""
+        """`units`: by stage; `folder`: of the states' files; None: in memory. Raises ConfigError for an
+        optimizer that cannot train under the plan, or not all parameters of its group."""
         self.is_on_disk = folder is not None
         state_dtype: Literal["fp32", "bf16"] = "bf16" if plan.optim_dtype == "bf16" else "fp32"
         streams = state_dtype == "bf16" or folder is not None
-        self.slices = {unit: _slices(unit, streams=streams) for unit in units}
-        self.kinds = state_kinds(optimizer_class, arguments)
+        check_groups(groups, plan)
+        self._groups = groups
+        self._check_parameters(shard_map)
+        own = [unit for of_stage in units.values() for unit in of_stage if unit.trains]
+        self.slices = {unit: _slices(unit, groups, streams=streams) for unit in own}
+        self.full = FullTensorUpdate(units, context, shard_map, groups)
         flat = [(unit, part) for unit, parts in self.slices.items() for part in parts]
-        self.optimizer = make_optimizer(
-            optimizer_class, arguments, [FlatSlice(part.group, part.leaf) for _, part in flat], groups
-        )
+        leaves = [FlatSlice(part.group, part.leaf) for _, part in flat]
+        leaves += [
+            FlatSlice(each.group, leaf) for each, leaf in zip(self.full.owned, self.full.leaves, strict=True)
+        ]
+        self.optimizer = join_groups(groups, leaves)
+        if any(group.needs is Needs.NORMS for group in groups):
+            sums = SumsOverShards(self.slices, context)
+            for optimizer in getattr(self.optimizer, "by_name", {"": self.optimizer}).values():
+                optimizer.sum_over_shards = sums.reduce
+        self.kinds = {
+            kind for group in groups if group.needs is not Needs.TENSORS for kind in group.state_shapes((1,))
+        }
         self._masters = masters
         self.has_states = False  # equal on all ranks, also if one owns padding only, or nothing trains
         self.chunked = ChunkedOptimizer(
@@ -95,15 +113,40 @@ class ShardedOptimizer:
             states=state_dtype,
             folder=folder,
             masters=masters.file,
-            positions={part.leaf: unit.start + part.start for unit, part in flat},
+            positions={part.leaf: unit.start + part.start for unit, part in flat}
+            | dict.fromkeys(self.full.leaves, 0),
             targets={part.leaf: unit.shard[part.start : part.stop] for unit, part in flat}
             if masters.are_in_file
             else None,
         )
 
+    def _check_parameters(self, shard_map: ShardMap) -> None:
+        """Raise ConfigError for a parameter that the optimizer of its group cannot train."""
+        for piece, group in shard_map.pieces():
+            if group is None:
+                continue
+            try:
+                self._groups[group].state_shapes(piece.full_shape)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{self._groups[group].name} cannot train a parameter of its group",
+                    given=f"{piece.name} of shape {piece.full_shape}: {error.given}",
+                    expected="parameters that the class supports",
+                    hint="another optimizer for the others: param_groups=[{'params': matrices, 'optimizer': "
+                    "torch.optim.Muon}, {'params': others}]",
+                ) from error
+
+    def state_shapes(self, shape: tuple[int, ...], group: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a parameter's states, by kind; () for counters."""
+        return self._groups[group].state_shapes(shape)
+
     @property
-    def states_per_element(self) -> int:
-        return sum("." not in kind for kind in self.kinds)
+    def memory_facts(self) -> dict[str, Any]:
+        """Arguments of `estimated_bytes`."""
+        return {
+            "states_per_element": states_per_element(self._groups),
+            "full_tensor_bytes": self.full.bytes,
+        }
 
     @property
     def disk_bytes(self) -> int:
@@ -116,20 +159,91 @@ class ShardedOptimizer:
         leaves = [part.leaf for unit in units for part in self.slices[unit]]
         self.chunked.step(leaves, factor, number, finish=False)
 
+    def step_full(self, factor: float, number: int) -> None:
+        """Run the step on full tensors, of all units. Collective over the ranks of the stage."""
+        self.full.step(factor, lambda leaves: self.chunked.step(leaves, 1.0, number))
+
     def finish(self) -> None:
         """Wait until the step's results are in their files. Raises RunError."""
         self.chunked.finish()
 
 
-def _slices(unit: FlatParam, *, streams: bool) -> list[OptimizerSlice]:
-    """This rank's ranges of the unit's optimizer groups. Streamed states are in slices: on a CPU they stay in
-    cache, a GPU pays for each launch. Slices end at multiples of a size of whole pages, so that blocks of a
-    file share none."""
+class SumsOverShards:
+    """Adds up numbers of a parameter over its shards on the ranks that hold a copy of the stage."""
+
+    def __init__(self, slices: Mapping[FlatParam, Sequence[OptimizerSlice]], context: RankContext) -> None:
+        self._group = context.mesh.group("shard", "row", "col", channel="norms")
+        self._device = context.device
+        self._index_of: dict[Tensor, int] = {}  # by leaf, of its parameter
+        self._copies: dict[Tensor, int] = {}  # number of ranks that hold the same elements
+        self._num_parameters = 0
+        for unit, parts in slices.items():
+            for part in parts:
+                overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
+                if len(overlaps) == 1:
+                    shard = overlaps[0].shard
+                    self._index_of[part.leaf] = self._num_parameters + unit.layout.params.index(shard)
+                    self._copies[part.leaf] = shard.copies
+            self._num_parameters += len(unit.layout.params)
+
+    def reduce(self, shards: Sequence[Tensor], sums: Tensor) -> Tensor:
+        """See `LAMB.sum_over_shards`. Ranks that hold a copy of a shard contribute equal parts."""
+        totals = torch.zeros(self._num_parameters, sums.shape[1], dtype=sums.dtype, device=self._device)
+        indices = totals.new_tensor([self._index_of[shard] for shard in shards], dtype=torch.long)
+        copies = totals.new_tensor([self._copies[shard] for shard in shards])
+        totals.index_add_(0, indices, sums.to(self._device) / copies[:, None])
+        all_reduce(totals, self._group, label="norms of parameters")
+        return totals[indices].to(sums.device)
+
+
+def states_per_element(groups: Sequence[GroupOptimizer]) -> list[int]:
+    """By group, the number of states as large as a rank's range of parameters; 0 for full tensors."""
+    return [
+        0 if group.needs is Needs.TENSORS else sum("." not in kind for kind in group.state_shapes((1,)))
+        for group in groups
+    ]
+
+
+def check_groups(groups: Sequence[GroupOptimizer], plan: Plan) -> None:
+    """Raise ConfigError for optimizers that do not work with an option of the plan."""
+    for group in groups:
+        needs_tensors, needs_elements = (group.needs is needs for needs in (Needs.TENSORS, Needs.ELEMENTS))
+        if plan.offload == "disk" or (plan.offload == "cpu" and needs_tensors):
+            option = f"offload={plan.offload}"
+        elif plan.optim_dtype == "bf16":
+            option = "optim_dtype=bf16"
+        else:
+            continue
+        if not needs_elements:
+            raise not_elementwise(group, option)
+    if plan.offload == "disk" and len({group.optimizer_class for group in groups}) > 1:
+        raise ConfigError(
+            "offload=disk works with one optimizer",
+            given=", ".join(dict.fromkeys(group.name for group in groups)),
+            expected="groups that differ in options only",
+            hint="offload=cpu",
+        )
+
+
+def _slices(unit: FlatParam, groups: Sequence[GroupOptimizer], *, streams: bool) -> list[OptimizerSlice]:
+    """This rank's ranges of the unit's optimizer groups, except those that need full tensors. Streamed states
+    are in slices: on a CPU they stay in cache, a GPU pays for each launch. Slices end at multiples of a size
+    of whole pages, so that blocks of a file share none."""
     max_numel = (CHUNK * 64 if unit.master.is_cuda else CHUNK) if streams else None
     slices = []
-    for group, low, high in unit.layout.owned_groups(unit.context.groups.all_gather.rank):
+    for group, low, high in _ranges(unit, groups):
         ends = range((low // max_numel + 1) * max_numel, high, max_numel) if max_numel else ()
         for start, stop in pairwise([low, *ends, high]):
             flat = FlatSlice.from_views(group, unit.master[start:stop], unit.grad_shard[start:stop])
             slices.append(OptimizerSlice(group, start, stop, flat.leaf))
     return slices
+
+
+def _ranges(unit: FlatParam, groups: Sequence[GroupOptimizer]) -> Iterator[tuple[int, int, int]]:
+    """(group, start, stop) of the ranges that this rank owns; of one parameter each, if norms are needed."""
+    for group, start, stop in unit.layout.owned_groups(unit.context.groups.all_gather.rank):
+        if groups[group].needs is Needs.ELEMENTS:
+            yield group, start, stop
+        elif groups[group].needs is Needs.NORMS:
+            for overlap in unit.layout.overlaps(unit.start + start, unit.start + stop):
+                yield group, start + overlap.at, start + overlap.at + overlap.stop - overlap.start

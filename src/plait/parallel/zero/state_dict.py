@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from plait.comm import all_gather, receive, send
 from plait.errors import CheckpointError
 from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.full_tensors import FullTensor
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap, persistent_buffers
 from plait.parallel.zero.sharded_optim import OptimizerSlice, ShardedOptimizer
@@ -105,6 +106,8 @@ class ShardedState:
         once; ranks along `replicate` divide their copy. No communication."""
         if self._optimizer.has_states not in self._unit_shards:  # the layout is fixed
             of_units = [shard for unit in self._all_units() for shard in self._shards_of(unit)]
+            if self._optimizer.has_states:
+                of_units += self._full_shards()
             self._unit_shards[self._optimizer.has_states] = of_units
         shards = [*self._unit_shards[self._optimizer.has_states]]
         local = self._local_standalone()
@@ -127,7 +130,7 @@ class ShardedState:
                     yield from self._optimizer_shards(part, overlap)
 
     def _optimizer_shards(self, part: OptimizerSlice, overlap: Overlap) -> Iterator[StateShard]:
-        for kind in sorted(self._optimizer.kinds):
+        for kind in sorted(self._optimizer.state_shapes(overlap.shard.full_shape, part.group)):
             key = f"{kind}/{overlap.shard.name}"
             if "." not in kind:
                 yield _shard_of(
@@ -135,13 +138,24 @@ class ShardedState:
                 )
             elif overlap.start == 0 and all(dim[0][0] == 0 for dim in overlap.shard.boxes.ranges):
                 # A parameter's counters are saved by the owner of its first element.
-                yield self._counter_shard(part, kind, key)
+                yield self._full_shard(part.leaf, kind, key)
 
-    def _counter_shard(self, part: OptimizerSlice, kind: str, key: str) -> StateShard:
+    def _full_shards(self) -> Iterator[StateShard]:
+        """The states of the full tensors that this rank owns."""
+        for tensor, leaf in self._owned():
+            for kind in sorted(self._optimizer.state_shapes(tensor.shape, tensor.group)):
+                if tensor.counted:
+                    yield self._full_shard(leaf, kind, f"{kind}/{tensor.name}")
+
+    def _full_shard(self, leaf: Tensor, kind: str, key: str) -> StateShard:
+        """A state that this rank has all of, such as a counter."""
+
         def read() -> Tensor:
-            return self._counter(part, kind).view(-1)
+            return self._state(leaf, kind).reshape(-1)
 
-        return StateShard(key, (), read().dtype, Boxes.full(()), 0, 1, read)
+        state = self._state(leaf, kind)
+        shape = tuple(state.shape)
+        return StateShard(key, shape, state.dtype, Boxes.full(shape), 0, state.numel(), read)
 
     def _flat_state(self, part: OptimizerSlice, kind: str) -> Tensor:
         state: Tensor = self._optimizer.chunked.state(part.leaf)[kind]
@@ -173,13 +187,15 @@ class ShardedState:
             for name, (_, tensors) in self._local_standalone().items():
                 for tensor in tensors:
                     tensor.copy_(source.read_full(f"{self._shard_map.standalone[name].kind}/{name}"))
-            kinds = set() if weights_only else self._kinds_in(_without_counters(source.shapes))
-            if not kinds:
+            has_states = not weights_only and _has_states(_without_counters(source.shapes))
+            if not has_states:
                 self._optimizer.chunked.clear()
-            self._optimizer.has_states = bool(kinds)
-            for unit in self._trained() if kinds else []:
+            self._optimizer.has_states = has_states
+            for unit in self._trained() if has_states else []:
                 for part in self._optimizer.slices[unit]:
-                    self._optimizer.chunked.load(part.leaf, self._state_of(unit, part, kinds, source))
+                    self._optimizer.chunked.load(part.leaf, self._state_of(unit, part, source))
+            for full_tensor, leaf in self._owned() if has_states else ():
+                self._optimizer.chunked.load(leaf, self._full_state_of(full_tensor, leaf, source))
 
     # --- collecting full tensors
 
@@ -263,27 +279,43 @@ class ShardedState:
     def _all_units(self) -> list[FlatParam]:
         return [unit for units in self._units.values() for unit in units]
 
-    def _counter(self, part: OptimizerSlice, kind: str) -> Tensor:
-        """A counter, where the optimizer has it."""
-        value = self._optimizer.chunked.state(part.leaf)[kind.partition(".")[2]]
+    def _owned(self) -> Iterator[tuple[FullTensor, Tensor]]:
+        return zip(self._optimizer.full.owned, self._optimizer.full.leaves, strict=True)
+
+    def _state(self, leaf: Tensor, kind: str) -> Tensor:
+        """A leaf's state or counter, where the optimizer has it."""
+        value = self._optimizer.chunked.state(leaf)[kind.rpartition(".")[2]]
         return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
-    def _state_of(
-        self, unit: FlatParam, part: OptimizerSlice, kinds: set[str], source: StateReader
-    ) -> dict[str, Any]:
-        """Read a slice's state, in the form in which the optimizer holds it."""
+    def _counter_of(self, leaf: Tensor, kind: str, name: str, source: StateReader) -> Any:
+        """Read a parameter's counter, in the form in which the optimizer holds it."""
+        value = source.read_full(f"{kind}/{name}")
+        if kind.startswith("number."):
+            return value.item()
         groups = {leaf: g for g in self._optimizer.optimizer.param_groups for leaf in g["params"]}
+        return value.to(scalar_device(groups[leaf], leaf), copy=True)
+
+    def _full_state_of(self, tensor: FullTensor, leaf: Tensor, source: StateReader) -> dict[str, Any]:
+        """Read a full tensor's state, in the form in which the optimizer holds it."""
+        state: dict[str, Any] = {}
+        for kind, shape in self._optimizer.state_shapes(tensor.shape, tensor.group).items():
+            if kind.startswith(_COUNTERS):
+                state[kind.partition(".")[2]] = self._counter_of(leaf, kind, tensor.name, source)
+            else:
+                state[kind] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
+                flat = state[kind].view(-1)
+                source.read(f"{kind}/{tensor.name}", Boxes.full(shape), 0, flat, counted=tensor.counted)
+        return state
+
+    def _state_of(self, unit: FlatParam, part: OptimizerSlice, source: StateReader) -> dict[str, Any]:
+        """Read a slice's state, in the form in which the optimizer holds it."""
         overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
         name = overlaps[0].shard.name if overlaps else unit.layout.params[0].name
         present = self._optimizer.chunked.state(part.leaf)  # its memory is reused
         state: dict[str, Any] = {}
-        for kind in kinds:
-            short = kind.partition(".")[2]
-            if kind.startswith("number."):
-                state[short] = source.read_full(f"{kind}/{name}").item()
-            elif kind.startswith("scalar."):
-                device = scalar_device(groups[part.leaf], part.leaf)
-                state[short] = source.read_full(f"{kind}/{name}").to(device, copy=True)
+        for kind in self._optimizer.state_shapes((part.leaf.numel(),), part.group):
+            if kind.startswith(_COUNTERS):
+                state[kind.partition(".")[2]] = self._counter_of(part.leaf, kind, name, source)
             else:
                 fresh = kind not in present
                 flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else present[kind]
@@ -302,11 +334,10 @@ class ShardedState:
             for name, tensor in self._shard_map.standalone.items()
             if tensor.kind == "buffers"
         }
-        for kind in set() if weights_only else self._kinds_in(shapes):
-            is_flat = not kind.startswith(_COUNTERS)
-            for piece, trains in self._shard_map.pieces():
-                if trains:
-                    expected[f"{kind}/{piece.name}"] = piece.full_shape if is_flat else ()
+        for piece, group in self._shard_map.pieces() if not weights_only and _has_states(shapes) else ():
+            if group is not None:
+                states = self._optimizer.state_shapes(piece.full_shape, group)
+                expected |= {f"{kind}/{piece.name}": shape for kind, shape in states.items()}
         empty = {piece.name for piece, _ in self._shard_map.pieces() if 0 in piece.full_shape}
         known = expected.keys() | (set() if weights_only else shapes.keys())
         for key in sorted(known, key=lambda key: (not key.startswith("weights/"), key)):
@@ -338,10 +369,10 @@ class ShardedState:
                     expected=f"such as {expected}",
                 )
 
-    def _kinds_in(self, keys: Iterable[str]) -> set[str]:
-        """The kinds of optimizer state to expect: none if the state was saved before the first step."""
-        saved = {key.partition("/")[0] for key in keys} - set(_NOT_OPTIMIZER)
-        return self._optimizer.kinds if saved else set()
+
+def _has_states(keys: Iterable[str]) -> bool:
+    """Return whether optimizer states were saved: none are before the first step."""
+    return any(key.partition("/")[0] not in _NOT_OPTIMIZER for key in keys)
 
 
 def shards_of_unit(kind: str, unit: FlatParam, flat: Tensor) -> Iterator[StateShard]:

@@ -13,6 +13,7 @@ constants below are estimates within these ranges, not yet measured on a GPU; th
 in the measured memory. Pinned host memory is rounded up to a power of two for each tensor.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
@@ -106,8 +107,9 @@ def model_state_bytes(
     layout: Layout,
     plan: Plan,
     *,
-    states_per_element: int,
+    states_per_element: int | Sequence[int],
     grad_itemsize: int,
+    full_tensor_bytes: tuple[int, int] = (0, 0),
     exchanges: bool = False,
     receives: bool = False,
     shares: bool = False,
@@ -116,9 +118,10 @@ def model_state_bytes(
     num_communicators: int | None = None,
     loss_bytes: int = 0,
 ) -> MemoryUse:
-    """Estimate the bytes of a rank. `states_per_element`: 2 for Adam, 1 for SGD with momentum, 0 without.
+    """Estimate the bytes of a rank. `states_per_element`: 2 for Adam, 1 for SGD with momentum; or by group.
 
     grad_itemsize       bytes per element of a full gradient
+    full_tensor_bytes   of the states of full tensors that the rank owns, and of buffers during their update
     exchanges           replicas send each other full gradients
     receives            the owner of a sum buffers what each peer sends
     shares              the ranks of a shard group share one parameter memory
@@ -134,11 +137,10 @@ def model_state_bytes(
     owned = trained // shards
     offloads = plan.offload == "cpu"
     persistent = shares or params_stay_full(plan)
-    state_bytes = states_per_element * (2 if plan.optim_dtype == "bf16" else master)
     parts = {
         "parameters": compute * (numel // shards if plan.zero == 3 or shares else numel),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
-        "optimizer": layout.first_owned_numel * state_bytes + _outer_bytes(owned, plan),
+        "optimizer": _state_bytes(layout, plan, states_per_element) + full_tensor_bytes[0],
         "gradients": 0,
     }
     in_place = plan.keeps_full_grads and grad_itemsize == master and not offloads
@@ -149,6 +151,7 @@ def model_state_bytes(
         layout, plan, grad_itemsize, exchanges=exchanges, receives=receives, persistent=persistent
     )
     buffers += scratch_bytes + _exchange_bytes(layout, plan)
+    buffers = max(buffers, full_tensor_bytes[1])
     blocks = _block_bytes(layout, plan, states_per_element) if in_files else 0
     buffers += 0 if offloads else blocks
     if offloads and num_communicators is not None:
@@ -158,6 +161,17 @@ def model_state_bytes(
         return use
     use = replace(use, host=use.host + (blocks if offloads else 0), loss=loss_bytes)
     return _on_gpu(use, layout, plan, num_communicators, in_files=in_files)
+
+
+def _state_bytes(layout: Layout, plan: Plan, per_element: int | Sequence[int]) -> int:
+    """Bytes of the states of what the first rank of a shard group updates, and of the outer optimizer."""
+    if isinstance(per_element, int):
+        num_states = layout.first_owned_numel * per_element
+    else:
+        owned = (group for unit in layout.units for group in unit.owned_groups(0))
+        num_states = sum(per_element[group] * (stop - start) for group, start, stop in owned)
+    itemsize = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.dtype]
+    return num_states * itemsize + _outer_bytes(layout.trained_numel // plan.shard_degree, plan)
 
 
 def _outer_bytes(owned: int, plan: Plan) -> int:
@@ -218,12 +232,13 @@ def _staged_gradient_bytes(layout: Layout, plan: Plan) -> int:
     return 2 * _largest_range(layout) * MASTER_BYTES[plan.dtype]
 
 
-def _block_bytes(layout: Layout, plan: Plan, states_per_element: int) -> int:
+def _block_bytes(layout: Layout, plan: Plan, states_per_element: int | Sequence[int]) -> int:
     """Bytes of the blocks of files in memory: master weights and states of a chunk."""
+    per_element = states_per_element if isinstance(states_per_element, int) else max(states_per_element)
     owned = [stop - start for u in layout.units if u.trains for _, start, stop in u.owned_groups(0)]
     num_blocks, numel = sum(-(-each // CHUNK) for each in owned), min(CHUNK, max(owned, default=0))
     state_bytes = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.dtype]
-    parts = [numel * state_bytes] * states_per_element
+    parts = [numel * state_bytes] * per_element
     parts += [numel * MASTER_BYTES[plan.dtype]] if _has_wide_masters(plan) else []
     return min(DISK_BUFFERS, num_blocks) * sum(-(-part // _PAGE) * _PAGE for part in parts)
 

@@ -1,0 +1,298 @@
+"""Full gradients and weights for optimizers that need them (Muon, Adafactor), a parameter on one rank each.
+
+[Note: full tensors]
+ZeRO's ranges ignore the borders of matrices, and tensor parallelism shards matrices along their dims. An
+optimizer that needs a full matrix gets it on one rank, its owner, among the ranks that together hold one copy
+of the stage (shard x row x col). Only the owner keeps the states of the matrix. An update is
+
+  1. all-to-all    every rank sends what it holds of gradients and weights to the owners
+  2. step          each owner steps torch's optimizer with its matrices as parameters
+  3. all-to-all    every owner sends each rank its part of the new weights, to be written into `master`
+
+The rest of the step is that of any optimizer: masters are rounded, and all-gathered by stages 1 and 2. So
+storages, reductions, norms, clipping and checkpoints of weights do not depend on owners. A matrix that one
+rank holds alone (zero=0 without tp) is stepped in place.
+
+[Note: bytes of full tensors]
+Gradients of P parameters have been reduce-scattered over N ranks when the update begins, so a rank sends only
+its range: twice (N-1)/N of P/N elements, and as an owner half as many back. A step of stage 1 or 2 sends
+2 P (N-1)/N elements; this adds 1.5/N of that: 37 % for 4 ranks, 2 % for 64. Rejected alternatives:
+
+  ranges that follow matrices   no bytes more, but ranges of a unit are equal, so that collectives need no
+                                copies: a block of seven matrices would be padded to N times its largest one
+  all-gathered gradients        N times the bytes, and every rank computes every update
+  masters on owners only        a third less, but all that reads masters would have two cases
+
+[Note: balance of owners]
+Owners are assigned once, for all stages of a rank: in order of decreasing cost, each tensor to the rank with
+the least cost so far. The cost is that of the product of a matrix and its transpose, for Muon.
+
+[Note: equal copies]
+Replicas, and stages that share a tied parameter, each update their own copy: from the same gradient, by the
+same operations on tensors of the same shape, so that their bits stay equal.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.comm import all_to_all_list
+from plait.optim.requirements import GroupOptimizer, Needs
+from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.rank_context import RankContext
+from plait.parallel.zero.shard_map import ShardMap
+from plait.parallel.zero.state_io import boxes_of, view_of
+from plait.plan import Box, Boxes, UnitLayout
+
+
+@dataclass(frozen=True)
+class FullTensor:
+    """A parameter of an optimizer group that needs full tensors.
+
+    unit      (stage, index) of its unit
+    owner     index of its owner among the ranks that hold the stage
+    counted   whether this stage's copy is saved
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    unit: tuple[int, int]
+    owner: int
+    counted: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements [start, stop) of boxes of a full tensor, at offset `at` of a rank's range of the unit."""
+
+    boxes: Boxes
+    start: int
+    stop: int
+    at: int
+    is_first: bool  # whether no rank before this one holds the same boxes
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def slice_of(self, flat: Tensor) -> Tensor:
+        return flat[self.at : self.at + self.numel]
+
+
+def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
+    """Return the rank of each cost: the largest first, each to the rank with the least so far."""
+    loads, owners = [0.0] * num_ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += costs[index]
+    return owners
+
+
+def full_tensors(
+    shard_map: ShardMap, model_ranks: Sequence[int], num_shards: int, groups: Sequence[GroupOptimizer]
+) -> list[FullTensor]:
+    """The parameters whose optimizers need full tensors, of the stages on `model_ranks`: the ranks of one tp
+    grid, as the shard map counts them. `num_shards`: ranks along `shard`."""
+    found = []
+    for stage, index, by_rank in shard_map.units():
+        if model_ranks[0] not in by_rank:
+            continue
+        for piece in by_rank[model_ranks[0]].params:
+            group = by_rank[model_ranks[0]].group_of(piece)
+            if group is not None and _needs_tensor(groups, group):
+                copies = (p for rank in model_ranks for p in by_rank[rank].params if p.name == piece.name)
+                found.append((piece, group, (stage, index), any(copy.counted for copy in copies)))
+    costs = [_cost(piece.full_shape) for piece, *_ in found]
+    owners = assign_owners(costs, num_shards * len(model_ranks))
+    return [
+        FullTensor(piece.name, piece.full_shape, group, unit, owner, counted)
+        for (piece, group, unit, counted), owner in zip(found, owners, strict=True)
+    ]
+
+
+def _cost(shape: tuple[int, ...]) -> float:
+    """Of a matrix product of a matrix and its transpose; of a vector, its length."""
+    return float(math.prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1))
+
+
+def full_tensor_bytes(
+    groups: Sequence[GroupOptimizer],
+    tensors: Iterable[FullTensor],
+    layouts: Iterable[UnitLayout],
+    rank: int,
+    grid_size: int,
+    itemsize: int,
+) -> tuple[int, int]:
+    """Bytes of the states of the tensors that a rank owns, and of gradients, weights and messages while they
+    are updated. `layouts`: of the rank's units; `itemsize`: of its master weights."""
+    owned = [tensor for tensor in tensors if tensor.owner == rank]
+    shapes = [groups[tensor.group].state_shapes(tensor.shape).items() for tensor in owned]
+    states = sum(math.prod(dims) for of in shapes for kind, dims in of if "." not in kind)
+    held = 0
+    for layout in layouts:
+        if layout.num_shards * grid_size == 1:  # stepped in place
+            return itemsize * states, 0
+        parts = layout.overlaps(*layout.owned_range(rank // grid_size))
+        held += sum(p.stop - p.start for p in parts if _needs_tensor(groups, layout.group_of(p.shard)))
+    return itemsize * states, itemsize * (held + 3 * sum(tensor.numel for tensor in owned))
+
+
+def _needs_tensor(groups: Sequence[GroupOptimizer], group: int | None) -> bool:
+    return group is not None and groups[group].needs is Needs.TENSORS
+
+
+class FullTensorUpdate:
+    """The full tensors that this rank owns, and their update. See [Note: full tensors]."""
+
+    def __init__(
+        self,
+        units: Mapping[int, Sequence[FlatParam]],
+        context: RankContext,
+        shard_map: ShardMap,
+        groups: Sequence[GroupOptimizer],
+    ) -> None:
+        """`units`: by stage."""
+        self._units, self._shard_map, self._context = units, shard_map, context
+        grid = context.groups.tp.size
+        first = context.groups.model.rank // grid * grid
+        self._model_ranks = range(first, first + grid)
+        shards = context.groups.all_gather.size
+        all_tensors = full_tensors(shard_map, self._model_ranks, shards, groups)
+        self.owned: list[FullTensor] = []
+        self.leaves: list[Tensor] = []  # the optimizer's parameters, of `owned`
+        self.is_empty, self.bytes = not all_tensors, (0, 0)
+        if self.is_empty:
+            return
+        self._group = context.mesh.group("shard", "row", "col", channel="full tensors")
+        own = self._group.rank
+        layouts = [unit.layout for of_stage in units.values() for unit in of_stage]
+        itemsize = context.precision.master.itemsize
+        self.bytes = full_tensor_bytes(groups, all_tensors, layouts, own, grid, itemsize)
+        self.owned = [tensor for tensor in all_tensors if tensor.owner == own]
+        dtype, device = context.precision.master, context.device
+        nothing = torch.zeros((), dtype=dtype, device=device)
+        # Between updates the optimizer's parameters have a shape, but no memory.
+        self._placeholders = [nothing.expand(tensor.shape) for tensor in self.owned]
+        self.leaves = [placeholder.detach().requires_grad_() for placeholder in self._placeholders]
+        # Parts that this rank holds, by the owner; parts of what it owns (index in `owned`), by the holder.
+        ranks = range(self._group.size)
+        self._held = [
+            [(self._unit(tensor), part) for tensor in all_tensors if tensor.owner == rank
+             for part in self._parts(tensor, own)]
+            for rank in ranks
+        ]  # fmt: skip
+        self._received = [
+            [(index, part) for index, tensor in enumerate(self.owned) for part in self._parts(tensor, rank)]
+            for rank in ranks
+        ]
+        if self._group.size == 1:
+            self._step_in_place()
+
+    def _step_in_place(self) -> None:
+        """Make the leaves views of masters and their gradients."""
+        for leaf, tensor, (unit, part) in zip(self.leaves, self.owned, self._held[0], strict=True):
+            leaf.data = part.slice_of(unit.master).view(tensor.shape)
+            leaf.grad = part.slice_of(unit.grad_shard).view(tensor.shape)
+
+    def _unit(self, tensor: FullTensor) -> FlatParam:
+        stage, index = tensor.unit
+        return self._units[stage][index]
+
+    def _parts(self, tensor: FullTensor, rank: int) -> Iterator[_Part]:
+        """The part of a tensor that a rank of the group holds, if any."""
+        shard, at_grid = divmod(rank, len(self._model_ranks))
+        stage, index = tensor.unit
+        seen = []
+        for model_rank in self._model_ranks[: at_grid + 1]:
+            layout = self._shard_map.layouts[model_rank][stage].units[index]
+            piece = next(each for each in layout.params if each.name == tensor.name)
+            seen.append(piece.boxes)
+        low, high = layout.owned_range(shard)
+        start, stop = max(piece.start, low), min(piece.stop, high)
+        if start < stop:
+            is_first = piece.boxes not in seen[:-1]
+            yield _Part(piece.boxes, start - piece.start, stop - piece.start, start - low, is_first)
+
+    def step(self, factor: float, update: Callable[[Sequence[Tensor]], object]) -> None:
+        """Update the masters' full tensors. `update` steps the leaves. Gradients are multiplied by `factor`,
+        in place."""
+        if self.is_empty:
+            return
+        if factor != 1.0:
+            own_gradients = [part.slice_of(unit.grad_shard) for held in self._held for unit, part in held]
+            torch._foreach_mul_(own_gradients, factor)
+        if self._group.size == 1:
+            update(self.leaves)
+            return
+        self._context.tracker.add(self.bytes[1])
+        try:
+            gradients = self._gather(lambda unit: unit.grad_shard)
+            weights = self._gather(lambda unit: unit.master)
+            for leaf, weight, gradient in zip(self.leaves, weights, gradients, strict=True):
+                leaf.data, leaf.grad = weight, gradient
+            update(self.leaves)
+            self._scatter(weights)
+        finally:
+            for leaf, placeholder in zip(self.leaves, self._placeholders, strict=True):
+                leaf.grad, leaf.data = None, placeholder
+            self._context.tracker.subtract(self.bytes[1])
+
+    def _gather(self, flat_of: Callable[[FlatParam], Tensor]) -> list[Tensor]:
+        """The owned tensors, from every rank's ranges."""
+        dtype, device = self._context.precision.master, self._context.device
+        sent = [
+            _joined([part.slice_of(flat_of(unit)) for unit, part in held if part.is_first], dtype, device)
+            for held in self._held
+        ]
+        used = [[(index, part) for index, part in parts if part.is_first] for parts in self._received]
+        received = [
+            torch.empty(sum(part.numel for _, part in parts), dtype=dtype, device=device) for parts in used
+        ]
+        all_to_all_list(received, sent, self._group, label="full tensors")
+        full = [torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in self.owned]
+        for index, box, values in self._boxes(received, used):
+            view_of(full[index], box).copy_(values)
+        return full
+
+    def _scatter(self, full: Sequence[Tensor]) -> None:
+        """Write the owned tensors into the masters of every rank that holds a part."""
+        dtype, device = self._context.precision.master, self._context.device
+        sent = [
+            torch.empty(sum(part.numel for _, part in parts), dtype=dtype, device=device)
+            for parts in self._received
+        ]
+        for index, box, values in self._boxes(sent, self._received):
+            values.copy_(view_of(full[index], box))
+        received = [
+            torch.empty(sum(part.numel for _, part in held), dtype=dtype, device=device)
+            for held in self._held
+        ]
+        all_to_all_list(received, sent, self._group, label="updated full tensors")
+        for flat, held in zip(received, self._held, strict=True):
+            values = flat.split([part.numel for _, part in held])
+            for (unit, part), new in zip(held, values, strict=True):
+                part.slice_of(unit.master).copy_(new)
+
+    @staticmethod
+    def _boxes(
+        flats: Sequence[Tensor], parts: Sequence[Sequence[tuple[int, _Part]]]
+    ) -> Iterator[tuple[int, Box, Tensor]]:
+        """Yield the boxes of flat messages: the index of the owned tensor, the box, and the view of the
+        message in its shape."""
+        for flat, of_rank in zip(flats, parts, strict=True):
+            values = flat.split([part.numel for _, part in of_rank])
+            for (index, part), own in zip(of_rank, values, strict=True):
+                for box, view in boxes_of(own, part.boxes, part.start):
+                    yield index, box, view
+
+
+def _joined(flats: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.cat(flats) if flats else torch.empty(0, dtype=dtype, device=device)
