@@ -63,7 +63,14 @@ def explain(
         )
     measured = None
     if run is not None:
-        explanation, measured = _explain_run(run, {"--plan": plan, "--set": sets}, host_size)
+        given = [name for name, value in {"--plan": plan, "--set": sets}.items() if value]
+        if given:
+            raise ConfigError(
+                "a run is explained as it was",
+                given=f"--run {run} with {' and '.join(given)}",
+                hint=f"plait explain --run {run}, or a recipe without --run",
+            )
+        explanation, measured = explain_run(run, host_size)
     elif model is not None:
         explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size)
     else:
@@ -136,17 +143,8 @@ def _explain_model(
     )
 
 
-def _explain_run(
-    path: Path, overrides: dict[str, object], host_size: int | None
-) -> "tuple[Explanation, Measurements]":
-    """Explain the plan that the run used, next to its measurements."""
-    given = [name for name, value in overrides.items() if value]
-    if given:
-        raise ConfigError(
-            "a run is explained as it was",
-            given=f"--run {path} with {' and '.join(given)}",
-            hint=f"plait explain --run {path}, or a recipe without --run",
-        )
+def explain_run(path: Path, host_size: int | None) -> "tuple[Explanation, Measurements]":
+    """Explain the plan that the run used, next to its measurements. Raises RunError."""
     from plait.train.explain import cluster_from_run, explain_recipe
     from plait.train.measurements import read_measured
     from plait.train.run_dir import RunDir

@@ -78,7 +78,9 @@ def schedule(
         _check_drawable(view.schedule, "--html", _MOST_IN_PAGE)
         from plait.pages import write_page
 
-        write_output(html, lambda path: write_page(path, "schedule", _title(view), _values(view)), report=report)
+        write_output(
+            html, lambda path: write_page(path, "schedule", _title(view), _values(view)), report=report
+        )
     if csv == STDOUT:
         sys.stdout.write(view.schedule.to_csv())
     else:

@@ -11,6 +11,7 @@ from plait.pages.timeline import COLORS, WORDS, ink, shade
 from plait.plan.schedule import Durations, Kind, Schedule, ScheduleNeeds, Timeline
 from plait.tables import table
 
+
 def figures_table(schedule: Schedule, timelines: Mapping[str, Timeline], *, unit: str = "") -> Table:
     """Return a table of the pipeline's size and, for each timeline by its title, the total and the bubble.
 

@@ -44,10 +44,12 @@ const format = {
 
 /** A table. A cell is a text, or [value, formatter] with the value as it is in the JSON in `data-value`. */
 function table(headings, rows, attributes = () => ({})) {
+  const isText = (each) => each instanceof Node || (typeof each === "string" && each.length > 24);
   const cell = (each) => (Array.isArray(each) ? el("td", { "data-value": JSON.stringify(each[0]) }, each[1](each[0]))
-    : el("td", { class: each instanceof Node || String(each).length > 24 ? "text" : null }, each));
+    : el("td", { class: isText(each) ? "text" : null }, each));
   return el("div", { class: "scroll", tabindex: 0 }, el("table", {},
-    el("thead", {}, el("tr", {}, headings.map((heading) => el("th", { scope: "col" }, heading)))),
+    el("thead", {}, el("tr", {}, headings.map((heading, at) =>
+      el("th", { scope: "col", class: rows.length && isText(rows[0][at]) ? "text" : null }, heading)))),
     el("tbody", {}, rows.map((row, at) => el("tr", attributes(row, at), row.map(cell))))));
 }
 
@@ -187,7 +189,7 @@ function lines(parent, title, { series, x, y, height = 230, marks = [], zero = f
       say(`${x.name} ${x.format(xs[index])}: ${[...values, ...noted].join(", ")}`);
     });
     return [shown.length > 1 ? legend(shown.map((each) => each.name), colors) : null, frame.node].filter(Boolean);
-  }, { values: () => table([x.name, ...shown.map((each) => each.name)], xs.map((value) => [[value, x.format],
+  }, { note: "pointer or arrow keys: the values at a place", values: () => table([x.name, ...shown.map((each) => each.name)], xs.map((value) => [[value, x.format],
     ...shown.map((each) => [new Map(each.points).get(value) ?? null, y.format])])) });
 }
 

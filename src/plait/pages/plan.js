@@ -120,7 +120,6 @@ function details(values, state, parent, show) {
     const one = detail.timeline, ranks = detail.ranks_per_stage;
     const rows = one.rows.map((row, at) => ({ ...row, name: ranks > 1 ? `stage rank ${at} (x ${ranks})` : row.name }));
     parent.append(el("h2", {}, "one step"));
-    parent.append(legend(["exposed communication in an action", "hidden communication"], [one.exposed, one.hidden]));
     timelines(parent, [{ ...one, title: "actions of the pipeline's ranks", rows }]);
   } else {
     parent.append(el("p", {}, "No timeline: too many actions for a page. plait schedule draws the pipeline alone."));

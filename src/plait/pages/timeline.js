@@ -8,8 +8,10 @@ function timelines(parent, each) {
   const used = new Set(each.flatMap((one) => one.rows.flatMap((row) => row.spans.filter((_, at) => at % 4 === 0)
     .map((type) => one.types[type]))));
   const kinds = new Map([...used].map((type) => [type.name, type.color]).reverse());
-  const names = [...kinds.keys()].reverse();
-  parent.append(legend([...names, "idle"], [...names.map((name) => kinds.get(name)), HATCH]));
+  const shown = new Map([...kinds].reverse());
+  if (each[0].exposed) shown.set("exposed communication", each[0].exposed).set("hidden communication", each[0].hidden);
+  shown.set("idle", HATCH);
+  parent.append(legend([...shown.keys()], [...shown.values()]));
   const high = Math.max(...each.map((one) => end(one)));
   each.forEach((one) => timeline(parent, one, high));
 }

@@ -28,7 +28,9 @@ def alternatives(
     space = Space(best.model, cluster.num_devices, work.batch, read_pins(pins))
     at = Field(cluster, space, Prices(best.model, cluster, work, OWN))
     known = [each.price for each in found.best if each.cluster == cluster]
-    prices = {price.plan: price for price in (*_of_degrees(at, report), *_smaller(at, known[0], report), *known)}
+    prices = {
+        price.plan: price for price in (*_of_degrees(at, report), *_smaller(at, known[0], report), *known)
+    }
     return [replace(best, price=price) for price in sorted(prices.values(), key=lambda price: price.step_s)]
 
 

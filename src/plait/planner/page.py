@@ -113,14 +113,20 @@ def _timeline(outcome: Outcome) -> dict[str, Any]:
     for rank, row in enumerate(values["rows"]):
         blocks = sum(counts[stage] for stage, of in enumerate(ranks) if of == rank)
         hidden = f"{1e3 * reductions[rank].hidden:.3g} ms of it are hidden by the computation"
-        parts = (reductions[rank].exposed, update_s(plan, numels[rank], blocks, rates, links), constants.step_s)
+        parts = (
+            reductions[rank].exposed,
+            update_s(plan, numels[rank], blocks, rates, links),
+            constants.step_s,
+        )
         end = row["spans"][-1]
         for number, seconds in enumerate(parts):
             if seconds:
                 row["spans"] += (first + 3 * rank + number, -1, end, end + seconds)
                 end += seconds
         values["types"] += [
-            _type("exposed communication", "reduction of gradients, all-gather of parameters", "exposed", hidden),
+            _type(
+                "exposed communication", "reduction of gradients, all-gather of parameters", "exposed", hidden
+            ),
             _type("optimizer", "optimizer", "optimizer"),
             _type("rest of a step", "rest of a step: Python, loss, norm", "rest"),
         ]
