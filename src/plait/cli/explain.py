@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.cli.common import Debug, Json, PlanOverride, Sets, check_outputs, report_errors, write_json_output
+from plait.cli.common import (
+    Debug,
+    Html,
+    Json,
+    PlanOverride,
+    Sets,
+    check_outputs,
+    report_errors,
+    write_json_output,
+    write_output,
+)
 from plait.errors import ConfigError
 from plait.plan import Plan
 
@@ -44,10 +54,11 @@ def explain(
         int | None, typer.Option(min=1, help="Ranks per host. Default: all ranks on one host.")
     ] = None,
     json: Json = None,
+    html: Html = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Show memory, communication and pipeline bubble of a plan on every rank, without starting a rank."""
-    check_outputs({"--json": json})
+    check_outputs({"--json": json, "--html": html})
     sources = {"a recipe": recipe, "--model": model, "--run": run}
     if sum(value is not None for value in sources.values()) != 1:
         raise ConfigError(
@@ -84,6 +95,12 @@ def explain(
     check_rank(explanation, rank)
     print_explanation(explanation, measured, rich.get_console(), rank=rank)
     write_json_output(json, to_json(explanation, measured))
+    if html is not None:
+        from plait.pages import write_page
+        from plait.train.explain_page import page_values
+
+        values, title = page_values(explanation, measured), f"{explanation.model} under {explanation.plan}"
+        write_output(html, lambda path: write_page(path, "explain", title, values))
 
 
 def _explain_recipe(

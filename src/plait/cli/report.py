@@ -53,8 +53,9 @@ def report(
     directory.read_recipe()  # raises before anything is written
     check_outputs({"--json": json, "--html": html})
     if watch:
-        _serve(lambda: _page([_values(directory)], _REFRESH_S), port)
-        return
+        with page_server(lambda: _page([_values(directory)], _REFRESH_S), port) as server:
+            print_line(f"http://{_LOOPBACK}:{server.server_address[1]}/ (Ctrl-C ends)")
+            server.serve_forever()
     _show([_values(directory)], html or directory.report, json)
 
 
@@ -119,10 +120,10 @@ def _page(values: list[dict[str, Any]], refresh_s: int = 0) -> str:
     return render_page("runs", title, {"runs": values}, refresh_s=refresh_s)
 
 
-def _serve(page: Callable[[], str], port: int) -> None:
-    """Answer browsers of this host until Ctrl-C. Raises RunError if the port is taken.
+def page_server(page: Callable[[], str], port: int) -> HTTPServer:
+    """Return a server of a page to browsers of this host. Raises RunError if the port is taken.
 
-    A request must name this host: a page of another site whose name was pointed at 127.0.0.1 gets nothing.
+    A request must name this host: a site whose name was pointed at 127.0.0.1 gets nothing.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -142,11 +143,8 @@ def _serve(page: Callable[[], str], port: int) -> None:
             """Print nothing."""
 
     try:
-        server = HTTPServer((_LOOPBACK, port), Handler)
+        return HTTPServer((_LOOPBACK, port), Handler)
     except OSError as error:
         raise RunError(
             "the port cannot be used", given=f"--port {port}: {error.strerror}", hint="--port 0"
         ) from error
-    with server:
-        print_line(f"http://{_LOOPBACK}:{server.server_address[1]}/ (Ctrl-C ends)")
-        server.serve_forever()

@@ -73,7 +73,7 @@ function figure(parent, title, draw, { values = null, note = "" } = {}) {
     if (width) drawing.replaceChildren(...[draw(width, (text) => { readout.textContent = text || note; })].flat());
   };
   redraw();
-  new ResizeObserver(() => drawing.clientWidth !== width && redraw()).observe(drawing);
+  new ResizeObserver(() => requestAnimationFrame(() => drawing.clientWidth !== width && redraw())).observe(drawing);
   return redraw;
 }
 

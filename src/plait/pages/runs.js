@@ -1,6 +1,6 @@
 // `plait report` and `plait compare`: the curves of one run or several, and what one run was made of.
 const FACTS = { loss: format.number, validation_loss: format.number, best_validation_loss: format.number, mfu: format.percent };
-const LABELS = { tokens_per_s: "tokens/s, median", mfu: "MFU, median" };
+const NAMES = { tokens_per_s: "tokens/s, median", mfu: "MFU, median" };
 const CURVES = [["grad_norm", "gradient norm", format.number], ["lr", "learning rate", (value) => digits(value)],
   ["tokens_per_s", "tokens/s", format.number], ["mfu", "MFU", format.percent], ["loss_scale", "loss scale", format.number]];
 
@@ -8,7 +8,7 @@ PAGES.runs = ({ runs }, main) => {
   const several = runs.length > 1;
   const keys = Object.keys(runs[0].facts).filter((key) => runs.some((run) => run.facts[key] !== null));
   main.append(table(["", ...runs.map((run) => run.name)], [
-    ...keys.map((key) => [LABELS[key] || key.replaceAll("_", " "), ...runs.map((run) => [run.facts[key], FACTS[key] || format.number])]),
+    ...keys.map((key) => [NAMES[key] || key.replaceAll("_", " "), ...runs.map((run) => [run.facts[key], FACTS[key] || format.number])]),
     ["plan", ...runs.map((run) => el("code", {}, run.plan))]], (_, at) => ({ "data-fact": keys[at] || "plan" })));
   curves(runs, several, main);
   if (several) configuration(runs, main);

@@ -30,8 +30,8 @@ def _rgb(color: str) -> tuple[float, float, float]:
 def timeline_values(timeline: Timeline, title: str, unit: str = "") -> dict[str, Any]:
     """Return a timeline as `timeline.js` draws it. Times count from the first start.
 
-    `types` are the stages' kinds of actions; a row's `spans` are type, micro-batch, start and end of one action
-    after the other. `unit`: "s", or nothing.
+    `types` are the stages' kinds of actions; a row's `spans` are type, micro-batch, start and end of one
+    action after the other. `unit`: "s", or nothing.
     """
     schedule = timeline.schedule
     first = min((span.start for spans in timeline.ranks for span in spans), default=0.0)

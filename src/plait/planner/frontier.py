@@ -21,8 +21,8 @@ _MOST_DEGREES = 60
 def alternatives(
     found: Found, pins: str = "", report: Callable[[Counts], None] = lambda _: None
 ) -> list[Outcome]:
-    """Return the best plans; plans of less and less memory; and one of every tp, pp and zero, as far as one is
-    found soon: each a fast one, if not the fastest. Ascending by time, on the best plan's cluster."""
+    """Return the best plans; plans of less and less memory; and one of every tp, pp and zero, as far as one
+    is found soon: each a fast one, if not the fastest. Ascending by time, on the best plan's cluster."""
     best = found.best[0]
     cluster, work = best.cluster, best.work
     space = Space(best.model, cluster.num_devices, work.batch, read_pins(pins))

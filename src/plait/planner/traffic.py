@@ -54,7 +54,7 @@ def axis_traffic(
         "row": Group(plan.rows, plan.cols, ranks),
         "col": Group(plan.cols, 1, ranks),
     }
-    by_rank = [_sent(model, plan, work, rank) for rank in range(plan.pp)]
+    by_rank = [sent_bytes(model, plan, work, rank) for rank in range(plan.pp)]
     found = []
     for axis, group in groups.items():
         if group.degree == 1:
@@ -70,8 +70,8 @@ def axis_traffic(
     return found
 
 
-def _sent(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict[str, float]:
-    """Bytes that a pipeline rank sends, by axis."""
+def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict[str, float]:
+    """Return the bytes that a pipeline rank sends in a step, by axis."""
     batch = work.batch // (plan.data_ranks * plan.micro)
     size, reduced = COMPUTE_BYTES[plan.precision], reduced_itemsize(plan)
     tokens = batch * work.sequence * size * plan.micro

@@ -89,7 +89,7 @@ def _thinned(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
                 at for at in range(start, min(start + length, len(steps))) if steps[at][name] is not None
             ]
             if known:
-                kept |= {of(known, key=lambda at: steps[at][name]) for of in (min, max)}  # noqa: B023
+                kept |= {of(known, key=lambda at: steps[at][name]) for of in (min, max)}
     return [steps[at] for at in sorted(kept)]
 
 
