@@ -59,13 +59,7 @@ def explain(
 ) -> None:
     """Show memory, communication and pipeline bubble of a plan on every rank, without starting a rank."""
     check_outputs({"--json": json, "--html": html})
-    sources = {"a recipe": recipe, "--model": model, "--run": run}
-    if sum(value is not None for value in sources.values()) != 1:
-        raise ConfigError(
-            "explain needs one recipe, one model or one run",
-            given=" and ".join(name for name, value in sources.items() if value is not None) or "none",
-            hint='plait explain RECIPE, or --model config.json --plan "dp=8 zero=3", or --run DIR',
-        )
+    _check_source({"a recipe": recipe, "--model": model, "--run": run}, {"--plan": plan, "--set": sets})
     if model is None and (batch, sequence) != (None, None):
         raise ConfigError(
             "--batch and --sequence are for --model",
@@ -74,13 +68,6 @@ def explain(
         )
     measured = None
     if run is not None:
-        given = [name for name, value in {"--plan": plan, "--set": sets}.items() if value]
-        if given:
-            raise ConfigError(
-                "a run is explained as it was",
-                given=f"--run {run} with {' and '.join(given)}",
-                hint=f"plait explain --run {run}, or a recipe without --run",
-            )
         explanation, measured = explain_run(run, host_size)
     elif model is not None:
         explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size)
@@ -95,12 +82,34 @@ def explain(
     check_rank(explanation, rank)
     print_explanation(explanation, measured, rich.get_console(), rank=rank)
     write_json_output(json, to_json(explanation, measured))
-    if html is not None:
-        from plait.pages import write_page
-        from plait.train.explain_page import page_values
+    write_output(html, lambda path: _write_page(path, explanation, measured))
 
-        values, title = page_values(explanation, measured), f"{explanation.model} under {explanation.plan}"
-        write_output(html, lambda path: write_page(path, "explain", title, values))
+
+def _write_page(path: Path, explanation: "Explanation", measured: "Measurements | None") -> None:
+    from plait.pages import write_page
+    from plait.train.explain_page import page_values
+
+    title = f"{explanation.model} under {explanation.plan}"
+    write_page(path, "explain", title, page_values(explanation, measured))
+
+
+def _check_source(sources: dict[str, object], overrides: dict[str, object]) -> None:
+    """Raise ConfigError unless there is one source, which may be changed by what is to change it."""
+    names = [name for name, value in sources.items() if value is not None]
+    if len(names) != 1:
+        raise ConfigError(
+            "explain needs one recipe, one model or one run",
+            given=" and ".join(names) or "none",
+            hint='plait explain RECIPE, or --model config.json --plan "dp=8 zero=3", or --run DIR',
+        )
+    given = [name for name, value in overrides.items() if value]
+    if names == ["--run"] and given:
+        run = sources["--run"]
+        raise ConfigError(
+            "a run is explained as it was",
+            given=f"--run {run} with {' and '.join(given)}",
+            hint=f"plait explain --run {run}, or a recipe without --run",
+        )
 
 
 def _explain_recipe(

@@ -2,6 +2,8 @@
 
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -110,11 +112,7 @@ def find(
     from plait.planner import report, search
     from plait.planner.frontier import alternatives
 
-    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("searching") as status:
-
-        def show(counts: "Counts") -> None:
-            status.update(f"{counts.bounded:,} plans considered, {counts.priced:,} priced")
-
+    with _progress() as show:
         found = search(
             shape,
             machine,
@@ -134,6 +132,15 @@ def find(
     _write_page(html, choices, report.search_json(found), quiet=json == STDOUT)
     if measure:
         _measure(model, found, machine, work, measure)
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[Counts], None]]":
+    """Show a search's counts on a terminal, while entered."""
+    from rich.console import Console
+
+    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("searching") as status:
+        yield lambda counts: status.update(f"{counts.bounded:,} plans considered, {counts.priced:,} priced")
 
 
 def _write_page(
