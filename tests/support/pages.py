@@ -43,6 +43,10 @@ function inspect(frame) {
   for (const figure of page.querySelectorAll("figure")) {
     const readout = figure.querySelector("output");
     const target = figure.querySelector("canvas, svg[tabindex]");
+    if (!target) {
+      problems.push(`empty: ${figure.getAttribute("aria-label")}`);
+      continue;
+    }
     const before = readout.textContent, { left, top, width, height } = box(target);
     const at = { clientX: left + width / 2, clientY: top + height / 2, bubbles: true };
     target.dispatchEvent(new view.PointerEvent("pointermove", at));

@@ -109,11 +109,11 @@ function details(values, state, parent, show) {
   const compared = [plan, ...(values.choices.length === 2 ? values.choices : pinned).filter((other) => other !== plan)];
   parent.append(facts(compared));
   const columns = el("div", { class: "columns" });
+  parent.append(columns);
   stacks(columns, "time of a step by part", { formatter: format.seconds,
     rows: compared.map((each, at) => ({ name: at ? `pinned ${at}` : "chosen", parts: each.parts_s })),
     note: `hidden by computation: ${Object.entries(plan.hidden_s).map(([part, seconds]) =>
       `${part} ${format.seconds(seconds)}`).join(", ") || "nothing"}` });
-  parent.append(columns);
   if (!detail) return;
   overStep(values, detail, columns);
   if (detail.timeline) {

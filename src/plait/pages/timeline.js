@@ -7,8 +7,8 @@ const ROW = 22, LABELS = 20, HATCH = "#8884";
 function timelines(parent, each) {
   const used = new Set(each.flatMap((one) => one.rows.flatMap((row) => row.spans.filter((_, at) => at % 4 === 0)
     .map((type) => one.types[type]))));
-  const kinds = new Map([...used].map((type) => [type.name, type.color]).reverse());
-  const shown = new Map([...kinds].reverse());
+  const shown = new Map([...used].map((type) => [type.name, null])); // in order of appearance
+  for (const { name, color } of [...used].sort((one, other) => other.stage - one.stage)) shown.set(name, color);
   if (each[0].exposed) shown.set("exposed communication", each[0].exposed).set("hidden communication", each[0].hidden);
   shown.set("idle", HATCH);
   parent.append(legend([...shown.keys()], [...shown.values()]));
