@@ -216,7 +216,7 @@ function heat(fraction) { // of a link that is busy: from the line's colour to t
 function drawCluster(machine, plan, traffic, inside, outside, parent) {
   const domains = Math.max(1, Math.round((machine.hosts * machine.host_size) / machine.domain));
   figure(parent, "links by the share of the step that they are busy", (width, say) => {
-    const across = Math.min(domains, Math.max(1, Math.floor(width / 190)));
+    const across = Math.min(domains, Math.max(1, Math.floor(width / 150)));
     const wide = width / across, drawn = Math.min(machine.domain, 16), perRow = Math.min(drawn, 4);
     const rows = Math.ceil(drawn / perRow), size = Math.min(26, (wide - 40) / perRow);
     const top = domains > 1 ? 78 : 8, high = rows * size + 46, height = top + high + 26;

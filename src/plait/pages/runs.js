@@ -7,9 +7,11 @@ const CURVES = [["grad_norm", "gradient norm", format.number], ["lr", "learning 
 PAGES.runs = ({ runs }, main) => {
   const several = runs.length > 1;
   const keys = Object.keys(runs[0].facts).filter((key) => runs.some((run) => run.facts[key] !== null));
+  const plans = ["plan", ...runs.map((run) => el("code", {}, run.plan))];
+  if (!several) main.append(el("p", {}, plans[1]));
   main.append(table(["", ...runs.map((run) => run.name)], [
     ...keys.map((key) => [NAMES[key] || key.replaceAll("_", " "), ...runs.map((run) => [run.facts[key], FACTS[key] || format.number])]),
-    ["plan", ...runs.map((run) => el("code", {}, run.plan))]], (_, at) => ({ "data-fact": keys[at] || "plan" })));
+    ...(several ? [plans] : [])]));
   curves(runs, several, main);
   if (several) configuration(runs, main);
   else oneRun(runs[0], main);
