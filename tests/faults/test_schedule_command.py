@@ -75,7 +75,7 @@ def test_pictures_are_written_and_warn_of_nothing(tmp_path: Path) -> None:
     )
     assert f"written: {tmp_path / 'a.html'}" in out
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
-    assert "Plotly.newPlot" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "PAGES.schedule" in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 def stretched(timeline: Timeline, factor: float) -> Timeline:

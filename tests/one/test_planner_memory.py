@@ -1,4 +1,4 @@
-"""The planner's memory is that of `plait explain`, which runs the engine's code on meta tensors."""
+"""The planner's memory and traffic are those of `plait explain`, which runs the engine on meta tensors."""
 
 from typing import Any
 
@@ -9,8 +9,11 @@ from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
+from plait.plan.comm_log import sum_traffic
+from plait.plan.estimate.traffic import ring_bytes
 from plait.planner import ModelShape, Software, Workload, cluster, price
 from plait.planner.memory import kept_bytes
+from plait.planner.traffic import sent_bytes
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 512}
 LLAMA |= {
@@ -22,6 +25,8 @@ LLAMA |= {
 GPT: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 512, "n_layer": 4, "n_head": 8}
 GPT |= {"n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}
 SEQUENCES, LENGTH = 2, 512
+# Relative differences: embeddings, the head and what selective recomputation sends again are left out.
+TRAFFIC = {"pp": 0.26, "replicate": 1e-4, "shard": 0.08, "row": 0.11, "col": 0.27}
 STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime", "host")
 
 
@@ -44,16 +49,22 @@ STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime"
 def test_the_planner_and_explain_count_the_same_bytes(
     config: dict[str, Any], text: str, limit: float
 ) -> None:
-    """On every rank, what is kept of micro-batches; on the fullest one, each category of model states."""
+    """On every rank, what is kept of micro-batches, and what is sent along every axis; on the fullest one,
+    each category of model states."""
     plan = Plan.parse(f"{text} precision=bf16")
     ids = torch.zeros((SEQUENCES, LENGTH), dtype=torch.long, device="meta")
     node = Cluster("nccl", 8, torch.device("cuda"))
     explained = explain(causal_lm_on_meta(config), plan, {"input_ids": ids, "labels": ids}, cluster=node)
     model = ModelShape.from_config(config)
+    work = Workload(LENGTH, SEQUENCES * plan.data_ranks * plan.micro)
     for ranks in explained.rank_classes:
         kept = kept_bytes(model, plan, ranks.coord["pp"], SEQUENCES, LENGTH, Software())
         assert kept == pytest.approx(ranks.memory.activations, rel=limit)
-    work = Workload(LENGTH, SEQUENCES * plan.data_ranks * plan.micro)
+        sent = sent_bytes(model, plan, work, ranks.coord["pp"])
+        traffic = sum_traffic(ranks.traffic.values())
+        for axis, num_bytes in sent.items():
+            along = {key: count for key, count in traffic.items() if key.axes == (axis,)}
+            assert num_bytes == pytest.approx(ring_bytes(along, explained.grid), rel=TRAFFIC[axis]), axis
     ours = price(model, plan, cluster("dgx-h100:1"), work).memory
     theirs = max((ranks.memory for ranks in explained.rank_classes), key=lambda use: use.total)
     for name in STATES:

@@ -1,11 +1,7 @@
 """Timelines as pictures, pages and grids of text: every action is there, at its place and in its colour."""
 
-import json
-import re
 from collections import Counter
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -13,8 +9,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.image import imread
 
-from plait.cli.schedule_plot import COLORS, WORDS, draw_html, draw_png, figure_of, shade
+from plait.cli.schedule_plot import draw_png, figure_of
 from plait.cli.schedule_table import grid
+from plait.pages.timeline import COLORS, WORDS, shade, timeline_values
 from plait.plan.schedule import Durations, Kind, Schedule, Span, Timeline, make_schedule, simulate
 
 SPLIT = make_schedule("zb-h1", 3, 5)
@@ -114,59 +111,24 @@ def test_narrow_bars_have_no_number() -> None:
 def test_nothing_that_takes_time_can_be_drawn(tmp_path: Path) -> None:
     idle = uniform(SPLIT, forward=0.0, backward=0.0, weight=0.0)
     draw_png([idle], tmp_path / "a.png", ["idle"])
-    draw_html([idle], tmp_path / "a.html", ["idle"])
+    assert all(set(row["spans"][2::4]) == {0.0} for row in timeline_values(idle, "idle")["rows"])
     assert drawn_bars(figure_of([idle], ["idle"]).axes[0]).total() == 45
 
 
-class Loaded(HTMLParser):
-    """The addresses that a page loads, and its scripts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.addresses: list[str | None] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002
-        self.addresses += [value for name, value in attrs if name in ("src", "href", "data")]
-
-
-def page_of(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The traces and the layout that the page hands to plotly."""
-    text = path.read_text(encoding="utf-8")
-    start = re.search(r'Plotly\.newPlot\(\s*"schedule",\s*', text)
-    assert start is not None
-    traces, end = json.JSONDecoder().raw_decode(text, start.end())
-    layout, _ = json.JSONDecoder().raw_decode(text, text.index("{", end))
-    return traces, layout
-
-
-def test_a_page_holds_every_action_with_its_facts_and_needs_no_network(tmp_path: Path) -> None:
+def test_a_page_holds_every_action_at_its_time_in_its_colour() -> None:
     first, second = uniform(CHUNKED), uniform(CHUNKED, weight=2.0)
-    draw_html([first, late(second)], tmp_path / "a.html", ["predicted", "measured"], unit="s")
-    loaded = Loaded()
-    loaded.feed((tmp_path / "a.html").read_text(encoding="utf-8"))
-    assert loaded.addresses == []
-    traces, layout = page_of(tmp_path / "a.html")
-    assert [note["text"] for note in layout["annotations"]] == ["predicted", "measured"]
-    for axis, timeline in (("y", first), ("y2", second)):
-        mine = [trace for trace in traces if trace["yaxis"] == axis]
-        facts = [
-            (rank, *fact)
-            for trace in mine
-            for rank, fact in zip(trace["y"], trace["customdata"], strict=True)
-        ]
-        assert sorted(facts) == sorted(
-            (rank, str(s.action), s.action.stage, s.action.micro, s.start, s.end, s.end - s.start)
-            for rank, spans in enumerate(timeline.ranks)
-            for s in spans
-        )
-        bars = Counter(
-            (rank, round(base, 6), round(length, 6), trace["marker"]["color"])
-            for trace in mine
-            for rank, base, length in zip(trace["y"], trace["base"], trace["x"], strict=True)
-        )
-        assert bars == expected_bars(timeline)
-    named = [trace["name"] for trace in traces if trace["showlegend"]]
-    assert len(named) == len(set(named)) == 6  # forward and backward, of three stages on a rank
+    for timeline, same in ((first, first), (second, late(second))):
+        values = timeline_values(same, "a title", "s")
+        assert values["total"] == timeline.total
+        bars, actions = [], []
+        for rank, row in enumerate(values["rows"]):
+            for at in range(0, len(row["spans"]), 4):
+                number, micro, start, end = row["spans"][at : at + 4]
+                of = values["types"][number]
+                bars.append((rank, round(start, 6), round(end - start, 6), of["color"]))
+                actions.append((of["kind"], of["stage"], micro))
+        assert Counter(bars) == expected_bars(timeline)
+        assert sorted(actions) == sorted((a.kind.value, a.stage, a.micro) for _, a in CHUNKED)
 
 
 def test_a_grid_has_a_column_for_every_unit_of_time() -> None:

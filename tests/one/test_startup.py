@@ -13,7 +13,7 @@ import torch
 from support import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "matplotlib", "plotly", "tensorboard", "tokenizers", "numpy")
+HEAVY = ("torch", "transformers", "matplotlib", "tensorboard", "tokenizers", "numpy")
 
 _PROGRAM = """
 import gc, json, sys
@@ -53,7 +53,7 @@ def loaded_by_program(text: str) -> set[str]:
 
 
 COMMANDS = (
-    "train", "generate", "export", "schedule", "explain", "verify", "data build",
+    "train", "generate", "export", "report", "compare", "schedule", "explain", "verify", "data build",
     "bench collectives", "bench ddp", "checkpoint verify", "checkpoint show", "checkpoint diff",
     "checkpoint convert",
 )  # fmt: skip

@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.cli.common import Debug, Json, PlanOverride, Sets, check_outputs, report_errors, write_json_output
+from plait.cli.common import (
+    Debug,
+    Html,
+    Json,
+    PlanOverride,
+    Sets,
+    check_outputs,
+    report_errors,
+    write_json_output,
+    write_output,
+)
 from plait.errors import ConfigError
 from plait.plan import Plan
 
@@ -44,17 +54,12 @@ def explain(
         int | None, typer.Option(min=1, help="Ranks per host. Default: all ranks on one host.")
     ] = None,
     json: Json = None,
+    html: Html = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Show memory, communication and pipeline bubble of a plan on every rank, without starting a rank."""
-    check_outputs({"--json": json})
-    sources = {"a recipe": recipe, "--model": model, "--run": run}
-    if sum(value is not None for value in sources.values()) != 1:
-        raise ConfigError(
-            "explain needs one recipe, one model or one run",
-            given=" and ".join(name for name, value in sources.items() if value is not None) or "none",
-            hint='plait explain RECIPE, or --model config.json --plan "dp=8 zero=3", or --run DIR',
-        )
+    check_outputs({"--json": json, "--html": html})
+    _check_source({"a recipe": recipe, "--model": model, "--run": run}, {"--plan": plan, "--set": sets})
     if model is None and (batch, sequence) != (None, None):
         raise ConfigError(
             "--batch and --sequence are for --model",
@@ -63,7 +68,7 @@ def explain(
         )
     measured = None
     if run is not None:
-        explanation, measured = _explain_run(run, {"--plan": plan, "--set": sets}, host_size)
+        explanation, measured = explain_run(run, host_size)
     elif model is not None:
         explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size)
     else:
@@ -77,6 +82,34 @@ def explain(
     check_rank(explanation, rank)
     print_explanation(explanation, measured, rich.get_console(), rank=rank)
     write_json_output(json, to_json(explanation, measured))
+    write_output(html, lambda path: _write_page(path, explanation, measured))
+
+
+def _write_page(path: Path, explanation: "Explanation", measured: "Measurements | None") -> None:
+    from plait.pages import write_page
+    from plait.train.explain_page import page_values
+
+    title = f"{explanation.model} under {explanation.plan}"
+    write_page(path, "explain", title, page_values(explanation, measured))
+
+
+def _check_source(sources: dict[str, object], overrides: dict[str, object]) -> None:
+    """Raise ConfigError unless there is one source, which may be changed by what is to change it."""
+    names = [name for name, value in sources.items() if value is not None]
+    if len(names) != 1:
+        raise ConfigError(
+            "explain needs one recipe, one model or one run",
+            given=" and ".join(names) or "none",
+            hint='plait explain RECIPE, or --model config.json --plan "dp=8 zero=3", or --run DIR',
+        )
+    given = [name for name, value in overrides.items() if value]
+    if names == ["--run"] and given:
+        run = sources["--run"]
+        raise ConfigError(
+            "a run is explained as it was",
+            given=f"--run {run} with {' and '.join(given)}",
+            hint=f"plait explain --run {run}, or a recipe without --run",
+        )
 
 
 def _explain_recipe(
@@ -136,17 +169,8 @@ def _explain_model(
     )
 
 
-def _explain_run(
-    path: Path, overrides: dict[str, object], host_size: int | None
-) -> "tuple[Explanation, Measurements]":
-    """Explain the plan that the run used, next to its measurements."""
-    given = [name for name, value in overrides.items() if value]
-    if given:
-        raise ConfigError(
-            "a run is explained as it was",
-            given=f"--run {path} with {' and '.join(given)}",
-            hint=f"plait explain --run {path}, or a recipe without --run",
-        )
+def explain_run(path: Path, host_size: int | None) -> "tuple[Explanation, Measurements]":
+    """Explain the plan that the run used, next to its measurements. Raises RunError."""
     from plait.train.explain import cluster_from_run, explain_recipe
     from plait.train.measurements import read_measured
     from plait.train.run_dir import RunDir

@@ -18,6 +18,7 @@ from plait.cli.explain import explain
 from plait.cli.export import export
 from plait.cli.generate import generate
 from plait.cli.plan import plan
+from plait.cli.report import compare, report
 from plait.cli.schedule import schedule
 from plait.cli.train import rank, train
 from plait.cli.verify import verify, verify_rank
@@ -36,6 +37,8 @@ app.command()(generate)
 app.command()(export)
 app.command()(evaluate)
 app.command(hidden=True)(evaluate_rank)
+app.command()(report)
+app.command()(compare)
 app.command()(schedule)
 app.command()(explain)
 app.command()(verify)

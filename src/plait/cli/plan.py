@@ -2,13 +2,24 @@
 
 import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from plait.cli.common import Debug, Json, check_outputs, report_errors, write_json_output
+from plait.cli.common import (
+    STDOUT,
+    Debug,
+    Html,
+    Json,
+    check_outputs,
+    report_errors,
+    write_json_output,
+    write_output,
+)
 from plait.cli.plan_bills import bill, read_count, walls
 from plait.cli.plan_score import score
 from plait.errors import ConfigError
@@ -18,6 +29,7 @@ from plait.tables import counted
 
 if TYPE_CHECKING:
     from plait.planner import Cluster, Found, ModelShape, Outcome, Workload
+    from plait.planner.best_first import Counts
 
 plan = typer.Typer(
     help="Find the best plan for a model on a cluster, or price one.", invoke_without_command=True
@@ -76,12 +88,13 @@ def find(
     compare: Compare = None,
     measure: Measure = 0,
     json: Json = None,
+    html: Html = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Find the best plan for a model on a cluster, without running anything."""
     if context.invoked_subcommand is not None:
         return
-    check_outputs({"--json": json})
+    check_outputs({"--json": json, "--html": html})
     shape, machine, work = _subject(model, cluster, batch_tokens, seq)
     total = None if tokens is None else read_count("--tokens", tokens)
     if plan is not None and compare is not None:
@@ -92,12 +105,14 @@ def find(
     if texts:
         outcomes = [_price(text, shape, machine, work, total) for text in texts]
         _show_prices(outcomes, json)
+        _write_page(html, outcomes, {}, quiet=json == STDOUT)
         return
     from rich.console import Console
 
     from plait.planner import report, search
+    from plait.planner.frontier import alternatives
 
-    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("searching") as status:
+    with _progress() as show:
         found = search(
             shape,
             machine,
@@ -107,16 +122,42 @@ def find(
             pins=pin,
             tokens=total,
             deadline_days=None if deadline is None else _days(deadline),
-            report=lambda counts: status.update(
-                f"{counts.bounded:,} plans considered, {counts.priced:,} priced"
-            ),
+            report=show,
         )
+        choices = alternatives(found, pin, show) if html is not None else []
     if json is not None:
         write_json_output(json, report.search_json(found))
     else:
         Console().print(*report.search_tables(found), sep="\n")
+    _write_page(html, choices, report.search_json(found), quiet=json == STDOUT)
     if measure:
         _measure(model, found, machine, work, measure)
+
+
+@contextmanager
+def _progress() -> "Iterator[Callable[[Counts], None]]":
+    """Show a search's counts on a terminal, while entered."""
+    from rich.console import Console
+
+    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("searching") as status:
+        yield lambda counts: status.update(f"{counts.bounded:,} plans considered, {counts.priced:,} priced")
+
+
+def _write_page(
+    path: Path | None, outcomes: "list[Outcome]", values: dict[str, Any], *, quiet: bool = False
+) -> None:
+    """Write the page of priced plans, with the `values` of --json."""
+    if path is None:
+        return
+    from plait.pages import write_page
+    from plait.planner.page import page_values
+    from plait.planner.report import subject
+
+    write_output(
+        path,
+        lambda target: write_page(target, "plan", subject(outcomes[0]), values | page_values(outcomes)),
+        report=sys.stderr if quiet else None,
+    )
 
 
 def _measure(model: str | None, found: "Found", cluster: "Cluster", work: "Workload", most: int) -> None:

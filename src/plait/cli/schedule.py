@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NAMES = f"{', '.join(GENERATORS)}, or {FILE}PATH, a CSV file"
 _SHORTEST, _LONGEST = 1e-6, 1e6  # durations
 _WIDEST = 10_000
-_MOST_DRAWN, _MOST_ROWS = 10_000, 256  # actions and ranks in a picture
+_MOST_DRAWN, _MOST_IN_PAGE, _MOST_ROWS = 10_000, 150_000, 256  # actions and ranks in a picture
 
 
 def _time(what: str) -> Any:
@@ -69,27 +69,33 @@ def schedule(
 
     _show(view, Console(file=report), text)
     timelines, titles = list(view.timelines.values()), list(view.timelines)
-    if png is not None or html is not None:
-        _check_drawable(view.schedule)
-        from plait.cli.schedule_plot import draw_html, draw_png
+    if png is not None:
+        _check_drawable(view.schedule, "--png", _MOST_DRAWN)
+        from plait.cli.schedule_plot import draw_png
 
         write_output(png, lambda path: draw_png(timelines, path, titles, unit=view.unit), report=report)
-        write_output(html, lambda path: draw_html(timelines, path, titles, unit=view.unit), report=report)
+    if html is not None:
+        _check_drawable(view.schedule, "--html", _MOST_IN_PAGE)
+        from plait.pages import write_page
+
+        write_output(
+            html, lambda path: write_page(path, "schedule", _title(view), _values(view)), report=report
+        )
     if csv == STDOUT:
         sys.stdout.write(view.schedule.to_csv())
     else:
         write_output(csv, lambda path: write_text(path, view.schedule.to_csv()), report=report)
 
 
-def _check_drawable(planned: Schedule) -> None:
-    """Raise ConfigError for a schedule whose picture would take minutes, or be too high for any file."""
+def _check_drawable(planned: Schedule, flag: str, most: int) -> None:
+    """Raise ConfigError for a schedule whose picture would take minutes, or be too large for any file."""
     num_actions = sum(map(len, planned.ranks))
-    if num_actions > _MOST_DRAWN or planned.num_ranks > _MOST_ROWS:
+    if num_actions > most or planned.num_ranks > _MOST_ROWS:
         raise ConfigError(
             "the schedule is too large to draw",
             given=f"{planned.num_ranks:,} ranks, {num_actions:,} actions",
-            expected=f"at most {_MOST_ROWS:,} ranks, {_MOST_DRAWN:,} actions",
-            hint="no --png and --html: the tables and --csv have all of it",
+            expected=f"at most {_MOST_ROWS:,} ranks, {most:,} actions",
+            hint=f"no {flag}: the tables and --csv have all of it",
         )
 
 
@@ -102,6 +108,23 @@ class _View:
     timelines: dict[str, Timeline]
     durations: Durations | None
     unit: str
+
+
+def _title(view: _View) -> str:
+    return f"schedule {_size(view.schedule)}"
+
+
+def _values(view: _View) -> dict[str, Any]:
+    """Return what the tables show, and every action, as the values of a page."""
+    from plait.pages.timeline import timeline_values
+
+    needs = zip(view.checked.in_flight, view.checked.buffers, strict=True)
+    ranks = [
+        {"stages": view.schedule.stages_of(rank), "in_flight": held, "buffers": buffers}
+        for rank, (held, buffers) in enumerate(needs)
+    ]
+    timelines = [timeline_values(each, title, view.unit) for title, each in view.timelines.items()]
+    return {"schedule": view.schedule.name, "unit": view.unit, "ranks": ranks, "timelines": timelines}
 
 
 def _simulated(name: str | None, sizes: dict[str, int], times: dict[str, float]) -> _View:

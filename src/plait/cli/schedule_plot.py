@@ -8,25 +8,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
-from plait.cli.schedule_table import COLORS, WORDS, ink, shade
+from plait.pages.timeline import COLORS, WORDS, ink, shade
 from plait.plan.schedule import Kind, Span, Timeline
-
-if TYPE_CHECKING:
-    from plotly import graph_objects
 
 _DPI = 120
 _HEIGHT = 0.92  # of a bar, of its row
 _INCHES_PER_ACTION, _LEAST_WIDTH, _MOST_WIDTH = 0.2, 8.0, 40.0
 _INCHES_PER_RANK, _INCHES_AROUND = 0.32, 0.75
 _FONT_POINTS, _POINTS_PER_DIGIT, _LEAST_POINTS = 7.0, 4.6, 3.5
-_PIXELS_PER_RANK, _PIXELS_AROUND = 36, 110
 
 
 @dataclass(frozen=True)
@@ -108,67 +103,3 @@ def _draw_rows(axes: Axes, bars: list[_Bar], *, points_per_time: float) -> None:
             axes.text(
                 middle, bar.rank, number, ha="center", va="center", fontsize=points, color=ink(bar.color)
             )
-
-
-def draw_html(timelines: Sequence[Timeline], path: Path, titles: Sequence[str], *, unit: str = "") -> None:
-    """An interactive page: zoom, hide, and each bar's facts. It needs no network. Raises OSError."""
-    from plotly.subplots import make_subplots
-
-    num_ranks = [len(timeline.ranks) for timeline in timelines]
-    height = sum(_PIXELS_AROUND + _PIXELS_PER_RANK * number for number in num_ranks)
-    page = make_subplots(
-        rows=len(timelines),
-        shared_xaxes=True,
-        subplot_titles=list(titles),
-        row_heights=num_ranks,
-        vertical_spacing=60 / height,
-    )
-    shown: set[tuple[Kind, int]] = set()
-    for row, timeline in enumerate(timelines, 1):
-        groups: dict[tuple[Kind, int], list[_Bar]] = {}
-        for bar in _bars(timeline):
-            groups.setdefault((bar.span.action.kind, bar.chunk), []).append(bar)
-        for group in sorted(groups, key=lambda group: (list(Kind).index(group[0]), group[1])):
-            page.add_trace(_html_bars(*group, groups[group], unit, group not in shown), row=row, col=1)
-            shown.add(group)
-    for row, ranks in enumerate(num_ranks, 1):
-        labels = [f"rank {rank}" for rank in range(ranks)]
-        page.update_yaxes(range=[ranks - 0.5, -0.5], tickvals=list(range(ranks)), ticktext=labels, row=row)
-    page.update_xaxes(title_text="time", ticksuffix=unit, exponentformat="SI", row=len(timelines))
-    page.update_layout(barmode="overlay", height=height, template="plotly_white")
-    page.write_html(path, include_plotlyjs=True, div_id="schedule", config={"displaylogo": False})
-
-
-def _html_bars(kind: Kind, chunk: int, bars: list[_Bar], unit: str, in_legend: bool) -> "graph_objects.Bar":
-    """The bars of one colour: they share a line of the legend, which hides and shows them."""
-    color = bars[0].color
-    facts = [
-        [str(action), action.stage, action.micro, bar.span.start, bar.span.end, bar.length]
-        for bar in bars
-        for action in [bar.span.action]
-    ]
-    from plotly import graph_objects
-
-    return graph_objects.Bar(
-        name=WORDS[kind] if chunk == 0 else f"{WORDS[kind]}, stage {chunk + 1} of a rank",
-        legendgroup=f"{kind.value}{chunk}",
-        showlegend=in_legend,
-        orientation="h",
-        y=[bar.rank for bar in bars],
-        base=[bar.span.start for bar in bars],
-        x=[bar.length for bar in bars],
-        width=_HEIGHT,  # else taken from the ranks that have such bars, which may be far apart
-        text=[bar.span.action.micro for bar in bars],
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        marker={"color": color, "line": {"color": "white", "width": 0.5}},
-        textfont={"color": ink(color)},
-        customdata=facts,
-        hovertemplate=(
-            "<b>%{customdata[0]}</b> on rank %{y}<br>"
-            f"{WORDS[kind]} of stage %{{customdata[1]}}, micro-batch %{{customdata[2]}}<br>"
-            f"from %{{customdata[3]:.5~s}}{unit} to %{{customdata[4]:.5~s}}{unit}, "
-            f"for %{{customdata[5]:.4~s}}{unit}<extra></extra>"
-        ),
-    )

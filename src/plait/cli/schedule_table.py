@@ -7,29 +7,9 @@ from fractions import Fraction
 from rich.table import Table
 from rich.text import Text
 
+from plait.pages.timeline import COLORS, WORDS, ink, shade
 from plait.plan.schedule import Durations, Kind, Schedule, ScheduleNeeds, Timeline
 from plait.tables import table
-
-COLORS = {Kind.F: "#3d6fd6", Kind.B: "#1e9e83", Kind.W: "#9bbf3b"}
-WORDS = {Kind.F: "forward", Kind.B: "backward", Kind.W: "weights' gradient"}
-
-
-def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """Return the colour, as #rrggbb, of the `chunk`-th of a rank's `num_chunks` stages."""
-    white = 0.6 * chunk / max(num_chunks - 1, 1)
-    return "#" + "".join(f"{round(255 * (part + (1 - part) * white)):02x}" for part in _rgb(COLORS[kind]))
-
-
-def ink(color: str) -> str:
-    """Return black or white, whichever contrasts with the colour."""
-    red, green, blue = _rgb(color)
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "white"
-
-
-def _rgb(color: str) -> tuple[float, float, float]:
-    """Return the parts of #rrggbb, from 0 to 1."""
-    red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    return red, green, blue
 
 
 def figures_table(schedule: Schedule, timelines: Mapping[str, Timeline], *, unit: str = "") -> Table:

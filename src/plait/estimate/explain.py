@@ -69,8 +69,8 @@ class RankClass:
 class Explanation:
     """A model under a plan. `bubble`: idle fraction of all ranks' time, for equal stages and a backward that
     takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor; `float8`: layers of the
-    blocks that multiply in float8, and those that do not; `servers`: bytes per step of a plan with parameter
-    servers, whose grid is that of one worker."""
+    blocks that multiply in float8, and those that do not; `shard_map`: boxes of every tensor; `servers`:
+    bytes per step of a plan with parameter servers, whose grid is that of one worker."""
 
     plan: Plan
     grid: Grid
@@ -82,6 +82,7 @@ class Explanation:
     bubble: float
     rank_classes: tuple[RankClass, ...]
     float8: Float8Layers
+    shard_map: ShardMap
     servers: ServerTraffic | None = None
 
     def of_rank(self, rank: int) -> RankClass:
@@ -142,6 +143,7 @@ def explain(
         simulate(schedule, Durations.uniform(schedule.num_stages)).bubble_fraction,
         classes,
         spec.float8,
+        view.shard_map,
         servers,
     )
 

@@ -42,7 +42,7 @@ def peak_memory(
     ranks = {0} if only_first else {0, min(1, plan.pp - 1), plan.pp - 1}
 
     def fullest(program: Software) -> MemoryUse:
-        uses = [_rank_memory(model, plan, rank, batch, work.sequence, program, on_gpu) for rank in ranks]
+        uses = [rank_memory(model, plan, rank, batch, work.sequence, program, on_gpu) for rank in ranks]
         return max(uses, key=lambda use: use.total)
 
     # The upper end is for wide gradients, whatever the report says of the program.
@@ -55,9 +55,10 @@ _UNCERTAINTY = 0.13  # the largest by which published runs with the same columns
 
 
 @lru_cache(maxsize=1 << 14)
-def _rank_memory(
+def rank_memory(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software, on_gpu: bool
 ) -> MemoryUse:
+    """Return the bytes of a pipeline rank, for micro-batches of `batch` sequences."""
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
     return model_state_bytes(
@@ -110,25 +111,34 @@ def kept_bytes(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software
 ) -> float:
     """Bytes that a pipeline rank keeps of all micro-batches between their forwards and backwards, at most."""
-    counts = block_counts(model, plan, software)
+    sizes = micro_bytes(model, plan, batch, sequence, software)
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    own = [sizes[stage] for stage, of in enumerate(ranks) if of == rank]
+    return max(
+        sum(a * saved + b * later for (a, b), (saved, later) in zip(held, own, strict=True))
+        for held in timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks, rank)
+    )
+
+
+def micro_bytes(
+    model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software
+) -> list[tuple[float, float]]:
+    """Bytes that each stage keeps of a micro-batch from its forward to its backward, and from that to the
+    weight gradients if they are split off."""
+    counts = block_counts(model, plan, software)
     tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
     policy, _, every = plan.recompute.partition("=")
     kinds = ("full", "none") if every else (policy, policy)
     one, other = (block_activation_bytes(model, plan, kind, sequence, software) for kind in kinds)
     # Deferred weight gradients need the inputs of products and the gradients of their results.
     deferred = tokens * block_activation_bytes(model, plan, "none", sequence, _FUSED)
-    sizes = []  # of a micro-batch on each of the rank's stages
-    for stage, of in enumerate(ranks):
-        if of == rank:
-            full = counts[stage] // int(every or 1)
-            saved = full * one + (counts[stage] - full) * other
-            saved += _head_bytes(model, plan, software) if stage == len(ranks) - 1 else 0.0
-            sizes.append((tokens * saved, counts[stage] * deferred))
-    return max(
-        sum(a * saved + b * later for (a, b), (saved, later) in zip(held, sizes, strict=True))
-        for held in timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks, rank)
-    )
+    sizes = []
+    for stage, blocks in enumerate(counts):
+        full = blocks // int(every or 1)
+        saved = full * one + (blocks - full) * other
+        saved += _head_bytes(model, plan, software) if stage == len(counts) - 1 else 0.0
+        sizes.append((tokens * saved, blocks * deferred))
+    return sizes
 
 
 @lru_cache(maxsize=1 << 12)

@@ -58,7 +58,7 @@ class StageSeconds(NamedTuple):
 
     backward    of the input, with what is recomputed
     recompute   computed again in the backward
-    tensor      communication inside layers
+    tensor      communication inside layers, and its part in the forward
     """
 
     forward: float
@@ -66,6 +66,7 @@ class StageSeconds(NamedTuple):
     weight: float
     recompute: float
     tensor: float
+    tensor_forward: float
 
 
 _SPREAD = 0.16  # of an interval: more than 80 of 100 published steps are within theirs
@@ -131,13 +132,25 @@ def pipeline_ends(
     work: Workload,
 ) -> timeline.Ends:
     """Simulate the schedule with these stages and what their gathers add."""
-    durations = Durations(
+    durations = action_durations(model, plan, links, stages, gathers, work)
+    return timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
+
+
+def action_durations(
+    model: ModelShape,
+    plan: Plan,
+    links: Links,
+    stages: "Sequence[StageSeconds]",
+    gathers: "Sequence[Overlapped]",
+    work: Workload,
+) -> Durations:
+    """Return the durations of the schedule's actions on each stage."""
+    return Durations(
         tuple(stage.forward + extra.forward for stage, extra in zip(stages, gathers, strict=True)),
         tuple(stage.backward + extra.backward for stage, extra in zip(stages, gathers, strict=True)),
         tuple(stage.weight for stage in stages),
         (_transfer_s(model, plan, links, work),) * (len(stages) - 1),
     )
-    return timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
 
 
 def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> float:
@@ -254,6 +267,7 @@ def _stage_seconds(
                 blocks * block.weight + sum(end.weight for end in ends),
                 blocks * again,
                 blocks * (across + across_back),
+                blocks * across,
             )
         stages.append(kinds[key])
     return tuple(stages)
@@ -283,10 +297,15 @@ def stage_seconds(
 
 def _recomputed(recompute: str, forward: float, selective: float) -> tuple[float, float]:
     """Share of the blocks that are recomputed in full, and seconds of recomputation per block."""
+    share = recomputed_share(recompute)
+    return share, selective if recompute == "selective" else share * forward
+
+
+def recomputed_share(recompute: str) -> float:
+    """Share of the blocks that are recomputed in full."""
     if recompute.startswith("every="):
-        share = 1 / int(recompute.removeprefix("every="))
-        return share, share * forward
-    return (1.0, forward) if recompute == "full" else (0.0, selective if recompute == "selective" else 0.0)
+        return 1 / int(recompute.removeprefix("every="))
+    return float(recompute == "full")
 
 
 def _block_collectives(part: Slice) -> int:
@@ -320,10 +339,13 @@ def _block_tensor_s(
 
 
 class Overlapped(NamedTuple):
+    """Seconds of communication during computation; `exposed` of the forward and of the backward."""
+
     exposed: float
     hidden: float
     forward: float = 0.0
     backward: float = 0.0
+    hidden_forward: float = 0.0
 
 
 def _overlap(
@@ -365,16 +387,16 @@ def stage_gathers(
             backward = 0.0 if plan.zero < 3 or plan.reshard == "step" else gather
             if per_micro:
                 backward += len(units) * collective_s(
-                    "scattered sum", links, group, each * _reduced_itemsize(plan)
+                    "scattered sum", links, group, each * reduced_itemsize(plan)
                 )
             ahead = overlap(seconds.forward, forward)
             back = overlap(seconds.backward + seconds.weight, backward)
-            kinds[key] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0])
+            kinds[key] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0], ahead[1])
         result.append(kinds[key])
     return result
 
 
-def _reduced_itemsize(plan: Plan) -> int:
+def reduced_itemsize(plan: Plan) -> int:
     return 2 if plan.reduce in ("bf16", "fp16") else 8 if plan.precision == "fp64" else 4
 
 
@@ -402,7 +424,7 @@ def step_reductions(
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
-    size, reduced = COMPUTE_BYTES[plan.precision], _reduced_itemsize(plan)
+    size, reduced = COMPUTE_BYTES[plan.precision], reduced_itemsize(plan)
     result = []
     for rank, numel in enumerate(numels):
         own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]

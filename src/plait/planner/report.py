@@ -32,7 +32,7 @@ def search_tables(found: Found) -> Iterator[RenderableType]:
     caption = _FOOT + (_NEAR if any(rank.startswith("~") for rank in ranks) else "")
     differ = any(each.cluster != first.cluster for each in found.best)
     columns = [_devices(each) * differ + _columns(each) for each in found.best]
-    yield _ranked(_title(first), ranks, columns, caption)
+    yield _ranked(subject(first), ranks, columns, caption)
     if first.tokens is not None:
         title = f"training on {first.tokens:,.0f} tokens"
         yield _ranked(title, ranks, [_totals(outcome) for outcome in found.best], _TOTALS)
@@ -56,7 +56,7 @@ def search_tables(found: Found) -> Iterator[RenderableType]:
 def price_tables(outcome: Outcome) -> Iterator[RenderableType]:
     """Yield the figures of one plan, and the parts of its step."""
     facts = {"plan": _plan(outcome)} | dict(_columns(outcome)) | {"memory": _memory(outcome)}
-    yield facts_table(_title(outcome), [*facts.items(), *_totals(outcome)])
+    yield facts_table(subject(outcome), [*facts.items(), *_totals(outcome)])
     price = outcome.price
     rows = [
         (part, format_seconds(seconds), f"{seconds / price.step_s:.1%}", _hidden(outcome, part))
@@ -80,7 +80,7 @@ def compare_table(one: Outcome, other: Outcome) -> RenderableType:
     caption = (
         f"A: {_plan(one)}\nB: {_plan(other)}\nB takes {right.step_s / left.step_s:.2f} times as long as A"
     )
-    return table(_title(one), ("part", "A", "B", "B - A"), shown, left=("part",), caption=caption)
+    return table(subject(one), ("part", "A", "B", "B - A"), shown, left=("part",), caption=caption)
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
@@ -127,7 +127,8 @@ def search_json(found: Found) -> dict[str, Any]:
     }
 
 
-def _title(outcome: Outcome) -> str:
+def subject(outcome: Outcome) -> str:
+    """Name the model, the devices and the work of a step."""
     work = outcome.work
     of = f"{outcome.cluster.num_devices:,} {outcome.cluster.device.name}"
     return f"{outcome.model.name} on {of}, {work.batch:,} x {work.sequence:,} tokens a step"

@@ -3,7 +3,8 @@
 metrics.jsonl has one object per line: for a step all of `StepMetrics` (`loss_scale` only with fp16), for an
 evaluation `step`, `validation_loss` and `validation_perplexity`, for an exchange of islands `step`,
 `exchanged_part` and `island_drift`, for every `log_every`-th step with parameter servers `step` and the
-values of `ServerMetrics`, for a save `step` and `save_pause_s`, for a warning `step` and `warning`.
+values of `ServerMetrics`, for a save `step` and `save_pause_s`, for a warning `step` and `warning`,
+for a start from a checkpoint `step` and `resumed`.
 Non-finite numbers are written as null. A resumed run truncates the file to the step that it resumes from, so
 that no step is recorded twice.
 """
@@ -215,6 +216,10 @@ class Metrics:
         """Print and record a problem after `step` steps that does not end the run."""
         self._record({"step": step, "warning": text})
         self.log(f"warning: {text}")
+
+    def resumed(self, step: int) -> None:
+        """Record that the run goes on from the checkpoint of `step`, after a stop or a loss spike."""
+        self._record({"step": step, "resumed": True})
 
     def log(self, text: str) -> None:
         """Print a line on the console."""

@@ -61,6 +61,8 @@ class RunDir:
     clocks = _Name("clocks.png")  # of the workers of parameter servers
     measured = _Name("measured.json")  # memory and traffic of the ranks, for `plait explain`
     stacks = _Name("stacks")  # stack traces of hung ranks, and during training each rank's status
+    sample = _Name("sample.txt")  # of generated text
+    report = _Name("report.html")
     export = _Name("export")  # the trained model in Hugging Face format
 
     def read_recipe(self, sets: Sequence[str] = (), plan: str | None = None) -> Recipe:

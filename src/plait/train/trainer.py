@@ -31,6 +31,7 @@ from plait.data.loader import Batch, Batches, Samples, loader
 from plait.data.sampler import BatchSizes, Order
 from plait.engine.engine import StepResult
 from plait.errors import RunError
+from plait.fileio import write_text
 from plait.parallel.zero.memory_stats import num_allocator_retries
 from plait.plan import Plan
 from plait.server.job import join_job
@@ -167,6 +168,8 @@ class Trainer:
                 metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, servers, first_step
             )
             self._recorder.begin(config.steps - first_step, metrics.log)
+            if first_step:
+                metrics.resumed(first_step)
             for text in self._warnings:
                 metrics.warn(first_step, text)
             if first_step == 0 and config.evaluate_every:
@@ -442,7 +445,12 @@ class Trainer:
         if self._recipe.sample.tokens:
             options = self._recipe.sample.model_dump()
             console.print("sample of generated text:", style="bold")
-            console.print(plain(generate(run, **options, seed=self._config.seed)), highlight=False)
+            sample = generate(run, **options, seed=self._config.seed)
+            try:
+                write_text(run.sample, sample)
+            except OSError as error:
+                raise RunError("cannot write the sample", given=f"{run.sample}: {error}") from error
+            console.print(plain(sample), highlight=False)
 
 
 def _due(step: int, every: int, steps: int) -> bool:
