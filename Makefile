@@ -6,7 +6,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check format quick test sanitize sweep bench gpu clean
+.PHONY: help install demo check format quick test docs sanitize sweep bench gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,9 +45,18 @@ TORCHAO := build/torchao
 $(TORCHAO): constraints.txt $(BIN)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ torchao && touch $@ || rm -rf $@
 
-test: check $(TORCHAO)  ## everything that CI runs
+# The same for the generator of the site.
+GENERATOR := build/site-generator
+
+$(GENERATOR): constraints.txt $(BIN)/.installed
+	$(BIN)/pip install --quiet --upgrade --target $@ zensical && touch $@ || rm -rf $@
+
+docs: install $(GENERATOR)  ## the documentation site, in build/site
+	PYTHONPATH=$(GENERATOR) $(BIN)/python tools/build_site.py
+
+test: check $(TORCHAO) $(GENERATOR)  ## everything that CI runs
 	$(BIN)/python tools/run_tests.py
-	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py
+	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/docs/test_site.py
 
 # The C sources in a program of their own, with the compiler's checks of memory and of threads.
 SANITIZED := build/native-address build/native-thread

@@ -1,4 +1,4 @@
-"""Every command and Python snippet of README.md and docs/*.md does what the page says: it runs.
+"""Every command and Python snippet of README.md and docs/**/*.md does what the page says: it runs.
 
 The blocks of a page are run in order, in one temporary directory that has the repository's `recipes` and
 `examples`: those in bash by `bash -euo pipefail` each, those in Python all in one process, which keeps its
@@ -77,7 +77,7 @@ def blocks_of(document: Path) -> Iterator[Block]:
 
 
 def documents() -> list[Path]:
-    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.exists()]
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
 
 
 BLOCKS = [block for document in documents() for block in blocks_of(document)]

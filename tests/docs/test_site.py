@@ -1,0 +1,35 @@
+"""The documentation site. `make test` builds it, with its generator in PYTHONPATH; in any other run that test
+is skipped, because pip installs the generator outside `.venv`."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+_OTHER_SERVER = re.compile(
+    r'<(?:script|img|iframe)[^>]+src="?https?:|<link[^>]+(?:stylesheet|icon)[^>]+https?:'
+)
+
+
+def test_the_navigation_has_every_page_of_the_docs() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", str(CONFIG["nav"])))
+    assert not [
+        name for path in (ROOT / "docs").rglob("*.md") if (name := str(path.relative_to(ROOT))) not in listed
+    ]
+
+
+def test_the_site_builds_strictly_and_fetches_nothing_from_other_servers() -> None:
+    if importlib.util.find_spec("zensical") is None:
+        pytest.skip("zensical is not installed")
+    command = [sys.executable, str(ROOT / "tools" / "build_site.py")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = list((ROOT / CONFIG["site_dir"]).rglob("*.html"))
+    assert len(pages) > 30
+    assert not [page for page in pages if _OTHER_SERVER.search(page.read_text(encoding="utf-8"))]
