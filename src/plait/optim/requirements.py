@@ -1,4 +1,4 @@
-"""What an optimizer needs to update a parameter, and the states that it keeps: found by steps on tiny ones.
+"""The needs of an optimizer's update, and the states that it makes.
 
 [Note: three kinds of optimizers]
 The engine has flat ranges of units, of which each rank owns one. What a class makes of them depends on what

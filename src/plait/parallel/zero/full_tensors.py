@@ -119,7 +119,7 @@ def full_tensors(
 
 
 def _cost(shape: tuple[int, ...]) -> float:
-    """Of a matrix product of a matrix and its transpose; of a vector, its length."""
+    """FLOPs of a matrix times its transpose, halved; of a vector, its length."""
     return float(math.prod(shape) * (min(shape[-2:]) if len(shape) > 1 else 1))
 
 
