@@ -160,7 +160,9 @@ def test_copies_of_a_tied_parameter_on_two_stages_stay_equal(pool: Pool) -> None
         ("LAMB", "optim_dtype=bf16", "LAMB does not work with optim_dtype=bf16", "needs norms"),
     ],
 )
-def test_plans_that_an_optimizer_cannot_run_are_refused(optimizer: str, plan: str, fact: str, given: str) -> None:
+def test_plans_that_an_optimizer_cannot_run_are_refused(
+    optimizer: str, plan: str, fact: str, given: str
+) -> None:
     chosen = plait.LAMB if optimizer == "LAMB" else getattr(torch.optim, optimizer)
     with pytest.raises(ConfigError) as caught:
         plait.parallelize(programs.llama(), plan, optimizer=chosen, loss=programs.summed_loss)
