@@ -19,7 +19,7 @@ from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
-from plait.models import Blocks
+from plait.models import Blocks, with_layout
 from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
@@ -42,6 +42,7 @@ def parallelize(
     blocks: Blocks | None = None,
     offload_dir: str | Path | None = None,
     tensor_plan: Mapping[str, str] | None = None,
+    layout: str | None = None,
     probe: bool | Mapping[str, Tensor] = False,
     example_batch: Mapping[str, Tensor] | None = None,
     seed: int = 0,
@@ -60,6 +61,7 @@ def parallelize(
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList
     tensor_plan     how `tp` shards layers, {"blocks.*.fc1": "colwise"}. None: the model's own plan
+    layout          rules, "heads:col ffn:col hidden:row"; `tensor_plan` may then name dims, "ffn hidden"
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
     example_batch   under pp, for inputs other than input_ids: shows where parameters outside blocks are used
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
@@ -81,7 +83,7 @@ def parallelize(
         clip_value=clip_value,
         loss_scaling=loss_scaling,
         blocks=blocks,
-        tensor_plan=tensor_plan,
+        tensor_plan=with_layout(tensor_plan, layout),
         loss=loss,
         example_batch=example_batch or (probe if isinstance(probe, Mapping) else None),
     )

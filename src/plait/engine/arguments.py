@@ -48,6 +48,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _names(value) and all(isinstance(style, str) for style in value.values()),
         "a dict of names and styles: {'blocks.*.fc1': 'colwise'}",
     ),
+    "layout": (lambda value: isinstance(value, str), "rules for names of dims: 'heads:col ffn:col'"),
     "probe": (lambda value: isinstance(value, bool) or _is_batch(value), "True, False, or a dict of tensors"),
     "example_batch": (_is_batch, "a dict of tensors"),
     "seed": (_is_seed, "an integer from 0 to 2**64 - 1"),
