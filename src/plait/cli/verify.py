@@ -70,8 +70,7 @@ def verify(
     Exit code 0: they are equal; 1: they differ, or a rank died; 2: the plan is impossible.
     """
     check_outputs({"--json": json})
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise ConfigError("not a relative difference", given=f"--tolerance {tolerance}", hint="1e-6")
+    _check_tolerance(tolerance)
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
     stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
 
@@ -84,8 +83,7 @@ def verify(
     from plait.verify.worker import Case, check
 
     fork_ranks()
-    source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full))
-    source = replace(source, layout=layout)
+    source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full), layout)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
@@ -121,12 +119,17 @@ def verify_rank(work_dir: Path) -> None:
         raise typer.Exit(LOST_RANK) from None
 
 
-def _noted(source: "ModelSource") -> "ModelSource":
-    """Print what the small model does not have of the given configuration."""
+def _check_tolerance(tolerance: float | None) -> None:
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise ConfigError("not a relative difference", given=f"--tolerance {tolerance}", hint="1e-6")
+
+
+def _noted(source: "ModelSource", layout: str | None) -> "ModelSource":
+    """Return the source with layout rules. Prints what the small model leaves out of the configuration."""
     if source.left_out:
         keys = ", ".join(source.left_out)
         print_line(f"note: the small model leaves out of the configuration: {keys}", file=sys.stderr)
-    return source
+    return replace(source, layout=layout)
 
 
 def _device(asked: Device, transport: str, num_ranks: int) -> str:

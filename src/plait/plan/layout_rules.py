@@ -60,7 +60,7 @@ def parse_dims(text: str, where: str) -> tuple[NamedDim, ...]:
             f"cannot read the dim names of {where}",
             given=repr(text),
             expected="a name per dim, 'ffn hidden'; '(3 heads 64) hidden' for packed or grouped features",
-            hint="names of letters, digits and _, separated by spaces",
+            hint="alphanumeric names, separated by spaces",
         )
     return tuple(
         NamedDim(match[1] or match[3], int(match[2] or 1), int(match[4]) if match[4] else None)
@@ -150,16 +150,9 @@ class LayoutRules:
                     f"the layout shards two dims of {where} over {axis}",
                     given=f"{' '.join(map(str, dims))} with {self}",
                     expected="an axis once in a tensor",
-                    hint=f"{' or '.join(self._without(axis, dims))}",
+                    hint="no rule, or another axis, for one of them; two dims of one name need two names",
                 )
         return axes
-
-    def _without(self, axis: str, dims: Sequence[NamedDim]) -> list[str]:
-        other = WEIGHT_AXES[1 - WEIGHT_AXES.index(axis)]
-        names = dict.fromkeys(dim.name for dim in dims if self.axis_of.get(dim.name) == axis)
-        if len(names) == 1:
-            return [f"another name for one of the two dims that are {next(iter(names))}"]
-        return [f"{name}:{other}" for name in names]
 
     def __str__(self) -> str:
         return " ".join(f"{name}:{axis}" for name, axis in self.axis_of.items())

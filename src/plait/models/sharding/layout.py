@@ -1,8 +1,8 @@
-"""From layout rules and names of dims to styles; and the text of a tensor plan.
+"""From layout rules and names of dims to styles.
 
 [Note: from names to styles]
-A user's table names the dims of parameters, in their stored order: `{"blocks.*.up": "ffn hidden"}` (a module
-stands for its weight). The rules give each dim an axis, and each linear layer a style:
+A user's table names the dims of parameters, or of modules' weights, as they are stored:
+`{"blocks.*.up": "ffn hidden"}`. The rules give each dim an axis, and each linear layer a style:
 
   out   in    style
   col   row   colwise, or `colwise_gather_output`
@@ -176,26 +176,25 @@ class _Translation:
             owner, _, key = path.rpartition(".")
             module, own = self.builder.modules[owner], self.builder.own_parameters(owner)
             if key not in own:
-                self._add_count(owner, key, axes)
+                if axes == ("col",):
+                    counts = self.styles.get(owner, StyleSpec()).attributes
+                    self.styles[owner] = StyleSpec(attributes=(*counts, key))
             elif linear_features(module) is not None:
-                self._add_linear(owner, key, dims)
+                if key == "weight":  # a bias has its output features
+                    self._add_linear(owner, dims)
             elif isinstance(module, nn.Embedding):
                 self._add_embedding(owner, dims, axes)
             elif "col" in axes:
                 bare[path] = dims
-        by_place: dict[tuple[str, str], list[str]] = {}
-        for layer in self.builder.modules:
-            place = self.outputs.get(layer) or self.inputs.get(layer)
-            if place is not None:
-                by_place.setdefault(place, []).append(layer)
-        ends = {place: (layers[0], layers[-1]) for place, layers in by_place.items()}
-        self.kept = {
-            place for place, (first, last) in ends.items() if first in self.outputs and last in self.inputs
-        }
-        for layer, place in self.outputs.items():
-            self.styles[layer] = replace(self.styles[layer], gathers=place not in self.kept)
-        for layer, place in self.inputs.items():
-            self.styles[layer] = replace(self.styles[layer], splits=place not in self.kept)
+        places = self.outputs | self.inputs
+        layers = [layer for layer in self.builder.modules if layer in places]
+        first = {places[layer]: layer for layer in reversed(layers)}
+        last = {places[layer]: layer for layer in layers}
+        self.kept = {place for place in last if first[place] in self.outputs and last[place] in self.inputs}
+        for layer in layers:
+            if places[layer] not in self.kept:
+                is_column = layer in self.outputs
+                self.styles[layer] = STYLES["colwise_gather_output" if is_column else "rowwise_split_input"]
         for path, dims in bare.items():
             self._add_bare(path, dims)
         return self.styles
@@ -203,15 +202,7 @@ class _Translation:
     def _place(self, path: str, dim: NamedDim) -> tuple[str, str]:
         return self.builder.block_of(path) or path.rpartition(".")[0], dim.name
 
-    def _add_count(self, module: str, key: str, axes: Axes) -> None:
-        if axes != ("col",):
-            return
-        before = self.styles.get(module, StyleSpec()).attributes
-        self.styles[module] = StyleSpec(attributes=(*before, key))
-
-    def _add_linear(self, layer: str, key: str, dims: Dims) -> None:
-        if key != "weight":
-            return  # a bias has the weight's output features
+    def _add_linear(self, layer: str, dims: Dims) -> None:
         features = linear_features(self.builder.modules[layer])
         out, inp = dims[::-1] if features is not None and features[2] else dims
         axes = self.rules.axes((out, inp), layer)
@@ -246,7 +237,7 @@ class _Translation:
             if is_between:
                 raise self._unplaced(path, dims, "a norm's statistics are sums over its features")
             return  # of the residual stream, which every column has in full
-        if not is_between and (len(dims) != 3 or index == 0):
+        if not is_between and (len(dims) != 3 or dims[0].name != "experts" or index == 0):
             raise self._unplaced(path, dims, "nothing is known of the products that read it")
         style = STYLES["rowwise" if index == 2 else "colwise"]
         self.styles[path] = replace(style, parts=dim.parts, multiple=dim.width)

@@ -79,17 +79,15 @@ def build_tp_plan(
     """Return the plan that shards `model`, unsharded and on meta or not, on a grid of `rows` x `cols`.
 
     `blocks`: as returned by `blocks_of`. `sequence`: shard the tokens of the residual stream between regions.
-    `given`: the user's styles, by patterns of module paths; for a transformers model they extend or override
-    the model's own plan. Without either the plan is derived from a run on meta, for which `batch` is an
-    example. With layout rules under the key `layout`, also names of dims: see `layout.py`. Raises ModelError
-    for a model that cannot be sharded, PlanError for a grid that does not fit.
+    `given`: the user's styles, by patterns of module paths, which override the model's own plan, or layout
+    rules and names (`layout.py`). Without a plan one is derived from a run on meta, with `batch` as example.
+    Raises ModelError for a model that cannot be sharded, PlanError for a grid that does not fit.
     """
     layout, styles, names = split_table(given)
     specs = resolve_styles(model, family_plan(model, cols), styles)
     builder = TPPlanBuilder(model, rows, cols, tuple(name for name, _ in blocks), specs)
     failure = None
-    is_given = given is not None and given.keys() != {LAYOUT}
-    if not is_given and not any(builder.block_of(name) for name in specs):
+    if given in (None, {LAYOUT: layout}) and not any(map(builder.block_of, specs)):
         failure = _derive(builder, batch)
     _declare_embedding_and_head(builder)
     dims = {} if layout is None else apply_layout(builder, layout, names, sequence=sequence)
