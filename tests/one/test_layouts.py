@@ -1,15 +1,21 @@
 """Layout rules and named dims become the plan that styles give; what has no sums to reduce is refused."""
 
+import tomllib
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.errors import PlaitError
+from plait.estimate.explain import Explanation, explain
 from plait.models import blocks_of, build_tp_plan
-from plait.plan.sharding import TPPlan
+from plait.plan import subtract_traffic
+from plait.plan.layout_rules import layer_collectives
+from plait.plan.sharding import Style, TPPlan
+from plait.train.explain import tensor_plan_text
 from support.tensor_models import FAMILIES, small
 
 MEGATRON = "heads:col ffn:col vocab:col"
@@ -40,6 +46,58 @@ def test_names_without_a_rule_are_replicated() -> None:
     plan = plan_of(small("llama"), 1, 2, {"layout": "ffn:col"})
     assert plan.parameters
     assert all("mlp" in parameter.name for parameter in plan.parameters)
+
+
+@pytest.mark.parametrize("plan", ["tp=2x2", "tp=2 sp=true"])
+def test_collectives_that_follow_from_names_are_those_of_a_run_on_meta(plan: str) -> None:
+    rules = "heads:col ffn:col vocab:col hidden:row"
+    ids = torch.zeros(1, 8, dtype=torch.long)
+
+    def explained(layers: int) -> Explanation:
+        model = small("llama", num_hidden_layers=layers)
+        return explain(model, plan, {"input_ids": ids, "labels": ids}, layout=rules)
+
+    two, three = explained(2), explained(3)
+    counts = (run.rank_classes[0].traffic["layers"] for run in (two, three))
+    run = {f"{key.op} over {key.axes[0]}": n.count for key, n in subtract_traffic(*counts).items()}
+    expected: Counter[str] = Counter()
+    shared: set[tuple[str, str]] = set()  # what layers of a module that read one input do once
+    for layer in three.tensor.layers:
+        if not layer.module.startswith("model.layers.2."):
+            continue
+        tensor = three.tensor
+        passes = layer_collectives(layer, tensor.rows, tensor.cols, sequence=three.plan.sp)
+        for place, text in zip((f"{layer.module} forward", "backward"), passes, strict=True):
+            for word in filter(None, text.split(", ")):
+                is_of_input = layer.style is Style.COLUMN and word.endswith("col")
+                once = (layer.module.rpartition(".")[0], f"{place.rpartition(' ')[2]} {word}")
+                expected[word] += not (is_of_input and once in shared)
+                shared.add(once)
+    assert run == expected
+
+
+class Derived(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = (nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2))
+        self.blocks = nn.ModuleList(pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_the_printed_text_of_a_derived_plan_is_a_recipes_table_of_the_same_plan() -> None:
+    micro = {"x": torch.zeros(1, 4, 16)}
+    explanation = explain(Derived(), "tp=2", micro, loss=lambda out, _: (out.sum(), 4))
+    text = tensor_plan_text(explanation)
+    table = tomllib.loads(text)["model"]["tensor_plan"]
+    assert table == {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+    model = Derived()
+    plan = build_tp_plan(model, 1, 2, sequence=False, blocks=blocks_of(model), given=table)
+    assert plan == explanation.tensor
+    assert "# ffn hidden; backward: all-reduce over col" in text
 
 
 class Block(nn.Module):

@@ -123,8 +123,9 @@ def explain(
         param_groups=param_groups,
         blocks=blocks,
         tensor_plan=with_layout(tensor_plan, layout),
+        loss=loss,
+        example_batch=micro,
     )
-    spec = replace(spec, loss=loss)
     groups = GroupOptimizer.of_groups(optimizer, dict(optimizer_args or {}), spec.groups)
     check_groups(groups, plan)
     view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, groups)

@@ -162,7 +162,7 @@ def layer_collectives(layer: LayerSharding, rows: int, cols: int, *, sequence: b
     """Return what a layer communicates in forward and in backward; '' for nothing. See [Note: layout rules].
 
     Of products: the layers that read one input reduce its gradient once. `sequence`: tokens of the stream are
-    sharded over `col`; then the input of COLUMN layers is gathered once for all that read it.
+    sharded over `col`; then the input of COLUMN layers is gathered once for all that read it, in each pass.
     """
     reduce, gather = "all-reduce over {}", "all-gather over {}"
     scatter = "reduce-scatter over {}" if sequence else reduce
@@ -171,7 +171,7 @@ def layer_collectives(layer: LayerSharding, rows: int, cols: int, *, sequence: b
     match layer.style:
         case Style.COLUMN:
             over_row = [(reduce, "")]
-            over_col = [(regather, scatter)]
+            over_col = [(regather, regather), ("", scatter)]
             if layer.gathers:
                 over_col.append((gather, ""))
             elif layer.head:

@@ -81,7 +81,7 @@ def implied_dims(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> Dims:
     """The names of the dims of a layer or parameter with a style; () for one that is not sharded itself."""
     if spec.attributes or spec.style in (None, Style.REPLICATE):
         return ()
-    is_vocabulary = spec.head or spec.style is Style.VOCABULARY
+    is_vocabulary = spec.style is Style.VOCABULARY or builder.block_of(name) is None
     is_of_heads = attention_of(builder, name) is not None
     sharded = NamedDim("vocab" if is_vocabulary else "heads" if is_of_heads else "ffn", spec.parts)
     if spec.style not in (Style.COLUMN, Style.ROW, Style.VOCABULARY):
