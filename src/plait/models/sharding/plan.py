@@ -86,9 +86,8 @@ def build_tp_plan(
     layout, styles, names = split_table(given)
     specs = resolve_styles(model, family_plan(model, cols), styles)
     builder = TPPlanBuilder(model, rows, cols, tuple(name for name, _ in blocks), specs)
-    failure = None
-    if given in (None, {LAYOUT: layout}) and not any(map(builder.block_of, specs)):
-        failure = _derive(builder, batch)
+    is_derived = given in (None, {LAYOUT: layout}) and not any(map(builder.block_of, specs))
+    failure = _derive(builder, batch) if is_derived else None
     _declare_embedding_and_head(builder)
     dims = {} if layout is None else apply_layout(builder, layout, names, sequence=sequence)
     for name, spec in specs.items():
