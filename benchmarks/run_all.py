@@ -25,6 +25,7 @@ BENCHMARKS = (
     "data_parallel",
     "data_parallel --ddp",
     "tensor_parallel",
+    "tensor_grids",
     "pipeline",
     "stage_overhead",
     "local_steps",

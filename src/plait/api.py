@@ -19,7 +19,7 @@ from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
-from plait.models import Blocks
+from plait.models import Blocks, with_layout
 from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
@@ -42,6 +42,7 @@ def parallelize(
     blocks: Blocks | None = None,
     offload_dir: str | Path | None = None,
     tensor_plan: Mapping[str, str] | None = None,
+    layout: str | None = None,
     probe: bool | Mapping[str, Tensor] = False,
     example_batch: Mapping[str, Tensor] | None = None,
     seed: int = 0,
@@ -50,8 +51,7 @@ def parallelize(
 ) -> Engine:
     """Return an engine that trains `model` under `plan` on the ranks of this job (one rank if started alone).
 
-    model           a Hugging Face model or any nn.Module, unmodified, or a list of modules (see `Chain`). On
-                    meta, it is initialized from `seed` and names of parameters; else rank 0's weights count
+    model           any nn.Module, unmodified, or a list (see `Chain`). Values: rank 0's; on meta, from `seed`
     plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
     param_groups    as in torch, or with an `optimizer` of their own. None: no decay for norms and biases
@@ -59,7 +59,7 @@ def parallelize(
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList
-    tensor_plan     how `tp` shards layers, {"blocks.*.fc1": "colwise"}. None: the model's own plan
+    tensor_plan     {"*.fc1": "colwise"}; with layout="ffn:col", {"*.fc1": "ffn hidden"}. None: model's own
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
     example_batch   under pp, for inputs other than input_ids: shows where parameters outside blocks are used
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
@@ -81,7 +81,7 @@ def parallelize(
         clip_value=clip_value,
         loss_scaling=loss_scaling,
         blocks=blocks,
-        tensor_plan=tensor_plan,
+        tensor_plan=with_layout(tensor_plan, layout),
         loss=loss,
         example_batch=example_batch or (probe if isinstance(probe, Mapping) else None),
     )

@@ -34,6 +34,7 @@ RANKS = {
     "collectives": 2,
     "data_parallel": 2,
     "pipeline": 2,
+    "tensor_grids": 2,
     "tensor_parallel": 2,
 }
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PLAIT_RENDEZVOUS_FILE", "PLAIT_LAUNCHER_PID")

@@ -130,6 +130,34 @@ def test_a_custom_gpt_gives_the_one_process_programs_numbers(pool: Pool, build: 
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
 
 
+NAMES = {
+    "layout": "batch:dp vocab:col heads:col ffn:col hidden:row",
+    "tokens": "vocab hidden",
+    "blocks.*.attention.qkv": "(3 heads 8) hidden",
+    "blocks.*.attention.out": "hidden (heads 8)",
+    "blocks.*.attention.heads": "heads",
+    "blocks.*.mlp.0": "ffn hidden",
+    "blocks.*.mlp.2": "hidden ffn",
+    "head": "vocab hidden",
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        ("tp=2x2", NAMES),
+        ("tp=2", {**NAMES, "layout": "hidden:col", "tokens": "replicate", "head": "replicate"}),
+    ],
+    ids=["rows and columns", "columns of the hidden dim"],
+)
+def test_a_layout_of_named_dims_does_not_change_the_numbers(
+    pool: Pool, plan: str, names: dict[str, str]
+) -> None:
+    task = Task(gpt)
+    ours = pool.run(_trained, num_ranks(plan), task, f"{plan} precision=fp64", names)[0]
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
+
+
 def test_a_custom_gpt_without_a_plan_gets_one_with_the_same_numbers(pool: Pool) -> None:
     task = Task(gpt)
     ours = pool.run(_trained, 4, task, "tp=2 pp=2 micro=2 precision=fp64", None)[0]

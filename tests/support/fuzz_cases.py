@@ -363,7 +363,7 @@ CONFIG = {
 PARALLELIZE = words_of(
     """
     optimizer optimizer_args param_groups clip_norm clip_value loss loss_scaling blocks offload_dir
-    tensor_plan probe example_batch seed weights world
+    tensor_plan layout probe example_batch seed weights world
     """
 )
 

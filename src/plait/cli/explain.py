@@ -1,5 +1,6 @@
 """`plait explain`: what a plan costs before it runs, and the estimate next to the measurements of a run."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from plait.estimate.explain import Explanation
     from plait.train.measurements import Measurements
 
+LAYOUT_HELP = 'Layout rules of tensor parallelism, e.g. "heads:col ffn:col".'
 MODEL_HELP = "A model_type of transformers, a config.json, a folder with one, or module:function."
 
 
@@ -40,6 +42,7 @@ def explain(
         Path | None,
         typer.Option(help="The directory of a run: compare with its measurements.", show_default=False),
     ] = None,
+    layout: Annotated[str | None, typer.Option(help=f"With --model. {LAYOUT_HELP}")] = None,
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="With --model: sequences per step. Default: one per micro-batch and rank."),
@@ -60,18 +63,18 @@ def explain(
     """Show memory, communication and pipeline bubble of a plan on every rank, without starting a rank."""
     check_outputs({"--json": json, "--html": html})
     _check_source({"a recipe": recipe, "--model": model, "--run": run}, {"--plan": plan, "--set": sets})
-    if model is None and (batch, sequence) != (None, None):
+    if model is None and (batch, sequence, layout) != (None, None, None):
         raise ConfigError(
-            "--batch and --sequence are for --model",
+            "--batch, --sequence and --layout are for --model",
             given="a recipe or a run, which has its own",
-            expected="the batch and the sequence of the recipe",
-            hint="--set run.batch=8 --set data.sequence=128",
+            expected="the batch, the sequence and the layout of the recipe",
+            hint="--set run.batch=8 --set data.sequence=128 --set model.tensor_plan.layout=heads:col",
         )
     measured = None
     if run is not None:
         explanation, measured = explain_run(run, host_size)
     elif model is not None:
-        explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size)
+        explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size, layout)
     else:
         assert recipe is not None, "one of the three sources is given"
         explanation = _explain_recipe(recipe, plan, sets, host_size)
@@ -142,6 +145,7 @@ def _explain_model(
     batch: int | None,
     sequence: int,
     host_size: int | None,
+    layout: str | None,
 ) -> "Explanation":
     if plan is None or sets:
         raise ConfigError(
@@ -158,7 +162,7 @@ def _explain_model(
     from plait.verify.model_spec import parse_source
 
     micro = parsed.check_batch(batch or parsed.data_ranks * parsed.micro)
-    spec = parse_source(model, layers=0, full=True).spec()
+    spec = replace(parse_source(model, layers=0, full=True), layout=layout).spec()
     if spec.batch is not None:
         inputs = spec.batch(0, micro)
     else:

@@ -20,7 +20,7 @@ from plait.cli.common import (
     report_errors,
     write_json_output,
 )
-from plait.cli.explain import MODEL_HELP
+from plait.cli.explain import LAYOUT_HELP, MODEL_HELP
 from plait.cli.multirank import check_limits
 from plait.errors import ConfigError, PlaitError, PlanError
 from plait.fileio import read_text, temporary_folder
@@ -45,6 +45,7 @@ def verify(
     num_ranks_of_all: Annotated[
         int, typer.Option("--all-plans", min=0, metavar="N", help="Every valid plan on N ranks.")
     ] = 0,
+    layout: Annotated[str | None, typer.Option(help=LAYOUT_HELP)] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks. Default: those of the plan.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
     dtype: Annotated[Dtype, typer.Option(help="Dtype to compute in, not the plan's precision.")] = "float64",
@@ -82,7 +83,7 @@ def verify(
     from plait.verify.worker import Case, check
 
     fork_ranks()
-    source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full))
+    source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full), layout)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
@@ -128,12 +129,12 @@ def _check_tolerance(tolerance: float | None) -> None:
         )
 
 
-def _noted(source: "ModelSource") -> "ModelSource":
-    """Print what the small model does not have of the given configuration."""
+def _noted(source: "ModelSource", layout: str | None) -> "ModelSource":
+    """Return the source with layout rules. Prints what the small model leaves out of the configuration."""
     if source.left_out:
         keys = ", ".join(source.left_out)
         print_line(f"note: the small model leaves out of the configuration: {keys}", file=sys.stderr)
-    return source
+    return replace(source, layout=layout)
 
 
 def _device(asked: Device, transport: str, num_ranks: int) -> str:

@@ -51,6 +51,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "a dict of names and styles",
         "{'blocks.*.fc1': 'colwise'}",
     ),
+    "layout": (lambda value: isinstance(value, str), "rules for names of dims", "'heads:col ffn:col'"),
     "probe": (
         lambda value: isinstance(value, bool) or _is_batch(value),
         "True, False, or a dict of tensors",

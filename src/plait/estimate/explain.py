@@ -23,7 +23,7 @@ from plait.engine.loss import Loss
 from plait.engine.spec import TrainingSpec, validate
 from plait.errors import ModelError
 from plait.estimate.dry_run import META, Cluster, DryStage, NullMasters, dry_stages
-from plait.models import Blocks, Chain
+from plait.models import Blocks, Chain, with_layout
 from plait.optim.requirements import GroupOptimizer, Needs
 from plait.parallel.float8 import Float8Layers
 from plait.parallel.zero.full_tensors import full_tensor_bytes, full_tensors
@@ -31,7 +31,7 @@ from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_optim import check_groups, states_per_element
-from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, UnitLayout
+from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
 from plait.plan.communicators import num_communicators
 from plait.plan.estimate.memory import MASTER_BYTES
 from plait.plan.estimate.servers import ServerTraffic, server_memory, server_traffic, worker_memory
@@ -83,6 +83,7 @@ class Explanation:
     rank_classes: tuple[RankClass, ...]
     float8: Float8Layers
     shard_map: ShardMap
+    tensor: TPPlan
     servers: ServerTraffic | None = None
 
     def of_rank(self, rank: int) -> RankClass:
@@ -101,6 +102,7 @@ def explain(
     loss: Loss | None = None,
     blocks: Blocks | None = None,
     tensor_plan: Mapping[str, str] | None = None,
+    layout: str | None = None,
 ) -> Explanation:
     """Estimate the cost of `parallelize` with these arguments and of steps of such micro-batches.
 
@@ -120,9 +122,10 @@ def explain(
         optimizer=optimizer,
         param_groups=param_groups,
         blocks=blocks,
-        tensor_plan=tensor_plan,
+        tensor_plan=with_layout(tensor_plan, layout),
+        loss=loss,
+        example_batch=micro,
     )
-    spec = replace(spec, loss=loss)
     groups = GroupOptimizer.of_groups(optimizer, dict(optimizer_args or {}), spec.groups)
     check_groups(groups, plan)
     view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, groups)
@@ -144,6 +147,7 @@ def explain(
         classes,
         spec.float8,
         view.shard_map,
+        spec.tensor,
         servers,
     )
 

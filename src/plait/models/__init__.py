@@ -25,6 +25,7 @@ from plait.models.huggingface_config import (
 from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
 from plait.models.mask_decisions import decided_on_cpu, remember_sources
+from plait.models.sharding.layout import with_layout
 from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import plan_stages
 from plait.models.stages.dataflow import blocks_of
@@ -95,5 +96,6 @@ __all__ = [
     "task_of",
     "unit_facts",
     "watch_activations",
+    "with_layout",
     "without_warnings",
 ]

@@ -245,6 +245,19 @@ class ArgumentSharding:
 
 
 @dataclass(frozen=True)
+class StyleLine:
+    """A line of a plan's text: the style of a module or parameter, and of all that match the pattern.
+
+    dims    the names of its weight's dims, or of the one that is sharded
+    """
+
+    name: str
+    pattern: str
+    style: str
+    dims: str = ""
+
+
+@dataclass(frozen=True)
 class TPPlan:
     """How a model is sharded on a grid of `rows` x `cols`. Parameters that are not listed are replicated.
 
@@ -256,6 +269,7 @@ class TPPlan:
                 gradients of the input are partial sums on every column
     attributes  (module, attribute, its value at each `col` coordinate): counts that modules store
     arguments   per-head arguments of modules
+    lines       the styles that the plan was built from; `layout`: the rules that they follow from, if any
     """
 
     rows: int
@@ -266,6 +280,8 @@ class TPPlan:
     pure: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     arguments: tuple[ArgumentSharding, ...] = ()
+    lines: tuple[StyleLine, ...] = ()
+    layout: str = ""
 
     def within(self, has: Callable[[str], bool]) -> "TPPlan":
         """The part of the plan about modules for which `has(name)` is true."""

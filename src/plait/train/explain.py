@@ -1,5 +1,6 @@
 """`plait explain`: shards, memory and traffic per rank, estimated before a run or compared with one."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from plait.plan import AXES, CommCount, CommKey, Plan, format_bytes, used_catego
 from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.estimate.servers import ServerTraffic
 from plait.plan.estimate.traffic import ring_bytes
+from plait.plan.layout_rules import layer_collectives
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
@@ -42,6 +44,8 @@ def print_explanation(
 ) -> None:
     """Print all tables; with `rank`, the traffic of that rank only."""
     console.print(plan_table(explanation, measured))
+    if explanation.tensor.lines:
+        console.print(tensor_plan_text(explanation), highlight=False, markup=False, soft_wrap=True)
     console.print(shards_table(explanation))
     if measured is None:
         console.print(memory_by_class_table(explanation))
@@ -90,6 +94,24 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
             f"{format_bytes(sent // plan.local_steps)} per step"
         )
     return facts_table("plan", facts.items())
+
+
+def tensor_plan_text(explanation: Explanation) -> str:
+    """Return the tensor plan as a recipe's table, with the dims' names and each layer's collectives."""
+    tensor, sequence = explanation.tensor, explanation.plan.sp
+    layers = {layer.module: layer for layer in tensor.layers}
+    entries = [(json.dumps(line.pattern), json.dumps(line.style), line) for line in tensor.lines]
+    widths = max(len(pattern) for pattern, _, _ in entries), max(len(style) for _, style, _ in entries)
+    text = f"# layout: {tensor.layout}\n" if tensor.layout else ""
+    text += "[model.tensor_plan]  # layers that read one input gather it, and reduce its gradient, once\n"
+    for pattern, style, line in entries:
+        passes = ("", "")
+        if line.name in layers:
+            passes = layer_collectives(layers[line.name], tensor.rows, tensor.cols, sequence=sequence)
+        words = [f"{name}: {of_pass}" for name, of_pass in zip(("forward", "backward"), passes, strict=True)]
+        comment = "; ".join([line.dims, *(word for word in words if not word.endswith(": "))])
+        text += f"{pattern:<{widths[0]}} = {style:<{widths[1]}}  # {comment}".rstrip(" #") + "\n"
+    return text
 
 
 def _float8_text(layers: Float8Layers) -> str:
@@ -310,6 +332,8 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
         "bubble": explanation.bubble,
         "alike": [_row(explanation, row) for row in explanation.rank_classes],
     }
+    if explanation.tensor.lines:
+        values["tensor_plan"] = {line.pattern: line.style for line in explanation.tensor.lines}
     if explanation.float8.names:
         others = dict(explanation.float8.others)
         values["float8"] = {"layers": sorted(explanation.float8.names), "others": others}

@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from plait.models import (
     causal_lm_on_meta,
     initialize_weights,
     read_config,
+    with_layout,
 )
 from plait.verify.float64 import compute_in_float64, default_dtype
 from plait.verify.tiny_config import left_out, shrink_config
@@ -78,17 +79,20 @@ class ModelSource:
     config      of a Hugging Face model, with its model_type
     build       `module:function` of the user, instead of `config`; the module may be in `folder`
     left_out    keys of the given configuration, other than sizes, that the small model does not have
+    layout      layout rules, as in `plait.parallelize`
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     build: str = ""
     folder: str = ""
     left_out: tuple[str, ...] = ()
+    layout: str | None = None
 
     def spec(self) -> ModelSpec:
         """Return the model spec. Raises ModelError."""
         if self.build:
-            return _user_spec(self.build, self.folder)
+            spec = _user_spec(self.build, self.folder)
+            return replace(spec, tensor_plan=with_layout(spec.tensor_plan, self.layout))
         config = dict(self.config)
 
         def reference() -> nn.Module:
@@ -96,7 +100,8 @@ class ModelSource:
             model: nn.Module = type(on_meta)(on_meta.config)
             return model
 
-        return ModelSpec(lambda: causal_lm_on_meta(config), reference=reference)
+        plan = with_layout(None, self.layout)
+        return ModelSpec(lambda: causal_lm_on_meta(config), tensor_plan=plan, reference=reference)
 
     def __str__(self) -> str:
         return self.build or str(self.config["model_type"])

@@ -64,18 +64,29 @@ class Heads:
 
 def find_heads(builder: TPPlanBuilder, name: str) -> Heads | None:
     """Return the heads of the attention that contains a layer or parameter: [Note: heads of a layer]."""
+    path = attention_of(builder, name)
+    if path is None:
+        return None
+    spec = builder.specs.get(path)
+    if spec is not None and spec.attributes:
+        return _declared_heads(builder, path, spec.attributes)
+    counts = head_counts(builder, path)
+    assert counts is not None, "an attention has a head count"
+    return Heads(path, *counts, split_heads(*counts, builder.cols, rows=builder.rows, of=path))
+
+
+def attention_of(builder: TPPlanBuilder, name: str) -> str | None:
+    """Return the nearest module with heads that contains a layer or parameter: [Note: heads of a layer]."""
     block = builder.block_of(name)
     for path in builder.ancestors(name):
         spec = builder.specs.get(path)
         if spec is not None and spec.attributes:
-            return _declared_heads(builder, path, spec.attributes)
+            return path
         if path == block:
             return None
-        module = builder.modules[path]
-        if _ATTENTION.search(path.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
-            counts = head_counts(builder, path)
-            if counts is not None:
-                return Heads(path, *counts, split_heads(*counts, builder.cols, rows=builder.rows, of=path))
+        names = path.rpartition(".")[2], type(builder.modules[path]).__name__
+        if any(map(_ATTENTION.search, names)) and head_counts(builder, path) is not None:
+            return path
     return None
 
 

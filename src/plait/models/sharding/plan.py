@@ -46,6 +46,7 @@ from plait.models.sharding.heads import (
     find_heads,
     shard_over_col,
 )
+from plait.models.sharding.layout import LAYOUT, Dims, apply_layout, implied_dims, split_table
 from plait.models.sharding.residual import (
     add_residual_layers,
     check_rows,
@@ -54,9 +55,15 @@ from plait.models.sharding.residual import (
     mark_partial_grads,
     pure_regions,
 )
-from plait.models.sharding.styles import StyleSpec, layer_pattern, replicate_hint, resolve_styles
+from plait.models.sharding.styles import (
+    StyleSpec,
+    layer_pattern,
+    replicate_hint,
+    resolve_styles,
+    style_text,
+)
 from plait.models.transformers_types import input_embedding, is_pretrained_model
-from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, split_width
+from plait.plan.sharding import DimSharding, LayerSharding, Style, StyleLine, TPPlan, split_width
 
 
 def build_tp_plan(
@@ -72,16 +79,17 @@ def build_tp_plan(
     """Return the plan that shards `model`, unsharded and on meta or not, on a grid of `rows` x `cols`.
 
     `blocks`: as returned by `blocks_of`. `sequence`: shard the tokens of the residual stream between regions.
-    `given`: the user's styles, by patterns of module paths; for a transformers model they extend or override
-    the model's own plan. Without either the plan is derived from a run on meta, for which `batch` is an
-    example. Raises ModelError for a model that cannot be sharded, PlanError for a grid that does not fit.
+    `given`: the user's styles, by patterns of module paths, which override the model's own plan, or layout
+    rules and names (`layout.py`). Without a plan one is derived from a run on meta, with `batch` as example.
+    Raises ModelError for a model that cannot be sharded, PlanError for a grid that does not fit.
     """
-    specs = resolve_styles(model, family_plan(model, cols), given)
+    layout, styles, names = split_table(given)
+    specs = resolve_styles(model, family_plan(model, cols), styles)
     builder = TPPlanBuilder(model, rows, cols, tuple(name for name, _ in blocks), specs)
-    failure = None
-    if given is None and not any(builder.block_of(name) for name in specs):
-        failure = _derive(builder, batch)
+    is_derived = given in (None, {LAYOUT: layout}) and not any(map(builder.block_of, specs))
+    failure = _derive(builder, batch) if is_derived else None
     _declare_embedding_and_head(builder)
+    dims = {} if layout is None else apply_layout(builder, layout, names, sequence=sequence)
     for name, spec in specs.items():
         if name in builder.modules:
             _add_module(builder, name, spec)
@@ -91,7 +99,7 @@ def build_tp_plan(
     _add_head_numbers(builder)
     add_undeclared_head_norms(builder)
     add_activations(builder)
-    if not builder.layers or (given is None and not any(builder.block_of(name) for name in builder.layers)):
+    if not builder.layers or (given is None and not any(map(builder.block_of, builder.layers))):
         raise ModelError(
             "there is no tensor plan for this model",
             given=type(model).__name__ + (f", {failure}" if failure else ""),
@@ -115,7 +123,27 @@ def build_tp_plan(
         pure_regions(builder, regions),
         tuple((module, key, values) for (module, key), values in builder.attributes.items()),
         tuple(builder.arguments),
+        _lines(builder, dims),
+        layout or "",
     )
+
+
+def _lines(builder: TPPlanBuilder, named: Mapping[str, Dims]) -> tuple[StyleLine, ...]:
+    """Return the plan's text, a line for all that match a pattern if they have one style. `named`: dims."""
+    names = [*filter(None, builder.modules), *builder.shapes]
+    by_pattern: dict[str, list[str]] = {}
+    for name in names:
+        by_pattern.setdefault(layer_pattern(name), []).append(name)
+    lines = []
+    for pattern, matched in by_pattern.items():
+        styled = [name for name in matched if name in builder.specs]
+        texts = {style_text(builder.specs[name]) for name in styled}
+        is_one = len(texts) == 1 and len(styled) == len(matched)
+        for name in styled[:1] if is_one else styled:
+            spec = builder.specs[name]
+            dims = " ".join(map(str, named.get(name) or implied_dims(builder, name, spec)))
+            lines.append(StyleLine(name, pattern if is_one else name, style_text(spec), dims))
+    return tuple(lines)
 
 
 def _derive(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> str:

@@ -5,7 +5,7 @@ patterns of module or parameter paths to styles; a `*` in a pattern matches one 
 number).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -52,12 +52,12 @@ STYLES: Mapping[str, StyleSpec] = {
     "grouped_colwise": StyleSpec(Style.COLUMN, grouped=True),
     "head": StyleSpec(Style.COLUMN, head=True),
     "embedding_rowwise": StyleSpec(Style.VOCABULARY),
-    "embedding_colwise": _REPLICATE,
     "replicated_with_grad_allreduce": StyleSpec(Style.PER_HEAD_NORM),
     "mla_kv_a_proj": StyleSpec(Style.MLA_LATENT),
     "moe_tp_experts": StyleSpec(Style.EXPERTS),
     # Replicated modules need no style, and plait decides itself where sequences are sharded.
     "replicate": _REPLICATE,
+    "embedding_colwise": _REPLICATE,
     "sequence_parallel": _REPLICATE,
     # Markers of modules whose parameters have styles of their own.
     "local_params": StyleSpec(),
@@ -108,6 +108,16 @@ def parse_style(text: str, where: str) -> StyleSpec:
     return replace(spec, multiple=_parse_number(multiple, text, where)) if multiple else spec
 
 
+def style_text(spec: StyleSpec) -> str:
+    """Return the text that `parse_style` reads as this."""
+    if spec.attributes:
+        return f"local:{','.join(spec.attributes)}"
+    plain, parts = replace(spec, multiple=None), f":{spec.parts}"
+    forms = ((plain, ""), (replace(plain, parts=2), parts), (replace(plain, parts=1), parts))
+    text = next(key + end for form, end in forms for key, known in STYLES.items() if known == form)
+    return f"{text}/{spec.multiple}" if spec.multiple else text
+
+
 def _parse_number(digits: str, text: str, where: str) -> int:
     if not digits.isdecimal() or int(digits) == 0:
         raise ModelError(
@@ -133,16 +143,7 @@ def resolve_styles(
     plan = {**shipped_plan(model), **{f"{prefix}{pattern}": text for pattern, text in built_in.items()}}
     styles = {name: text for pattern, text in plan.items() for name in _matches(pattern, names)}
     for pattern, text in (given or {}).items():
-        matched = _matches(pattern, names)
-        if not matched:
-            close = nearest(pattern, {layer_pattern(name) for name in names})
-            raise ModelError(
-                "the tensor plan has a pattern that matches nothing in the model",
-                given=pattern,
-                expected="paths of modules or parameters, with * for a component of a path",
-                hint=close,
-            )
-        styles |= dict.fromkeys(matched, text)
+        styles |= dict.fromkeys(matching(pattern, names), text)
     return {name: parse_style(text, name) for name, text in styles.items()}
 
 
@@ -161,6 +162,19 @@ def base_prefix(model: nn.Module) -> str:
     """The path of a transformers model's base model, with a dot, or ''."""
     prefix = getattr(model, "base_model_prefix", "")
     return f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+
+
+def matching(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that match a pattern of the user. Raises ModelError if there are none."""
+    matched = _matches(pattern, names)
+    if not matched:
+        raise ModelError(
+            "the tensor plan has a pattern that matches nothing in the model",
+            given=pattern,
+            expected="paths of modules or parameters, with * for a component of a path",
+            hint=nearest(pattern, {layer_pattern(name) for name in names}),
+        )
+    return matched
 
 
 def _matches(pattern: str, names: Iterable[str]) -> list[str]:
