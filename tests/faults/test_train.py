@@ -85,6 +85,7 @@ def test_a_run_learns_and_leaves_all_that_it_names(whole: tuple[Path, str]) -> N
     for path in (f"checkpoints/step-{STEPS:08d}", "export", "tensorboard", "metrics.jsonl", "loss.png"):
         assert str(run / path) in out
         assert (run / path).exists()
+    assert (run / "sample.txt").read_text().startswith("The ship")
     assert [path.name for path in checkpoint.steps(run / "checkpoints")] == ["step-00000018", "step-00000024"]
     records = read_metrics(run / "metrics.jsonl")
     steps = [record for record in records if "loss" in record]
@@ -184,6 +185,8 @@ def test_saved_stopped_killed_damaged_and_resumed_ends_with_the_bits_of_never_st
     assert newest.with_name(f"{newest.name}.damaged").is_dir()
     warnings = [line for line in read_metrics(run / "metrics.jsonl") if "warning" in line]
     assert [line["step"] for line in warnings] == [checkpoint.step_of(before)]
+    resumed = [line["step"] for line in read_metrics(run / "metrics.jsonl") if "resumed" in line]
+    assert resumed[-1] == checkpoint.step_of(before)
     assert_same_bits(last_state(run), last_state(whole[0]))
     ours, theirs = (losses(path) for path in (run, whole[0]))
     for key in ("step", "loss", "validation_loss", "lr", "grad_norm", "tokens"):

@@ -71,9 +71,7 @@ function unit(values, each, parent) {
   const holders = each.tensors.length ? each.tensors[0].held.length : 0;
   const label = ({ row, col }) => (values.grid.row > 1 ? `row ${row}, col ${col}` : `col ${col}`);
   const names = holders > 1 ? each.tensors[0].held.map(label) : ["every rank of the stage"];
-  figure(parent, "tensors, and the parts that the ranks of a tp grid compute with", (width, say) => {
-    const node = svg("svg", { width, tabindex: 0, role: "img", "aria-label": "boxes of the tensors" });
-    const marks = [], texts = [];
+  picture(parent, "tensors, and the parts that the ranks of a tp grid compute with", (node, width, note) => {
     const high = Math.max(...each.tensors.map(({ shape }) => size(shape)[0]));
     const scale = (length) => Math.max(14, 90 * Math.sqrt(length / high));
     let [x, y, tallest] = [0, 0, 0];
@@ -93,17 +91,15 @@ function unit(values, each, parent) {
           const box = { x: x + (wide * left) / columns + share * same.indexOf(held), y: y + 32 + (top / rows) * tall,
             width: Math.max(1, share - 1), height: Math.max(1, ((bottom - top) / rows) * tall - 1) };
           node.append(svg("rect", { ...box, fill: COLORS[at % COLORS.length] }));
-          marks.push([box.x + box.width / 2, box.y + box.height / 2]);
           const ranges = held.ranges.map((dim) => dim.map(([from, to]) => `${from}:${to}`).join(" and ")).join(", ");
-          texts.push(`${tensor.name}[${ranges}]: ${same.length > 1 ? `${same.map(label).join("; ")}: a copy each` : label(held)}`);
+          note(box.x + box.width / 2, box.y + box.height / 2, `${tensor.name}[${ranges}]: ` +
+            (same.length > 1 ? `${same.map(label).join("; ")}: a copy each` : label(held)));
         }
       });
       x += cell;
       tallest = Math.max(tallest, tall + 34);
     }
-    node.setAttribute("height", y + tallest + 4);
-    pick(node, marks, (index) => say(texts[index]));
-    return [legend(names, COLORS), node];
+    return [y + tallest + 4, legend(names, COLORS)];
   }, { note: `on pipeline stage ${[...new Set(each.stages)].join(", ")}; areas are not to scale`,
     values: () => table(["tensor", "shape", "held by", "ranges"], each.tensors.flatMap((tensor) => tensor.held.map((held) =>
       [tensor.name, tensor.shape.join(" x "), label(held), JSON.stringify(held.ranges)]))) });
@@ -112,18 +108,15 @@ function unit(values, each, parent) {
 
 function storage(each, parent) {
   const zeroed = each.shards > 1;
-  figure(parent, `flat storage of ${format.number(each.numel)} elements, in ${each.shards === 1 ? "one range" : `${each.shards} ranges`}`, (width, say) => {
-    const height = 62, scale = (at) => (at / each.numel) * width;
-    const node = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img",
-      "aria-label": "tensors in the storage, and the ranges that ranks own" });
-    const marks = [], texts = [];
+  const title = `flat storage of ${format.number(each.numel)} elements, ranges: ${each.shards}`;
+  picture(parent, title, (node, width, note) => {
+    const scale = (at) => (at / each.numel) * width;
     each.tensors.forEach((tensor, at) => {
       const x = scale(tensor.start), wide = scale(tensor.numel);
       node.append(svg("rect", { x, y: 20, width: Math.max(1, wide - 1), height: 24, fill: COLORS[at % COLORS.length] }));
       const from = Math.floor((tensor.start * each.shards) / each.numel);
       const to = Math.floor(((tensor.start + Math.max(0, tensor.numel - 1)) * each.shards) / each.numel);
-      marks.push([x + wide / 2, 32]);
-      texts.push(`${tensor.name}: elements ${tensor.start} to ${tensor.start + tensor.numel}` +
+      note(x + wide / 2, 32, `${tensor.name}: elements ${tensor.start} to ${tensor.start + tensor.numel}` +
         (zeroed ? `, owned by shard ${from === to ? from : `${from} to ${to}`}` : ""));
     });
     const every = Math.ceil(each.shards / (width / 70));
@@ -131,7 +124,7 @@ function storage(each, parent) {
       node.append(svg("path", { class: "edge", d: `M${scale((shard * each.numel) / each.shards) + 0.5} 4v44` }),
         svg("text", { class: "muted", x: scale((shard * each.numel) / each.shards) + 4, y: 14 }, `shard ${shard}`));
     }
-    pick(node, marks, (index) => say(texts[index]));
-    return node;
-  }, { note: zeroed ? "the rank at each coordinate on shard owns one range, across the borders of tensors" : "owned by every rank" });
+    return [50];
+  }, { note: zeroed ? "the rank at each coordinate on shard owns one range, across the borders of tensors"
+    : "owned by every rank" });
 }

@@ -193,19 +193,29 @@ function lines(parent, title, { series, x, y, height = 230, marks = [], zero = f
     ...shown.map((each) => [new Map(each.points).get(value) ?? null, y.format])])) });
 }
 
+/** A figure of shapes: `draw(node, width, note)` fills the SVG and returns its height and what is above it; `note(x,
+ * y, text)` has a place read as a text. */
+function picture(parent, title, draw, options) {
+  return figure(parent, title, (width, say) => {
+    const marks = [], texts = [];
+    const node = svg("svg", { width, tabindex: 0, role: "img", "aria-label": title });
+    const [height, ...above] = draw(node, width, (x, y, text) => { marks.push([x, y]); texts.push(text); });
+    node.setAttribute("height", height);
+    pick(node, marks, (index) => say(texts[index]));
+    return [...above, node];
+  }, options);
+}
+
 /** Horizontal bars of stacked parts: rows of {name, parts: {part: value}}. */
-function stacks(parent, title, { rows, formatter, limit = null, note = "" }) {
+function stacks(parent, title, { rows, formatter, limit = null, note: below = "" }) {
   const names = [...new Set(rows.flatMap((row) => Object.keys(row.parts).filter((name) => row.parts[name])))];
   const colors = names.map((_, at) => COLORS[at % COLORS.length]);
   const totals = rows.map((row) => names.reduce((sum, name) => sum + (row.parts[name] || 0), 0));
-  return figure(parent, title, (width, say) => {
+  return picture(parent, title, (node, width, note) => {
     const label = 10 + POINTS_PER_CHARACTER * Math.max(...rows.map((row) => row.name.length));
     const end = 14 + POINTS_PER_CHARACTER * Math.max(...totals.map((total) => formatter(total).length));
     const high = Math.max(...totals, limit || 0) || 1, height = rows.length * 26 + 6;
     const scale = (value) => (value / high) * Math.max(40, width - label - end);
-    const node = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img",
-      "aria-label": title });
-    const marks = [], texts = [];
     rows.forEach((row, at) => {
       const top = at * 26 + 4;
       node.append(svg("text", { x: 0, y: top + 14 }, row.name));
@@ -216,8 +226,7 @@ function stacks(parent, title, { rows, formatter, limit = null, note = "" }) {
         const [x, wide] = [label + scale(from), scale(value)];
         node.append(svg("rect", { x, y: top, width: wide, height: 20, fill: colors[index] },
           svg("title", {}, `${name}: ${formatter(value)}`)));
-        marks.push([x + wide / 2, top + 10]);
-        texts.push(`${row.name}: ${name} ${formatter(value)} of ${formatter(totals[at])}`);
+        note(x + wide / 2, top + 10, `${row.name}: ${name} ${formatter(value)} of ${formatter(totals[at])}`);
         from += value;
       });
       node.append(svg("text", { x: label + scale(from) + 6, y: top + 14 }, formatter(totals[at])));
@@ -226,9 +235,8 @@ function stacks(parent, title, { rows, formatter, limit = null, note = "" }) {
       const at = label + scale(limit);
       node.append(svg("path", { class: "cursor", d: `M${at} 0V${height}` }, svg("title", {}, formatter(limit))));
     }
-    pick(node, marks, (index) => say(texts[index]));
-    return [legend(names, colors), node];
-  }, { note, values: () => table(["", ...names, "total"], rows.map((row, at) => [row.name,
+    return [height, legend(names, colors)];
+  }, { note: below, values: () => table(["", ...names, "total"], rows.map((row, at) => [row.name,
     ...names.map((name) => [row.parts[name] || 0, formatter]), [totals[at], formatter]])) });
 }
 

@@ -215,22 +215,18 @@ function heat(fraction) { // of a link that is busy: from the line's colour to t
 
 function drawCluster(machine, plan, traffic, inside, outside, parent) {
   const domains = Math.max(1, Math.round((machine.hosts * machine.host_size) / machine.domain));
-  figure(parent, "links by the share of the step that they are busy", (width, say) => {
+  picture(parent, "links by the share of the step that they are busy", (node, width, note) => {
     const across = Math.min(domains, Math.max(1, Math.floor(width / 150)));
     const wide = width / across, drawn = Math.min(machine.domain, 16), perRow = Math.min(drawn, 4);
     const rows = Math.ceil(drawn / perRow), size = Math.min(26, (wide - 40) / perRow);
     const top = domains > 1 ? 78 : 8, high = rows * size + 46, height = top + high + 26;
-    const node = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img",
-      "aria-label": "hosts, links and network" });
-    const marks = [], texts = [];
-    const note = (x, y, text) => { marks.push([x, y]); texts.push(text); };
-    const across100 = (fraction) => `${format.percent(fraction)} of the step`;
+    const ofStep = (fraction) => `${format.percent(fraction)} of the step`;
     if (domains > 1) {
       const text = machine.topology === "ring" ? "cables from host to host" : "switches";
       node.append(svg("rect", { x: 6, y: 4, width: width - 12, height: 26, rx: 4, fill: heat(outside) }),
-        svg("text", { x: width / 2, y: 21, "text-anchor": "middle" }, `${text}: busy ${across100(outside)}`));
+        svg("text", { x: width / 2, y: 21, "text-anchor": "middle" }, `${text}: busy ${ofStep(outside)}`));
       note(width / 2, 16, `network, ${format.bytes(machine.network_bytes_per_s)}/s per host: ${traffic
-        .filter((axis) => axis.network_fraction).map((axis) => `${axis.axis} ${across100(axis.network_fraction)}`)
+        .filter((axis) => axis.network_fraction).map((axis) => `${axis.axis} ${ofStep(axis.network_fraction)}`)
         .join(", ") || "idle"}`);
     }
     const stage = (rank) => Math.floor(rank / plan.detail.ranks_per_stage);
@@ -242,7 +238,7 @@ function drawCluster(machine, plan, traffic, inside, outside, parent) {
       node.append(svg("rect", { x: left, y: top, width: wide - 16, height: high, rx: 5, fill: "none", class: "grid" }),
         svg("rect", { x: left + 8, y: top + high - 14, width: wide - 32, height: 8, rx: 3, fill: heat(inside) }));
       note(middle, top + high - 10, `links between devices of a domain, ${format.bytes(machine.link_bytes_per_s)}/s each: ` +
-        (traffic.filter((axis) => axis.link_fraction).map((axis) => `${axis.axis} ${across100(axis.link_fraction)}`)
+        (traffic.filter((axis) => axis.link_fraction).map((axis) => `${axis.axis} ${ofStep(axis.link_fraction)}`)
           .join(", ") || "idle"));
       for (let device = 0; device < drawn; device++) {
         const rank = domain * machine.domain + device;
@@ -255,8 +251,7 @@ function drawCluster(machine, plan, traffic, inside, outside, parent) {
       node.append(svg("text", { x: left + 6, y: top + 15 }, name),
         svg("text", { class: "muted", x: left + 2, y: top + high + 17 }, `${machine.domain} devices`));
     }
-    pick(node, marks, (index) => say(texts[index]));
-    return node;
+    return [height];
   }, { note: `colour of devices: their stage of the pipeline. Busiest: inside domains ${format.percent(inside)}, ` +
     `between them ${format.percent(outside)} of the step` });
 }

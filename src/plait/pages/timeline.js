@@ -62,8 +62,8 @@ function timeline(parent, one, high = end(one)) {
       if (move) {
         const row = Math.min(one.rows.length - 1, Math.max(0, view.row + move[0]));
         const { spans } = one.rows[row];
-        const at = row === view.row ? Math.min(spans.length - 4, Math.max(0, view.at + move[1])) : find(spans, middle, true);
-        choose(row, at);
+        const isNext = row === view.row && view.at >= 0;
+        choose(row, isNext ? Math.min(spans.length - 4, Math.max(0, view.at + move[1])) : find(spans, middle, true));
       } else if ("+-0".includes(event.key)) zoom(middle, { "+": 0.5, "-": 2, 0: Infinity }[event.key]);
       else return;
       event.preventDefault();

@@ -46,8 +46,6 @@ def page_values(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         detailed[each.plan] = None if each.plan.num_servers else step_values(each, is_drawn=is_drawn)
     cluster = best.cluster
     return {
-        "model": best.model.name,
-        "work": asdict(best.work),
         "capacity_bytes": cluster.device.memory_bytes,
         "machine": {
             "name": str(cluster),
@@ -55,9 +53,7 @@ def page_values(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             "domain": max(cluster.domain_size, cluster.host_size),
             "hosts": cluster.num_hosts,
             "host_size": cluster.host_size,
-            "leaf_hosts": cluster.leaf_hosts,
             "topology": cluster.topology,
-            "rails": cluster.rails,
             "network_bytes_per_s": cluster.network_bytes_per_s,
             "link_bytes_per_s": cluster.device.link_bytes_per_s,
         },
