@@ -56,7 +56,7 @@ function inspect(frame) {
     const at = { clientX: left + width / 2, clientY: top + height / 2, bubbles: true };
     target.dispatchEvent(new view.PointerEvent("pointermove", at));
     const isIdle = target.tagName === "CANVAS"; // there may be no action in the middle
-    if (!isIdle && !changed()) problems.push(`the pointer reads nothing: ${figure.getAttribute("aria-label")}`);
+    if (!isIdle && !changed()) problems.push(`nothing is read at: ${figure.getAttribute("aria-label")}`);
   }
   return [...problems, ...view.problems];
 }
