@@ -73,6 +73,7 @@ function figure(parent, title, draw, { values = null, note = "" } = {}) {
     if (width) drawing.replaceChildren(...[draw(width, (text) => { readout.textContent = text || note; })].flat());
   };
   redraw();
+  matchMedia("print").addEventListener("change", redraw); // for the width of the paper, and back
   new ResizeObserver(() => requestAnimationFrame(() => drawing.clientWidth !== width && redraw())).observe(drawing);
   return redraw;
 }
