@@ -3,6 +3,7 @@ is skipped, because pip installs the generator outside `.venv`."""
 
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,16 @@ def test_the_navigation_has_every_page_of_the_docs() -> None:
     assert not [
         name for path in (ROOT / "docs").rglob("*.md") if (name := str(path.relative_to(ROOT))) not in listed
     ]
+
+
+def test_a_link_to_a_missing_file_ends_the_build(tmp_path: Path) -> None:
+    gather = runpy.run_path(str(ROOT / "tools" / "build_site.py"))["gather"]
+    (tmp_path / "page.md").write_text(
+        "`[no](link.md)`, [an inner](other.md#top), [a missing](src/missing.py)"
+    )
+    (tmp_path / "other.md").write_text("# Top")
+    with pytest.raises(SystemExit, match=r"page.md: the link to src/missing.py is not to a file"):
+        gather(tmp_path, tmp_path / "sources", ["page.md"])
 
 
 def test_the_site_builds_strictly_and_fetches_nothing_from_other_servers() -> None:
