@@ -34,6 +34,7 @@ from plait.errors import ConfigError, shown
 TEXT_LIMIT_BYTES = 1 << 26
 MAX_DEPTH = 64  # of nested JSON and TOML
 NOT_REGULAR = "not a regular file"
+WRITABLE = "permission to write there, and free space"  # expected by errors of writes
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # on Linux
 _IN_KEYS = re.compile(r"""[ \t]+|"[^"\n]*"|'[^'\n]*'""")  # within a dotted key of TOML, besides bare words
 _BETWEEN_KEYS = re.compile(r"[^\w.-]+")
@@ -302,8 +303,14 @@ def to_path(value: object, name: str) -> Path:
     except (TypeError, ValueError) as error:
         expected = error if isinstance(error, ValueError) else "a path"
         raise ConfigError(
-            f"{name} is not a valid path", given=f"{shown(value)}", expected=expected
+            f"{name} is not a valid path", given=f"{shown(value)}", expected=expected, hint=f'{name}="run"'
         ) from error
+
+
+def disk_hint(path: Path) -> str:
+    """The `try` text for a file or folder that cannot be written."""
+    folder = next((each for each in (path, *path.absolute().parents) if each.is_dir()), path)
+    return f"ls -ld {folder}; df -h {folder}"
 
 
 def regular_file_bytes(path: Path) -> int | None:
@@ -320,7 +327,10 @@ def check_output_paths(outputs: Mapping[str, Path | None]) -> None:
             continue
         if not path.absolute().parent.is_dir():
             raise ConfigError(
-                f"the folder of {flag} does not exist", given=path, hint=f"mkdir -p {path.absolute().parent}"
+                f"the folder of {flag} does not exist",
+                given=path,
+                expected="a file in an existing folder",
+                hint=f"mkdir -p {path.absolute().parent}",
             )
         if path.is_dir():
-            raise ConfigError(f"{flag} is a folder", given=path, expected="a file name")
+            raise ConfigError(f"{flag} is a folder", given=path, expected="a file name", hint=f"{path}/NAME")
