@@ -245,4 +245,4 @@ def test_plans_know_the_schedules_that_train_and_their_chunks() -> None:
 def test_a_schedules_path_that_a_plans_text_would_tear_apart_is_refused(path: str) -> None:
     with pytest.raises(PlanError, match="spaces or commas") as error:
         Plan(pp=2, schedule=f"file:{path}")
-    assert "try     : a file with another name" in str(error.value)
+    assert "try     : rename the file" in str(error.value)

@@ -66,7 +66,12 @@ def device(name: str) -> Device:
     """
     by_name, _ = _table()
     if not isinstance(name, str):
-        raise ConfigError("a device is named by text", given=shown(name), hint="h100")
+        raise ConfigError(
+            "a device is named by text",
+            given=shown(name),
+            expected="the name of a device, as text",
+            hint="h100",
+        )
     word = re.sub(r"[\s_-]+", "-", _REMARK.sub("", name).strip().lower()).removeprefix("nvidia-")
     found = by_name.get(word.removeprefix("amd-").removeprefix("instinct-"))
     if found is None:

@@ -97,7 +97,10 @@ def load(path: Path | None = None) -> HostProfile:
         return HostProfile({})
     except OSError as error:
         raise ProfileError(
-            "the host's profile cannot be read", given=f"{path}: {error.strerror}", hint="--profile FILE"
+            "the host's profile cannot be read",
+            given=f"{path}: {error.strerror}",
+            expected="a file that this user can read",
+            hint="--profile FILE for another one",
         ) from error
     except UnicodeDecodeError as error:
         raise _damaged(path, str(error)) from error
@@ -151,6 +154,7 @@ def unwritable(path: Path, error: OSError) -> ProfileError:
     return ProfileError(
         "the host's profile cannot be written",
         given=f"{path}: {error.strerror or error}",
+        expected="a folder that this user can write to, with free space",
         hint="--profile FILE for another path, or --no-save",
     )
 
@@ -159,6 +163,7 @@ def _damaged(path: Path, problem: str) -> ProfileError:
     return ProfileError(
         "the host's profile is damaged",
         given=f"{path}: {problem}",
+        expected="a profile that plait bench has saved",
         hint="remove the file; plait bench makes a new one",
     )
 

@@ -93,6 +93,7 @@ def check_local_steps(values: Mapping[str, Any], islands: int | None) -> None:
             raise PlanError(
                 f"{key} has an effect only with local_steps",
                 given=f"local_steps=0 {key}={values[key]}",
+                expected="local_steps from 1",
                 hint=f"local_steps=32 {key}={values[key]}, or no {key}",
             )
     if not steps:
@@ -115,6 +116,7 @@ def check_local_steps(values: Mapping[str, Any], islands: int | None) -> None:
         raise PlanError(
             "local_steps cannot be combined with offload=disk",
             given=f"local_steps={steps} offload=disk",
+            expected="global weights and outer momentum in memory",
             hint="offload=cpu, or no offload",
         )
     refused = {"algorithm": values["algorithm"] != "auto", "reduce": values["reduce"] not in ("fp32", "bf16")}

@@ -15,6 +15,7 @@ from typing import Any
 
 from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.collectives import ALGORITHMS
+from plait.plan.key_conflicts import check_precision, check_zero
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
@@ -54,6 +55,8 @@ _PATTERNS = (
 _RENAMED_VALUES = {("accumulate", "whole"): "unsharded", ("accumulate", "cut"): "sharded"}
 _RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp32 or optim_dtype=bf16"}
 
+_KEY, _EXAMPLE = "a key of docs/plans.md", "dp=2 precision=bf16"
+
 
 def check_choices(values: Mapping[str, object]) -> None:
     """Raise PlanError for a value that is not among the choices of its key."""
@@ -61,13 +64,14 @@ def check_choices(values: Mapping[str, object]) -> None:
         if values[key] not in choices:
             text = str(values[key])
             similar = _RENAMED_VALUES.get((key, text)) or nearest(text, choices)
-            raise _unknown(key, text, " or ".join(choices), similar and f"{key}={similar}")
+            raise _unknown(key, text, " or ".join(choices), similar)
     for key, pattern, expected in _PATTERNS:
         if not (isinstance(value := values[key], str) and pattern.fullmatch(value)):
             raise _unknown(key, value, expected)
 
 
-def _unknown(key: str, value: object, expected: str, hint: str | None = None) -> PlanError:
+def _unknown(key: str, value: object, expected: str, similar: str | None = None) -> PlanError:
+    hint = f"{key}={similar or getattr(Plan, key)}"
     return PlanError(f"unknown value for {key}", given=f"{key}={value}", expected=expected, hint=hint)
 
 
@@ -78,7 +82,8 @@ def canonical_tp(tp: object) -> str:
         raise PlanError(
             "tp is not a valid grid",
             given=f"tp={text}",
-            expected="columns (tp=4), or rows x columns (tp=2x4)",
+            expected="columns, or rows x columns",
+            hint="tp=4 or tp=2x4",
         )
     return text.removeprefix("1x")
 
@@ -88,9 +93,16 @@ def check_type(key: str, kind: Any, value: object) -> None:
     if kind is int and (type(value) is not int or not _MIN.get(key, 1) <= value <= MAX_NUMBER):
         raise _not_a_number(key, value)
     if kind is bool and type(value) is not bool:
-        raise PlanError(f"{key} is not a boolean", given=f"{key}={value}", expected="true or false")
+        raise PlanError(
+            f"{key} is not a boolean", given=f"{key}={value}", expected="true or false", hint=f"{key}=true"
+        )
     if kind is str and not isinstance(value, str):
-        raise PlanError(f"{key} is not text", given=f"{key}={shown(value)}", expected="a str")
+        raise PlanError(
+            f"{key} is not text",
+            given=f"{key}={shown(value)}",
+            expected="a str",
+            hint="quotes around the value",
+        )
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
@@ -121,7 +133,8 @@ def _not_a_number(key: str, value: object) -> PlanError:
         expected = "an integer, 1 or more, or auto"
     if re.fullmatch("[0-9]{7,}", str(value)[:20]):
         expected = f"an integer, at most {MAX_NUMBER}"
-    return PlanError(f"{key} is not a valid {noun}", given=f"{key}={value}", expected=expected)
+    given, hint = f"{key}={value}", f"{key}=1"
+    return PlanError(f"{key} is not a valid {noun}", given=given, expected=expected, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -221,6 +234,7 @@ class Plan:
             raise PlanError(
                 "Plan takes one argument per key, and not a plan's text",
                 given=f'Plan("{self.dp}")',
+                expected="Plan(dp=2, zero=3)",
                 hint=f'Plan.parse("{self.dp}"); parallelize takes the text as it is',
             )
         object.__setattr__(self, "tp", canonical_tp(self.tp))
@@ -231,8 +245,8 @@ class Plan:
         check_choices(values)
         self._check_tensor()
         self._check_pipeline()
-        self._check_zero()
-        self._check_exact()
+        check_zero(values)
+        check_precision(values)
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
         check_servers(values, {name: default for name, _, default in _kinds()})
@@ -240,6 +254,7 @@ class Plan:
             raise PlanError(
                 "compressed gradients cannot use a named all-reduce algorithm",
                 given=f"algorithm={self.algorithm} reduce={self.reduce}",
+                expected="algorithm with reduce=fp32 or reduce=bf16",
                 hint=f"no algorithm, or algorithm={self.algorithm} reduce=bf16",
             )
 
@@ -248,6 +263,7 @@ class Plan:
             raise PlanError(
                 "sp needs at least two tp columns",
                 given=f"tp={self.tp} sp=true",
+                expected="sp with tp=C or tp=RxC, C from 2",
                 hint="tp=2 sp=true, or no sp",
             )
 
@@ -263,21 +279,24 @@ class Plan:
             GENERATORS[self.schedule].chunks_for(self.schedule, self.chunks)
         elif re.search(r"[\s,]", self.schedule):
             raise PlanError(
-                "a schedule's path must not contain spaces or commas",
+                "a schedule's path contains spaces or commas",
                 given=self.schedule,
-                hint="a file with another name",
+                expected="a path without, since they separate a plan's keys",
+                hint="rename the file, or link to it: ln -s",
             )
         elif self.chunks:
             raise PlanError(
                 "chunks cannot be combined with a schedule file",
                 given=f"{self.schedule} chunks={self.chunks}",
+                expected="the stages per rank that the file has",
                 hint="no chunks",
             )
         if not STAGES.fullmatch(self.stages):
             raise PlanError(
                 "stages is not a list of block counts",
                 given=f"stages={self.stages}",
-                expected="stages=8,8,8,6",
+                expected="integers from 1, one for each stage, separated by commas",
+                hint="stages=8,8,8,6",
             )
         if self.stages and self.num_stages not in (0, self.stages.count(",") + 1):
             raise PlanError(
@@ -285,60 +304,6 @@ class Plan:
                 given=f"stages={self.stages} ({self.stages.count(',') + 1} counts)",
                 expected=f"{self.num_stages} block counts: pp={self.pp} x {self.num_chunks} per rank",
                 hint="no stages",
-            )
-
-    def _check_zero(self) -> None:
-        """Reject combinations that would silently have no effect."""
-        if self.zero > 3:
-            raise PlanError(
-                "unknown ZeRO stage",
-                given=f"zero={self.zero}",
-                expected="0 (nothing is sharded), 1 (optimizer states), 2 (+ gradients) or 3 (+ parameters)",
-                hint="zero=3",
-            )
-        if self.shard and not self.zero:
-            raise PlanError(
-                "shard has no effect with zero=0",
-                given=f"zero=0 shard={self.shard}",
-                hint=f"zero=1 shard={self.shard}, or no shard",
-            )
-        if self.shard and self.dp % self.shard:
-            divisors = [str(d) for d in range(2, self.dp + 1) if self.dp % d == 0]
-            raise PlanError(
-                "shard does not divide dp",
-                given=f"dp={self.dp} shard={self.shard}",
-                expected=f"a divisor of {self.dp}",
-                hint=" or ".join(f"shard={d}" for d in divisors) or "no shard",
-            )
-        if self.accumulate == "sharded" and self.zero < 2:
-            raise PlanError(
-                "accumulate=sharded needs sharded gradients: zero=2 or zero=3",
-                given=f"zero={self.zero} accumulate=sharded",
-                hint="zero=2 accumulate=sharded, or accumulate=unsharded",
-            )
-        for key, value in (("prefetch", 1), ("reshard", "use")):
-            if self.zero != 3 and getattr(self, key) != value:
-                raise PlanError(
-                    f"{key} has an effect only with zero=3",
-                    given=f"zero={self.zero} {key}={getattr(self, key)}",
-                    hint=f"zero=3 {key}={getattr(self, key)}, or no {key}",
-                )
-
-    def _check_exact(self) -> None:
-        narrow = [key for key in ("reduce", "optim_dtype", "exchange") if getattr(self, key) != "fp32"]
-        if self.precision == "fp64" and narrow:
-            pairs = " ".join(f"{key}={getattr(self, key)}" for key in narrow)
-            raise PlanError(
-                "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange",
-                given=f"precision=fp64 {pairs}",
-                hint=f"{' and '.join(f'no {key}' for key in narrow)}, or precision=bf16 {pairs}",
-            )
-
-        if self.tf32 and self.precision != "fp32":
-            raise PlanError(
-                "tf32 has an effect only with precision=fp32",
-                given=f"tf32=true precision={self.precision}",
-                hint="precision=fp32 tf32=true, or no tf32",
             )
 
     def _check_compile(self) -> None:
@@ -363,20 +328,21 @@ class Plan:
         """Return the values of the keys in a plan's text. Raises PlanError for an unknown or repeated key,
         and for text that is not a value of its key; `Plan(...)` checks the values."""
         if not isinstance(text, str):
-            raise PlanError("a plan is text", given=shown(text), hint='"dp=2 precision=bf16"')
+            raise PlanError("a plan is text", given=shown(text), expected="a str", hint=f'"{_EXAMPLE}"')
         types = {field.name: field.type for field in fields(cls)}
         values: dict[str, Any] = {}
         for word in re.split(r"[\s,]+(?=[^\s,]*=)|\s+", text.strip().strip(",")) if text.strip() else []:
             key, equals, value = word.partition("=")
             if not equals:
-                raise PlanError(
-                    "a plan is a list of key=value pairs", given=repr(word), hint="dp=2 precision=bf16"
-                )
+                fact = "a plan is a list of key=value pairs"
+                raise PlanError(fact, given=repr(word), expected="key=value", hint=_EXAMPLE)
             if key not in types:
                 hint = _RENAMED.get(key) or unknown_key_hint(key, types)
-                raise PlanError(f"unknown plan key {key!r}", given=word, hint=hint)
+                raise PlanError(f"unknown plan key {key!r}", given=word, expected=_KEY, hint=hint)
             if key in values:
-                raise PlanError(f"{key} is given twice", given=text)
+                raise PlanError(
+                    f"{key} is given twice", given=text, expected="each key once", hint=f"only {word}"
+                )
             values[key] = read_value(key, types[key], value)
         return values
 

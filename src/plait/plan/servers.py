@@ -40,6 +40,7 @@ class SyncPolicy:
                 "unknown value for sync",
                 given=f"sync={text}",
                 expected="all, async, stale:S (at most S clocks apart) or backup:B (B pushes are dropped)",
+                hint="sync=all",
             )
         return cls(match[1], int(match[2])) if match[1] else cls(text)
 
@@ -65,12 +66,14 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
             raise PlanError(
                 "only parameter servers add up the largest elements of gradients",
                 given=f"reduce={plan['reduce']}",
+                expected="parameter servers: servers from 1, or server=colocated",
                 hint=f"servers=1 reduce={plan['reduce']}, or reduce=powersgd",
             )
         if plan["sync"] != default["sync"]:
             raise PlanError(
                 "sync has an effect only with parameter servers",
                 given=f"sync={plan['sync']}",
+                expected="servers from 1, or server=colocated",
                 hint=f"servers=1 sync={plan['sync']}, or no sync",
             )
         return
@@ -78,6 +81,7 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
         raise PlanError(
             "colocated servers are as many as the workers",
             given=f"server=colocated servers={plan['servers']}",
+            expected="a number of servers, or server=colocated",
             hint="no servers, or no server",
         )
     given = "server=colocated" if colocated else f"servers={plan['servers']}"
@@ -95,6 +99,7 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
             "parameter servers need a number of workers",
             given=f"dp={plan['dp'] or 'auto'} {given}",
             expected=f"dp from 1 to {MAX_WORKERS}",
+            hint=f"dp={min(max(plan['dp'], 1), MAX_WORKERS)}",
         )
     if policy.kind == "backup" and policy.number >= plan["dp"]:
         raise PlanError(

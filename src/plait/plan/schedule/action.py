@@ -56,6 +56,7 @@ class Action(NamedTuple):
                 "invalid action in a schedule",
                 given=repr(text[:60]),
                 expected="F, B or W with a stage and a micro-batch: F0.3",
+                hint="F0.3, the forward of micro-batch 3 on stage 0",
             )
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
 
@@ -147,6 +148,7 @@ class Schedule:
                     "a schedule needs one line per rank, in order",
                     given=repr(line[:60]),
                     expected=f"rank {len(lines)}: F0.0 ...",
+                    hint="number the lines from 0, without gaps",
                 )
             lines.append([Action.parse(word) for word in match[2].split()])
         return cls.from_actions(name, lines)

@@ -173,6 +173,7 @@ def make_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedu
                 f"a schedule cannot have {value} {key}",
                 given=f"{key}={value}",
                 expected=f"an integer, {least} or more",
+                hint=f"{key}={max(least, 1)}",
             )
     generator = GENERATORS[name]
     chunks = generator.chunks_for(name, chunks)

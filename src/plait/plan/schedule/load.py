@@ -42,15 +42,16 @@ def load_schedule(name: str, ranks: int, micros: int, chunks: int = 0) -> Schedu
         return make_schedule(name, ranks, micros, chunks)
     path = Path(name.removeprefix(FILE))
     schedule = _read(path)
-    for expected, actual, unit in (
-        (ranks, schedule.num_ranks, "ranks"),
-        (micros, schedule.num_micros, "micro-batches"),
+    for key, expected, actual, unit in (
+        ("pp", ranks, schedule.num_ranks, "ranks"),
+        ("micro", micros, schedule.num_micros, "micro-batches"),
     ):
         if expected not in (0, actual):
             raise ScheduleError(
                 f"the schedule file is for a different number of {unit}",
                 given=f"{path}: {actual} {unit}",
                 expected=f"{expected} {unit}",
+                hint=f"{key}={actual}, or another file",
             )
     return schedule
 
@@ -59,10 +60,25 @@ def _read(path: Path) -> Schedule:
     try:
         text = read_text(path)
     except OSError as error:
-        raise ScheduleError("the schedule file cannot be read", given=f"{path}: {error.strerror}") from error
+        raise ScheduleError(
+            "the schedule file cannot be read",
+            given=f"{path}: {error.strerror}",
+            expected="a CSV file with one line per rank",
+            hint="plait schedule 1f1b --pp 4 --micro 8 --csv FILE writes one",
+        ) from error
     except UnicodeDecodeError as error:
-        raise ScheduleError("the schedule file is not UTF-8 text", given=f"{path}: {error}") from error
+        raise ScheduleError(
+            "the schedule file is not UTF-8 text",
+            given=f"{path}: {error}",
+            expected="a CSV file with one line per rank",
+            hint="plait schedule 1f1b --pp 4 --micro 8 --csv FILE writes one",
+        ) from error
     try:
         return Schedule.from_csv(text, name=path.stem)
     except csv.Error as error:
-        raise ScheduleError("the schedule file is not CSV", given=f"{path}: {error}") from error
+        raise ScheduleError(
+            "the schedule file is not CSV",
+            given=f"{path}: {error}",
+            expected="actions such as F0.3, separated by commas; one line per rank",
+            hint="plait schedule 1f1b --pp 4 --micro 8 --csv FILE writes one",
+        ) from error

@@ -136,4 +136,5 @@ def _check_durations(schedule: Schedule, durations: Durations) -> None:
             given=f"{counts[0]} forwards, {counts[1]} backwards, {counts[2]} weight gradients and "
             f"{len(durations.transfer)} transfers",
             expected=f"one for each of {stages} stages, and {stages - 1} transfers between them",
+            hint=f"Durations.uniform({stages})",
         )

@@ -94,7 +94,12 @@ def read_trace(path: Path) -> dict[int, Timeline]:
     try:
         content = read_json(path)
     except OSError as error:
-        raise DataError("the trace cannot be read", given=f"{path}: {error.strerror}") from error
+        raise DataError(
+            "the trace cannot be read",
+            given=f"{path}: {error.strerror}",
+            expected="a file that engine.write_trace or run.trace has written",
+            hint="--set run.trace=FILE when training",
+        ) from error
     except ValueError as error:
         raise _invalid(path, f"not JSON: {error}") from error
     about = content.get("plait") if isinstance(content, dict) else None
@@ -155,6 +160,7 @@ def _invalid(path: Path, problem: str) -> DataError:
         "not a complete pipeline trace",
         given=f"{path}: {problem}",
         expected="a trace file of a run with pipeline stages",
+        hint="write it again: --set run.trace=FILE when training, or engine.write_trace",
     )
 
 

@@ -33,6 +33,7 @@ def _cell_error(
         fact,
         given="\n".join((f"{where}: {given}" if given else where, *(f"    {line}" for line in grid))),
         expected=expected,
+        hint="move, add or remove the marked action; plait schedule file:PATH draws and checks the file",
     )
 
 
@@ -147,7 +148,12 @@ def check(schedule: Schedule) -> ScheduleNeeds:
     its backward once and the weight-gradient part at most once; no action waits for itself.
     """
     if not schedule.ranks:
-        raise ScheduleError("the schedule has no ranks", given="no lines", expected="rank 0: F0.0 ...")
+        raise ScheduleError(
+            "the schedule has no ranks",
+            given="no lines",
+            expected="rank 0: F0.0 ...",
+            hint="plait schedule 1f1b --pp 4 --micro 8 --csv FILE writes an example",
+        )
     for rank, actions in enumerate(schedule.ranks):
         if not actions:
             fact = f"rank {rank} has no actions"

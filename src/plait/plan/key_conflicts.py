@@ -1,0 +1,72 @@
+"""Combinations of a plan's keys that have no effect or exclude each other: of ZeRO's keys, and of dtypes.
+
+Those of local steps and of parameter servers are in local_steps.py and servers.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from plait.errors import PlanError
+
+
+def check_zero(values: Mapping[str, Any]) -> None:
+    """Raise PlanError for an unknown ZeRO stage, and for keys that have no effect in this stage."""
+    dp, zero, shard = values["dp"], values["zero"], values["shard"]
+    if zero > 3:
+        raise PlanError(
+            "unknown ZeRO stage",
+            given=f"zero={zero}",
+            expected="0 (nothing is sharded), 1 (optimizer states), 2 (+ gradients) or 3 (+ parameters)",
+            hint="zero=3",
+        )
+    if shard and not zero:
+        raise PlanError(
+            "shard has no effect with zero=0",
+            given=f"zero=0 shard={shard}",
+            expected="zero=1, 2 or 3, whose shards it distributes",
+            hint=f"zero=1 shard={shard}, or no shard",
+        )
+    if shard and dp % shard:
+        divisors = [str(d) for d in range(2, dp + 1) if dp % d == 0]
+        raise PlanError(
+            "shard does not divide dp",
+            given=f"dp={dp} shard={shard}",
+            expected=f"a divisor of {dp}",
+            hint=" or ".join(f"shard={d}" for d in divisors) or "no shard",
+        )
+    if values["accumulate"] == "sharded" and zero < 2:
+        raise PlanError(
+            "accumulate=sharded needs sharded gradients",
+            given=f"zero={zero} accumulate=sharded",
+            expected="zero=2 or zero=3",
+            hint="zero=2 accumulate=sharded, or accumulate=unsharded",
+        )
+    for key, value in (("prefetch", 1), ("reshard", "use")):
+        if zero != 3 and values[key] != value:
+            raise PlanError(
+                f"{key} has an effect only with zero=3",
+                given=f"zero={zero} {key}={values[key]}",
+                expected="parameters that are sharded, and gathered before use",
+                hint=f"zero=3 {key}={values[key]}, or no {key}",
+            )
+
+
+def check_precision(values: Mapping[str, Any]) -> None:
+    """Raise PlanError for dtypes narrower than fp64 next to it, and for TF32 of other dtypes than float32."""
+    precision = values["precision"]
+    narrow = [key for key in ("reduce", "optim_dtype", "exchange") if values[key] != "fp32"]
+    if precision == "fp64" and narrow:
+        pairs = " ".join(f"{key}={values[key]}" for key in narrow)
+        raise PlanError(
+            "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange",
+            given=f"precision=fp64 {pairs}",
+            expected="the default of these keys, which is fp64 next to precision=fp64",
+            hint=f"{' and '.join(f'no {key}' for key in narrow)}, or precision=bf16 {pairs}",
+        )
+    if values["tf32"] and precision != "fp32":
+        raise PlanError(
+            "tf32 has an effect only with precision=fp32",
+            given=f"tf32=true precision={precision}",
+            expected="matrix products of float32",
+            hint="precision=fp32 tf32=true, or no tf32",
+        )
