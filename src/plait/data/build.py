@@ -30,7 +30,7 @@ from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_pa
 from plait.data.sources import Shard, list_shards
 from plait.data.workers import Report, write_parts
 from plait.errors import DataError
-from plait.fileio import json_hash, read_json, sync_folder, write_json
+from plait.fileio import WRITABLE, disk_hint, json_hash, read_json, sync_folder, write_json
 from plait.tables import plain
 
 PARALLEL_FROM_BYTES = 64 << 20
@@ -63,7 +63,12 @@ def build(
             if not (data.dir / INDEX).exists():  # else another process has just built it
                 _Build(data, tokenizer, spec, shards, console).run()
     except OSError as error:
-        raise DataError(f"cannot write the tokens to {data.dir}", given=error.strerror or error) from error
+        raise DataError(
+            f"cannot write the tokens to {data.dir}",
+            given=error.strerror or error,
+            expected=WRITABLE,
+            hint=disk_hint(data.dir),
+        ) from error
     return open_store(data, tokenizer, verify=False)
 
 
@@ -204,7 +209,12 @@ def _source_stats(name: str, parts: Sequence[PartRecord]) -> SourceStats:
     """Statistics of a source. Raises DataError if it has no text."""
     files = [file for part in parts for file in (part.train, part.validation) if file is not None]
     if not files:
-        raise DataError(f"the source {name} is empty", given="no document with text", expected="text")
+        raise DataError(
+            f"the source {name} is empty",
+            given="no document with text",
+            expected="at least one document with text",
+            hint="leave it out, or other files",
+        )
     hashes = "".join(part.source_sha256 for part in parts)
     return SourceStats(
         name=name,
@@ -234,7 +244,12 @@ def _print_changed_sources(store: TokenStore, data: DataConfig, console: Console
 def _check_folder(folder: Path) -> None:
     """Check that the directory is usable. Raises DataError if it has other contents."""
     if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder} is not a directory", expected="a directory for the tokens")
+        raise DataError(
+            f"{folder} is not a directory",
+            given="a file",
+            expected="a new or empty directory for the tokens",
+            hint="--set data.dir=DIRECTORY",
+        )
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if names - {LOCK} and not names & {INDEX, UNFINISHED}:
         raise DataError(

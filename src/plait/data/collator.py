@@ -44,6 +44,7 @@ class PaddingCollator:
                 "a sample's labels do not fit its tokens",
                 given="{} tokens and {} labels".format(*different[0]),
                 expected="a label for each token, -100 where it is not a target",
+                hint="no labels, if all tokens are targets",
             )
         longest = max(len(row) for row in ids)
         width = -(-longest // self.multiple_of) * self.multiple_of

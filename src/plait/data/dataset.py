@@ -190,10 +190,17 @@ def _check_size(path: Path, expected: int) -> None:
         size = regular_file_bytes(path)
     except OSError as error:
         fact, hint = f"the token file {path} is missing", _rebuild_hint(path.parent)
-        raise DataError(fact, given=error.strerror, hint=hint) from error
+        raise DataError(
+            fact, given=error.strerror, expected=f"{expected} bytes, as listed in the index", hint=hint
+        ) from error
     if size is None:
         fact = f"the token file {path} is not a regular file"
-        raise DataError(fact, expected="a file, not a link or directory")
+        raise DataError(
+            fact,
+            given="a link, a directory or a device",
+            expected=f"a file of {expected} bytes",
+            hint=_rebuild_hint(path.parent),
+        )
     if size != expected:
         raise DataError(
             f"the token file {path} {'is truncated' if size < expected else 'is too long'}",
@@ -208,7 +215,12 @@ def _check_hash(path: Path, expected: str) -> None:
         with open_regular(path) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"cannot read the token file {path}", given=error.strerror) from error
+        raise DataError(
+            f"cannot read the token file {path}",
+            given=error.strerror,
+            expected="a file that this user can read",
+            hint=f"ls -l {path}",
+        ) from error
     if found != expected:
         raise DataError(
             f"the token file {path} is damaged",

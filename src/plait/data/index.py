@@ -122,7 +122,15 @@ def read_index(folder: Path) -> Index:
     except ValueError as error:  # pydantic's and json's errors are ValueErrors
         given = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise DataError(
-            f"{path} is damaged", given=given, hint=f"remove {folder} and build the tokens again"
+            f"{path} is damaged",
+            given=given,
+            expected="the index that plait data build wrote",
+            hint=f"remove {folder} and build the tokens again",
         ) from error
     except OSError as error:
-        raise DataError(f"cannot read {path}", given=error.strerror) from error
+        raise DataError(
+            f"cannot read {path}",
+            given=error.strerror,
+            expected="a file that this user can read",
+            hint=f"ls -l {path}",
+        ) from error

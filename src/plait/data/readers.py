@@ -15,6 +15,7 @@ document that occurs twice is always on one side.
 import codecs
 import gzip
 import hashlib
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,9 +88,19 @@ def _file_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
             else:
                 yield from _text_chunks(file, start, stop, item, options)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{item.name} is not a complete gzip file", given=error) from error
+        raise DataError(
+            f"{item.name} is not a complete gzip file",
+            given=error,
+            expected="a whole file",
+            hint=f"gzip --test {item.name}",
+        ) from error
     except OSError as error:
-        raise DataError(f"cannot read {item.name}", given=error.strerror or error) from error
+        raise DataError(
+            f"cannot read {item.name}",
+            given=error.strerror or error,
+            expected="a file that this user can read",
+            hint=f"ls -l {item.name}",
+        ) from error
 
 
 def _line_start(file: BinaryIO, offset: int, size: int) -> int:
@@ -130,7 +141,12 @@ def _read_chunk(file: BinaryIO, limit: int, item: Slice) -> bytes:
     """Read a chunk up to a line end, at most `limit` bytes."""
     raw = file.read(min(CHUNK_BYTES, limit))
     if not raw and limit:
-        raise DataError(f"{item.name} changed while being read", expected=f"{item.size} bytes")
+        raise DataError(
+            f"{item.name} changed while being read",
+            given="fewer bytes",
+            expected=f"{item.size} bytes, as at the start",
+            hint="the same command, once nothing writes to the file",
+        )
     if len(raw) < limit and not raw.endswith(b"\n"):
         raw += file.readline(min(CHUNK_BYTES, limit - len(raw)))
     return raw
@@ -158,6 +174,7 @@ def _read_line(file: BinaryIO | gzip.GzipFile, name: str) -> bytes:
             f"{name} contains a line that is too long",
             given=f"more than {MAX_LINE_BYTES:,} bytes",
             expected="one JSON object per line",
+            hint="jq -c '.[]' FILE, which converts a JSON array",
         )
     return raw
 
@@ -181,7 +198,10 @@ def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> It
             raise _not_utf8(item.name, line.offset + error.start, error) from error
         except ValueError as error:
             raise DataError(
-                f"{item.name} contains a line that is not JSON", given=f"{_line_of(item, line)}: {error}"
+                f"{item.name} contains a line that is not JSON",
+                given=f"{_line_of(item, line)}: {error}",
+                expected=f"an object with the key {options.text_key!r}",
+                hint="correct the line, or remove it",
             ) from error
         text = _text_of(row, item.name, partial(_line_of, item, line), options.text_key)
         yield from _chunk_text(text, options, line.num_bytes)
@@ -199,22 +219,24 @@ def _line_of(item: Slice, line: _Line) -> str:
 
 
 def _text_of(row: Any, name: str, location: Callable[[], str], text_key: str) -> str:
-    def invalid(problem: str, detail: str, **parts: str | None) -> DataError:
-        return DataError(f"{name} contains a row {problem}", given=f"{location()}: {detail}", **parts)
+    def invalid(problem: str, detail: str, expected: str, hint: str) -> DataError:
+        given = f"{location()}: {detail}"
+        return DataError(f"{name} contains a row {problem}", given=given, expected=expected, hint=hint)
 
+    example = json.dumps({text_key: "..."})
     if not isinstance(row, dict):
-        raise invalid("that is not an object", f"a {type(row).__name__}")
+        raise invalid("that is not an object", f"a {type(row).__name__}", "an object", example)
     if text_key not in row:
         keys = ", ".join(map(repr, row)) or "no keys"
-        hint = f"data.text_key = {unknown_key_hint(text_key, map(str, row))}" if row else None
-        raise invalid(f"without {text_key!r}", keys, expected="text under text_key", hint=hint)
+        hint = f"data.text_key = {unknown_key_hint(text_key, map(str, row))}" if row else example
+        raise invalid(f"without {text_key!r}", keys, "text under text_key", hint)
     text = row[text_key]
     if not isinstance(text, str):
-        raise invalid(f"whose {text_key!r} is not text", f"a {type(text).__name__}")
+        raise invalid(f"whose {text_key!r} is not text", f"a {type(text).__name__}", "text", example)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise invalid("with an unpaired surrogate", error.reason) from error
+        raise invalid("with an unpaired surrogate", error.reason, "text in UTF-8", "leave it out") from error
     return text
 
 
@@ -235,7 +257,12 @@ def _rows(name: str, fingerprint: str) -> Any:
     """Open a dataset once for all its shards: opening takes a second."""
     rows = open_dataset(name)
     if str(rows._fingerprint) != fingerprint:  # by which `datasets` identifies contents
-        raise DataError(f"hf:{name} changed while being read")
+        raise DataError(
+            f"hf:{name} changed while being read",
+            given=f"fingerprint {rows._fingerprint}",
+            expected=f"{fingerprint}, as at the start",
+            hint="the same command, once nothing changes the dataset",
+        )
     return rows
 
 

@@ -74,7 +74,10 @@ def list_source(source: str) -> list[Slice]:
     slices = [_file_slice(path) for path in paths]
     if not any(item.size for item in slices):
         raise DataError(
-            f"the source {source} is empty", given=f"{len(slices)} file(s) of 0 bytes", expected="text"
+            f"the source {source} is empty",
+            given=f"{len(slices)} file(s) of 0 bytes",
+            expected="at least one file with text",
+            hint="leave it out, or other files",
         )
     return slices
 
@@ -83,10 +86,18 @@ def _glob_files(source: str) -> list[Path]:
     try:
         path = Path(source).expanduser()
     except RuntimeError as error:
-        raise DataError(f"the source {source} names an unknown user", given=error) from error
+        raise DataError(
+            f"the source {source} names an unknown user",
+            given=error,
+            expected="the name of a user after ~",
+            hint="the whole path",
+        ) from error
     if path.is_dir():
         raise DataError(
-            f"the source {source} is a directory", expected="files", hint=f"{source.rstrip('/')}/**/*.txt"
+            f"the source {source} is a directory",
+            given=f"{path.absolute()}",
+            expected="files",
+            hint=f"{source.rstrip('/')}/**/*.txt",
         )
     if path.exists():
         return [path]
@@ -97,6 +108,7 @@ def _glob_files(source: str) -> list[Path]:
             f"the source {source} is missing",
             given=f"no such file, relative to {Path.cwd()}",
             expected="a path or a glob of text, .jsonl or .jsonl.gz files, hf:NAME, or python-stdlib",
+            hint="an absolute path",
         )
     return paths
 
@@ -110,7 +122,10 @@ def _stdlib() -> list[Path]:
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     if not found:
         raise DataError(
-            "Python's standard library is installed without sources", given=f"no .py file under {root}"
+            "Python's standard library is installed without sources",
+            given=f"no .py file under {root}",
+            expected="its .py files",
+            hint="text files as the source",
         )
     return sorted(found)
 
@@ -121,12 +136,20 @@ def _file_slice(path: Path) -> Slice:
         kind = "jsonl.gz"
     elif path.suffix == ".gz":
         raise DataError(
-            f"{path} is compressed", expected="text, .jsonl or .jsonl.gz", hint="decompress it first"
+            f"{path} is compressed",
+            given=f"a {path.suffix} file",
+            expected="text, .jsonl or .jsonl.gz",
+            hint=f"gunzip --keep {path}",
         )
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"cannot read {path}", given=error.strerror) from error
+        raise DataError(
+            f"cannot read {path}",
+            given=error.strerror,
+            expected="a file that this user can read",
+            hint=f"ls -l {path}",
+        ) from error
     return Slice(kind, str(path), 0, status.st_size, status.st_size, str(status.st_mtime_ns))
 
 
@@ -158,7 +181,12 @@ def _pack(items: Iterable[Slice], limit: int) -> Iterator[tuple[Slice, ...]]:
 def _dataset_slice(name: str) -> Slice:
     rows = open_dataset(name)
     if len(rows) == 0:
-        raise DataError(f"the source hf:{name} is empty", given="0 rows")
+        raise DataError(
+            f"the source hf:{name} is empty",
+            given="0 rows",
+            expected="at least one row",
+            hint=f"hf:{name.partition('?')[0]}?split=NAME",
+        )
     return Slice("hf", name, 0, len(rows), len(rows), str(rows._fingerprint))
 
 
@@ -171,25 +199,40 @@ def open_dataset(name: str) -> Any:
         import datasets  # noqa: PLC0415  optional: only a recipe that names hf: needs it
     except ImportError as error:
         raise DataError(
-            f"the source hf:{name} needs the package `datasets`, which is not installed",
+            f"the source hf:{name} needs the package `datasets`",
+            given=error,
+            expected="the packages of plait[datasets]",
             hint="pip install 'plait[datasets]'",
         ) from error
     path, _, query = name.partition("?")
     options = {key: values[-1] for key, values in parse_qs(query).items()}
     if options.keys() - {"config", "split"}:
-        raise DataError(f"hf:{name} has an unknown option", expected="config and split after the ?")
+        raise DataError(
+            f"hf:{name} has an unknown option",
+            given=f"{', '.join(sorted(options))}",
+            expected="config and split after the ?",
+            hint=f"hf:{path}?split=train",
+        )
     try:
         if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(path)
         else:
             found = datasets.load_dataset(path, options.get("config"))
     except Exception as error:  # errors without a common class: network, name, format, disk
-        raise DataError(f"cannot load hf:{name}", given=f"{type(error).__name__}: {error}") from error
+        raise DataError(
+            f"cannot load hf:{name}",
+            given=f"{type(error).__name__}: {error}",
+            expected="a name on the Hugging Face Hub, or a folder of save_to_disk or of data files",
+            hint="an absolute path, for a folder",
+        ) from error
     if isinstance(found, dict):
         split = options.get("split", "train")
         if split not in found:
             raise DataError(
-                f"hf:{name} has no split {split}", expected=", ".join(found), hint=f"hf:{path}?split=.."
+                f"hf:{name} has no split {split}",
+                given=f"split={split}",
+                expected=", ".join(found),
+                hint=f"hf:{path}?split={next(iter(found), 'train')}",
             )
         found = found[split]
     return found

@@ -68,7 +68,12 @@ def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTraine
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not path.exists():
-        raise DataError(f"the tokenizer {path} is missing", expected="its directory, or a tokenizer.json")
+        raise DataError(
+            f"the tokenizer {path} is missing",
+            given=f"no {path.absolute()}",
+            expected="its directory, or a tokenizer.json",
+            hint=f"ls {path.absolute().parent}",
+        )
     try:
         if path.is_file():
             found: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
@@ -76,16 +81,25 @@ def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTraine
             found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Rust raises bare Exceptions
         raise DataError(
-            f"cannot read the tokenizer {path}", given=f"{type(error).__name__}: {error}"
+            f"cannot read the tokenizer {path}",
+            given=f"{type(error).__name__}: {error}",
+            expected="a tokenizer.json, alone or with the files of save_pretrained",
+            hint="tokenizer.save_pretrained(FOLDER) writes them",
         ) from error
     if not isinstance(found, PreTrainedTokenizerFast):
-        raise DataError(f"the tokenizer {path} has no tokenizer.json", given=type(found).__name__)
+        raise DataError(
+            f"the tokenizer {path} has no tokenizer.json",
+            given=type(found).__name__,
+            expected="a fast tokenizer",
+            hint="PreTrainedTokenizerFast.save_pretrained(FOLDER)",
+        )
     end = end_of_document or found.eos_token
     if end is None or end not in found.get_vocab():
         raise DataError(
             f"the tokenizer {path} has no end-of-document token",
             given="no eos token" if end is None else f"end_of_document={end!r}, not in the vocabulary",
-            expected="end_of_document, a token in its vocabulary",
+            expected="a token in its vocabulary",
+            hint=f"tokenizer.end_of_document = {next(iter(found.all_special_tokens), 'TOKEN')!r}",
         )
     if end != found.eos_token:
         found.eos_token = end
@@ -125,7 +139,12 @@ def _file_hash(path: Path) -> str:
     """Raises DataError for a file that is too large for a tokenizer, OSError."""
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > _MAX_FILE_BYTES:
-            raise DataError(f"{path} is too large for a tokenizer", given=f"{size:,} bytes")
+            raise DataError(
+                f"{path} is too large for a tokenizer",
+                given=f"{size:,} bytes",
+                expected=f"at most {_MAX_FILE_BYTES:,} bytes",
+                hint="its tokenizer.json as tokenizer.path",
+            )
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -136,6 +155,9 @@ def tokenizer_spec(config: TokenizerConfig) -> dict[str, object]:
     files = file_hashes(config.path)
     if not files:
         raise DataError(
-            f"the tokenizer {config.path} is missing", expected="its directory, or a tokenizer.json"
+            f"the tokenizer {config.path} is missing",
+            given=f"no {config.path.absolute()}",
+            expected="its directory, or a tokenizer.json",
+            hint=f"ls {config.path.absolute().parent}",
         )
     return {"files": files, "end_of_document": config.end_of_document}
