@@ -214,14 +214,34 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
         is_json = path.suffix == ".json"
         values = parse_json(text, object_pairs_hook=unique_keys) if is_json else parse_toml(text)
     except FileNotFoundError as error:
-        raise ConfigError("the recipe does not exist", given=path) from error
+        raise ConfigError(
+            "the recipe does not exist",
+            given=path,
+            expected="a TOML file, or a run's directory with --resume",
+            hint=f"ls {path.absolute().parent}",
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("cannot read the recipe", given=f"{path}: {error}") from error
+        raise ConfigError(
+            "cannot read the recipe",
+            given=f"{path}: {error}",
+            expected="a TOML file in UTF-8 that this user can read",
+            hint=f"ls -l {path}",
+        ) from error
     except ValueError as error:
         form = "JSON" if is_json else "TOML"
-        raise ConfigError(f"the recipe is not valid {form}", given=f"{path}: {error}") from error
+        raise ConfigError(
+            f"the recipe is not valid {form}",
+            given=f"{path}: {error}",
+            expected=f"{form}, with each key once",
+            hint="correct the file at that place",
+        ) from error
     if not isinstance(values, dict):
-        raise ConfigError("the recipe is not a JSON object", given=f"{path}: a {type(values).__name__}")
+        raise ConfigError(
+            "the recipe is not a JSON object",
+            given=f"{path}: a {type(values).__name__}",
+            expected="an object with the sections of a recipe",
+            hint="the recipe.json of a run, or a TOML file",
+        )
     if SavedRecipe.is_saved(values):
         values = SavedRecipe.from_document(values, path).values
     return override_recipe(values, sets, plan, source=str(path))
@@ -252,6 +272,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
         raise ConfigError(
             "keep_best needs a validation loss, but evaluation is off",
             given="run.keep_best = true, run.evaluate_every = 0",
+            expected="run.evaluate_every from 1",
             hint="--set run.evaluate_every=100, or run.keep_best=false",
         )
     recipe.loss_scale.scaling()
@@ -261,6 +282,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
             raise ConfigError(
                 f"data.{key} has no effect on windows, which all have data.sequence tokens",
                 given=f"data.{key} = {value}, data.samples = 'windows'",
+                expected="samples of different lengths",
                 hint="data.samples = 'documents'",
             )
     if recipe.batch_ramp is not None:
@@ -287,16 +309,29 @@ def _set(values: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     *parents, last = key.strip().split(".")
     if not equals or not last or not all(parents) or len(parents) > MAX_DEPTH:
-        raise ConfigError("--set needs key=value", given=assignment, hint="--set run.steps=100")
+        raise ConfigError(
+            "--set needs key=value",
+            given=assignment,
+            expected="a key of the recipe, an equals sign and a value",
+            hint="--set run.steps=100",
+        )
     if not parents and last not in Recipe.model_fields:
         raise ConfigError(
-            f"a recipe has no key {last!r}", given=f"--set {assignment}", hint=_qualified_key_hint(last)
+            f"a recipe has no key {last!r}",
+            given=f"--set {assignment}",
+            expected="a key of docs/recipes.md with its section",
+            hint=_qualified_key_hint(last),
         )
     table = values
-    for parent in parents:
+    for depth, parent in enumerate(parents, start=1):
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{parent} is a value, not a section", given=f"--set {assignment}")
+            raise ConfigError(
+                f"{parent} is a value, not a section",
+                given=f"--set {assignment}",
+                expected="a section and a key in it, as in run.steps",
+                hint=f"--set {'.'.join(parents[:depth])}={text.strip()}",
+            )
     if not text.strip():
         table.pop(last, None)
         return
@@ -330,16 +365,28 @@ def _config_error(error: ValidationError, source: str) -> ConfigError:
         return ConfigError(
             f"{where or 'a recipe'} has no key {path[-1]!r}",
             given=f"{name} in {source}",
+            expected="a key of docs/recipes.md",
             hint=f"{where}.{hint}" if where and not hint.startswith("one of") else hint,
         )
     if first["type"] == "missing":
-        return ConfigError(f"the recipe has no {name}", given=source, hint=f"--set {name}=...")
+        return ConfigError(
+            f"the recipe has no {name}",
+            given=source,
+            expected="a value: it has no default",
+            hint=_set_hint(path),
+        )
     message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return ConfigError(
         f"{name or 'the recipe'} has an invalid value",
         given=f"{name} = {first['input']!r} in {source}",
         expected=message,
+        hint=_set_hint(path),
     )
+
+
+def _set_hint(path: list[str]) -> str:
+    is_in_list = any(part.isdigit() for part in path)  # which --set replaces whole
+    return "another value in the recipe" if is_in_list or not path else f"--set {'.'.join(path)}=..."
 
 
 def _keys(path: list[str]) -> list[str]:
@@ -362,10 +409,14 @@ def _check_model(model: ModelConfig) -> None:
             "the model needs either a configuration or a path",
             given=f"model.config {_is_set(model.config)}, model.path {_is_set(model.path)}",
             expected="one of the two",
+            hint="--set model.path= removes the path" if model.path else "--set model.path=FOLDER",
         )
     if model.pretrained and model.path is None:
         raise ConfigError(
-            "pretrained weights need a path", given="model.pretrained = true", hint="model.path"
+            "pretrained weights need a path",
+            given="model.pretrained = true",
+            expected="model.path, the folder of the weights",
+            hint="--set model.path=FOLDER",
         )
 
 
@@ -392,7 +443,12 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         )
     for key in optimizer.args:
         if key in ("lr", "weight_decay"):
-            raise ConfigError(f"{key} is a key of [optimizer] itself", given=f"optimizer.args.{key}")
+            raise ConfigError(
+                f"{key} is a key of [optimizer] itself",
+                given=f"optimizer.args.{key}",
+                expected=f"optimizer.{key}",
+                hint=f"--set optimizer.args.{key}= --set optimizer.{key}={optimizer.args[key]}",
+            )
     for group in optimizer.groups:
         given = f"optimizer.groups: match = {group.match!r}"
         if group.name is None and not group.options():
@@ -400,6 +456,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
                 "a group of parameters has no options of its own",
                 given=given,
                 expected="lr, weight_decay or name",
+                hint="weight_decay = 0.0 in this group",
             )
         if group.name not in (None, *GROUP_OPTIMIZERS):
             raise ConfigError(
@@ -443,6 +500,7 @@ def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:
             raise ConfigError(
                 "warmup_stable_decay needs the number of steps in which the rate decays",
                 given="no schedule.decay",
+                expected="schedule.decay from 1",
                 hint=f"--set schedule.decay={max(1, steps // 5)}",
             )
         if schedule.decay_type is None:

@@ -135,12 +135,14 @@ class ModelFiles:
                 "the model does not exist",
                 given=path,
                 expected="the directory of a run, a checkpoint, or a Hugging Face folder",
+                hint=f"ls {path.absolute().parent}",
             )
         run = RunDir(saved.path.absolute().parent.parent)
         if tokenizer is None and not run.tokenizer.is_dir():
             raise RunError(
                 "the checkpoint is not in the directory of a run, which would have its tokenizer",
                 given=path,
+                expected="the tokenizer that the model was trained with",
                 hint="--tokenizer with the directory of its tokenizer",
             )
         return cls(path, saved, given_tokenizer or run.tokenizer)
@@ -179,7 +181,10 @@ def evaluate(request: EvaluationRequest, world: World) -> Scores:
     longest = max((len(ids) for ids, _ in encoded), default=1)
     if longest < 2:
         raise DataError(
-            "the documents have no text", given=f"{request.data}: {counted(len(texts), 'document')}"
+            "the documents have no text",
+            given=f"{request.data}: {counted(len(texts), 'document')}",
+            expected="a document of at least two tokens",
+            hint="other files, or --text-key KEY for the text in JSON lines",
         )
     context, stride = _spans(request, getattr(model.config, "max_position_embeddings", None), longest)
     model.requires_grad_(False)
@@ -214,6 +219,7 @@ def _spans(request: EvaluationRequest, positions: int | None, longest: int) -> t
             "the context does not fit the model",
             given=f"--context {context}",
             expected=f"2 to {positions} tokens" if positions else "2 tokens or more",
+            hint=f"--context {positions or max(2, longest)}",
         )
     stride = context - 1 if request.stride is None else request.stride
     if not 1 <= stride < context:
@@ -221,6 +227,7 @@ def _spans(request: EvaluationRequest, positions: int | None, longest: int) -> t
             "windows must overlap by at least one token",
             given=f"--stride {stride}",
             expected=f"1 to {context - 1}",
+            hint=f"--stride {context - 1}",
         )
     return context, stride
 

@@ -287,7 +287,12 @@ def check_rank(explanation: Explanation, rank: int | None) -> None:
     """Raise ConfigError unless the plan has this rank."""
     last = explanation.plan.num_ranks - 1
     if rank is not None and not 0 <= rank <= last:
-        raise ConfigError("the plan does not have this rank", given=f"--rank {rank}", expected=f"0 to {last}")
+        raise ConfigError(
+            "the plan does not have this rank",
+            given=f"--rank {rank}",
+            expected=f"0 to {last}",
+            hint="--rank 0",
+        )
 
 
 def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str, Any]:

@@ -47,7 +47,12 @@ def load_trained(
     )
     mismatched = [*report["missing_keys"], *report["unexpected_keys"]]
     if mismatched:
-        raise CheckpointError("the checkpoint is of another model", given=f"{saved.path}: {mismatched[0]}")
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            given=f"{saved.path}: {mismatched[0]}",
+            expected="the tensors of the model in the run's recipe.json",
+            hint="plait checkpoint show PATH --tensors lists those of a checkpoint",
+        )
     trained: PreTrainedModel = model.to(device).eval()
     return trained, tokenizer
 
@@ -130,7 +135,8 @@ def recorded_config(saved: Checkpoint) -> dict[str, Any] | Path:
     raise CheckpointError(
         "the checkpoint does not record its model configuration",
         given=saved.path,
-        hint="--config with the model's config.json",
+        expected="model.config or model.path among the checkpoint's facts",
+        hint=f"plait checkpoint convert {saved.path} DIRECTORY --config FILE, the model's config.json",
     )
 
 
@@ -138,5 +144,10 @@ def newest_checkpoint(run: RunDir) -> Checkpoint:
     """Return a run's newest checkpoint. Raises CheckpointError if there is none."""
     saved = checkpoint.newest(run.checkpoints)
     if saved is None:
-        raise CheckpointError("the run has no checkpoint yet", given=run.checkpoints)
+        raise CheckpointError(
+            "the run has no checkpoint yet",
+            given=run.checkpoints,
+            expected="a run that has saved one",
+            hint=f"plait train {run.path} --resume",
+        )
     return saved

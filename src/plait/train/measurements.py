@@ -11,7 +11,7 @@ from plait.comm import gather_texts
 from plait.data.loader import Batch
 from plait.engine.engine import Engine, StepResult
 from plait.errors import PlaitError, RunError
-from plait.fileio import read_json, write_json
+from plait.fileio import WRITABLE, disk_hint, read_json, write_json
 from plait.plan import CommCount, CommKey, MemoryUse
 from plait.plan.comm_log import from_rows, subtract_traffic, to_rows
 from plait.plan.schedule.trace import read_trace
@@ -125,7 +125,12 @@ def write_measured(path: Path, engine: Engine, recorder: StepRecorder) -> None:
     try:
         write_json(path, value)
     except OSError as error:
-        raise RunError("cannot write the measurements", given=f"{path}: {error.strerror}") from error
+        raise RunError(
+            "cannot write the measurements",
+            given=f"{path}: {error.strerror}",
+            expected=WRITABLE,
+            hint=disk_hint(path),
+        ) from error
 
 
 def read_measured(path: Path) -> Measurements:
@@ -148,7 +153,10 @@ def read_measured(path: Path) -> Measurements:
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            "cannot read the measurements", given=f"{path}: {type(error).__name__}: {error}"
+            "cannot read the measurements",
+            given=f"{path}: {type(error).__name__}: {error}",
+            expected="measurements of this version of plait",
+            hint=f"plait train {path.parent} --resume; if it is finished, with run.steps raised by two",
         ) from error
     return Measurements(**facts, rank_classes=tuple(rank_classes))
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.errors import RunError
-from plait.fileio import finite_json, open_regular, parse_json, write_text
+from plait.fileio import WRITABLE, finite_json, open_regular, parse_json, write_text
 from plait.parallel.local_steps.outer import ExchangeResult
 from plait.tables import plain
 from plait.train.run_dir import RunDir
@@ -134,6 +134,7 @@ class Metrics:
             raise RunError(
                 "cannot write the run's metrics",
                 given=f"{self._path}: {error}",
+                expected=WRITABLE,
                 hint="free some disk space, then --resume",
             ) from error
 

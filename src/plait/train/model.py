@@ -114,6 +114,8 @@ def check_prompt(ids: list[int], config: PretrainedConfig) -> int | None:
         raise RunError(
             "the prompt has tokens outside the model's vocabulary",
             given=f"token id {max(ids)}, model with vocab_size={config.vocab_size}",
+            expected=f"ids below {config.vocab_size}",
+            hint="a run whose model.config.vocab_size is at least the tokenizer's",
         )
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None:
@@ -123,6 +125,7 @@ def check_prompt(ids: list[int], config: PretrainedConfig) -> int | None:
             "the prompt leaves no space for new tokens",
             given=f"{len(ids)} tokens, model with max_position_embeddings={longest}",
             expected=f"a prompt of fewer than {longest} tokens",
+            hint="a shorter prompt",
         )
     return int(longest) - len(ids)
 
@@ -136,5 +139,6 @@ def _check_keys(config: dict[str, Any]) -> None:
             raise ModelError(
                 f"a {config['model_type']} configuration has no key {key!r}",
                 given=f"model.config.{key}",
+                expected=f"a key of transformers' {type(default).__name__}",
                 hint=f"model.config.{unknown_key_hint(key, known)}",
             )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from plait.errors import ConfigError, nearest, unknown_key_hint
+from plait.errors import ConfigError, nearest
 from plait.models import default_groups
 from plait.optim.lamb import LAMB
 from plait.optim.lion import Lion
@@ -45,7 +45,8 @@ def check_optimizer_args(config: OptimizerConfig) -> None:
                 raise ConfigError(
                     f"{name} has no argument {key!r}",
                     given=f"{key_of_args}.{key}",
-                    hint=unknown_key_hint(key, known),
+                    expected=", ".join(sorted(known)),
+                    hint=nearest(key, known) or "remove it",
                 )
     # Runs a step on a tiny parameter: torch rejects some arguments only then.
     groups = _group_options(config)
@@ -97,6 +98,7 @@ def _unmatched(config: OptimizerConfig, pattern: str, names: list[str]) -> Confi
             "earlier groups contain all parameters that a pattern matches",
             given=f"optimizer.groups: match = {pattern!r}, after {first!r}",
             expected="narrow patterns before wide ones: the first match counts",
+            hint=f"the group of {pattern!r} before that of {first!r}",
         )
     # The nearest pattern: a name, or its last parts, without the numbers of layers.
     known: dict[str, None] = {}

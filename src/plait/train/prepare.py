@@ -183,6 +183,7 @@ def prepare(
         raise RunError(
             "the run directory already exists",
             given=f"run.dir = {run_dir.path}",
+            expected="a directory that is missing or empty",
             hint=f"--resume to continue the run, or --set run.dir={run_dir.path}-2",
         )
     store = _open_data(recipe, is_saved=is_saved)
@@ -198,6 +199,7 @@ def prepare(
         raise RunError(
             "the recipe has changed since the run started",
             given=f"{', '.join(changed[:5])} differ from {run_dir.recipe}",
+            expected="the recipe that the run started with",
             hint=f"plait train {run_dir.path} --resume, with --set for each change",
         )
     if start is not None:
@@ -227,11 +229,21 @@ def discard_unused(run: RunDir, start: Path | None = None) -> Path | None:
 
 def _read(source: Path, sets: Sequence[str], plan: str | None, resume: bool) -> Recipe:
     if resume and not source.exists() and not source.suffix:
-        raise RunError("the run does not exist", given=source, hint="plait train RECIPE starts a run")
+        raise RunError(
+            "the run does not exist",
+            given=source,
+            expected="a run's directory",
+            hint="plait train RECIPE starts a run",
+        )
     if not source.is_dir():
         return read_recipe(source, sets, plan)
     if not resume:
-        raise RunError("a directory is not a recipe", given=source, hint=f"plait train {source} --resume")
+        raise RunError(
+            "a directory is not a recipe",
+            given=source,
+            expected="a TOML file",
+            hint=f"plait train {source} --resume",
+        )
     return RunDir(source).read_recipe(sets, plan)
 
 
@@ -254,8 +266,9 @@ def _open_data(recipe: Recipe, *, is_saved: bool) -> TokenStore:
     try:
         return build(recipe.data, recipe.tokenizer)
     except DataError as error:
-        if is_saved and not is_built and error.hint is None:
-            error.hint = f"if the tokens of {recipe.data.dir} were moved: --set data.dir=DIRECTORY"
+        if is_saved and not is_built:
+            moved = f"--set data.dir=DIRECTORY if the tokens of {recipe.data.dir} were moved"
+            error.hint = moved if error.hint is None else f"{error.hint}; {moved}"
         raise
 
 
@@ -278,7 +291,8 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
         raise ConfigError(
             "loss scaling requires fp16, whose gradients underflow",
             given=f"[loss_scale] and precision={plan.precision}",
-            hint="precision=fp16, or --set loss_scale= to remove the section from the recipe",
+            expected="precision=fp16 in the plan",
+            hint="--set loss_scale= removes the section from the recipe",
         )
     if plan.local_steps:
         _check_local_steps(recipe.run, plan)
@@ -308,6 +322,7 @@ def _check_local_steps(config: RunConfig, plan: Plan) -> None:
         raise ConfigError(
             "islands have losses of their own, and cannot be rolled back together",
             given=f"run.spike_factor = {config.spike_factor}, local_steps={plan.local_steps}",
+            expected="no rollbacks under local_steps",
             hint="--set run.spike_factor=0",
         )
 
@@ -322,6 +337,7 @@ def _check_offload(config: RunConfig) -> None:
         raise ConfigError(
             "background saves copy into memory the states that offload=disk keeps out of it",
             given="run.save_in_background = true, offload=disk",
+            expected="saves that read the states from their files",
             hint="--set run.save_in_background=false",
         )
     if config.offload_dir is None:
@@ -341,11 +357,15 @@ def _check_servers(config: RunConfig) -> None:
             raise ConfigError(
                 f"run.{key} cannot be combined with parameter servers",
                 given=f"run.{key} = {value}",
+                expected="the default, which turns it off",
                 hint=f"--set run.{key}={'0' if key == 'spike_factor' else 'false'}",
             )
     if config.device == "cuda":
         raise ConfigError(
-            "parameter servers need CPU ranks", given="run.device = cuda", hint="--set run.device=cpu"
+            "parameter servers need CPU ranks",
+            given="run.device = cuda",
+            expected="ranks whose tensors are in host memory",
+            hint="--set run.device=cpu",
         )
 
 

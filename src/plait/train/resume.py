@@ -24,7 +24,7 @@ from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import broadcast_text, raise_on_all
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
-from plait.fileio import sync_folder, sync_tree
+from plait.fileio import WRITABLE, disk_hint, sync_folder, sync_tree
 
 Check = Callable[[Checkpoint], None]  # raises CheckpointError unless the checkpoint belongs to this run
 
@@ -70,7 +70,9 @@ def load_newest(engine: Engine, folder: Path, check: Check) -> tuple[Checkpoint 
         try:
             set_aside(_newer(folder, saved) if world.rank == 0 else [], "damaged")
         except OSError as error:
-            problem = CheckpointError("cannot rename a damaged checkpoint", given=error)
+            problem = CheckpointError(
+                "cannot rename a damaged checkpoint", given=error, expected=WRITABLE, hint=disk_hint(folder)
+            )
         raise_on_all(problem, world.group, world.device)
         return saved, [f"{error.fact}: {error.given}; renamed to .damaged" for error in damaged]
     _check_none_damaged(damaged)
@@ -93,7 +95,12 @@ def rewind(folder: Path, to: Path, check: Check) -> None:
     try:
         set_aside(_newer(folder, saved), "aside")
     except OSError as error:
-        raise RunError("cannot rename later checkpoints", given=f"{folder}: {error}") from error
+        raise RunError(
+            "cannot rename later checkpoints",
+            given=f"{folder}: {error}",
+            expected=WRITABLE,
+            hint=disk_hint(folder),
+        ) from error
 
 
 def start_from(folder: Path, start: Path, check: Check) -> None:

@@ -19,7 +19,9 @@ from plait.data.dataset import TokenStore
 from plait.data.tokenizer import file_hashes
 from plait.errors import RunError
 from plait.fileio import (
+    WRITABLE,
     copy_regular,
+    disk_hint,
     file_lock,
     read_json,
     sync_folder,
@@ -111,7 +113,12 @@ def lock_run(run: RunDir, lock: ExitStack | None) -> None:
             hint="stop the other job",
         ) from error
     except OSError as error:
-        raise RunError("cannot write to the run directory", given=f"{run.path}: {error}") from error
+        raise RunError(
+            "cannot write to the run directory",
+            given=f"{run.path}: {error}",
+            expected=WRITABLE,
+            hint=disk_hint(run.path),
+        ) from error
 
 
 def create_run_dir(run: RunDir, recipe: Recipe, store: TokenStore, start: Path | None, check: Check) -> None:
@@ -128,7 +135,12 @@ def create_run_dir(run: RunDir, recipe: Recipe, store: TokenStore, start: Path |
             folder.replace(run.path)  # also over an empty directory
             sync_folder(run.path.parent)
     except OSError as error:
-        raise RunError("cannot create the run directory", given=f"{run.path}: {error}") from error
+        raise RunError(
+            "cannot create the run directory",
+            given=f"{run.path}: {error}",
+            expected=WRITABLE,
+            hint=disk_hint(run.path),
+        ) from error
 
 
 def rewrite_recipe(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
@@ -137,7 +149,12 @@ def rewrite_recipe(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
         _write_recipe(run, recipe, store)
         write_json(run.job, _current_job())
     except OSError as error:
-        raise RunError("cannot write the run's recipe", given=f"{run.recipe}: {error}") from error
+        raise RunError(
+            "cannot write the run's recipe",
+            given=f"{run.recipe}: {error}",
+            expected=WRITABLE,
+            hint=disk_hint(run.path),
+        ) from error
 
 
 def _write_recipe(run: RunDir, recipe: Recipe, store: TokenStore) -> None:

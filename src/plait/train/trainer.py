@@ -31,7 +31,7 @@ from plait.data.loader import Batch, Batches, Samples, loader
 from plait.data.sampler import BatchSizes, Order
 from plait.engine.engine import StepResult
 from plait.errors import RunError
-from plait.fileio import write_text
+from plait.fileio import WRITABLE, disk_hint, write_text
 from plait.parallel.zero.memory_stats import num_allocator_retries
 from plait.plan import Plan
 from plait.server.job import join_job
@@ -427,7 +427,12 @@ class Trainer:
             if engine.plan.num_servers:
                 draw_clocks(run.metrics, run.clocks)
         except OSError as error:
-            raise RunError("cannot write a plot", given=f"{run.picture}: {error}") from error
+            raise RunError(
+                "cannot write a plot",
+                given=f"{run.picture}: {error}",
+                expected=WRITABLE,
+                hint=disk_hint(run.picture),
+            ) from error
         # The export from before a resume, and partial exports of a process that was killed.
         for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*")):
             shutil.rmtree(old, ignore_errors=True)

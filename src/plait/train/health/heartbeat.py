@@ -38,6 +38,7 @@ from pathlib import Path
 from plait.comm import World
 from plait.comm.flight_recorder import pending_collectives
 from plait.errors import CommError, RunError
+from plait.fileio import WRITABLE, disk_hint
 from plait.train.health.hang_report import (
     RankStatus,
     describe_stacks,
@@ -97,7 +98,12 @@ class Heartbeat:
             self._file = self._stacks.open("w")
             self._write_status(0.0)
         except OSError as error:
-            raise RunError("cannot write the run's stacks", given=f"{self._folder}: {error}") from error
+            raise RunError(
+                "cannot write the run's stacks",
+                given=f"{self._folder}: {error}",
+                expected=WRITABLE,
+                hint=disk_hint(self._folder),
+            ) from error
         self._arm_timer(SLOW_FACTOR)
         self._thread = threading.Thread(target=self._poll, name="plait-heartbeat", daemon=True)
         self._thread.start()
