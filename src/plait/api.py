@@ -178,7 +178,10 @@ def _weights_reader(model: nn.Module, folder: Path, world: World) -> Reader:
     CheckpointError on all ranks for files that one of them cannot read."""
     if not all(parameter.is_meta for parameter in model.parameters()):
         raise ModelError(
-            "the model already has weights", given=f"weights={folder}", expected="a model on meta"
+            "the model already has weights",
+            given=f"weights={folder}",
+            expected="a model on the meta device",
+            hint="with torch.device('meta') around the construction, or no weights",
         )
     reader: Reader | None = None
     problem = None

@@ -207,5 +207,10 @@ def make_private(folder: Path) -> None:
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise CommError(f"{name} is not a number", given=f"{name}={text}", hint="start with torchrun")
+        raise CommError(
+            f"{name} is not a number",
+            given=f"{name}={text}",
+            expected="a number, as launchers set it",
+            hint="start with torchrun",
+        )
     return int(text)

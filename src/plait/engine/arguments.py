@@ -33,26 +33,33 @@ def _are_blocks(value: object) -> bool:
     return all(isinstance(each, type | nn.Module) for each in value)
 
 
-# A check of each argument that is not None, and the description of its valid values.
-_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "optimizer_args": (_names, "a dict of the optimizer's arguments: {'lr': 1e-3}"),
+_LOSS = "lambda outputs, batch: (summed_loss, number_of_targets)"
+# A check of each argument that is not None, and its valid values: in words, and one of them.
+_TYPES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "optimizer_args": (_names, "a dict of the optimizer's arguments", "{'lr': 1e-3}"),
     "param_groups": (
         lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes),
-        "model.parameters(), or a list of dicts",
+        "an iterable of parameters, or of dicts",
+        "model.parameters()",
     ),
-    "loss": (callable, "a function of the model's outputs and a micro-batch"),
-    "loss_scaling": (lambda value: isinstance(value, LossScaling), "a LossScaling"),
-    "blocks": (_are_blocks, "a class of modules, or a list of classes or modules"),
-    "offload_dir": (lambda value: isinstance(value, str | os.PathLike), "a path"),
+    "loss": (callable, "a function of the model's outputs and a micro-batch", _LOSS),
+    "loss_scaling": (lambda value: isinstance(value, LossScaling), "a LossScaling", "plait.LossScaling()"),
+    "blocks": (_are_blocks, "a class of modules, or a list of classes or modules", "type(block)"),
+    "offload_dir": (lambda value: isinstance(value, str | os.PathLike), "a path", "'/var/tmp'"),
     "tensor_plan": (
         lambda value: _names(value) and all(isinstance(style, str) for style in value.values()),
-        "a dict of names and styles: {'blocks.*.fc1': 'colwise'}",
+        "a dict of names and styles",
+        "{'blocks.*.fc1': 'colwise'}",
     ),
-    "probe": (lambda value: isinstance(value, bool) or _is_batch(value), "True, False, or a dict of tensors"),
-    "example_batch": (_is_batch, "a dict of tensors"),
-    "seed": (_is_seed, "an integer from 0 to 2**64 - 1"),
-    "weights": (lambda value: isinstance(value, str | os.PathLike), "a path"),
-    "world": (lambda value: isinstance(value, World), "what plait.comm.connect() returns"),
+    "probe": (
+        lambda value: isinstance(value, bool) or _is_batch(value),
+        "True, False, or a dict of tensors",
+        "False",
+    ),
+    "example_batch": (_is_batch, "a dict of tensors", "{'input_ids': ids}"),
+    "seed": (_is_seed, "an integer from 0 to 2**64 - 1", "0"),
+    "weights": (lambda value: isinstance(value, str | os.PathLike), "a path", "'FOLDER'"),
+    "world": (lambda value: isinstance(value, World), "a World", "plait.comm.connect()"),
 }
 _REQUIRED = ("probe", "seed")
 
@@ -60,10 +67,15 @@ _REQUIRED = ("probe", "seed")
 def check_types(model: object, arguments: Mapping[str, object]) -> nn.Module:
     """Return the model. Raises ModelError or ConfigError for an argument of the wrong type; `arguments`: by
     name."""
-    for name, (is_valid, expected) in _TYPES.items():
+    for name, (is_valid, expected, valid) in _TYPES.items():
         value = arguments[name]
         if (value is None and name in _REQUIRED) or (value is not None and not is_valid(value)):
-            raise ConfigError(f"{name} is not valid", given=f"{name}={shown(value)}", expected=expected)
+            raise ConfigError(
+                f"{name} is not valid",
+                given=f"{name}={shown(value)}",
+                expected=expected,
+                hint=f"{name}={valid}",
+            )
         if name in ("offload_dir", "weights") and value is not None:
             to_path(value, name)
     return _module(model)
@@ -78,6 +90,7 @@ def _module(model: object) -> nn.Module:
                 "the model is not an nn.Module",
                 given=f"{shown(model)}, a {type(model).__name__}",
                 expected="an nn.Module, or a list of modules that receive each other's outputs",
+                hint="nn.Sequential(*layers)",
             )
         model = Chain(modules)
     return model

@@ -106,6 +106,7 @@ class BatchPreparer:
                 raise PlanError(
                     "the number of micro-batches is not plan.micro",
                     given=f"a list of {len(batch)}, micro={self.micro}",
+                    expected=f"{self.micro} micro-batches",
                     hint=f"micro={len(batch)}, or a dict with all samples",
                 )
             return [self.checked(micro) for micro in batch]
@@ -153,7 +154,8 @@ def check_is_batch(batch: object) -> None:
         raise ModelError(
             "a batch is a dict of tensors",
             given=f"a {type(batch).__name__}",
-            expected="the model's forward arguments by name, and labels, which only the loss receives",
+            expected="the arguments of the model's forward by name, and labels, which only the loss receives",
+            hint="{'input_ids': ids, 'labels': ids}",
         )
     invalid = next((_describe(*entry) for entry in batch.items() if not _is_entry(*entry)), None)
     if invalid or not batch:
@@ -161,6 +163,7 @@ def check_is_batch(batch: object) -> None:
             "a batch is a dict of tensors with samples along dim 0",
             given=invalid or "an empty dict",
             expected="dense tensors with values, by name",
+            hint="{'input_ids': ids, 'labels': ids}",
         )
 
 
@@ -235,6 +238,7 @@ def check_loss(loss: object, *, trains: bool = True) -> None:
         "a loss must be a scalar that requires a gradient",
         given=given,
         expected="the sum over targets of a forward with gradients",
+        hint="reduction='sum' in torch's losses; no .item() and no torch.no_grad()",
     )
 
 
@@ -254,6 +258,7 @@ def valid_count(count: object) -> float | Tensor:
         "a loss's number of targets must be a number",
         given=given,
         expected="an int, or a tensor with one real element",
+        hint="(labels != -100).sum()",
     )
 
 
@@ -264,4 +269,5 @@ def check_total_count(count: float) -> None:
             "a loss's number of targets is negative or not finite",
             given="of a micro-batch of this step, on one of the ranks",
             expected="the number of targets that the loss is a sum over: 0 or more",
+            hint="(labels != -100).sum()",
         )

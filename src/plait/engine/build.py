@@ -176,5 +176,6 @@ def _refuse_forward(*_: object) -> None:
     raise ModelError(
         "the model is split into stages: no rank can run all of it",
         given="a call of the model",
-        expected="engine.step, engine.evaluate, or engine.outputs for what the model returns",
+        expected="a call that all ranks make, each with its stages",
+        hint="engine.step, engine.evaluate, or engine.outputs for what the model returns",
     )

@@ -42,14 +42,24 @@ from plait.engine.batch import (
 )
 from plait.engine.build import EngineParts, build_engine_parts
 from plait.engine.loss_scale import SumLossScale
-from plait.engine.misuse import InputFacts, one_thread, too_large_explained
+from plait.engine.misuse import (
+    InputFacts,
+    check_batch_shape,
+    check_facts,
+    check_pick,
+    inconsistent,
+    no_trace,
+    not_copyable,
+    one_thread,
+    too_large_explained,
+)
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.shares import Shares, share_of
 from plait.engine.spec import TrainingSpec
 from plait.engine.step_count import StepCount
 from plait.engine.trace import Trace
 from plait.engine.update import LocalUpdater, Updater
-from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, RunError, shown
+from plait.errors import CheckpointError, ModelError, PlanError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
 from plait.optim.clip import clip_factor
@@ -125,11 +135,7 @@ class Engine:
         self.num_steps = self._updater.publish(self.num_steps)
 
     def __reduce__(self) -> NoReturn:
-        raise ModelError(
-            "an engine cannot be pickled or copied",
-            given="it holds the communication of this process",
-            expected="engine.save and load for its state, or engine.state()",
-        )
+        raise not_copyable()
 
     def __repr__(self) -> str:
         return (
@@ -252,7 +258,8 @@ class Engine:
             raise ModelError(
                 "the model has no trainable parameters",
                 given="no parameter requires a gradient",
-                expected="engine.evaluate or engine.outputs, or a parameter to train",
+                expected="a parameter to train; engine.evaluate and engine.outputs need none",
+                hint="model.requires_grad_(True) before parallelize",
             )
         self._step_count.begin()
         self._check_consistent()
@@ -262,8 +269,7 @@ class Engine:
 
     def _check_consistent(self) -> None:
         if self._is_inconsistent:
-            fact = "the last update or load was interrupted: weights are inconsistent"
-            raise ModelError(fact, hint="engine.load with a checkpoint, or load_state")
+            raise inconsistent()
 
     def _add_loss(self, loss: Tensor, num_targets: int | Tensor | None) -> Tensor:
         """Add a micro-batch's loss and targets to the totals; return what backward starts from."""
@@ -279,7 +285,9 @@ class Engine:
         if not self._micros_done:
             raise PlanError(
                 "update without a gradient",
-                expected="engine.backward(loss) before it, not loss.backward()",
+                given="no micro-batch since the last update",
+                expected="engine.backward(loss) first",
+                hint="engine.backward(loss) in place of loss.backward()",
             )
         try:
             check_hyperparameters(self.optimizer)
@@ -391,8 +399,7 @@ class Engine:
         """The model's outputs for the batch, in eval mode and without gradients, on every rank: all of them,
         or the result of `pick`, which runs on the last stage (under pp > 1 it returns tensors, or containers
         of tensors). Every rank must call it, with its share."""
-        if pick is not None and not callable(pick):
-            raise ModelError("pick must be a function of the model's outputs", given=f"{shown(pick)}")
+        check_pick(pick)
         checked = self._batches.checked(batch, trains=False)
         with self._inputs.explained([checked]):
             return self._runner.outputs(checked, pick)
@@ -443,7 +450,7 @@ class Engine:
         pipeline's ranks, as JSON that Perfetto opens and `plait schedule --trace` reads. Raises RunError."""
         trace, self._trace = self._trace, None
         if trace is None:
-            raise RunError("there is no trace", hint="engine.start_trace() before the steps")
+            raise no_trace()
         trace.write(to_path(path, "path"), is_first=self.world.rank == 0)
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -513,12 +520,7 @@ class Engine:
         of a Hugging Face model are added. Every rank must call it. Raises CheckpointError, which leaves
         earlier checkpoints intact; RunError, see `check_replicas`."""
         folder, own_facts = to_path(folder, "folder"), json_facts(facts or {})
-        if taken := {"plan", "seed"} & own_facts.keys():
-            raise CheckpointError(
-                "a checkpoint's facts have keys of the engine's own",
-                given=f"facts={{{sorted(taken)[0]!r}: ...}}",
-                expected="other keys than 'plan' and 'seed'",
-            )
+        check_facts(own_facts)
         self.check_replicas()
         config = config_of_model(self.model)
         model = {} if config is None else {"model": {"config": config}}
@@ -552,10 +554,7 @@ class Engine:
 
         Activations are None for a model that cannot run on the meta device.
         """
-        is_shape = isinstance(batch_shape, Sequence) and len(batch_shape) == 2
-        if not is_shape or not all(isinstance(size, int) and size >= 0 for size in batch_shape):
-            given = f"{shown(batch_shape)}"
-            raise ConfigError("not the shape of a micro-batch", given=given, expected="(samples, tokens)")
+        check_batch_shape(batch_shape)
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
         return estimated_bytes(
             self.layout,
@@ -592,6 +591,9 @@ def _read_count(source: StateReader, key: str) -> int:
     value = source.read_full(key).item()
     if not isinstance(value, int | float) or not 0 <= value < 2**53:
         raise CheckpointError(
-            "this is not the state of an engine", given=f"{key} = {value}", expected="a count"
+            "this is not the state of an engine",
+            given=f"{key} = {value}",
+            expected="a count",
+            hint="engine.load with another checkpoint",
         )
     return int(value)

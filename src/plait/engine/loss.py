@@ -4,6 +4,7 @@ ranks.
 # B batch  S sequence  V vocabulary  C classes  T targets;  lower case = this rank's shard
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -55,6 +56,7 @@ def choose_loss(
         raise ModelError(
             "the model's auxiliary router loss is not part of the loss over tokens",
             given="output_router_logits=True",
+            expected="the loss over tokens alone",
             hint="output_router_logits=False, or loss= with the auxiliary term in it",
         )
     if task in (Task.CAUSAL_LM, Task.ALIGNED_LM):
@@ -170,4 +172,7 @@ def _check_shape(labels: Tensor, expected: Sequence[int], words: str) -> None:
             "the labels do not fit the model's outputs",
             given=f"labels {tuple(labels.shape)}",
             expected=f"{tuple(expected)}, {words}",
+            hint=f"labels.reshape{tuple(expected)}"
+            if labels.numel() == math.prod(expected)
+            else "labels that are padded like the inputs, or loss=",
         )

@@ -1,4 +1,4 @@
-"""Errors for mistakes in the use of an engine: wrong inputs, and calls from two threads.
+"""Errors for mistakes in the use of an engine: wrong inputs and arguments, and calls from two threads.
 
 [Note: inputs explained after a failure]
 A model's inputs are not checked before it runs: only the model knows which inputs it accepts, and reading
@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.errors import ModelError, PlaitError, RunError
+from plait.errors import CheckpointError, ConfigError, ModelError, PlaitError, RunError, shown
 from plait.models import Task, input_embedding, label_keys, pretrained_base, task_of
 
 P = ParamSpec("P")
@@ -48,6 +48,7 @@ def one_thread(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E
                 "an engine cannot be used by two threads at once",
                 given=f"engine.{method.__name__} while another thread is in a method of this engine",
                 expected="one thread at a time, in the same order on every rank",
+                hint="a threading.Lock around the calls",
             )
         try:
             return method(self, *args, **kwargs)
@@ -72,6 +73,65 @@ def too_large_explained() -> Iterator[None]:
             expected="parameters, gradients and optimizer states in the memory of each rank",
             hint="plait explain shows the memory of a plan; zero=3, tp or pp shard the model",
         ) from error
+
+
+def not_copyable() -> ModelError:
+    return ModelError(
+        "an engine cannot be pickled or copied",
+        given="it holds the communication of this process",
+        expected="a copy of its state",
+        hint="engine.save and engine.load, or engine.state()",
+    )
+
+
+def inconsistent() -> ModelError:
+    return ModelError(
+        "the weights are inconsistent",
+        given="the last update or load was interrupted",
+        expected="weights of one step on all ranks",
+        hint="engine.load with a checkpoint, or load_state",
+    )
+
+
+def no_trace() -> RunError:
+    return RunError(
+        "there is no trace",
+        given="write_trace without start_trace",
+        expected="steps between the two",
+        hint="engine.start_trace() before the steps",
+    )
+
+
+def check_pick(pick: object) -> None:
+    if pick is not None and not callable(pick):
+        raise ModelError(
+            "pick is not a function",
+            given=shown(pick),
+            expected="a function of the model's outputs",
+            hint="pick=lambda outputs: outputs.logits",
+        )
+
+
+def check_facts(facts: Mapping[str, object]) -> None:
+    """Raise CheckpointError for keys of a checkpoint's facts that the engine adds itself."""
+    if taken := sorted({"plan", "seed"} & facts.keys()):
+        raise CheckpointError(
+            "a checkpoint's facts have keys of the engine's own",
+            given=f"facts={{{taken[0]!r}: ...}}",
+            expected="other keys than 'plan' and 'seed'",
+            hint=f"facts={{'my_{taken[0]}': ...}}",
+        )
+
+
+def check_batch_shape(shape: object) -> None:
+    is_shape = isinstance(shape, Sequence) and len(shape) == 2
+    if not is_shape or not all(isinstance(size, int) and size >= 0 for size in shape):  # type: ignore[attr-defined]
+        raise ConfigError(
+            "not the shape of a micro-batch",
+            given=shown(shape),
+            expected="(samples, tokens)",
+            hint="(1, 2048)",
+        )
 
 
 @dataclass(frozen=True)
@@ -113,24 +173,30 @@ class InputFacts:
                 "the batch has no inputs for the model",
                 given=f"only {', '.join(batch)}",
                 expected="input_ids",
+                hint="{'input_ids': ids, 'labels': ids}",
             )
         if (ids := batch.get("input_ids")) is not None and (problem := self._problem_of_ids(ids)) is not None:
             return problem
         labels = batch.get("labels")
         if labels is not None and self.task in _OF_TOKENS and labels.dtype not in _IDS:
             given = f"labels of {labels.dtype}"
-            return ModelError("labels of tokens must be integers", given=given, expected="torch.long")
+            return ModelError(
+                "labels of tokens must be integers", given=given, expected="torch.long", hint="labels.long()"
+            )
         return None
 
     def _problem_of_ids(self, ids: Tensor) -> ModelError | None:
         given = f"input_ids of {ids.dtype} and shape {tuple(ids.shape)}"
         if ids.dtype not in _IDS:
-            return ModelError("token ids must be integers", given=given, expected="torch.long")
+            return ModelError(
+                "token ids must be integers", given=given, expected="torch.long", hint="input_ids.long()"
+            )
         if not ids.numel() or (self.task is not None and ids.ndim != 2):
             return ModelError(
                 "token ids have the wrong shape",
                 given=given,
                 expected="(samples, tokens)",
+                hint="input_ids.unsqueeze(0), for one sample",
             )
         if ids.device.type != "cpu" or self.vocabulary is None:
             return None
@@ -141,4 +207,5 @@ class InputFacts:
             "a token id is not in the model's vocabulary",
             given=f"input_ids with {int(outside[0])}",
             expected=f"0 to {self.vocabulary - 1}",
+            hint="the model's own tokenizer",
         )

@@ -53,7 +53,8 @@ class MicrobatchRunner:
             raise PlanError(
                 "single micro-batches cannot run through a pipeline",
                 given=f"{caller}, and a model in {self._last + 1} stages",
-                expected="engine.step with a step's micro-batches, engine.evaluate or engine.outputs",
+                expected="all micro-batches of a step in one call",
+                hint="engine.step, engine.evaluate or engine.outputs",
             )
         return self._parts.stages[0]
 
@@ -138,7 +139,9 @@ class MicrobatchRunner:
         if self._is_broken:
             raise ModelError(
                 "a step was interrupted while micro-batches were in flight between stages",
-                expected="a restart of all ranks",
+                given=f"pp={self._schedule.num_ranks}",
+                expected="no messages in transfer between stages",
+                hint="restart all ranks, and load a checkpoint",
             )
         if self._parts.dataflow is not None:
             for micro in micros:
@@ -172,7 +175,12 @@ class MicrobatchRunner:
         if failure is not None:
             raise failure
         if not text:
-            raise ModelError("the last stage failed to return the model's outputs", hint="see its exception")
+            raise ModelError(
+                "the last stage failed to return the model's outputs",
+                given="an error on its rank, of the model or of pick",
+                expected="tensors, or containers of tensors",
+                hint="see its exception",
+            )
         packed = PackedOutput.from_json(text)
         if group.rank != root:
             tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._device) for s in packed.specs]

@@ -134,6 +134,7 @@ def _random_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
         raise ModelError(
             "a probe needs inputs, and this model's are unknown",
             given=type(model).__name__,
+            expected="config.vocab_size, for random tokens",
             hint="probe=batch, a dict as for engine.step",
         )
     generator = torch.Generator().manual_seed(seed)

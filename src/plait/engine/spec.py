@@ -69,7 +69,12 @@ def validate(
         plan = plan.resolved(num_ranks)
         plan.check_ranks(num_ranks)
     if plan.precision != "fp16" and loss_scaling is not None:
-        raise ConfigError("loss_scaling needs precision=fp16", given=f"precision={plan.precision}")
+        raise ConfigError(
+            "loss_scaling needs precision=fp16",
+            given=f"precision={plan.precision}",
+            expected="loss_scaling=None for the other dtypes",
+            hint="precision=fp16, or no loss_scaling",
+        )
     if device is not None:
         _check_device(plan, device)
     named_blocks = _find_blocks(model, plan, blocks, example_batch)
@@ -98,20 +103,25 @@ def check_arguments(plan: Plan | str, optimizer: object, norm: float | None, val
     is not a class or for invalid clipping limits."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(
-            "optimizer must be a class: it is built over the shards that each rank owns",
+            "optimizer must be a class",
             given=f"{optimizer if isinstance(optimizer, type) else type(optimizer).__name__}",
+            expected="a class, which is built over the shards that each rank owns",
             hint="optimizer=torch.optim.AdamW, optimizer_args={'lr': 1e-3}",
         )
     for name, limit in (("clip_norm", norm), ("clip_value", value)):
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
             raise ConfigError(
-                f"{name} is not a valid limit", given=f"{name}={limit}", expected="above 0, or None"
+                f"{name} is not a valid limit",
+                given=f"{name}={limit}",
+                expected="above 0, or None",
+                hint=f"{name}=1.0",
             )
     if norm is not None and value is not None:
         raise ConfigError(
             "clip_norm and clip_value cannot be combined",
             given=f"clip_norm={norm} and clip_value={value}",
             expected="one of the two",
+            hint=f"clip_norm={norm}",
         )
     return plan if isinstance(plan, Plan) else Plan.parse(plan)
 
@@ -120,12 +130,18 @@ def _check_device(plan: Plan, device: torch.device) -> None:
     """Raise PlanError for what is impossible or useless on this device."""
     if plan.algorithm != "auto" and device.type != "cpu":
         raise PlanError(
-            "named all-reduce algorithms need CPU ranks: NCCL selects its own",
+            "named all-reduce algorithms need CPU ranks",
             given=f"algorithm={plan.algorithm} on {device}",
-            hint="algorithm=auto; NCCL_ALGO=Ring or NCCL_ALGO=Tree in the environment",
+            expected="algorithm=auto: NCCL selects its own",
+            hint="no algorithm; NCCL_ALGO=Ring or NCCL_ALGO=Tree in the environment",
         )
     if plan.tf32 and device.type == "cpu":
-        raise PlanError("tf32 needs GPUs", given=f"{plan} on {device}", hint="no tf32")
+        raise PlanError(
+            "tf32 needs GPUs",
+            given=f"{plan} on {device}",
+            expected="float32 products in full precision on CPUs",
+            hint="no tf32",
+        )
     if plan.precision == "fp16" and (device.type == "cpu" or torch.cuda.is_available()):
         _check_fp16(device)
     check_device(plan, device)
@@ -140,6 +156,7 @@ def _check_fp16(device: torch.device) -> None:
         raise PlanError(
             "this device cannot train in fp16",
             given=f"precision=fp16 on {device}: {str(error).splitlines()[0]}",
+            expected="products and attention in float16, forward and backward",
             hint="precision=bf16",
         ) from error
 
@@ -157,7 +174,8 @@ def _find_blocks(
     for option, is_used in options.items():
         if is_used and not blocks:
             raise PlanError(
-                f"{option} needs repeated blocks, and the model has none",
+                f"{option} needs repeated blocks",
+                given=f"the model has none: {type(model).__name__}",
                 expected="an nn.ModuleList or nn.Sequential of blocks",
                 hint="precision=bf16" if option.startswith("precision") else f"no {option.partition('=')[0]}",
             )
@@ -169,7 +187,12 @@ def _schedule(plan: Plan) -> Schedule:
     schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
     check(schedule)
     if not schedule.trains:
-        raise ScheduleError("the schedule has no backwards", given=f"schedule={plan.schedule}")
+        raise ScheduleError(
+            "the schedule has no backwards",
+            given=f"schedule={plan.schedule}",
+            expected="a backward of each forward",
+            hint="schedule=1f1b",
+        )
     if schedule.split and plan.compile:  # from a file, which the plan has not read
         raise compile_conflict(f"schedule={plan.schedule}")
     return schedule
@@ -220,7 +243,8 @@ def _groups(given: Iterable[Any] | None) -> list[Mapping[str, Any]] | None:
         raise ConfigError(
             "param_groups mixes parameters and dicts",
             given=", ".join(sorted({type(entry).__name__ for entry in groups})),
-            expected="model.parameters(), or [{'params': some}, {'params': others, 'weight_decay': 0.0}]",
+            expected="parameters, or dicts",
+            hint="model.parameters(), or [{'params': some}, {'params': others, 'weight_decay': 0.0}]",
         )
     return [{"params": groups}]
 
@@ -239,12 +263,20 @@ def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> d
     for index, group in enumerate(groups):
         params = group.get("params", ())
         if not isinstance(params, Iterable):
-            raise ConfigError("a group's params are not parameters", given=f"params={shown(params)}")
+            raise ConfigError(
+                "a group's params are not parameters",
+                given=f"params={shown(params)}",
+                expected="a parameter, or several",
+                hint="{'params': model.parameters()}",
+            )
         for entry in [params] if isinstance(params, Tensor) else params:
             parameter = entry[1] if isinstance(entry, tuple) else entry  # torch takes (name, parameter) too
             if group_index.setdefault(id(parameter), index) != index:
                 raise ConfigError(
-                    "a parameter is in two param_groups", given=f"{group_index[id(parameter)]}, {index}"
+                    "a parameter is in two param_groups",
+                    given=f"{group_index[id(parameter)]}, {index}",
+                    expected="each parameter in one group",
+                    hint=f"leave it out of group {index}",
                 )
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     unknown = group_index.keys() - {id(p) for p in model.parameters()}
@@ -255,6 +287,7 @@ def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> d
             given=f"no group contains {missing[0]}"
             if missing
             else f"{len(unknown)} parameters that are not the model's",
-            expected="every parameter that requires a gradient, in one group: model.parameters()",
+            expected="every parameter that requires a gradient, in one group",
+            hint="model.parameters()",
         )
     return {name: group_index[id(p)] for name, p in named.items()}

@@ -98,9 +98,10 @@ class StageRunner:
             result = self._call(loss, self.outputs(micro, received), micro)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
-                "loss must return (summed loss, number of targets)",
+                "loss must return two values",
                 given=f"a {type(result).__name__}",
-                hint="return loss_sum, num_targets: the step divides once, by the targets of all ranks",
+                expected="the summed loss, which the step divides by all ranks' targets, and their number",
+                hint="return loss_sum, num_targets",
             )
         return result
 

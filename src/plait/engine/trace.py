@@ -14,6 +14,7 @@ import torch
 
 from plait.comm import Group, ranks_by_host, receive, send
 from plait.errors import RunError
+from plait.fileio import WRITABLE, disk_hint
 from plait.plan.schedule import Schedule, Span, Timeline
 from plait.plan.schedule.trace import write_trace
 
@@ -45,11 +46,21 @@ class Trace:
         if not is_first:
             return
         if not steps:
-            raise RunError("there is no trace", given="no step since start_trace")
+            raise RunError(
+                "there is no trace",
+                given="no step since start_trace",
+                expected="steps between start_trace and write_trace",
+                hint="engine.start_trace() before them",
+            )
         try:
             write_trace(path, steps)
         except OSError as error:
-            raise RunError("the trace cannot be written", given=f"{path}: {error.strerror}") from error
+            raise RunError(
+                "the trace cannot be written",
+                given=f"{path}: {error.strerror}",
+                expected=WRITABLE,
+                hint=disk_hint(path),
+            ) from error
 
     def timelines(self) -> Mapping[int, Timeline]:
         """Timelines by step, on the first rank of the pipeline; elsewhere empty. Every rank calls it."""
