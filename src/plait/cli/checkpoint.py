@@ -172,7 +172,12 @@ def _bytes_of(text: str) -> int:
     units |= {f"{u}iB": 1024**n for n, u in enumerate(("K", "M", "G", "T"), 1)}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or match[2] not in units or (size := int(float(match[1]) * units[match[2]])) < 1:
-        raise ConfigError("not a size", given=f"--max-shard-size {text}", expected="such as 5GB or 500MiB")
+        raise ConfigError(
+            "not a size",
+            given=f"--max-shard-size {text}",
+            expected="a number and a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB",
+            hint="--max-shard-size 5GB",
+        )
     return size
 
 

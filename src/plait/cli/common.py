@@ -12,7 +12,7 @@ import typer
 
 from plait.cli.streams import print_interrupted
 from plait.errors import ConfigError, PlaitError, printable
-from plait.fileio import check_output_paths, finite_json, write_json
+from plait.fileio import WRITABLE, check_output_paths, disk_hint, finite_json, write_json
 
 USER_ERROR = 2
 LOST_RANK = 1  # another rank ended; its message is the cause
@@ -66,7 +66,12 @@ def report_errors(command: Callable[P, R]) -> Callable[P, R]:
         except OSError as error:  # of a path that only the file system can judge, such as a name too long
             if error.filename is None:
                 raise
-            problem = ConfigError("a file cannot be used", given=f"{error.filename}: {error.strerror}")
+            problem = ConfigError(
+                "a file cannot be used",
+                given=f"{error.filename}: {error.strerror}",
+                expected="a path that the file system accepts",
+                hint="a shorter path",
+            )
             show_error(problem.with_traceback(error.__traceback__), debug=bool(kwargs.get("debug")))
             raise typer.Exit(USER_ERROR) from None
         except KeyboardInterrupt:
@@ -102,7 +107,12 @@ def write_output(path: Path | None, write: Callable[[Path], None], *, report: Te
     try:
         write(path)
     except OSError as error:
-        raise ConfigError("the file cannot be written", given=f"{path}: {error.strerror}") from error
+        raise ConfigError(
+            "the file cannot be written",
+            given=f"{path}: {error.strerror}",
+            expected=WRITABLE,
+            hint=disk_hint(path),
+        ) from error
     print_line(f"written: {path}", file=report)
 
 

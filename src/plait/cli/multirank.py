@@ -54,6 +54,7 @@ def check_ranks(ranks: int | None) -> None:
         raise PlanError(
             "torchrun has started another number of ranks",
             given=f"--ranks {ranks}, WORLD_SIZE={world_size}",
+            expected="the ranks that torchrun has started",
             hint="no --ranks under torchrun",
         )
 

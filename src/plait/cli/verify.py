@@ -69,8 +69,7 @@ def verify(
     Exit code 0: they are equal; 1: they differ, or a rank died; 2: the plan is impossible.
     """
     check_outputs({"--json": json})
-    if tolerance is not None and not 0 < tolerance < 1:
-        raise ConfigError("not a relative difference", given=f"--tolerance {tolerance}", hint="1e-6")
+    _check_tolerance(tolerance)
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
     stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
 
@@ -119,6 +118,16 @@ def verify_rank(work_dir: Path) -> None:
         raise typer.Exit(LOST_RANK) from None
 
 
+def _check_tolerance(tolerance: float | None) -> None:
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise ConfigError(
+            "not a relative difference",
+            given=f"--tolerance {tolerance}",
+            expected="a number between 0 and 1",
+            hint="--tolerance 1e-6",
+        )
+
+
 def _noted(source: "ModelSource") -> "ModelSource":
     """Print what the small model does not have of the given configuration."""
     if source.left_out:
@@ -133,7 +142,10 @@ def _device(asked: Device, transport: str, num_ranks: int) -> str:
     check_limits()
     if transport not in ("auto", "host", "gloo"):
         raise ConfigError(
-            "there is no such transport for CPU ranks", given=f"--transport {transport}", hint="host or gloo"
+            "there is no such transport for CPU ranks",
+            given=f"--transport {transport}",
+            expected="auto, host or gloo",
+            hint="--transport host",
         )
     if asked == "cpu" or (asked == "auto" and transport != "auto"):
         return "cpu"
@@ -160,6 +172,7 @@ def _with_dtype(dtype: Dtype, plan: Plan) -> Plan:
         raise ConfigError(
             f"this plan cannot be verified in {dtype}",
             given=f"{plan}: {error.fact}",
+            expected=f"a plan that allows precision={PRECISIONS[dtype]}",
             hint="--dtype bf16, which measures the rounding error",
         ) from error
 
@@ -198,7 +211,12 @@ def _read_plans(path: Path) -> list[Plan]:
     try:
         lines = [text.partition("#")[0].strip() for text in read_text(path).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the plans cannot be read", given=f"{path}: {error}") from error
+        raise ConfigError(
+            "the plans cannot be read",
+            given=f"{path}: {error}",
+            expected="a file of plans, one per line",
+            hint=f"ls -l {path}",
+        ) from error
     parsed = []
     for number, text in enumerate(lines, start=1):
         try:
@@ -208,7 +226,12 @@ def _read_plans(path: Path) -> list[Plan]:
                 error.fact, given=f"{path}:{number}: {error.given}", expected=error.expected, hint=error.hint
             ) from error
     if not parsed:
-        raise ConfigError("the file contains no plan", given=path, expected="one plan per line")
+        raise ConfigError(
+            "the file contains no plan",
+            given=path,
+            expected="at least one plan, each on its line",
+            hint="dp=2 zero=3",
+        )
     return parsed
 
 

@@ -100,7 +100,8 @@ def named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]
             raise ModelError(
                 "the model has no such block, or only nested in another block",
                 given=w.__name__ if isinstance(w, type) else f"a {type(w).__name__}",
-                expected="blocks: classes of modules in the model, or its modules themselves",
+                expected="classes of modules in the model, or its modules themselves",
+                hint="blocks=type(block), of one of the repeated modules",
             )
     return blocks
 

@@ -53,6 +53,7 @@ def pretrained_causal_lm(path: str) -> "PreTrainedModel":
             "quantized weights cannot be trained",
             given=f"{path}: quantization_config",
             expected="weights in float32, bfloat16 or float16",
+            hint="the model's weights before quantization",
         )
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
@@ -61,6 +62,7 @@ def pretrained_causal_lm(path: str) -> "PreTrainedModel":
             "the weights to start from cannot be loaded",
             given=f"{path}: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}",
             expected="a directory with config.json and safetensors files",
+            hint=f"ls {path}",
         ) from error
     assert isinstance(model, PreTrainedModel)
     return model

@@ -59,9 +59,19 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         values = read_json(file)
     except (OSError, ValueError) as error:
-        raise ModelError("the model's configuration cannot be read", given=f"{file}: {error}") from error
+        raise ModelError(
+            "the model's configuration cannot be read",
+            given=f"{file}: {error}",
+            expected="a config.json that this user can read",
+            hint=f"ls -l {file}",
+        ) from error
     if not isinstance(values, dict):
-        raise ModelError("the model's configuration is not a JSON object", given=file)
+        raise ModelError(
+            "the model's configuration is not a JSON object",
+            given=file,
+            expected="an object of keys and values",
+            hint='{"model_type": "llama"}',
+        )
     return values
 
 
@@ -74,16 +84,24 @@ def check_config_values(values: Any) -> None:
         raise ModelError(
             "the model's configuration is not an object of keys and values",
             given=f"a {type(values).__name__}",
+            expected="a dict",
+            hint='{"model_type": "llama"}',
         )
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         has = "has no model_type" if model_type is None else "has an invalid model_type"
         given = f"the keys {', '.join(map(str, values))}" if model_type is None else repr(model_type)
-        raise ModelError(f"the model's configuration {has}", given=given, hint='model_type = "llama"')
+        raise ModelError(
+            f"the model's configuration {has}",
+            given=given,
+            expected="a type of transformers, as text",
+            hint='model_type = "llama"',
+        )
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
             "transformers has no such model type",
             given=f"model_type={model_type}",
+            expected=f"one of the {len(CONFIG_MAPPING)} types of transformers",
             hint=unknown_key_hint(model_type, CONFIG_MAPPING),
         )
     for key, value in _entries(values):
@@ -91,7 +109,9 @@ def check_config_values(values: Any) -> None:
         # Checked here, as configurations create lists with an entry per layer.
         if "layer" in key and isinstance(value, int) and value > _MAX_LAYERS:
             given, expected = f"{key} = {value}", f"at most {_MAX_LAYERS}"
-            raise ModelError("the model is too large", given=given, expected=expected)
+            raise ModelError(
+                "the model is too large", given=given, expected=expected, hint=f"{key} = {_MAX_LAYERS}"
+            )
 
 
 def _entries(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -151,7 +171,10 @@ def build_on_meta(values: Mapping[str, Any], *, of_architecture: bool = False) -
     layers = getattr(model.config, "num_hidden_layers", 1)
     if not isinstance(layers, int) or layers < 1:
         raise ModelError(
-            "the model has no layers", given=f"num_hidden_layers = {layers!r}", expected="1 or more"
+            "the model has no layers",
+            given=f"num_hidden_layers = {layers!r}",
+            expected="1 or more",
+            hint="num_hidden_layers = 1",
         )
     return model
 
@@ -184,7 +207,10 @@ def _build(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreT
             return with_parameters_on_meta(architecture._from_config(config))  # as the class below calls it
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
-            "the configuration is not of a causal language model", given=f"model_type={config.model_type}"
+            "the configuration is not of a causal language model",
+            given=f"model_type={config.model_type}",
+            expected="a type of AutoModelForCausalLM",
+            hint="model_type = 'llama'",
         )
     _check_flash(config, AutoModelForCausalLM._model_mapping[type(config)])
     with _construction():
@@ -216,6 +242,7 @@ def _check_flash(config: "PretrainedConfig", model_class: Any) -> None:
         raise ModelError(
             f"the model does not support {config._attn_implementation}",
             given=f"model_type={config.model_type}, attn_implementation = {config._attn_implementation!r}",
+            expected="an attention of this class, which needs no download",
             hint="attn_implementation = 'sdpa', or the configuration without this key",
         )
 
@@ -238,7 +265,12 @@ def _limited_modules() -> Iterator[None]:
         nonlocal count
         count += 1
         if count > _MAX_MODULES:
-            raise ModelError("the model is too large", given=f"more than {_MAX_MODULES:,} modules")
+            raise ModelError(
+                "the model is too large",
+                given=f"more than {_MAX_MODULES:,} modules",
+                expected=f"at most {_MAX_MODULES:,}",
+                hint="fewer layers or experts",
+            )
 
     handle = register_module_module_registration_hook(hook)
     try:
@@ -297,6 +329,7 @@ def _invalid(
         f"the model's configuration has an invalid {' or '.join(at_fault) or 'key'}",
         given=f"{given or 'model_type=' + values['model_type']}: {reason}",
         expected=f"keys and values that are valid together for model_type={values['model_type']}",
+        hint=f"leave out {' or '.join(at_fault) or 'keys'}, whose default is valid",
     )
 
 

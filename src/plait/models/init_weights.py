@@ -111,6 +111,7 @@ def initialize_weights(
         raise ModelError(
             "the model's own code leaves a parameter or buffer without an initial value",
             given=name,
+            expected="a value for each of them",
             hint="give the module that owns it a reset_parameters(), or build the model on the CPU",
         )
 
@@ -301,6 +302,7 @@ class _ModelInitializer:
                 raise ModelError(
                     "the model's own code replaces a parameter that it should initialize",
                     given=name,
+                    expected="the same parameters before and after",
                     hint="write the initial values into the existing parameter, in place",
                 )
 
