@@ -153,6 +153,7 @@ def _buffers(world: World, request: Request) -> dict[str, tuple[Tensor, Tensor]]
         raise ConfigError(
             "the GPU has too little memory for the largest size",
             given=str(error).splitlines()[0],
+            expected="two tensors for each storage",
             hint="--sizes 1K:16M",
         ) from error
 
@@ -190,6 +191,7 @@ def _check(timed: _TimedCase, world: World, pattern: Pattern) -> float:
             given=f"algorithm {timed.algorithm}, "
             f"{timed.num_bytes} bytes of {timed.storage} storage over {world.group.transport.name}, "
             f"rank {world.rank} of {world.size}",
+            expected="the reduction that one rank alone computes",
             hint="another --transport",
         )
     # The first call may have set up connections, which is negligible for large ones.
@@ -254,6 +256,7 @@ def device_for(backend: str, local_ranks: int) -> str:
         raise ConfigError(
             "NCCL needs a GPU per rank",
             given=f"{local_ranks} ranks on a host with {num_gpus} GPUs",
+            expected=f"at most {num_gpus} local ranks",
             hint="--transport gloo" if num_gpus < 2 else f"--ranks {num_gpus}",
         )
     use_cuda = backend in ("auto", "nccl") and num_gpus >= local_ranks

@@ -158,6 +158,7 @@ class BenchModel:
                 raise CommError(
                     "gradients are not averaged",
                     given=f"{name}: off by {max(errors):.1e} of a gradient on rank {self._world.rank}",
+                    expected=f"an error of at most {_MAX_ERROR:.0e}",
                     hint="another --transport",
                 )
 
@@ -277,5 +278,6 @@ def check_ddp_memory(request: DdpRequest, local_ranks: int, available: int | Non
             "too little memory for the model and its buckets",
             given=f"--model {request.model}, {len(request.variants)} variants on {local_ranks} ranks need "
             f"{format_bytes(needed)}; {format_bytes(available)} are available",
+            expected="a model whose ranks fit into the memory together",
             hint="fewer --caps, or --model tiny",
         )

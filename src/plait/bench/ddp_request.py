@@ -73,7 +73,9 @@ class DdpRequest:
             ("--rounds", self.rounds),
         ):
             if number < 1:
-                raise ConfigError("nothing to measure", given=f"{flag} {number}", expected="1 or more")
+                raise ConfigError(
+                    "nothing to measure", given=f"{flag} {number}", expected="1 or more", hint=f"{flag} 1"
+                )
         check_positions(self.length)
 
     @property

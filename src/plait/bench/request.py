@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.errors import ConfigError, unknown_key_hint
+from plait.errors import ConfigError, nearest
 from plait.plan.collectives import ALGORITHMS, is_power_of_two
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 
@@ -53,11 +53,17 @@ class Request:
             check_known(flag, value, choices)
         if self.rounds is not None and self.rounds < 1:
             raise ConfigError(
-                "at least one round must be measured", given=f"--rounds {self.rounds}", hint="1"
+                "at least one round must be measured",
+                given=f"--rounds {self.rounds}",
+                expected="1 or more",
+                hint="--rounds 1",
             )
         if not 0 < self.budget_s < float("inf"):
             raise ConfigError(
-                "the time budget must be positive", given=f"--budget {self.budget_s}", expected="seconds"
+                "the time budget must be positive",
+                given=f"--budget {self.budget_s}",
+                expected="a number of seconds above 0",
+                hint="--budget 60",
             )
 
     def algorithms_of(self, collective: str, num_ranks: int) -> tuple[str, ...]:
@@ -80,6 +86,7 @@ def check_num_ranks(num_ranks: int, least: int = 2) -> None:
             else "there is no rank to measure",
             given=f"{num_ranks} ranks",
             expected=f"{least} or more",
+            hint=f"--ranks {least}",
         )
 
 
@@ -106,7 +113,8 @@ def check_algorithms(request: Request, num_ranks: int, device: str) -> None:
         raise ConfigError(
             "named algorithms are for CPU ranks",
             given=f"--algorithm {','.join(named)} on {device}",
-            hint="--algorithm auto, or --transport gloo",
+            expected="CPU ranks for a named algorithm; NCCL selects its own",
+            hint="no --algorithm, or --transport gloo",
         )
     if not any(request.algorithms_of(each, num_ranks) for each in request.collectives):
         known = [each for each in request.collectives if each in ALGORITHMS_OF]
@@ -115,6 +123,7 @@ def check_algorithms(request: Request, num_ranks: int, device: str) -> None:
             given=f"--algorithm {','.join(named)}, {num_ranks} ranks, {', '.join(request.collectives)}",
             expected="; ".join(f"{each}: {', '.join(ALGORITHMS_OF[each])}" for each in known)
             or f"one of {', '.join(ALGORITHMS_OF)}",
+            hint="no --algorithm",
         )
 
 
@@ -135,7 +144,10 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     size, max_bytes = sizes
     if size > max_bytes:
         raise ConfigError(
-            "the last size is less than the first", given=f"--sizes {text}", hint=f"{items[1]}:{items[0]}"
+            "the last size is less than the first",
+            given=f"--sizes {text}",
+            expected="MIN:MAX",
+            hint=f"--sizes {items[1]}:{items[0]}",
         )
     sizes = []
     while size < max_bytes:
@@ -154,7 +166,10 @@ def check_known(flag: str, value: str, choices: Collection[str]) -> None:
     """Raise ConfigError unless the value of `flag` is one of the choices."""
     if value not in choices:
         raise ConfigError(
-            f"unknown value of {flag}", given=repr(value), hint=unknown_key_hint(value, choices)
+            f"unknown value of {flag}",
+            given=repr(value),
+            expected=", ".join(choices),
+            hint=f"{flag} {nearest(value, choices) or next(iter(choices))}",
         )
 
 
@@ -170,6 +185,7 @@ def check_memory(request: Request, local_ranks: int, available: int | None) -> N
         "too little memory for the largest size",
         given=f"{format_bytes(max_bytes)} on {local_ranks} ranks need {format_bytes(copies * max_bytes)}; "
         f"{format_bytes(available)} are available",
+        expected="inputs, outputs and buffers of all local ranks in memory",
         hint=f"--sizes 1K:{format_bytes(1 << fitting)}",
     )
 

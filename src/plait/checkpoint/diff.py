@@ -28,7 +28,10 @@ def find_checkpoints(path: Path) -> list[Path]:
     if (path / MANIFEST).exists() or not path.is_dir():
         return [path]
     raise CheckpointError(
-        "there is no checkpoint", given=path, expected="a directory step-00000120, or a run's directory"
+        "there is no checkpoint",
+        given=path,
+        expected="a directory step-00000120, or that of a run with checkpoints",
+        hint=f"ls {path}",
     )
 
 

@@ -50,6 +50,7 @@ class Keep:
                 "saved checkpoints would not be kept",
                 given=f"Keep(last={self.last}, every={self.every})",
                 expected="last >= 1, every >= 0",
+                hint="Keep(last=1)",
             )
 
 

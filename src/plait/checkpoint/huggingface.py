@@ -24,7 +24,16 @@ from plait.checkpoint.reader import Reader
 from plait.checkpoint.safetensors_format import DTYPES, Entry, Header, encode_header, read_header
 from plait.checkpoint.writer import bytes_of
 from plait.errors import CheckpointError, RunError
-from plait.fileio import copy_regular, read_json, sync_folder, sync_tree, temporary_folder, write_json
+from plait.fileio import (
+    WRITABLE,
+    copy_regular,
+    disk_hint,
+    read_json,
+    sync_folder,
+    sync_tree,
+    temporary_folder,
+    write_json,
+)
 from plait.models import SavedGroup, SaveFormat, StateNames, map_file_keys
 
 if TYPE_CHECKING:
@@ -52,7 +61,12 @@ class HuggingFaceFiles:
     def open(cls, folder: Path) -> "HuggingFaceFiles":
         """Open one file, or several with their index. Raises CheckpointError."""
         if not folder.exists():
-            raise CheckpointError("no weights to start from", given=f"{folder}, which does not exist")
+            raise CheckpointError(
+                "no weights to start from",
+                given=folder,
+                expected="an existing folder of safetensors",
+                hint=f"ls {folder.absolute().parent}",
+            )
         folder = folder if folder.is_dir() else folder.parent  # a recipe may name the config.json
         if (folder / ONE_FILE).exists():
             shards: dict[str, set[str] | None] = {ONE_FILE: None}
@@ -60,7 +74,10 @@ class HuggingFaceFiles:
             shards = dict(_read_index(folder / INDEX))
         else:
             raise CheckpointError(
-                "no safetensors to start from", given=folder, expected=f"{ONE_FILE}, or {INDEX} and its files"
+                "no safetensors to start from",
+                given=folder,
+                expected=f"{ONE_FILE}, or {INDEX} and its files",
+                hint="model.save_pretrained(FOLDER), which writes safetensors",
             )
         headers, entries = {}, {}
         for name, listed in shards.items():
@@ -73,7 +90,10 @@ class HuggingFaceFiles:
             missing = sorted((listed or set()) - headers[path].entries.keys())
             if missing:
                 raise CheckpointError(
-                    "a weight is not in the file that the index lists", given=f"{missing[0]} in {path}"
+                    "a weight is not in the file that the index lists",
+                    given=f"{missing[0]} in {path}",
+                    expected="every weight of the index in its file",
+                    hint=f"copy {path.name} again, from where the folder was copied",
                 )
         return cls(folder, headers, entries)
 
@@ -131,7 +151,12 @@ def _read_index(path: Path) -> Iterator[tuple[str, set[str]]]:
                 raise ValueError(f"{name!r:.100} is not the name of a file in this directory")
             keys.setdefault(name, set()).add(key)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError("the index of weights cannot be read", given=f"{path}: {error}") from error
+        raise CheckpointError(
+            "the index of weights cannot be read",
+            given=f"{path}: {error}",
+            expected="the JSON of save_pretrained, with weight_map",
+            hint=f"copy {path.name} again, from where the folder was copied",
+        ) from error
     yield from keys.items()
 
 
@@ -173,7 +198,12 @@ def write_hugging_face(
     a damaged one, RunError if `out` exists or cannot be written.
     """
     if out.exists():
-        raise RunError("the export's directory exists", given=out, hint="another directory")
+        raise RunError(
+            "the export's directory exists",
+            given=out,
+            expected="a directory that does not exist yet",
+            hint=f"{out}-2",
+        )
     names = StateNames.from_model(model)
     _check_same(checkpoint, names)
     form = SaveFormat(model, dtype)
@@ -194,7 +224,12 @@ def write_hugging_face(
             partial.rename(out)
             sync_folder(out.absolute().parent)
     except OSError as error:
-        raise RunError("the export cannot be written", given=f"{out}: {error}") from error
+        raise RunError(
+            "the export cannot be written",
+            given=f"{out}: {error}",
+            expected=WRITABLE,
+            hint=disk_hint(out.parent),
+        ) from error
 
 
 def _check_same(checkpoint: Checkpoint, names: StateNames) -> None:
@@ -207,6 +242,7 @@ def _check_same(checkpoint: Checkpoint, names: StateNames) -> None:
                 "the checkpoint is of another model",
                 given=f"{checkpoint.path}: {key} {saved.get(key, 'missing')}",
                 expected=f"{key} {expected.get(key, 'missing')}",
+                hint="--config with the model's own config.json",
             )
 
 

@@ -134,6 +134,7 @@ def json_facts(facts: object) -> dict[str, Any]:
             "the facts of a checkpoint are not JSON",
             given=f"{error}: {shown(facts)}" if not isinstance(facts, Mapping) else error,
             expected="a dict with texts as keys, of texts, numbers, lists and dicts",
+            hint="facts={'note': 'text'}",
         ) from error
 
 
@@ -152,7 +153,12 @@ DAMAGED = "the checkpoint is damaged"
 
 
 def damage(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(DAMAGED, given=f"{path}: {reason}")
+    return CheckpointError(
+        DAMAGED,
+        given=f"{path}: {reason}",
+        expected="the files of a save that has ended, unchanged",
+        hint="another checkpoint of the run, or a copy of this one",
+    )
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -213,7 +219,12 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
         return damage(path, "missing")
     if error.errno == errno.ELOOP or error.strerror == NOT_REGULAR:
         return damage(path, NOT_REGULAR)
-    return CheckpointError("a checkpoint cannot be read", given=f"{path}: {error.strerror or error}")
+    return CheckpointError(
+        "a checkpoint cannot be read",
+        given=f"{path}: {error.strerror or error}",
+        expected="files that this user can read",
+        hint=f"ls -l {path}",
+    )
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:

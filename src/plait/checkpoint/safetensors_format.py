@@ -120,4 +120,9 @@ def _entry(name: str, value: Any) -> Entry:
 
 
 def _not_safetensors(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError("not a complete safetensors file", given=f"{path}: {reason}")
+    return CheckpointError(
+        "not a complete safetensors file",
+        given=f"{path}: {reason}",
+        expected="a header, and the bytes of all tensors that it lists",
+        hint=f"copy {path.name} again, from where it was copied",
+    )

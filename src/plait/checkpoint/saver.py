@@ -40,7 +40,7 @@ from plait.checkpoint.manifest import MANIFEST, Manifest, RankFiles
 from plait.checkpoint.writer import write_rank_files
 from plait.comm import World, broadcast, decode_error, encode_error, raise_on_all
 from plait.errors import CheckpointError, CommError, PlaitError
-from plait.fileio import sync_folder, write_text
+from plait.fileio import WRITABLE, disk_hint, sync_folder, write_text
 from plait.parallel.zero.state_io import StateShard
 
 _ALIGNMENT = 64
@@ -103,7 +103,12 @@ class Saver:
         try:
             json.dumps(facts)
         except (TypeError, ValueError) as error:
-            raise CheckpointError("a checkpoint's facts must be JSON", given=error) from error
+            raise CheckpointError(
+                "a checkpoint's facts must be JSON",
+                given=error,
+                expected="a dict of texts, numbers, lists and dicts",
+                hint="facts={'note': 'text'}",
+            ) from error
         self.finish()
         partial = self._begin(step, sum(shard.num_bytes for shard in shards))
         source: _Source = StateShard.cpu
@@ -251,6 +256,7 @@ class Saver:
                     "the folder of checkpoints is not the same one on all hosts",
                     given=f"{partial}, created by rank 0, is missing on rank {self._world.rank}",
                     expected="a file system that all hosts share",
+                    hint="a folder on a shared file system (NFS, Lustre), under the same path",
                 )
             time.sleep(_POLL_S)
 
@@ -314,7 +320,8 @@ class Saver:
         return CheckpointError(
             "not enough disk for a checkpoint" if is_full else "a checkpoint cannot be written",
             given=f"step {step} in {self._folder}: {error}",
-            hint=hint if is_full else None,
+            expected=WRITABLE,
+            hint=hint if is_full else disk_hint(self._folder),
         )
 
 

@@ -134,6 +134,7 @@ def _model_errors() -> Iterator[None]:
             "the model cannot run on meta tensors, so its traffic is unknown",
             given=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'no text'}",
             expected="a forward whose control flow does not depend on tensor values",
+            hint="torch.where in place of if",
         ) from error
 
 

@@ -112,7 +112,12 @@ def explain(
     model = model if isinstance(model, nn.Module) else Chain(model)
     cluster = cluster or Cluster("host", None, torch.device("cpu"))
     if not micro:
-        raise ModelError("a micro-batch has no tensors", expected="the inputs of the model, by name")
+        raise ModelError(
+            "a micro-batch has no tensors",
+            given="micro={}",
+            expected="the inputs of the model, by name",
+            hint="{'input_ids': torch.zeros(1, 2048, dtype=torch.long)}",
+        )
     spec = validate(
         model,
         plan.of_worker if plan.num_servers else plan,

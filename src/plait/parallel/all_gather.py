@@ -70,7 +70,12 @@ class _AllGather(Function):
 def _lengths(tensor: Tensor, group: Group) -> list[int]:
     """Return the ranks' sizes along dim 0. Raises CommError if they differ in another way."""
     if not tensor.ndim:
-        raise CommError("a tensor without dims cannot be gathered along dim 0", hint="tensor.reshape(1)")
+        raise CommError(
+            "a tensor without dims cannot be gathered along dim 0",
+            given="shape ()",
+            expected="at least one dim",
+            hint="tensor.reshape(1)",
+        )
     if tensor.is_meta:  # a dry run has one batch shape
         return [tensor.shape[0]] * group.size
     digest = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape[1:])}".encode())
@@ -83,6 +88,7 @@ def _lengths(tensor: Tensor, group: Group) -> list[int]:
             "the tensors of an all-gather differ between ranks in more than their first dim",
             given=f"{tensor.dtype} {tuple(tensor.shape)} on this rank",
             expected="one dtype, and one size of every other dim",
+            hint="torch.nn.functional.pad, to one size of the other dims",
         )
     return [int(length) for length in lengths]
 

@@ -90,6 +90,7 @@ class CompiledForward:
             raise PlanError(
                 f"{self._block} cannot be compiled as a whole, which recompute=selective needs",
                 given=f"compile=true recompute=selective, and {_reason(_innermost(error))}",
+                expected="a block that torch.compile traces without a graph break",
                 hint="recompute=full or recompute=none, which compile the other parts, or compile=false",
             ) from error
         found = Counter(torch._dynamo.utils.counters["graph_break"]) - before

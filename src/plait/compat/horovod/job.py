@@ -104,7 +104,12 @@ def is_initialized() -> bool:
 def job() -> Job:
     """Return this process's job. Raises CompatError before `init`."""
     if _job is None or not _job.world.is_alive():
-        raise CompatError("Horovod has not been initialized", expected="hvd.init() first", hint="hvd.init()")
+        raise CompatError(
+            "Horovod has not been initialized",
+            given="no hvd.init(), or one that hvd.shutdown() has ended",
+            expected="a job of all ranks",
+            hint="hvd.init()",
+        )
     return _job
 
 

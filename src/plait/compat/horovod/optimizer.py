@@ -96,6 +96,12 @@ def _sparse_check(name: str, are_sparse: bool) -> Callable[[Tensor], None]:
     return check
 
 
+_EARLY_ZERO_GRAD = (  # Horovod's text
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+    "optimizer.synchronize()"
+)
+
+
 @cache
 def _subclass(base: Any) -> Any:
     """Return Horovod's subclass of an optimizer's class."""
@@ -139,24 +145,29 @@ def _subclass(base: Any) -> Any:
             """Clear the gradients. Raises CompatError between a backward and the step."""
             if self._gradients.reducer.has_gradients:
                 raise CompatError(
-                    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                    "optimizer.synchronize()",
-                    expected="zero_grad() before backward or after step(): reductions are in progress",
+                    _EARLY_ZERO_GRAD,
+                    given="gradients in reduction",
+                    expected="zero_grad() before backward or after step()",
                     hint="optimizer.step() first; backward_passes_per_step=N to accumulate gradients",
                 )
             super().zero_grad(set_to_none)
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
             if hasattr(self, "_gradients"):
-                raise CompatError(
-                    "add_param_group() of a DistributedOptimizer",
-                    expected="all parameters when it is created",
-                    hint="add the group to the optimizer, then hvd.DistributedOptimizer(optimizer)",
-                )
+                raise _late_group()
             super().add_param_group(param_group)
 
     Distributed.__name__ = Distributed.__qualname__ = base.__name__
     return Distributed
+
+
+def _late_group() -> CompatError:
+    return CompatError(
+        "a DistributedOptimizer does not take another group",
+        given="add_param_group()",
+        expected="all parameters when it is created",
+        hint="add the group to the optimizer, then hvd.DistributedOptimizer(optimizer)",
+    )
 
 
 def DistributedOptimizer(  # Horovod's name: it makes an instance of a class
@@ -180,12 +191,18 @@ def DistributedOptimizer(  # Horovod's name: it makes an instance of a class
     """
     check_process_set(process_set)
     if check_op(op) not in (Average, Sum):
-        raise CompatError("gradients cannot be reduced by this op", given=op.name, expected="Average or Sum")
+        raise CompatError(
+            "gradients cannot be reduced by this op",
+            given=op.name,
+            expected="Average or Sum",
+            hint="op=hvd.Average",
+        )
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise CompatError(
             "gradient_predivide_factor is for averages",
             given=f"gradient_predivide_factor={gradient_predivide_factor}, op={op.name}",
             expected="op=hvd.Average",
+            hint="gradient_predivide_factor=1.0",
         )
     named = _named(optimizer, named_parameters)
     if backward_passes_per_step < 1 or not named:
@@ -193,6 +210,7 @@ def DistributedOptimizer(  # Horovod's name: it makes an instance of a class
             "nothing to reduce",
             given=f"backward_passes_per_step={backward_passes_per_step}, {len(named)} trained parameters",
             expected="at least one of each",
+            hint="parameters that require gradients, and backward_passes_per_step=1",
         )
     factor, size = gradient_predivide_factor, job().world.size
     scale = (1.0, 1.0) if op is Sum else None if factor == 1.0 else (1.0 / factor, factor / size)
@@ -224,13 +242,19 @@ def _named(
         pairs = list(named_parameters)
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise CompatError(
-                "named_parameters needs pairs of a name and a parameter", hint="model.named_parameters()"
+                "named_parameters does not have pairs",
+                given=next(
+                    type(pair).__name__ for pair in pairs if not (isinstance(pair, tuple) and len(pair) == 2)
+                ),
+                expected="pairs of a name and a parameter",
+                hint="model.named_parameters()",
             )
         names = {id(parameter): name for name, parameter in pairs}
         if len({name for name, _ in pairs}) < len(pairs) or any(id(p) not in names for p in parameters):
             raise CompatError(
                 "named_parameters does not name every parameter of the optimizer once",
                 given=f"{len(pairs)} names for {len(parameters)} parameters",
+                expected="a name for each",
                 hint="model.named_parameters()",
             )
     return [(names[id(parameter)], parameter) for parameter in parameters if parameter.requires_grad]

@@ -88,7 +88,12 @@ def synchronize(handle: Handle) -> Any:
 def check_op(op: Op | None, average: bool | None = None) -> Op:
     """Return the reduction, by Horovod's rules. Raises CompatError for Adasum."""
     if op is not None and average is not None:
-        raise CompatError("both op and average are given", expected="op", hint="op=hvd.Average or hvd.Sum")
+        raise CompatError(
+            "both op and average are given",
+            given=f"op={op!r}, average={average}",
+            expected="one of the two",
+            hint="op=hvd.Average or hvd.Sum",
+        )
     op = (Average if average in (None, True) else Sum) if op is None else op
     if not isinstance(op, Op) or not op.collective:
         raise CompatError(
@@ -117,7 +122,10 @@ def _start_allreduce(tensor: Tensor, out: Tensor, op: Op, prescale: float, posts
     own, buffer = job(), staged(tensor)
     if buffer.dtype not in DTYPES:
         raise CompatError(
-            "allreduce of this dtype is not supported", given=buffer.dtype, hint="torch.view_as_real"
+            "allreduce of this dtype is not supported",
+            given=buffer.dtype,
+            expected=", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES),
+            hint="torch.view_as_real, for complex tensors",
         )
     if op is Average and own.group.size > 1:
         postscale /= own.group.size
@@ -170,7 +178,12 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.op not in (Average, Sum):
-            raise CompatError("this allreduce has no gradient", given=ctx.op.name, expected="Average or Sum")
+            raise CompatError(
+                "this allreduce has no gradient",
+                given=ctx.op.name,
+                expected="Average or Sum",
+                hint="op=hvd.Sum",
+            )
         return _Allreduce.apply(grads[0], ctx.op, ctx.factors), None, None
 
 
@@ -244,6 +257,7 @@ def _start_alltoall(tensor: Tensor, splits: Sequence[int]) -> Handle:
             "the splits of an alltoall do not match the tensor",
             given=f"splits={list(splits)} of {source.shape[0]} rows",
             expected=f"{own.group.size} numbers of rows that sum to {source.shape[0]}",
+            hint="splits=None, for equal parts",
         )
     own.announce("alltoall")
     received = [row[own.group.rank] for row in _gather_integers(splits)]
@@ -302,7 +316,10 @@ class _Reducescatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.op not in (Average, Sum):
             raise CompatError(
-                "this reducescatter has no gradient", given=ctx.op.name, expected="Average or Sum"
+                "this reducescatter has no gradient",
+                given=ctx.op.name,
+                expected="Average or Sum",
+                hint="op=hvd.Sum",
             )
         factor = ctx.factor / (job().group.size if ctx.op is Average else 1)
         return _tensor(_start_allgather(grads[0])) * factor, None, None
@@ -328,6 +345,7 @@ def _splits(tensor: Tensor, splits: Any) -> list[int]:
         raise CompatError(
             "the first dim of an alltoall does not divide by the ranks",
             given=f"{tensor.shape[0]} rows, {job().group.size} ranks",
+            expected="a multiple of the ranks, or splits",
             hint="splits=, a number of rows for each rank",
         )
     return _even_rows(tensor)

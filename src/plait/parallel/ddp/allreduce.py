@@ -123,6 +123,8 @@ class BucketReducer:
         if self._hook is not None:
             raise DDPError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once.",
+                given="a second hook",
+                expected="one hook",
                 hint="one hook that does both",
             )
         self._hook, self._state = hook, state
@@ -188,5 +190,6 @@ def _hook_result(result: object, bucket: GradBucket) -> Tensor:
             if isinstance(result, Tensor)
             else f"a {type(result).__name__}",
             expected=f"a tensor of {numel} elements, like `bucket.buffer()` of bucket {bucket.index()}",
+            hint="bucket.buffer() as the result, changed in place",
         )
     return result

@@ -71,6 +71,7 @@ class Compression:
                 "cannot compress the gradients of another DistributedDataParallel",
                 given=f"a {type(ddp).__module__}.{type(ddp).__qualname__}",
                 expected="plait.DistributedDataParallel",
+                hint="plait.DistributedDataParallel(model)",
             )
         self.kind = kind
         self._factor_rank, self._uncompressed_steps = _factor_options(kind)

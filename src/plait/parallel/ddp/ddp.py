@@ -71,6 +71,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 str(error).splitlines()[0],
                 given=f"{_parameter_name(module, index)} differs between ranks",
                 expected="the same model on all ranks",
+                hint="the same configuration on all ranks",
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:

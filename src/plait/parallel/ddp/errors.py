@@ -93,6 +93,7 @@ def graph_changed(index: int, names: Mapping[int, str]) -> DDPError:
         "iteration, but then got used in the second iteration. this is not compatible with static_graph set "
         "to True.",
         given=f"parameter {names.get(index, index)}",
+        expected="the same parameters in every iteration",
         hint="static_graph=False, find_unused_parameters=True",
     )
 
@@ -104,10 +105,13 @@ def not_sparse(name: str, *, has_gradient: bool) -> DDPError:
             "Expected sparse gradient to be defined.",
             given=f"no gradient of {name} in this iteration",
             expected="every rank uses it in every iteration",
+            hint="sparse=False",
         )
     return DDPError(
         "Expected variable to have sparse gradient.",
         given=f"a dense gradient of {name}, of a module with sparse=True",
+        expected="only sparse gradients of it",
+        hint="sparse=False, or no other use of its weight",
     )
 
 
@@ -116,5 +120,6 @@ def not_bucket_view(name: str) -> DDPError:
         "Detected at least one parameter gradient is not the expected DDP bucket view with "
         "gradient_as_bucket_view=True.",
         given=f"the gradient of {name}, replaced while it was being averaged",
+        expected="gradients that stay the views that they were",
         hint="gradient_as_bucket_view=False, or change gradients after backward",
     )

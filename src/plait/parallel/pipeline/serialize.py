@@ -149,6 +149,7 @@ def _unpack_node(node: list[Any], tensors: Sequence[Tensor]) -> Any:
         raise ModelError(
             "a stage receives an output of a class that its process has not imported",
             given=".".join(node[2:]),
+            expected="a class of transformers, or of a module that all ranks import",
             hint="the same imports on all ranks",
         )
     return output_class(**items)

@@ -195,6 +195,7 @@ class _Application:
             raise ModelError(
                 f"cannot shard the MLA latent layer {name}: its number of rotary features is unknown",
                 given=f"{type(parent).__name__} without qk_rope_head_dim",
+                expected="an integer qk_rope_head_dim of the attention",
                 hint="a tensor_plan that replicates the attention",
             )
         return width
@@ -271,7 +272,8 @@ def own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     raise ModelError(
         f"the forward of {name} has been replaced by something other than a method",
         given=type(forward).__name__,
-        expected="types.MethodType(function, module)",
+        expected="a method of the module",
+        hint="module.forward = types.MethodType(function, module)",
     )
 
 

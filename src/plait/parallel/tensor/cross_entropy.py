@@ -131,6 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
             raise ModelError(
                 "the vocabulary-parallel loss has no second derivative",
                 given="backward with create_graph=True",
+                expected="backward without create_graph",
                 hint="loss= with torch's cross entropy, without tensor parallelism",
             )
         logits_Tv, targets_T, factor_T = ctx.saved_tensors
@@ -280,5 +281,6 @@ def _check_targets(targets_T: Tensor, options: _Options) -> None:
         raise ModelError(
             "a target is not in the vocabulary",
             given=int(targets_T[~is_valid_T][0]),
-            expected=f"0 to {options.vocab_size - 1}, or {options.ignore_index} for a token without one",
+            expected=f"0 to {options.vocab_size - 1}",
+            hint=f"{options.ignore_index}, for a token without a target",
         )

@@ -59,6 +59,7 @@ def _check_indices(indices: Tensor, size: int) -> None:
             "an index is not in the embedding's table",
             given=int(indices[~is_valid][0]),
             expected=f"0 to {size - 1}: ids of tokens in the model's vocabulary",
+            hint="the model's own tokenizer",
         )
 
 

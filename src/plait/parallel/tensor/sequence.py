@@ -116,6 +116,7 @@ class SequenceShard:
             raise ModelError(
                 "cannot shard the tokens of a block that rearranges them",
                 given=f"{num_tokens} tokens where {what} has {length}",
+                expected="whole sequences of one length",
                 hint="sp=false",
             )
         return num_runs
