@@ -275,6 +275,7 @@ def _hosts(algorithm: str, group: Group, hosts: Hosts | None) -> Hosts | None:
             "the hosts do not contain each rank of the group once",
             given=f"hosts of group ranks {[[*ranks] for ranks in hosts]}",
             expected=f"each of 0 to {group.size - 1} on one host",
+            hint="hosts=None, which finds them",
         )
     return hosts
 
@@ -285,4 +286,5 @@ def _check_name(algorithm: str, choices: tuple[str, ...], collective: str) -> No
             f"{collective} does not support that algorithm",
             given=repr(algorithm),
             expected=" or ".join(choices),
+            hint=f"algorithm={choices[0]!r}",
         )

@@ -273,6 +273,7 @@ def _check_lists(outs: Sequence[Tensor], parts: Sequence[Tensor], group: Group) 
         "the tensors of a collective on lists do not match",
         given=f"{len(outs)} and {len(parts)} tensors; {own} elements into {own_out} on this rank",
         expected=f"{group.size} tensors, one per rank, and as many elements out as in",
+        hint=f"list(tensor.chunk({group.size}))",
     )
 
 
@@ -393,7 +394,12 @@ def _contiguous(call: Call) -> tuple[Call, list[tuple[Tensor, Tensor]]]:
 
 def _run_alone(call: Call) -> Work:
     if call.op_type in (OpType.SEND, OpType.RECEIVE):
-        raise CommError(f"{call.op_type.value} to the same rank", given="a group of one rank")
+        raise CommError(
+            f"{call.op_type.value} to the same rank",
+            given="a group of one rank",
+            expected="another rank",
+            hint="out.copy_(tensor)",
+        )
     if call.out is not None and call.source is not None and not _is_same_memory(call.out, call.source):
         call.out.copy_(call.source.reshape(call.out.shape))
     return Work()
@@ -418,16 +424,22 @@ def _root_call(
         raise CommError(
             f"{op_type.value} with a rank outside the group",
             given=f"group rank {root}",
-            expected=f"0 to {group.size - 1}, an index into the ranks {list(group.ranks)}",
+            expected=f"0 to {group.size - 1}",
+            hint=f"an index into the ranks {list(group.ranks)}",
         )
     return Call(op_type, source, out, op, root, label), group
 
 
 def check_op(op: str, tensor: Tensor) -> None:
     if op not in OPS:
-        raise CommError("unknown reduction", given=f"op={op!r}", expected=" or ".join(OPS))
+        raise CommError("unknown reduction", given=f"op={op!r}", expected=" or ".join(OPS), hint="op='sum'")
     if op == "mean" and not tensor.is_floating_point():
-        raise CommError("a mean needs a floating-point dtype", given=tensor.dtype, hint="op='sum'")
+        raise CommError(
+            "a mean needs a floating-point dtype",
+            given=tensor.dtype,
+            expected="sum, max, min or prod for integers",
+            hint="op='sum'",
+        )
 
 
 def _check_ranges(op_type: OpType, full: Tensor | None, shard: Tensor, group: Group) -> None:
@@ -444,4 +456,5 @@ def _size_error(op_type: OpType, full: Tensor | None, shard: Tensor, group: Grou
         f"the tensors of {op_type.value} have mismatched sizes",
         given=f"{size_text(full)} and {size_text(shard)} in a group of {group.size}",
         expected=f"a full tensor of {group.size} times the shard's elements, of one dtype",
+        hint=f"torch.empty({group.size * shard.numel()}, dtype={shard.dtype})",
     )

@@ -116,7 +116,12 @@ def launch_local(
     Raises CommError for less than one rank, and OSError when the command cannot be started.
     """
     if num_ranks < 1:
-        raise CommError("a job needs at least one rank", given=f"{num_ranks} ranks", expected="1 or more")
+        raise CommError(
+            "a job needs at least one rank",
+            given=f"{num_ranks} ranks",
+            expected="1 or more",
+            hint="--ranks 1",
+        )
     is_own = command is None
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
     forked = None

@@ -66,7 +66,12 @@ def launch(function: Callable[..., _T], ranks: int, *args: Any) -> _T:
         assert first.error is not None
         raise first.error
     if code or ended[0] is None:
-        raise CommError("a rank was killed", given=f"exit code {code}", expected="ranks that return or raise")
+        raise CommError(
+            "a rank was killed",
+            given=f"exit code {code}",
+            expected="ranks that return or raise",
+            hint="dmesg, which shows whether memory ran out",
+        )
     result: _T = ended[0].result
     return result
 
@@ -84,7 +89,12 @@ def _check_launch(function: object) -> None:
         problem = "a process that has used CUDA, which no fork of it can use"
         hint = "a new process (a restarted kernel) that calls launch before it uses CUDA"
     if problem is not None:
-        raise CommError("launch cannot start ranks", given=problem, hint=hint)
+        raise CommError(
+            "launch cannot start ranks",
+            given=problem,
+            expected="a process that can be forked into ranks",
+            hint=hint,
+        )
 
 
 @dataclass(frozen=True)

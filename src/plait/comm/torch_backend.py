@@ -69,6 +69,7 @@ def reduce_op_name(opts: Any, collective: str) -> str:
         f"the {BACKEND_NAME} backend does not support this {collective} reduction",
         given=f"ReduceOp.{known[0]}" if known else requested,
         expected="SUM, AVG, MAX, MIN or PRODUCT",
+        hint="ReduceOp.SUM",
     )
 
 
@@ -76,7 +77,12 @@ def dense_real(tensor: Tensor, collective: str) -> Tensor:
     """Return the same storage as a tensor that transports support: dense, real, on the CPU."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         layout = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        raise CommError(f"{collective} of a tensor that is not dense", given=layout, hint="tensor.to_dense()")
+        raise CommError(
+            f"{collective} of a tensor that is not dense",
+            given=layout,
+            expected="torch.strided, without quantization",
+            hint="tensor.to_dense()",
+        )
     if tensor.device.type != "cpu":
         raise CommError(
             f"{collective} of a tensor that is not on the CPU",
@@ -87,7 +93,10 @@ def dense_real(tensor: Tensor, collective: str) -> Tensor:
     result = tensor.detach()
     if result.is_conj() or result.is_neg():
         raise CommError(
-            f"{collective} of a conjugated or negated view", hint="tensor.resolve_conj().resolve_neg()"
+            f"{collective} of a conjugated or negated view",
+            given="a lazy view",
+            expected="a tensor whose memory has its values",
+            hint="tensor.resolve_conj().resolve_neg()",
         )
     if result.is_complex():
         return torch.view_as_real(result)
@@ -100,7 +109,12 @@ def reducible(tensor: Tensor, op: str, collective: str) -> tuple[Tensor, str]:
     if (tensor.is_complex() and op in ("max", "min", "prod")) or (
         tensor.dtype is torch.bool and op == "mean"
     ):
-        raise CommError(f"{collective} by {op} is undefined for that dtype", given=tensor.dtype)
+        raise CommError(
+            f"{collective} by {op} is undefined for that dtype",
+            given=tensor.dtype,
+            expected="sum or mean" if tensor.is_complex() else "sum, max, min or prod",
+            hint="torch.view_as_real(tensor)" if tensor.is_complex() else "tensor.float()",
+        )
     if tensor.dtype is torch.bool:
         op = {"sum": "max", "prod": "min"}.get(op, op)
     return dense_real(tensor, collective), op
@@ -108,7 +122,12 @@ def reducible(tensor: Tensor, op: str, collective: str) -> tuple[Tensor, str]:
 
 def single(items: Sequence[Any], collective: str) -> Any:
     if len(items) != 1:
-        raise CommError(f"{collective} takes one tensor per rank", given=len(items))
+        raise CommError(
+            f"{collective} takes one tensor per rank",
+            given=len(items),
+            expected=1,
+            hint="one call for each tensor",
+        )
     return items[0]
 
 
@@ -118,6 +137,7 @@ def check_same_size(out: Tensor, source: Tensor, collective: str) -> None:
             f"the tensors of {collective} have mismatched sizes",
             given=f"{source.numel()} x {source.dtype} into {out.numel()} x {out.dtype}",
             expected="as many elements, of one dtype",
+            hint="torch.empty_like(source)",
         )
 
 
@@ -126,7 +146,8 @@ def check_tag(tag: int) -> None:
         raise CommError(
             f"the {BACKEND_NAME} backend does not support tags",
             given=f"tag={tag}",
-            hint="messages between two ranks are matched in start order",
+            expected="tag=0: messages between two ranks are matched in start order",
+            hint="no tag",
         )
 
 
@@ -403,7 +424,8 @@ class PlaitGroup(dist.ProcessGroup):
         raise CommError(
             f"the {BACKEND_NAME} backend cannot receive from any source",
             given="a receive from any rank",
-            expected="src=",
+            expected="the rank that sends",
+            hint="src=",
         )
 
     # --- shared
@@ -427,6 +449,7 @@ class PlaitGroup(dist.ProcessGroup):
                 "the splits of an all-to-all do not match the tensor",
                 given=f"splits={splits} of {tensor.shape[0]} rows",
                 expected=f"{self.size()} row counts, one per rank, that sum to {tensor.shape[0]}",
+                hint="no split sizes, for equal parts",
             )
         return tensor.split(splits)
 
@@ -436,6 +459,7 @@ class PlaitGroup(dist.ProcessGroup):
                 f"{collective} needs a list with one tensor per rank",
                 given=f"{len(parts)} tensors",
                 expected=self.size(),
+                hint=f"list(tensor.chunk({self.size()}))",
             )
 
 

@@ -146,6 +146,8 @@ class GroupWork(dist.Work):
                 self._pending = None
                 self._error = CommError(
                     f"the process group was destroyed before {self._label} completed",
+                    given="destroy_process_group() before wait()",
+                    expected="the reverse",
                     hint="wait for communications started with async_op=True first",
                 )
                 self._done.set()
@@ -168,6 +170,7 @@ class GroupWork(dist.Work):
             raise CommError(
                 f"{self._label} timed out",
                 given=f"a time limit of {limit_s:g} s",
+                expected="the same call on all ranks within the limit",
                 hint="look for the late rank, or raise the timeout",
             )
 

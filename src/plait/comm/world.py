@@ -48,7 +48,7 @@ from plait.comm.store import JobStore
 from plait.comm.subgroup_transport import SubgroupTransport
 from plait.comm.torch_transport import TorchTransport, new_torch_group
 from plait.comm.transport import Transport
-from plait.errors import CommError, unknown_key_hint
+from plait.errors import CommError, nearest
 from plait.launchers import RENDEZVOUS_FILE, adopt_ranks
 from plait.plan.cost_model import TRANSPORTS
 
@@ -209,6 +209,7 @@ class World:
             raise CommError(
                 "a rank cannot create a group without itself",
                 given=f"rank {self.rank}, ranks {list(ranks)}",
+                expected="ranks that include this one",
                 hint="call new_group on the ranks of the group only",
             )
 
@@ -248,7 +249,10 @@ class World:
         base.close()
         if reason and transport == "host":
             raise CommError(
-                "ranks of one host cannot share memory", given=reason, hint="transport=auto or gloo"
+                "ranks of one host cannot share memory",
+                given=reason,
+                expected="shared memory for transport=host",
+                hint="transport=auto or gloo",
             )
         if reason and hosts.index(hosts[self.rank]) == self.rank:  # once per host
             warnings.warn(
@@ -428,8 +432,9 @@ def join_store(timeout_s: float = 600.0, *, ends_with_first: bool = False) -> Jo
     if _job is None or _job[0] != announced:
         if size == 1:
             raise CommError(
-                "parameter servers need a process for each worker and server",
+                "parameter servers need several processes",
                 given="one process",
+                expected="a process for each worker and server",
                 hint="torchrun, or plait train",
             )
         store = _store(rank, size, datetime.timedelta(seconds=timeout_s))
@@ -462,7 +467,12 @@ _RANK_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 def _env_int(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise CommError(f"{name} is not a number", given=f"{name}={text}", hint="start with torchrun")
+        raise CommError(
+            f"{name} is not a number",
+            given=f"{name}={text}",
+            expected="a number, as launchers set it",
+            hint="start with torchrun",
+        )
     return int(text)
 
 
@@ -470,7 +480,10 @@ def _transport_device(transport: str, device: str | None) -> str | None:
     """Return the requested device, or the one that the transport requires."""
     if transport not in TRANSPORTS:
         raise CommError(
-            "unknown transport", given=repr(transport), hint=unknown_key_hint(transport, TRANSPORTS)
+            "unknown transport",
+            given=repr(transport),
+            expected=", ".join(TRANSPORTS),
+            hint=nearest(transport, TRANSPORTS) or "auto",
         )
     required = {"host": "cpu", "gloo": "cpu", "nccl": "cuda"}.get(transport)
     if required is not None and device not in (None, required):
@@ -539,4 +552,6 @@ def _join(store: dist.Store, rank: int, size: int, device: torch.device, timeout
         raise CommError(
             "the process group cannot be created",
             given=f"rank {rank} of {size}: {str(error).splitlines()[0]}",
+            expected="the same address and a free port for all ranks",
+            hint="another MASTER_PORT",
         ) from error

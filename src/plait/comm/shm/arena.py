@@ -95,6 +95,7 @@ class Mapping:
             raise CommError(
                 "no address space for the memory that ranks share",
                 given=f"{num_bytes >> 30} GiB of address space were refused",
+                expected="no limit of the address space",
                 hint="ulimit -v unlimited",
             )
         self.address: int = address
@@ -207,6 +208,7 @@ def reserve(fd: int, start: int, num_bytes: int) -> None:
         raise CommError(
             "too little memory for the ranks' shared memory",
             given=f"{_mib(num_bytes)} more are needed, {_mib(available)} are free",
+            expected="memory for the shards of all ranks of this host",
             hint="a higher zero stage, fewer ranks on this host, or a higher memory limit of the container",
         ) from error
 

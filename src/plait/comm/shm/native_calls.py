@@ -72,6 +72,7 @@ def check_device(call: Call, tensor: Tensor) -> None:
             f"{call} of a tensor that is not in host memory",
             given=f"a tensor on {tensor.device}",
             expected="cpu, the device of this world's ranks",
+            hint="tensor.cpu()",
         )
 
 
@@ -82,6 +83,7 @@ def reduce_dtype_code(op: str, dtype: torch.dtype) -> int:
             "ranks cannot reduce tensors of this dtype",
             given=f"{op} of {dtype}",
             expected="floating-point or integer; bool with max (or) and min (and)",
+            hint="tensor.float()",
         )
     return DTYPES[dtype]
 

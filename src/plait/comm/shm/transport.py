@@ -169,7 +169,12 @@ class ShmTransport:
         """Return one flat tensor of zeros, the same memory on all ranks of the group. Collective."""
         num_bytes = max(1, numel * dtype.itemsize)
         descriptor = torch.zeros(3, dtype=torch.int64)  # pid, fd, whether rank 0 failed
-        refusal = CommError("too little memory for the ranks' shared memory", given=f"{num_bytes} bytes")
+        refusal = CommError(
+            "too little memory for the ranks' shared memory",
+            given=f"{num_bytes} bytes",
+            expected="free memory, and space in /dev/shm",
+            hint="fewer ranks on this host, or a higher memory limit of the container",
+        )
         if self._group_rank == 0:
             fd = os.memfd_create("plait-shared", os.MFD_CLOEXEC)
             descriptor[0], descriptor[1] = os.getpid(), fd
@@ -221,7 +226,10 @@ class ShmTransport:
         check_device(call, tensor)
         if call.root == self._group_rank:
             raise CommError(
-                f"{call.op_type.value} to the same rank", given=f"rank {self._ranks[self._group_rank]}"
+                f"{call.op_type.value} to the same rank",
+                given=f"rank {self._ranks[self._group_rank]}",
+                expected="another rank",
+                hint="out.copy_(tensor)",
             )
         with self._lock:
             self._messages = [message for message in self._messages if message.wait(0)[0] == _PENDING]
