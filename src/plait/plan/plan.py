@@ -133,7 +133,7 @@ def _not_a_number(key: str, value: object) -> PlanError:
         expected = "an integer, 1 or more, or auto"
     if re.fullmatch("[0-9]{7,}", str(value)[:20]):
         expected = f"an integer, at most {MAX_NUMBER}"
-    given, hint = f"{key}={value}", f"{key}=1"
+    given, hint = f"{key}={value}", "dp=auto" if key == "dp" else f"{key}=1"
     return PlanError(f"{key} is not a valid {noun}", given=given, expected=expected, hint=hint)
 
 
