@@ -24,7 +24,8 @@ class PlaitError(Exception):
     """An error that the user can fix. `str()` gives a message of up to four lines.
 
     `fact` states the problem in the user's terms; `given` the value received; `expected` a valid value;
-    `hint` what to try. Only the fact is required. Long parts are shortened.
+    `hint` what to try. Errors of the package have all four, except where nothing is given or right, as listed
+    in tests/pure/test_error_parts.py. Long parts are shortened.
     """
 
     def __init__(

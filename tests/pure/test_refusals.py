@@ -101,9 +101,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "stages does not give one block count per stage": _miscounts,
     "shard has no effect with zero=0": lambda v: v["zero"] == 0 and v["shard"] != 0,
     "shard does not divide dp": lambda v: v["shard"] != 0 and v["dp"] % v["shard"] != 0,
-    "accumulate=sharded needs sharded gradients": lambda v: (
-        v["accumulate"] == "sharded" and v["zero"] <= 1
-    ),
+    "accumulate=sharded needs sharded gradients": lambda v: v["accumulate"] == "sharded" and v["zero"] <= 1,
     "prefetch has an effect only with zero=3": lambda v: v["prefetch"] != 1 and v["zero"] != 3,
     "reshard has an effect only with zero=3": lambda v: v["reshard"] != "use" and v["zero"] != 3,
     "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange": lambda v: (

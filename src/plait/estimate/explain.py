@@ -112,12 +112,7 @@ def explain(
     model = model if isinstance(model, nn.Module) else Chain(model)
     cluster = cluster or Cluster("host", None, torch.device("cpu"))
     if not micro:
-        raise ModelError(
-            "a micro-batch has no tensors",
-            given="micro={}",
-            expected="the inputs of the model, by name",
-            hint="{'input_ids': torch.zeros(1, 2048, dtype=torch.long)}",
-        )
+        raise _no_tensors()
     spec = validate(
         model,
         plan.of_worker if plan.num_servers else plan,
@@ -150,6 +145,15 @@ def explain(
         spec.float8,
         view.shard_map,
         servers,
+    )
+
+
+def _no_tensors() -> ModelError:
+    return ModelError(
+        "a micro-batch has no tensors",
+        given="micro={}",
+        expected="the inputs of the model, by name",
+        hint="{'input_ids': torch.zeros(1, 2048, dtype=torch.long)}",
     )
 
 

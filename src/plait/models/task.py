@@ -116,7 +116,8 @@ def _shifted_right(base: "PreTrainedModel", batch: Mapping[str, Tensor]) -> Tens
         raise ModelError(
             "the model cannot derive its decoder's inputs from the labels",
             given=f"{type(base).__name__} and a batch with {', '.join(batch)}",
-            expected="decoder_input_ids in the batch",
+            expected="decoder_input_ids",
+            hint="add decoder_input_ids to the batch: the labels, shifted right",
         )
     _, *parameters = inspect.signature(shift).parameters
     return shift(batch["labels"], *(getattr(base.config, name) for name in parameters))

@@ -454,7 +454,12 @@ class Trainer:
             try:
                 write_text(run.sample, sample)
             except OSError as error:
-                raise RunError("cannot write the sample", given=f"{run.sample}: {error}") from error
+                raise RunError(
+                    "cannot write the sample",
+                    given=f"{run.sample}: {error}",
+                    expected=WRITABLE,
+                    hint=disk_hint(run.sample),
+                ) from error
             console.print(plain(sample), highlight=False)
 
 
