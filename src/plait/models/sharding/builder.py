@@ -64,6 +64,7 @@ class TPPlanBuilder:
             raise ModelError(
                 f"two layers share the parameter {name}, which the tensor plan shards in two ways",
                 given=f"shape {self.shapes[name]}",
+                expected="one sharding of a shared parameter",
                 hint="tensor_plan= with one style for both, or 'replicate', or tp=1",
             )
 
@@ -138,6 +139,7 @@ def add_linear(
             f"{name} is not a linear layer, and cannot be sharded like one",
             given=f"{type(builder.modules[name]).__name__}, style {spec.style.value if spec.style else None}",
             expected="nn.Linear or transformers' Conv1D",
+            hint=replicate_hint(name),
         )
     out_features, in_features, transposed = features
     assert spec.style in (Style.COLUMN, Style.ROW)
@@ -154,7 +156,10 @@ def add_linear(
             builder.shard_parameter(full_name, (out,))
         else:
             raise ModelError(
-                f"{name} has a parameter that linear layers do not have", given=key, hint=replicate_hint(name)
+                f"{name} has a parameter that linear layers do not have",
+                given=key,
+                expected="weight and bias",
+                hint=replicate_hint(name),
             )
 
 
@@ -164,6 +169,7 @@ def part_width(size: int, parts: int, name: str) -> int:
         raise PlanError(
             f"{name} does not pack {parts} parts of equal width",
             given=f"{size} features",
+            expected=f"a multiple of {parts}",
             hint="another number of parts",
         )
     return size // parts

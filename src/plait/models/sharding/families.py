@@ -34,6 +34,7 @@ def _bloom(config: Any, _cols: int) -> Patterns:
         raise ModelError(
             "cannot shard a bloom model that slices its own weights",
             given=f"pretraining_tp={config.pretraining_tp} slow_but_exact=True",
+            expected="weights that are used whole",
             hint="slow_but_exact=False",
         )
     return _BLOOM

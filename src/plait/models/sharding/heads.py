@@ -129,6 +129,7 @@ def _attribute_values(builder: TPPlanBuilder, module: str, attributes: tuple[str
                 f"the tensor plan divides an attribute of {module} that is not a positive integer",
                 given=f"{key}={value!r}",
                 expected="an integer that counts heads or their features",
+                hint=replicate_hint(module),
             )
         values.append(value)
     return values
@@ -143,7 +144,10 @@ def _declared_head_counts(builder: TPPlanBuilder, module: str) -> list[int]:
             width = part_width(features[0 if spec.style is Style.COLUMN else 1], spec.parts, name)
             if width % spec.multiple:
                 raise PlanError(
-                    f"cannot shard {name} by heads", given=f"{width} features, heads of {spec.multiple}"
+                    f"cannot shard {name} by heads",
+                    given=f"{width} features, heads of {spec.multiple}",
+                    expected=f"a multiple of {spec.multiple} features",
+                    hint=replicate_hint(name),
                 )
             counts.append(width // spec.multiple)
     return counts
@@ -170,6 +174,7 @@ def _shard_part_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, wid
             raise PlanError(
                 f"cannot shard {name}: it packs queries with their keys, which columns then cannot share",
                 given=f"kv heads={heads.num_kv_heads} columns={cols}",
+                expected=f"at most {heads.num_kv_heads} columns",
                 hint=f"tp=1x{heads.num_kv_heads}, or colwise_gather_output",
             )
         return heads.grouped(_head_width(width, heads.num_heads + 2 * heads.num_kv_heads, name, heads))

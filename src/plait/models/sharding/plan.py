@@ -175,6 +175,7 @@ def _check_shared(builder: TPPlanBuilder) -> None:
             raise ModelError(
                 f"{name} shares a parameter with a sharded layer, and cannot compute with a shard",
                 given=f"{parameter}, which is sharded for {of_layers[parameter]}",
+                expected="one sharding of a shared parameter",
                 hint=f"tensor_plan={{'{of_layers[parameter]}': 'replicate', ...}}, or tp=1",
             )
 
@@ -194,6 +195,7 @@ def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
             raise ModelError(
                 f"the rotary part of {name}'s output has unknown width",
                 given=f"{type(attention).__name__} without qk_rope_head_dim",
+                expected="an integer qk_rope_head_dim of the attention",
                 hint=replicate_hint(f"{path}.*" if path else "*"),
             )
         builder.layers[name] = LayerSharding(name, Style.MLA_LATENT)
@@ -226,6 +228,7 @@ def _add_parameter(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
             f"the tensor plan gives the parameter {name} a style for modules",
             given=spec.style.value if spec.style else None,
             expected="colwise, rowwise, packed_colwise, packed_rowwise or replicate",
+            hint=replicate_hint(name),
         )
     is_column = spec.style is Style.COLUMN
     if not is_column and len(shape) <= 1:
@@ -304,4 +307,5 @@ def _add_head_numbers(builder: TPPlanBuilder) -> None:
                 f"the tensor plan divides attributes of {name}, but no layer in it is sharded by heads",
                 given=", ".join(spec.attributes),
                 expected="a colwise layer in that module",
+                hint=replicate_hint(name),
             )

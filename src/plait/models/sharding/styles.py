@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from plait.errors import ModelError, nearest, unknown_key_hint
+from plait.errors import ModelError, nearest
 from plait.models.transformers_types import is_pretrained_model
 from plait.plan.sharding import Style
 
@@ -90,13 +90,15 @@ def parse_style(text: str, where: str) -> StyleSpec:
         raise ModelError(
             f"tensor parallelism does not support the plan's style for {where}",
             given=f"{key}: {UNSUPPORTED[key]}",
+            expected="another style",
             hint=f"tensor_plan= with 'replicate' for {layer_pattern(where)} and everything in it, or tp=1",
         )
     if key not in STYLES:
         raise ModelError(
             f"the tensor plan has an unknown style for {where}",
             given=text,
-            hint=unknown_key_hint(key, STYLES),
+            expected=", ".join(STYLES),
+            hint=nearest(key, STYLES) or "replicate",
         )
     spec = STYLES[key]
     if key == "local" and detail:
@@ -111,7 +113,8 @@ def _parse_number(digits: str, text: str, where: str) -> int:
         raise ModelError(
             f"the tensor plan's style for {where} has an invalid number",
             given=text,
-            expected="style:parts/multiple, such as packed_colwise:3/64, or local:num_heads,width",
+            expected="style:parts/multiple, or local:attribute,attribute",
+            hint="packed_colwise:3/64, or local:num_heads,width",
         )
     return int(digits)
 
