@@ -56,7 +56,8 @@ def check_hyperparameters(optimizer: torch.optim.Optimizer) -> None:
                 raise ConfigError(
                     f"the optimizer cannot step with this {option}",
                     given=f"param_groups[{number}][{option!r}] = {shown(value)}",
-                    expected=f"finite numbers of 0 or more, such as {default}",
+                    expected="finite numbers of 0 or more",
+                    hint=f"param_groups[{number}][{option!r}] = {default}",
                 )
 
 
@@ -118,6 +119,9 @@ def _match(key: str) -> re.Match[str]:
     match = _KEY.fullmatch(key)
     if match is None:
         raise CheckpointError(
-            "this is not the state of an engine", given=f"param_groups.{key}", expected="param_groups.0.lr"
+            "this is not the state of an engine",
+            given=f"param_groups.{key}",
+            expected="param_groups.0.lr",
+            hint="engine.state(), or the files of engine.save",
         )
     return match

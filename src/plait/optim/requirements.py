@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.errors import ConfigError, unknown_key_hint
+from plait.errors import ConfigError, nearest
 
 # Options of the optimizer's groups: group 0 has weight decay as in the arguments, group 1 has none.
 DEFAULT_GROUPS: tuple[Mapping[str, Any], ...] = ({}, {"weight_decay": 0.0})
@@ -85,7 +85,8 @@ class GroupOptimizer:
             raise ConfigError(
                 f"{self.name} does not take these arguments",
                 given=f"{dict(self.arguments)}: {error}",
-                hint=unknown_key_hint(unknown[0], takes) if unknown else None,
+                expected=", ".join(takes),
+                hint=(nearest(unknown[0], takes) if unknown else None) or "{'lr': 1e-3}",
             ) from error
 
     def check(self) -> None:
@@ -196,7 +197,10 @@ class GroupOptimizer:
                 optimizer.step()
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             raise ConfigError(
-                f"{self.name} cannot step with these arguments", given=f"{dict(self.arguments)}: {error}"
+                f"{self.name} cannot step with these arguments",
+                given=f"{dict(self.arguments)}: {error}",
+                expected="arguments with which a step on one element succeeds",
+                hint="{'lr': 1e-3}",
             ) from error
         if _options_text(optimizer) != before:
             raise self.refusal("it counts in its param_groups, which are stepped a slice at a time")
@@ -222,6 +226,7 @@ def state_kinds(
                 f"groups of one {optimizer_class.__name__} keep different states",
                 given=f"{dict(group)} keeps {sorted(kinds)}",
                 expected=f"{sorted(by_group[0])}, as {dict(groups[0]) or 'group 0'} does",
+                hint="the same momentum, betas and amsgrad in all groups",
             )
     return by_group[0]
 

@@ -58,6 +58,7 @@ class LossScale:
                 "the checkpoint has no valid loss scale",
                 given=known,
                 expected="a power of two and two counts",
+                hint="another checkpoint of an fp16 run",
             )
         if not self._scaling.dynamic:
             return
