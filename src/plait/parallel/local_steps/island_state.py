@@ -53,6 +53,7 @@ class IslandReader:
                     "the checkpoint is of another model or optimizer",
                     given=f"{key}: {shape}",
                     expected=f"{shapes.get(f'weights/{match[1]}', 'nothing')}, as of weights/{match[1]}",
+                    hint="the model and the outer of the checkpoint's run",
                 )
         self.source = source
         prefix = f"{_ISLANDS}{island}/"

@@ -228,6 +228,7 @@ class OuterOptimizer:
             raise RunError(
                 "the weights of an island are not finite",
                 given=f"part {part} of an exchange",
+                expected="finite weights on every island",
                 hint="a smaller learning rate, of the optimizer or of outer=nesterov:LR:MOMENTUM; --resume",
             )
         return ExchangeResult(part, (distance / change) ** 0.5 if change else 0.0)

@@ -218,7 +218,8 @@ class FlatParam:
                 raise ModelError(
                     "requires_grad of a parameter was changed after parallelize",
                     given=f"{piece.name}.requires_grad = {p.requires_grad}",
-                    hint="freeze before parallelize, which creates optimizer states of what trains",
+                    expected="what trains to stay the same: it has optimizer states",
+                    hint="requires_grad_() before parallelize",
                 )
 
     def _check_values(self) -> None:

@@ -33,6 +33,8 @@ def init_flat_params(
         raise ModelError(
             "a model is either on meta or has its weights",
             given="a model without parameters" if not on_meta else "some parameters on meta, others not",
+            expected="all parameters on meta, or none",
+            hint="with torch.device('meta') around the whole construction",
         )
     units_of: dict[str, list[FlatParam]] = {}
     for unit in (unit for of_stage in units.values() for unit in of_stage):

@@ -365,7 +365,8 @@ class ShardedModel:
                 raise ModelError(
                     "ranks gathered different parameters: this step's results are wrong",
                     given="modules whose order or number of calls depends on a rank's data",
-                    hint="zero=2, which does not shard parameters; or call the same modules, if with zeros",
+                    expected="the same modules, in the same order, on every rank",
+                    hint="zero=2, which does not shard parameters; or calls with zeros without data",
                 )
 
 

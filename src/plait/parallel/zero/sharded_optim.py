@@ -46,6 +46,7 @@ class MasterWeights:
             raise ConfigError(
                 "offload=disk and a folder to offload to belong together",
                 given=f"offload={plan.offload}, folder {folder or 'not given'}",
+                expected="both or neither",
                 hint="parallelize(..., offload_dir=...), in a recipe run.offload_dir",
             )
         if folder is not None and Precision.from_plan(plan).compute != self._dtype:

@@ -166,11 +166,19 @@ class ShardedState:
         counters, only the presence of one is checked."""
         shapes = source.shapes
         if not weights_only and "engine/num_steps" not in shapes:
-            raise CheckpointError("this is not the state of an engine", given="no engine/num_steps")
+            raise CheckpointError(
+                "this is not the state of an engine",
+                given="no engine/num_steps",
+                expected="the tensors of engine.state()",
+                hint="engine.state(), or the files of engine.save",
+            )
         for key, shape in shapes.items():
             if key.startswith("engine/") and shape != ():
                 raise CheckpointError(
-                    "this is not the state of an engine", given=f"{key}: {shape}", expected="numbers"
+                    "this is not the state of an engine",
+                    given=f"{key}: {shape}",
+                    expected="numbers",
+                    hint="engine.state(), or the files of engine.save",
                 )
         self._check(_without_counters(shapes), weights_only=weights_only)
         self._check_dtypes(source.dtypes, weights_only=weights_only)
@@ -367,6 +375,7 @@ class ShardedState:
                     "a tensor of the state has another kind of dtype",
                     given=f"{key}: {dtype}",
                     expected=f"such as {expected}",
+                    hint="tensors as engine.state() has returned them",
                 )
 
 

@@ -158,7 +158,8 @@ class InMemoryState:
             raise CheckpointError(
                 "this is not the state of an engine",
                 given=invalid,
-                expected="what engine.state() returned: a dict of tensors by name",
+                expected="a dict of tensors by name",
+                hint="engine.state()",
             )
 
     @property

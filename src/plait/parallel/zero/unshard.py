@@ -437,5 +437,6 @@ def _refuse_state_dict(*_: Any) -> None:
     raise ModelError(
         "the model's parameters are sharded: its state_dict would contain none of them",
         given="state_dict() of a model at ZeRO stage 3",
+        expected="full parameters",
         hint="engine.full_parameters() or engine.state(), called by all ranks",
     )
