@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError, ProfileError, nearest, shown, unknown_key_hint
+from plait.errors import ConfigError, ProfileError, nearest, shown
 from plait.fileio import parse_toml, read_text
 from plait.plan.host_profile import load
 from plait.planner.constants import DEFAULT, Constants, of_measured
@@ -253,14 +253,27 @@ def _from_file(path: Path) -> Cluster:
     try:
         entry = parse_toml(read_text(path))
     except OSError as error:
-        raise ConfigError("the cluster's file cannot be read", given=f"{path}: {error.strerror}") from error
+        raise ConfigError(
+            "the cluster's file cannot be read",
+            given=f"{path}: {error.strerror}",
+            expected="a TOML file that describes a cluster",
+            hint=f"ls -l {path}",
+        ) from error
     except ValueError as error:
-        raise ConfigError("the cluster's file is not TOML", given=f"{path}: {error}") from error
+        raise ConfigError(
+            "the cluster's file is not TOML",
+            given=f"{path}: {error}",
+            expected="key = value on each line",
+            hint="correct the file at that place",
+        ) from error
     for key in entry:
         if key not in (*_REQUIRED, *_OPTIONAL):
             known = (*_REQUIRED, *_OPTIONAL)
             raise ConfigError(
-                f"unknown key {key!r} in the cluster's file", given=path, hint=unknown_key_hint(key, known)
+                f"unknown key {key!r} in the cluster's file",
+                given=path,
+                expected=", ".join(known),
+                hint=nearest(key, known) or "remove it",
             )
     if "base" in entry:
         entry = {**_preset(str(entry["base"])), **entry}
@@ -297,7 +310,12 @@ def _build(name: str, entry: Mapping[str, Any]) -> Cluster:
         )
     topology = entry.get("topology", "tree")
     if topology not in TOPOLOGIES:
-        raise ConfigError("unknown topology", given=shown(topology), expected=" or ".join(TOPOLOGIES))
+        raise ConfigError(
+            "unknown topology",
+            given=shown(topology),
+            expected=" or ".join(TOPOLOGIES),
+            hint='topology = "tree"',
+        )
     return Cluster(
         name=name,
         device=_device_of(entry),
@@ -331,7 +349,10 @@ def _whole(entry: Mapping[str, Any], key: str, default: int | None = None) -> in
     value = entry.get(key, default)
     if type(value) is not int or not 1 <= value <= 10_000_000:
         raise ConfigError(
-            f"{key} of a cluster is not a number", given=f"{key}={shown(value)}", expected="an integer from 1"
+            f"{key} of a cluster is not a number",
+            given=f"{key}={shown(value)}",
+            expected="an integer from 1",
+            hint=f"{key} = 8",
         )
     return value
 
@@ -344,5 +365,6 @@ def _number(entry: Mapping[str, Any], key: str, default: float | None = None, *,
             f"{key} of a cluster is out of range",
             given=f"{key}={shown(value)}",
             expected=f"a number from {least:g}" if least else "a number above 0",
+            hint=f"{key} = {least or 1:g}",
         )
     return float(value)

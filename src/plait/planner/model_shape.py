@@ -76,7 +76,8 @@ class ModelShape:
             raise ConfigError(
                 "the heads do not divide the hidden size",
                 given=f"hidden={hidden} heads={heads}",
-                hint="head_dim=...",
+                expected="a multiple of heads, or a head_dim",
+                hint=f"head_dim={hidden // heads}",
             )
         experts = _number(values, "experts", 0)
         ffn = _number(values, "ffn", 0) or round(hidden * float(values.get("expansion_ratio", 4)))
@@ -187,10 +188,20 @@ def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[
                 hint='--model "layers=32 hidden=4096 heads=32 ..."',
             ) from error
         except (ValueError, UnicodeDecodeError) as error:
-            raise ConfigError("the model's configuration is not JSON", given=f"{path}: {error}") from error
+            raise ConfigError(
+                "the model's configuration is not JSON",
+                given=f"{path}: {error}",
+                expected="a Hugging Face config.json",
+                hint="correct the file at that place",
+            ) from error
         name = name or (path.parent.name if path.name == "config.json" else path.stem)
     if not isinstance(values, Mapping):
-        raise ConfigError("the model's configuration is not a JSON object", given=name)
+        raise ConfigError(
+            "the model's configuration is not a JSON object",
+            given=name,
+            expected="the keys and values of a config.json",
+            hint='--model "layers=32 hidden=4096 heads=32 ..."',
+        )
     text = values.get("text_config") or values.get("llm_config")
     if isinstance(text, Mapping):
         values = text
@@ -222,6 +233,7 @@ def _number(values: Mapping[str, Any], key: str, default: int | None = None) -> 
             f"the model's configuration has no usable {key}",
             given="nothing" if found is None else repr(found),
             expected=f"a positive integer named {', '.join(_KEYS[key][:4])} ...",
+            hint=f"{key}=NUMBER in --model",
         )
     return found
 

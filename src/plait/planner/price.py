@@ -206,6 +206,7 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
             "the plan needs more devices than the cluster has",
             given=f"{plan} ({plan.num_ranks} ranks) on {cluster.name}",
             expected=f"at most {cluster.num_devices} ranks",
+            hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     check_is_priced(plan.precision)
     if plan.precision not in cluster.device.peak_flops:
@@ -213,12 +214,14 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
             "the device does not compute in this precision",
             given=f"precision={plan.precision} on {cluster.device.name}",
             expected=" or ".join(cluster.device.peak_flops),
+            hint="precision=bf16" if "bf16" in cluster.device.peak_flops else "precision=fp32",
         )
     servers.check_is_priced(plan)
     if plan.local_steps:
         raise PlanError(
             "the planner does not know the time of local steps",
             given=f"local_steps={plan.local_steps}",
+            expected="gradients that all data ranks reduce in every step",
             hint="no local_steps; `plait explain` shows the bytes of an exchange",
         )
     plan.check_batch(work.batch)

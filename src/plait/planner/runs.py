@@ -82,13 +82,19 @@ def read_runs(path: Path) -> Iterator[Run | Refused]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError("the file of runs cannot be read", given=f"{path}: {error}") from error
+        raise DataError(
+            "the file of runs cannot be read",
+            given=f"{path}: {error}",
+            expected="a CSV file in UTF-8",
+            hint=f"ls -l {path}",
+        ) from error
     missing = [name for name in _REQUIRED if rows and name not in rows[0]]
     if missing or not rows:
         raise DataError(
             "the file of runs has no rows" if not rows else "the file of runs lacks columns",
             given=f"{path}: {', '.join(missing)}",
             expected=f"a CSV file with the columns {', '.join(_REQUIRED)}, ...",
+            hint="the columns of published_runs.csv, whose fields may be empty",
         )
     for number, row in enumerate(rows, start=2):
         fields = {

@@ -70,7 +70,12 @@ def search(
     Raises PlanError if no plan exists, fits into memory or meets the deadline; ConfigError for an objective.
     """
     if objective not in OBJECTIVES:
-        raise ConfigError("unknown objective", given=f"{objective}", expected=", ".join(OBJECTIVES))
+        raise ConfigError(
+            "unknown objective",
+            given=f"{objective}",
+            expected=", ".join(OBJECTIVES),
+            hint=next(iter(OBJECTIVES)),
+        )
     limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
     pinned = read_pins(pins)
     check_is_priced(pinned.get("precision", DEFAULT_PRECISION))
@@ -123,6 +128,7 @@ def _limit_s(deadline_days: float, tokens: float | None, work: Workload) -> floa
         raise ConfigError(
             "a deadline needs the number of tokens of the training",
             given=f"deadline={deadline_days:g} days",
+            expected="tokens next to a deadline",
             hint="--tokens 1T",
         )
     return deadline_days * SECONDS_PER_DAY * work.tokens / tokens

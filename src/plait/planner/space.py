@@ -263,7 +263,12 @@ def _shards(dp: int) -> tuple[int, ...]:
 def grid_error(model: ModelShape, rows: int, cols: int) -> PlanError | None:
     """The reason why the model cannot be sharded over a tp grid, or None."""
     if rows > 1 and model.experts:
-        return PlanError("a mixture of experts needs a tp grid of one row", given=f"tp={rows}x{cols}")
+        return PlanError(
+            "a mixture of experts needs a tp grid of one row",
+            given=f"tp={rows}x{cols}",
+            expected="tp=C, with C columns",
+            hint=f"tp={cols}",
+        )
     try:
         split_heads(model.heads, model.kv_heads, cols, rows=rows, of=model.name)
         split_width(model.hidden, rows, of="the hidden dim")
@@ -279,6 +284,7 @@ def _not_a_divisor(given: str, num_devices: int) -> PlanError:
         f"the degrees do not multiply to {num_devices:,} devices",
         given=given,
         expected=f"degrees whose product divides {num_devices:,}",
+        hint=f"no dp, and a pp and tp that divide {num_devices:,}",
     )
 
 

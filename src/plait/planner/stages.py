@@ -21,6 +21,7 @@ def block_counts(model: ModelShape, plan: Plan, software: Software = OWN) -> tup
                 "the stages' blocks do not add up to the model's",
                 given=f"stages={plan.stages}",
                 expected=f"{model.layers} blocks",
+                hint="no stages",
             )
         return counts
     ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
@@ -34,6 +35,7 @@ def block_counts(model: ModelShape, plan: Plan, software: Software = OWN) -> tup
             f"{model.layers} blocks cannot fill {len(ranks)} stages",
             given=str(plan),
             expected="at least one block on every stage",
+            hint="a smaller pp or chunks",
         )
     head = (model.hidden + _LOSS_AS_HIDDEN_UNITS) * model.vocab / model.block_matmul_params
     return _balanced(model.layers, ranks, head)
