@@ -113,7 +113,12 @@ def parse_source(model: str, *, layers: int, length: int = 16, full: bool = Fals
     if Path(model).exists():
         values = read_config(Path(model))
         if not isinstance(values.get("model_type"), str):
-            raise ModelError("the configuration has no model_type", given=model)
+            raise ModelError(
+                "the configuration has no model_type",
+                given=model,
+                expected="a Hugging Face configuration",
+                hint='"model_type": "llama"',
+            )
     elif model in CONFIG_MAPPING:
         values = {"model_type": model}
     else:
@@ -147,6 +152,7 @@ def _module(built: object) -> nn.Module:
         "the function did not return a model",
         given=f"a {type(built).__name__}",
         expected="an nn.Module, or a list of modules",
+        hint="return model",
     )
 
 
@@ -171,7 +177,8 @@ def _user_spec(name: str, folder: str) -> ModelSpec:
         raise ModelError(
             "cannot import the function that builds the model",
             given=f"{name}: {type(error).__name__}: {error}",
-            expected="module:function, with a module in this folder or an installed one",
+            expected="module:function, in this folder or installed",
+            hint=f'python -c "import {module}"',
         ) from error
     result = _call(build)
     return result if isinstance(result, ModelSpec) else ModelSpec(build)
@@ -186,5 +193,8 @@ def _call(build: Callable[[], Any]) -> Any:
     except Exception as error:
         name = getattr(build, "__name__", repr(build))
         raise ModelError(
-            "the function that builds the model failed", given=f"{name}: {type(error).__name__}: {error}"
+            "the function that builds the model failed",
+            given=f"{name}: {type(error).__name__}: {error}",
+            expected="a function that can be called without arguments",
+            hint="--debug, which shows its traceback",
         ) from error

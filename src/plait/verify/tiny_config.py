@@ -48,6 +48,7 @@ def shrink_config(values: Mapping[str, Any], layers: int, length: int = 16) -> d
     raise ModelError(
         "cannot shrink the model",
         given=f"{values.get('model_type')}: {reason}",
+        expected="a configuration that some smaller sizes fit",
         hint="plait verify --model MODULE:FUNCTION, a function that builds a small one",
     ) from failure
 
@@ -72,6 +73,11 @@ def _try(config: Mapping[str, Any], length: int) -> None:
     model: Any = causal_lm_on_meta(config)
     num_parameters = sum(p.numel() for p in model.parameters())
     if num_parameters > _MAX_PARAMETERS:
-        raise ModelError("the model is still large", given=f"{num_parameters:,} parameters")
+        raise ModelError(
+            "the model is still large",
+            given=f"{num_parameters:,} parameters",
+            expected=f"at most {_MAX_PARAMETERS:,}",
+            hint="--model MODULE:FUNCTION, a function that builds a small one",
+        )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         type(model)(model.config)(torch.arange(length)[None] % 61 + 3, use_cache=False)

@@ -77,7 +77,12 @@ def train_reference(
         _copy_weights(masters, model)
         total, count, sums = _sum_over_shares(model, shares, run, precision.master)
         if not count:
-            raise ModelError("a step of the data has no targets", hint="labels that are not all -100")
+            raise ModelError(
+                "a step of the data has no targets",
+                given="labels of -100",
+                expected="at least one target in a step",
+                hint="labels that are not all -100",
+            )
         for name, parameter in trained.items():
             parameter.grad = sums[name] / count
         trajectory.gradients.append({name: sums[name] / count for name in trained})

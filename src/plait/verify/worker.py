@@ -86,6 +86,7 @@ def check(case: Case) -> tuple[ModelSpec, LayerProducts]:
         raise PlanError(
             "islands that train alone do not compute the steps of one process",
             given=case.plan,
+            expected="local_steps=0",
             hint=f"the plan of one island: dp={plan.shard_degree}, and no local_steps",
         )
     plan.check_no_servers("plait verify")
@@ -263,6 +264,7 @@ def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, T
         raise ModelError(
             "the inputs of this model are unknown",
             given=f"{type(model).__name__}, which has no config.vocab_size",
+            expected="config.vocab_size, for random tokens",
             hint="a function that returns plait.verify.ModelSpec(model=..., batch=..., loss=...)",
         )
     return random_tokens(vocabulary, case.seed, step, case.samples, case.length)
@@ -291,6 +293,7 @@ def _run_reference(
         raise ModelError(
             f"in {case.dtype} the model cannot train for {case.steps} steps in one process either",
             given="a non-finite loss or gradient",
+            expected="finite losses and gradients",
             hint="--dtype float64",
         )
     return trajectory, Tolerances(case.base_tolerance, noise=noise, step_noise=step_noise)
