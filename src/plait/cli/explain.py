@@ -64,6 +64,7 @@ def explain(
         raise ConfigError(
             "--batch and --sequence are for --model",
             given="a recipe or a run, which has its own",
+            expected="the batch and the sequence of the recipe",
             hint="--set run.batch=8 --set data.sequence=128",
         )
     measured = None
@@ -100,6 +101,7 @@ def _check_source(sources: dict[str, object], overrides: dict[str, object]) -> N
         raise ConfigError(
             "explain needs one recipe, one model or one run",
             given=" and ".join(names) or "none",
+            expected="exactly one of them",
             hint='plait explain RECIPE, or --model config.json --plan "dp=8 zero=3", or --run DIR',
         )
     given = [name for name, value in overrides.items() if value]
@@ -108,6 +110,7 @@ def _check_source(sources: dict[str, object], overrides: dict[str, object]) -> N
         raise ConfigError(
             "a run is explained as it was",
             given=f"--run {run} with {' and '.join(given)}",
+            expected="--run alone, whose plan and recipe are those of the run",
             hint=f"plait explain --run {run}, or a recipe without --run",
         )
 
@@ -116,7 +119,12 @@ def _explain_recipe(
     path: Path, plan: str | None, sets: list[str] | None, host_size: int | None
 ) -> "Explanation":
     if path.is_dir():
-        raise ConfigError("a directory is not a recipe", given=path, hint=f"plait explain --run {path}")
+        raise ConfigError(
+            "a directory is not a recipe",
+            given=path,
+            expected="a TOML file",
+            hint=f"plait explain --run {path}",
+        )
     from plait.train.config import read_recipe
 
     recipe = read_recipe(path, sets or (), plan)

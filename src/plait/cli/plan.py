@@ -98,9 +98,7 @@ def find(
     shape, machine, work = _subject(model, cluster, batch_tokens, seq)
     total = None if tokens is None else read_count("--tokens", tokens)
     if plan is not None and compare is not None:
-        raise ConfigError(
-            "--plan and --compare cannot be combined", hint=f'--compare "{plan}" "{compare[0]}"'
-        )
+        raise _not_both(plan, compare[0])
     texts = compare or ((plan,) if plan is not None else ())
     if texts:
         outcomes = [_price(text, shape, machine, work, total) for text in texts]
@@ -143,6 +141,15 @@ def _progress() -> "Iterator[Callable[[Counts], None]]":
         yield lambda counts: status.update(f"{counts.bounded:,} plans considered, {counts.priced:,} priced")
 
 
+def _not_both(plan: str, other: str) -> ConfigError:
+    return ConfigError(
+        "--plan and --compare cannot be combined",
+        given=f'--plan "{plan}" --compare "{other}"',
+        expected="all plans after --compare",
+        hint=f'--compare "{plan}" "{other}"',
+    )
+
+
 def _write_page(
     path: Path | None, outcomes: "list[Outcome]", values: dict[str, Any], *, quiet: bool = False
 ) -> None:
@@ -165,7 +172,12 @@ def _measure(model: str | None, found: "Found", cluster: "Cluster", work: "Workl
     path = Path(model or "")
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError("only a model with a config.json can be run", given=f"--measure --model {model}")
+        raise ConfigError(
+            "only a model with a config.json can be run",
+            given=f"--measure --model {model}",
+            expected="a config.json, or a folder with one",
+            hint="--model PATH, without --measure for other models",
+        )
     from plait.cli.plan_measure import measure
 
     measure(parse_json(read_text(path)), [each.price for each in found.best[:most]], cluster, work)
@@ -194,7 +206,10 @@ def _subject(
         given = {"--model": model, "--cluster": cluster_text, "--batch-tokens": batch_tokens}
         missing = [flag for flag, value in given.items() if value is None]
         raise ConfigError(
-            "plan needs a model, a cluster and a batch", given=f"no {' and no '.join(missing)}", hint=_EXAMPLE
+            "plan needs a model, a cluster and a batch",
+            given=f"no {' and no '.join(missing)}",
+            expected="--model, --cluster and --batch-tokens",
+            hint=_EXAMPLE,
         )
     from plait.planner import ModelShape, Workload, cluster
 
@@ -232,7 +247,8 @@ def _batch_tokens(text: str) -> int:
         raise ConfigError(
             "not a number of tokens",
             given=f"--batch-tokens {text}",
-            expected="such as 4M (4 x 1,048,576) or 4194304",
+            expected="a whole number, or one of millions (M: 1,048,576)",
+            hint="--batch-tokens 4M, or 4194304",
         )
     return int(num)
 
@@ -240,5 +256,10 @@ def _batch_tokens(text: str) -> int:
 def _days(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([hdw])", text)
     if match is None or not float(match[1]):
-        raise ConfigError("not a duration", given=f"--deadline {text}", expected="such as 30d, 12h or 6w")
+        raise ConfigError(
+            "not a duration",
+            given=f"--deadline {text}",
+            expected="hours, days or weeks",
+            hint="--deadline 30d",
+        )
     return float(match[1]) * _DAYS[match[2]]

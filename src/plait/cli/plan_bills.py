@@ -79,7 +79,8 @@ def bill(
         raise ConfigError(
             "a bill needs parameters and tokens",
             given=f"--params {parameters} --tokens {tokens}",
-            hint="--params 70B --tokens 15T; or neither, for published trainings",
+            expected="both, or neither for published trainings",
+            hint="--params 70B --tokens 15T",
         )
     if mfu is not None and not 0 < mfu <= 1:
         raise ConfigError("--mfu is out of range", given=mfu, expected="above 0, at most 1", hint="--mfu 0.4")

@@ -49,7 +49,12 @@ def report(
 
     directory = RunDir(run)
     if watch and (html, json) != (None, None):
-        raise ConfigError("--watch serves the page and writes no file", hint=f"plait report {run} --watch")
+        raise ConfigError(
+            "--watch writes no file",
+            given="--watch with --html or --json",
+            expected="--watch alone, which serves the page",
+            hint=f"plait report {run} --watch",
+        )
     directory.read_recipe()  # raises before anything is written
     check_outputs({"--json": json, "--html": html})
     if watch:
@@ -74,7 +79,12 @@ def compare(
 
     check_outputs({"--json": json, "--html": html})
     if len(runs) < 2:
-        raise ConfigError("compare needs two runs", given=str(runs[0]), hint=f"plait report {runs[0]}")
+        raise ConfigError(
+            "compare needs two runs",
+            given=str(runs[0]),
+            expected="at least two directories of runs",
+            hint=f"plait report {runs[0]}",
+        )
     _show([run_values(RunDir(run)) for run in runs], html, json)
 
 
@@ -146,5 +156,8 @@ def page_server(page: Callable[[], str], port: int) -> HTTPServer:
         return HTTPServer((_LOOPBACK, port), Handler)
     except OSError as error:
         raise RunError(
-            "the port cannot be used", given=f"--port {port}: {error.strerror}", hint="--port 0"
+            "the port cannot be used",
+            given=f"--port {port}: {error.strerror}",
+            expected="a free port",
+            hint="--port 0",
         ) from error

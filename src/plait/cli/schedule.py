@@ -130,25 +130,35 @@ def _values(view: _View) -> dict[str, Any]:
 def _simulated(name: str | None, sizes: dict[str, int], times: dict[str, float]) -> _View:
     if name is None:
         raise ConfigError(
-            "no schedule is given", expected=_NAMES, hint="plait schedule 1f1b --pp 4 --micro 8"
+            "no schedule is given",
+            given="no name",
+            expected=_NAMES,
+            hint="plait schedule 1f1b --pp 4 --micro 8",
         )
     if name.startswith(FILE) and sizes["chunks"]:
         raise ConfigError(
             "the file of a schedule assigns the stages to ranks",
             given=f"{name} --chunks {sizes['chunks']}",
+            expected="the stages per rank that the file has",
             hint="no --chunks",
         )
     for key, words in (("pp", "ranks"), ("micro", "micro-batches")):
         least = 0 if name.startswith(FILE) else 1
         if sizes[key] < least:
             given = f"--{key} {sizes[key]}" if sizes[key] else f"no --{key}, or 0"
-            raise ConfigError(f"the schedule needs the number of {words}", given=given, hint=f"--{key} 8")
+            raise ConfigError(
+                f"the schedule needs the number of {words}",
+                given=given,
+                expected=f"an integer from {least}",
+                hint=f"--{key} 8",
+            )
     for key, time in times.items():
         if time != 0 and not _SHORTEST <= time <= _LONGEST:
             raise ConfigError(
                 "the duration is out of range",
                 given=f"--{key} {time}",
                 expected=f"0, or {_SHORTEST} to {_LONGEST}",
+                hint=f"--{key} 1",
             )
     planned = load_schedule(name, sizes["pp"], sizes["micro"], sizes["chunks"])
     checked = check(planned)
@@ -165,6 +175,7 @@ def _traced(
         raise ConfigError(
             "a trace has its own durations, which differ per action",
             given=f"--trace with {' '.join(flags)}",
+            expected="no durations and no --text",
             hint=f"no {flags[0]}",
         )
     steps = read_trace(trace)
@@ -184,7 +195,12 @@ def _check_same(traced: Schedule, name: str | None, sizes: dict[str, int]) -> No
     if name is None:
         if any(sizes.values()):
             given = " ".join(f"--{key} {size}" for key, size in sizes.items() if size)
-            raise ConfigError("a trace determines its schedule", given=given, hint="--trace alone")
+            raise ConfigError(
+                "a trace determines its schedule",
+                given=given,
+                expected="the sizes of the traced run",
+                hint="--trace alone",
+            )
         return
     expected = load_schedule(
         name, sizes["pp"] or traced.num_ranks, sizes["micro"] or traced.num_micros, sizes["chunks"]
@@ -218,6 +234,7 @@ def _show(view: _View, console: "Console", text: bool) -> None:
     elif text:
         raise ConfigError(
             "the grid would be too wide",
-            given=f"more than {_WIDEST:,} characters in a line",
+            given="a longer line",
+            expected=f"at most {_WIDEST:,} characters",
             hint="durations that are small multiples of each other, or --png",
         )
