@@ -8,12 +8,15 @@ from pathlib import Path
 import plait.errors
 
 SOURCE = Path(plait.errors.__file__).parent
-CLASSES = {name for name, _ in inspect.getmembers(plait.errors, inspect.isclass)}
+CLASSES = {
+    name
+    for name, kind in inspect.getmembers(plait.errors, inspect.isclass)
+    if issubclass(kind, plait.errors.PlaitError)
+}
 PARTS = {"given", "expected", "hint"}
 
 # Class, file or folder: why its errors may lack a part.
 _OF_A_PEER = "about another process: what it sent, or that it ended; no argument was given, and none is right"
-_PENDING = "to be completed"
 EXEMPT = {
     "DDPError": "torch's own texts, whose first line says what is expected and what to try",
     "checkpoint/saver.py": "an unexpected error, as text for the ranks that did not raise it",
@@ -26,18 +29,11 @@ EXEMPT = {
     "comm/torch_transport.py": _OF_A_PEER,
     "data/workers.py": "never shown: it ends the workers after the error of another",
     "server": _OF_A_PEER,
-    "cli": _PENDING,
-    "models/sharding": _PENDING,
-    "optim": _PENDING,
-    "parallel/local_steps": _PENDING,
-    "parallel/zero": _PENDING,
-    "planner": _PENDING,
-    "verify": _PENDING,
 }
 
 
 def _incomplete(path: Path) -> Iterator[tuple[int, str, set[str]]]:
-    """Line, class and missing parts. `**parts` has to be written out, except to rebuild a received error."""
+    """Yield line, class and missing parts of each error. Calls with `**parts` rebuild a received error."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
