@@ -168,7 +168,7 @@ def check_known(flag: str, value: str, choices: Collection[str]) -> None:
         raise ConfigError(
             f"unknown value of {flag}",
             given=repr(value),
-            expected=", ".join(sorted(choices)),
+            expected="one of " + ", ".join(sorted(choices)),
             hint=nearest(value, choices) or min(choices),
         )
 
