@@ -156,7 +156,8 @@ def test_a_deadlock_is_reported_as_a_cycle_of_waits() -> None:
         "which at F1.1 waits for F0.1 of rank 0\n"
         "    rank 0:  F0.0 >B0.0< F0.1  B0.1\n"
         "    rank 1:  F1.0  F1.1  B1.0  B1.1\n"
-        "  expected: an order in which every action comes after its dependencies"
+        "  expected: an order in which every action comes after its dependencies\n"
+        "  try     : move, add or remove the marked action; plait schedule file:PATH checks the file"
     )
 
 

@@ -147,7 +147,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             "the last size is less than the first",
             given=f"--sizes {text}",
             expected="MIN:MAX",
-            hint=f"--sizes {items[1]}:{items[0]}",
+            hint=f"{items[1]}:{items[0]}",
         )
     sizes = []
     while size < max_bytes:
@@ -168,8 +168,8 @@ def check_known(flag: str, value: str, choices: Collection[str]) -> None:
         raise ConfigError(
             f"unknown value of {flag}",
             given=repr(value),
-            expected=", ".join(choices),
-            hint=f"{flag} {nearest(value, choices) or next(iter(choices))}",
+            expected="one of " + ", ".join(sorted(choices)),
+            hint=nearest(value, choices) or min(choices),
         )
 
 

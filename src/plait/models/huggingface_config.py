@@ -329,7 +329,7 @@ def _invalid(
         f"the model's configuration has an invalid {' or '.join(at_fault) or 'key'}",
         given=f"{given or 'model_type=' + values['model_type']}: {reason}",
         expected=f"keys and values that are valid together for model_type={values['model_type']}",
-        hint=f"leave out {' or '.join(at_fault) or 'keys'}, whose default is valid",
+        hint=f"leave out {' or '.join(at_fault)}, whose default is valid" if at_fault else "fewer keys",
     )
 
 

@@ -33,7 +33,7 @@ def _cell_error(
         fact,
         given="\n".join((f"{where}: {given}" if given else where, *(f"    {line}" for line in grid))),
         expected=expected,
-        hint="move, add or remove the marked action; plait schedule file:PATH draws and checks the file",
+        hint="move, add or remove the marked action; plait schedule file:PATH checks the file",
     )
 
 
