@@ -130,6 +130,8 @@ def styles_of(layout: str, cols: int = 2, rows: int = 1, **names: str) -> dict[s
 
 def test_a_name_that_layers_output_and_sum_over_stays_sharded_between_them() -> None:
     assert styles_of("ffn:col hidden:row") == {"up": "colwise", "down": "rowwise"}
+    mesh_tensorflow = {"up": "hidden io", "down": "io hidden", "norm": "io"}
+    assert styles_of("batch:dp hidden:col", **mesh_tensorflow) == {"up": "colwise", "down": "rowwise"}
 
 
 def test_other_features_are_gathered_after_or_split_before_the_layer() -> None:
