@@ -141,7 +141,8 @@ class DeviceKernelsOnMeta(TorchFunctionMode):
         named = dict(zip(_ATTENTION_ARGUMENTS, args, strict=False)) | kwargs
         grouped = named.pop("enable_gqa", False)  # the fused kernel supports fewer kv heads itself
         is_broadcast = not grouped and named["query"].shape[:-2] != named["key"].shape[:-2]
-        if is_broadcast or (named.get("dropout_p", 0.0) and not self._fused_dropout):
+        is_uneven = named["query"].shape[-1] != named["value"].shape[-1]  # latent attention, unfused too
+        if is_broadcast or is_uneven or (named.get("dropout_p", 0.0) and not self._fused_dropout):
             return func(*args, **kwargs)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**named)[0]
 

@@ -70,7 +70,15 @@ def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
     styles |= dict.fromkeys(columns, STYLES["colwise"]) | dict.fromkeys(rows, STYLES["rowwise"])
     if not styles:
         return {}
+    styled = {_weight_id(builder, name): style for name, style in styles.items()}
+    for name, module in builder.modules.items():  # one that shares its weight, and is not called
+        if name not in uses.called and linear_features(module) and _weight_id(builder, name) in styled:
+            styles[name] = styled[_weight_id(builder, name)]
     return styles | dict.fromkeys(uses.read_elsewhere, STYLES["replicate"])
+
+
+def _weight_id(builder: TPPlanBuilder, name: str) -> int:
+    return id(builder.modules[name].weight)
 
 
 def _num_weights(builder: TPPlanBuilder, name: str) -> int:
