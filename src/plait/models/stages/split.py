@@ -232,35 +232,32 @@ class ElsewhereError(ModelError, AttributeError):
 
 
 class Elsewhere:
-    """The attributes of a module on another stage that the model's code may read: plain values, also those of
-    the modules in it."""
+    """A module in a block on another stage, of which the model's code may read what torch declares as
+    constant, also of the modules in it. nn.TransformerEncoder reads whether its first block has batches
+    first."""
 
-    def __init__(self, name: str, module: nn.Module, stage: int, changing: Set[str]) -> None:
-        """`changing`: names of attributes that forwards set, which cannot be read here."""
-        self.__dict__.update(_readable(name, module, stage, changing))
-        self.__dict__.update(_stage=stage, _name=name)
+    def __init__(self, name: str, module: nn.Module, stage: int) -> None:
+        constants = getattr(module, "__constants__", ())
+        self.__dict__.update({key: value for key, value in vars(module).items() if key in constants})
+        self.__dict__.update(_modules_elsewhere(name, module, stage), _name=name, _stage=stage)
 
-    def __getattr__(self, name: str) -> Any:
-        if "_name" not in self.__dict__ or name.startswith("__"):
-            raise AttributeError(name)
-        raise ElsewhereError(
-            "an attribute of a block on another stage is read outside of the block",
-            given=f"{self._name}.{name}, on stage {self._stage}",
-            expected="a forward that only calls the blocks",
-            hint="copy the value to an attribute of the model before parallelize; or no pipeline",
-        )
+    def __getattr__(self, key: str) -> Any:
+        if "_name" not in self.__dict__ or key.startswith("__"):
+            raise AttributeError(key)
+        raise _elsewhere_error(f"{self._name}.{key}", self._stage)
 
 
-def _readable(name: str, module: nn.Module, stage: int, changing: Set[str]) -> dict[str, Any]:
-    values = {
-        key: value
-        for key, value in vars(module).items()
-        if (isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value))
-        and not key.startswith("_")
-        and key not in changing
-    }
-    inner = module.named_children()
-    return values | {key: Elsewhere(f"{name}.{key}", child, stage, changing) for key, child in inner}
+def _modules_elsewhere(name: str, module: nn.Module, stage: int) -> dict[str, Elsewhere]:
+    return {key: Elsewhere(f"{name}.{key}", child, stage) for key, child in module.named_children()}
+
+
+def _elsewhere_error(attribute: str, stage: int) -> ElsewhereError:
+    return ElsewhereError(
+        "an attribute of a block on another stage is read outside of the block",
+        given=f"{attribute}, on stage {stage}",
+        expected="a forward that only calls the blocks",
+        hint="copy the value to an attribute of the model before parallelize; or no pipeline",
+    )
 
 
 class PassThrough(nn.Module):
@@ -271,10 +268,13 @@ class PassThrough(nn.Module):
     ) -> None:
         """`changing`: names of attributes that a block's forward sets, which cannot be read here."""
         super().__init__()
-        elsewhere = Elsewhere(name, block, inbox.stage, changing)
-        self.__dict__.update(_readable(name, block, inbox.stage, changing))
+        for key, value in vars(block).items():
+            is_plain = isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value)
+            if not key.startswith("_") and key not in changing and is_plain:
+                setattr(self, key, value)
+        self.__dict__.update(_modules_elsewhere(name, block, inbox.stage))
         self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_number=number)
-        self.__dict__.update(_stage_changing=changing, _stage_elsewhere=elsewhere)
+        self.__dict__["_stage_changing"] = changing
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_stage_changing", ()):
@@ -287,9 +287,9 @@ class PassThrough(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_stage_elsewhere" not in self.__dict__ or name.startswith("__"):
+            if "_stage_block" not in self.__dict__ or name.startswith("__"):
                 raise
-        return getattr(self.__dict__["_stage_elsewhere"], name)  # raises
+        raise _elsewhere_error(f"{self.__dict__['_stage_block']}.{name}", self.__dict__["_stage_inbox"].stage)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]
