@@ -9,7 +9,8 @@ function strandOf({ degrees }) {
 
 PAGES.plan = (values, main) => {
   const plans = values.choices;
-  const names = new Map(plans.filter((plan) => plan.front).map((plan, at) => [plan, String.fromCharCode(65 + at)]));
+  const letter = (at) => String.fromCharCode(65 + (at % 26)) + (at < 26 ? "" : Math.floor(at / 26)); // A, ..., Z, A1
+  const names = new Map(plans.filter((plan) => plan.front).map((plan, at) => [plan, letter(at)]));
   const state = { plan: plans[0], pinned: [] };
   const [chooser, chosen] = [el("section"), el("section", { "aria-live": "polite" })];
   const redraws = [];

@@ -162,7 +162,13 @@ class Trainer:
             GarbageCollection(config.collect_garbage_every) as garbage,
         ):
             every = self._at_exchanges(config.check_stragglers_every)
-            stragglers = Stragglers(self._world, engine.plan, every, config.straggler_factor, metrics.log)
+            stragglers = Stragglers(
+                self._world,
+                engine.plan,
+                every,
+                config.straggler_factor,
+                lambda text: metrics.warn(self._step, text),
+            )
             servers = ServerMetrics(engine.server_counts()) if engine.plan.num_servers else None
             parts = _LoopParts(
                 metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, servers, first_step
