@@ -1,6 +1,7 @@
 """Plans explained by one process that starts no rank."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -209,6 +210,9 @@ def test_servers_are_explained_next_to_a_ring() -> None:
     assert (workers.ranks, servers.ranks) == ((0, 1, 2, 3), (4, 5))
     assert workers.memory.total == alone.rank_classes[0].memory.total - alone.rank_classes[0].memory.optimizer
     assert servers.memory.total == 4 * (pulled // 2)
+    replicated = explained(small(2), "dp=4 servers=2 server=replicated reduce=bf16")
+    assert replicated.rank_classes[1].memory.total == 2 * servers.memory.total
+    assert replicated.servers == replace(found.servers, replica=(pulled // 2, pulled // 2))
     (both,) = explained(small(2), "dp=4 server=colocated").rank_classes
     assert both.memory.total == workers.memory.total + pulled
 
