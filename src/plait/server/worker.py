@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,7 @@ from plait.errors import CommError, RunError
 from plait.optim.clip import squared_norm
 from plait.optim.groups import options_state
 from plait.parallel.zero.flat_param import FlatParam
-from plait.plan import Plan
+from plait.plan import MemoryUse, Plan
 from plait.plan.servers import SyncPolicy
 from plait.server.chunks import Chunk, ChunkTable
 from plait.server.protocol import Verb, mask_of, pack, raised, unpack
@@ -229,6 +229,7 @@ class ServerUpdater:
         if not self._has_applied:  # the step was skipped
             self._encoder.discard()
         self._has_applied = False
+        self._parts.optimizer.chunked.clear()  # copies for a checkpoint
         if self._arena is None or not (self._policy.sums or len(self._servers.pairs) == 1):
             self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
             self._pull()
@@ -371,6 +372,10 @@ class ServerUpdater:
                 else:
                     tensors.append(state[name][chunk.start - part.start : chunk.stop - part.start])
             self._servers.request(server, Message(Verb.WRITE, first=index, payload=pack(tensors)))
+
+    def memory(self, use: MemoryUse) -> MemoryUse:
+        """Without optimizer states, of which it has copies for a checkpoint until the next step."""
+        return replace(use, optimizer=0, gradients=use.gradients + self._encoder.residual_bytes)
 
     @property
     def clock(self) -> int:

@@ -72,8 +72,11 @@ def server_memory(plan: Plan, numel: int, states_per_element: int) -> MemoryUse:
 
 def worker_memory(plan: Plan, use: MemoryUse, numel: int, states_per_element: int) -> MemoryUse:
     """Bytes of a worker of the plan. `use`: of a process that trains alone, by `Plan.of_worker`."""
+    has_residuals = plan.reduce == "int8" or top_share(plan.reduce)  # what pushes have not sent
+    residuals = numel * MASTER_BYTES[plan.dtype] if has_residuals else 0
+    use = replace(use, optimizer=0, gradients=use.gradients + residuals)
     if plan.server != "colocated":
-        return replace(use, optimizer=0)
+        return use
     own = server_memory(plan, numel, states_per_element)
     return replace(
         use,
