@@ -109,11 +109,32 @@ class Servers:
             self.pairs[index].pop(0).close()
             for again in (*self._pushes[index], message):
                 reply = self._ask(index, again)
+        return self._checked(reply)
+
+    def _checked(self, reply: Message) -> Message:
         if reply.verb == Verb.ERROR:
             raise raised(reply)
         if reply.verb == Verb.OVER:
             raise JobIsOver("worker 0 has ended the job", given=f"worker {self.worker} was at work")
         return reply
+
+    def replies(self, index: int, messages: Sequence[Message]) -> Iterator[Message]:
+        """Send requests to a server at once, so that it sends a reply while the one before is read; yield the
+        replies."""
+        num_read = 0
+        with self._naming(index), self._locks[index]:
+            pair = self.pairs[index][0]
+            try:
+                for message in messages:
+                    pair.send(message)
+                while num_read < len(messages):
+                    reply = pair.receive()
+                    num_read += 1
+                    yield self._checked(reply)
+            except CommError:
+                pair.close()  # replies that are under way are of no use
+                for message in messages[num_read:]:
+                    yield self._ask(index, message)
 
     def greet_replicas(self, message: Message) -> None:
         """Send HELLO to the replicas."""
@@ -270,8 +291,8 @@ class ServerUpdater:
             if chunks:
                 self._servers.request(server, Message(Verb.PULL, count=len(chunks)))
             return
-        for index, chunk in enumerate(chunks):
-            reply = self._servers.request(server, Message(Verb.PULL, first=index, count=1))
+        pulls = [Message(Verb.PULL, first=index, count=1) for index in range(len(chunks))]
+        for chunk, reply in zip(chunks, self._servers.replies(server, pulls), strict=True):
             target = self._units[chunk.unit].storage[chunk.start : chunk.stop]
             target.copy_(reply.payload.view(target.dtype))
 
