@@ -37,6 +37,7 @@ from torch import Tensor
 
 from plait.comm import CODECS, CompressedReduce, Work, all_reduce, broadcast, start_all_reduce
 from plait.errors import RunError
+from plait.optim.clip import squared_norm
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.sharded_model import ShardedStage
@@ -130,7 +131,7 @@ class OuterShard:
         mean = self.change.div_(plan.num_islands).to(self.weights)
         self.change = None
         own = self.unit.master - self.weights
-        squares = torch.stack([(own - mean).double().square().sum(), mean.double().square().sum()])
+        squares = torch.stack([squared_norm(own - mean), squared_norm(mean)])
         if self.momentum is None:
             self.weights.add_(mean)
         else:
