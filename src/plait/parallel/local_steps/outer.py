@@ -18,13 +18,14 @@ themselves, like gradients: copies of a tensor on several ranks of an island the
 [Note: islands are one job]
 An island that dies ends the job. Four things are missing for the others to go on.
 - Groups: a lost peer breaks every group that it is in. New groups of the survivors need a store that
-  outlives every island; ours is in rank 0's process.
+  outlives every island: between hosts without torchrun, ours is in rank 0's process.
 - Agreement: units are applied one after the other, so a death leaves some islands with more units applied
   than others. All sums would have to be complete, and agreed on, before the first is applied: all changes
   in memory at once.
 - Numbers: the count of islands is a value of the plan, which data shares, batch sizes and checkpoints use.
-- Launchers: torchrun and `plait train` end all ranks when one fails. Each island would have to be a job of
-  its own.
+- Launchers: `launch_local` can go on without some ranks, and start them again, but on one host, where islands
+  are of little use. Under torchrun, an agent that loses a rank, or meets a new host, has all ranks of all
+  hosts started again, with `dp=auto` from the newest checkpoint. Each island would have to be a job of its own.
 Parameter servers (`server/`) have members that come and go, and numbered pushes that are applied once: the
 way is an outer optimizer on a server, to which islands, each a job, push their changes.
 """
