@@ -13,7 +13,8 @@ Server 0 keeps the clocks; the others hold chunks only. `clock` is the worker's.
             of `count` chunks
   PULL      chunks' weights, which the server writes into the worker's memory or sends
 
-A server forwards SUM (with the sum itself), APPLY, WRITE, READY and CLOCKS to its replica: see `replica.py`.
+A server forwards SUM (with the sum, unless the replica can read the gradients), APPLY, WRITE, READY and
+CLOCKS to its replica: see `replica.py`.
 """
 
 from enum import IntEnum

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -182,8 +182,15 @@ class Server:
                 report(f"server {self.index} is gone: its replica goes on")
 
     def _forward(self, message: Message) -> None:
-        if self._replica is not None:
-            self._replica.forward(message)
+        if self._replica is None:
+            return
+        if message.verb == Verb.SUM and all(map(self._reads_gradients_of, members(message.value))):
+            message = replace(message, payload=message.payload[:0])  # the replica reads them too
+        self._replica.forward(message)
+
+    def _reads_gradients_of(self, worker: int) -> bool:
+        source = self._workers[worker]
+        return source.memory is not None and not source.staged
 
     def _change_clocks(self, change: str, *arguments: object) -> Any:
         """Call a method of the clocks, on the replica first. Call it locked."""
@@ -300,10 +307,11 @@ class Server:
 
     def _sum(self, worker: int, message: Message) -> Message:
         workers = members(message.value)
-        if worker == self._primary:
+        if worker == self._primary and message.payload.numel():
             self.state.load_sum(message.clock, workers, message.payload)
             return message
-        self._await_pushes(workers)
+        if worker != self._primary:
+            self._await_pushes(workers)
         return Message.of_json(Verb.SUM, self.state.sum(message.clock, workers, self._gradient))
 
     def _apply(self, worker: int, message: Message) -> Message:

@@ -171,8 +171,7 @@ def servers_table(plan: Plan, traffic: ServerTraffic) -> Table:
         ("of", "sent", "received"),
         ((name, *map(format_bytes, sizes)) for name, sizes in rows),
         left=("of",),
-        caption="on one host, this is read and written in shared memory"
-        + ", but for replicas" * any(traffic.replica),
+        caption="on one host, this is read and written in shared memory",
     )
 
 

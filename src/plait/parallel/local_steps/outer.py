@@ -25,7 +25,8 @@ An island that dies ends the job. Four things are missing for the others to go o
 - Numbers: the count of islands is a value of the plan, which data shares, batch sizes and checkpoints use.
 - Launchers: `launch_local` can go on without some ranks, and start them again, but on one host, where islands
   are of little use. Under torchrun, an agent that loses a rank, or meets a new host, has all ranks of all
-  hosts started again, with `dp=auto` from the newest checkpoint. Each island would have to be a job of its own.
+  hosts started again, with `dp=auto` from the newest checkpoint. Each island would have to be a job of its
+  own.
 Parameter servers (`server/`) have members that come and go, and numbered pushes that are applied once: the
 way is an outer optimizer on a server, to which islands, each a job, push their changes.
 """

@@ -11,8 +11,7 @@ N elements are pushed at p bytes and pulled at q bytes by each of w workers; S s
 A replicated server sends the sum of N / S gradients, m bytes each, to its replica on the next server, and
 receives as many; and it has all that a server has twice.
 
-On one host only sums for replicas are sent: processes map each other's memory, and the same bytes pass
-through it.
+On one host none of it is sent: processes map each other's memory, and the same bytes pass through it.
 """
 
 from dataclasses import dataclass, replace
