@@ -67,7 +67,7 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
             "a replica of a server is on another server",
             given=f"servers={plan['servers']} server=replicated",
             expected="2 servers or more",
-            hint="servers=2 server=replicated",
+            hint="servers=2 server=replicated, or no server",
         )
     if not (plan["servers"] or colocated):
         if top_share(str(plan["reduce"])):
@@ -96,11 +96,14 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
     excluded = [key for key in plan if plan[key] != default[key] and _is_excluded(key, plan[key])]
     if excluded:
         without = " and ".join(f"no {key}" for key in excluded)
+        alone = " and ".join(
+            f"no {key}" for key in ("servers", "server", "sync") if plan[key] != default[key]
+        )
         raise PlanError(
             "parameter servers cannot be combined with these keys",
             given=f"{given} {' '.join(f'{key}={plan[key]}' for key in excluded)}",
             expected="workers that hold all of the model",
-            hint=f"{without}, or no {given.partition('=')[0]} and no sync",
+            hint=f"{without}, or {alone}",
         )
     if not 0 < plan["dp"] <= MAX_WORKERS:
         raise PlanError(
