@@ -43,7 +43,7 @@ _POLL_S = 0.02
 _NOTICE_S = 0.2  # until a wait notices that its worker is gone
 _MAX_EVENTS = 10_000  # ends of steps that are kept until they are asked for
 _SETTLE_S = 30.0  # for what a worker did that died, before it joins again
-_TAKE_OVER_S = 30.0  # from the first request to a replica until it has lost its server too
+_TAKE_OVER_S = 120.0  # from the first request to a replica until it has lost its server too
 _CHANGES = ("add", "remove", "commit", "begin", "finish", "advance", "may_read", "hold")  # of the clocks
 
 
