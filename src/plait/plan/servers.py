@@ -95,15 +95,12 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
     given = "server=colocated" if colocated else f"servers={plan['servers']}"
     excluded = [key for key in plan if plan[key] != default[key] and _is_excluded(key, plan[key])]
     if excluded:
-        without = " and ".join(f"no {key}" for key in excluded)
-        alone = " and ".join(
-            f"no {key}" for key in ("servers", "server", "sync") if plan[key] != default[key]
-        )
+        own = [key for key in ("servers", "server", "sync") if plan[key] != default[key]]
         raise PlanError(
             "parameter servers cannot be combined with these keys",
             given=f"{given} {' '.join(f'{key}={plan[key]}' for key in excluded)}",
             expected="workers that hold all of the model",
-            hint=f"{without}, or {alone}",
+            hint=f"{_without(excluded)}, or {_without(own)}",
         )
     if not 0 < plan["dp"] <= MAX_WORKERS:
         raise PlanError(
@@ -119,6 +116,10 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
             expected="fewer backups than workers",
             hint="no sync",
         )
+
+
+def _without(keys: list[str]) -> str:
+    return " and ".join(f"no {key}" for key in keys)
 
 
 def _is_excluded(key: str, value: object) -> bool:
