@@ -130,7 +130,7 @@ def move(numel: int, rounds: int) -> common.Times:
     model = nn.Linear(numel, 1, bias=False)
     spec = validate(model, Plan.parse("dp=1 servers=1"), optimizer=torch.optim.SGD)
     chunks = chunk_table(model, spec).of_server[0]
-    state, arena = ServerState(chunks, spec, torch.float32), new_arena(2)
+    state, arena = ServerState(chunks, spec, torch.float32, lambda _: None), new_arena(2)
     if arena is None:
         raise SystemExit("no memory can be shared here")
     sources, copied = [arena.empty(numel, torch.float32).zero_() for _ in range(2)], torch.zeros(numel)

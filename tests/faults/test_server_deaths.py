@@ -35,7 +35,13 @@ class Ledger(nn.Module):
 
 
 def job(
-    folder: Path, sync: str, *victims: int, delay_s: float = 0.0, requests: int = 0, restarts: int = 0
+    folder: Path,
+    sync: str,
+    *victims: int,
+    delay_s: float = 0.0,
+    requests: int = 0,
+    restarts: int = 0,
+    server: str = "dedicated",
 ) -> None:
     """A worker or server. Each of `victims` kills itself: a worker this long after its first step, a server
     when it has executed so many requests, before it replies. One that was started again does not."""
@@ -59,7 +65,7 @@ def job(
     try:
         engine = plait.parallelize(
             Ledger(),
-            f"dp={WORKERS} servers=2 sync={sync}",
+            f"dp={WORKERS} servers=2 server={server} sync={sync}",
             optimizer=torch.optim.SGD,
             optimizer_args={"lr": 1.0},
             loss=lambda out, _: (out, 1),
@@ -83,13 +89,22 @@ def job(
     engine.world.close()
 
 
-def check_death_of_a_worker(folder: Path, sync: str, seed: int, restarts: int = 0) -> None:
-    delay_s = random.Random(seed).uniform(0.0, 0.15)
+def check_death_of_a_worker(
+    folder: Path, sync: str, seed: int, restarts: int = 0, *, with_server: bool = False
+) -> None:
+    """`with_server`: servers have replicas, and one of them dies too."""
+    draw = random.Random(seed)
+    delay_s, victims, requests, server = draw.uniform(0.0, 0.15), [1], 0, "dedicated"
+    if with_server:
+        victims, requests, server = [1, WORKERS + draw.randrange(2)], draw.randrange(20, 400), "replicated"
     code = launch_local(
         WORKERS + 2,
         [],
-        function=lambda: job(folder, sync, 1, delay_s=delay_s, restarts=restarts),
-        may_die=range(1, WORKERS),
+        function=lambda: job(
+            folder, sync, *victims, delay_s=delay_s, requests=requests, restarts=restarts, server=server
+        ),
+        may_die=range(1, WORKERS + 2 * with_server),
+        may_return=range(1, WORKERS),
         max_restarts=restarts,
     )
     assert code == 0
@@ -114,12 +129,13 @@ def test_a_job_goes_on_without_a_killed_worker_or_with_it_again_and_applies_upda
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("with_server", [False, True])
 @pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("sync", ["all", "async"])
-def test_a_job_goes_on_after_the_death_of_a_worker_at_any_instant(
-    tmp_path: Path, sync: str, seed: int
+def test_a_job_goes_on_after_the_death_of_a_worker_and_of_a_server_with_a_replica_at_any_instant(
+    tmp_path: Path, sync: str, seed: int, with_server: bool
 ) -> None:
-    check_death_of_a_worker(tmp_path, sync, seed, restarts=seed % 2)
+    check_death_of_a_worker(tmp_path, sync, seed, restarts=seed % 2, with_server=with_server)
 
 
 def check_death_of_a_server(folder: Path, server: int, requests: int, *workers: int) -> None:

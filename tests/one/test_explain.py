@@ -1,10 +1,13 @@
 """Plans explained by one process that starts no rank."""
 
+import io
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from plait.comm import all_reduce
@@ -14,8 +17,10 @@ from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel.zero.rank_context import DataGroups
 from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
+from plait.plan.estimate.memory import format_bytes
+from plait.plan.estimate.traffic import ring_bytes
 from plait.plan.schedule import Durations, make_schedule, simulate
-from plait.train.explain import format_ranks
+from plait.train.explain import format_ranks, traffic_table
 
 CPU = torch.device("cpu")
 SHAPE = (2, 8)
@@ -209,8 +214,24 @@ def test_servers_are_explained_next_to_a_ring() -> None:
     assert (workers.ranks, servers.ranks) == ((0, 1, 2, 3), (4, 5))
     assert workers.memory.total == alone.rank_classes[0].memory.total - alone.rank_classes[0].memory.optimizer
     assert servers.memory.total == 4 * (pulled // 2)
+    replicated = explained(small(2), "dp=4 servers=2 server=replicated reduce=bf16")
+    assert replicated.rank_classes[1].memory.total == 2 * servers.memory.total
+    assert replicated.servers == replace(found.servers, replica=(pulled // 2, pulled // 2))
+    (kept, _) = explained(small(2), "dp=4 servers=2 reduce=int8").rank_classes
+    assert kept.memory.gradients == workers.memory.gradients + pulled, "with what was not sent"
     (both,) = explained(small(2), "dp=4 server=colocated").rank_classes
     assert both.memory.total == workers.memory.total + pulled
+
+
+def test_the_table_of_traffic_has_the_exchanges_of_local_steps_and_their_share_of_a_step() -> None:
+    found = explained(small(2), "dp=2 local_steps=4")
+    shown = io.StringIO()
+    Console(file=shown, width=150).print(traffic_table(found, found.rank_classes[0]))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.getvalue().splitlines()]
+    sent = ring_bytes(found.rank_classes[0].exchange, found.grid)
+    exchange, total = (row for row in rows if row)
+    assert exchange == ["exchange, every 4 steps", "all-reduce", "replicate", "5", *[format_bytes(sent)] * 2]
+    assert total == ["total per step", "", "", "", "", format_bytes(sent // 4)]
 
 
 def test_an_empty_micro_batch_is_an_error() -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import runpy
 import shutil
 import sys
@@ -203,6 +204,16 @@ def test_a_loss_scale_and_skipped_steps_are_in_the_file_and_on_the_board(tmp_pat
     assert [event.value for event in board.Scalars("train/loss_scale")] == [0.25, 0.0625]
     assert [event.value for event in board.Scalars("train/skipped_steps")] == [2, 4]
     assert "step 2: skipped, the gradient is not finite (loss scale 0.25)" in shown.getvalue()
+
+
+def test_a_line_of_steps_is_shown_at_the_next_one_if_a_late_worker_jumped_over_its_own(
+    tmp_path: Path,
+) -> None:
+    shown = io.StringIO()
+    with Metrics(RunDir(tmp_path), Console(file=shown, width=200), 0, 12, 4) as metrics:
+        for step in (1, 3, 5, 7, 9, 10, 12):
+            metrics.step(facts(step))
+    assert re.findall(r"step (\d+)/12", shown.getvalue()) == ["5", "9", "12"]
 
 
 def test_other_ranks_write_and_show_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.comm import pair
-from plait.comm.pair import Message, Pair, as_bytes
+from plait.comm.pair import Meeting, Message, Pair, as_bytes
 from plait.engine.spec import validate
 from plait.errors import PlaitError
 from plait.plan import Plan
@@ -66,6 +66,17 @@ def test_an_update_that_is_sent_twice_is_applied_once() -> None:
     push(server, 3)
     assert [server._handle(0, update(3)).value for _ in range(2)] == [1, 0]
     assert server.state.versions == [1] * len(server.state.chunks)
+
+
+@pytest.mark.parametrize("replica_is_first", [False, True])
+def test_one_of_a_server_and_its_replica_that_have_lost_each_other_goes_on(replica_is_first: bool) -> None:
+    store = dist.HashStore()
+    both = [
+        Meeting(store, 3, is_replica=is_replica) for is_replica in (replica_is_first, not replica_is_first)
+    ]
+    assert not any(meeting.is_lost() for meeting in both)
+    assert [meeting.claim() for meeting in both] == [True, False]
+    assert [meeting.is_lost() for meeting in both] == [False, True]
 
 
 @pytest.mark.parametrize(("limit_s", "is_lost"), [(60.0, False), (0.3, True)])

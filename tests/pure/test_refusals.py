@@ -45,7 +45,7 @@ OPTIONS: dict[str, list[Any]] = {
     "exchange_parts": [1, 1, 2, 8],
     "servers": [0, 1, 2],
     "sync": ["all", "async", "stale:3", "backup:6", "backup:6"],
-    "server": ["dedicated", "colocated"],
+    "server": ["dedicated", "colocated", "replicated"],
 }
 
 Values = dict[str, Any]
@@ -129,6 +129,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
         not _has_servers(v) and v["reduce"] == "topk:0.1"
     ),
     "sync has an effect only with parameter servers": lambda v: not _has_servers(v) and v["sync"] != "all",
+    "a replica of a server is on another server": lambda v: v["server"] == "replicated" and v["servers"] < 2,
     "colocated servers are as many as the workers": lambda v: v["server"] == "colocated" and v["servers"] > 0,
     "parameter servers cannot be combined with these keys": lambda v: (
         _has_servers(v) and _is_excluded_by_servers(v)

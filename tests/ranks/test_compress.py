@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.comm import CODECS, Call, CompressedReduce, Compressor, Group, OpType, PowerSGDReduce, connect
 from plait.comm.torch_transport import TorchTransport
 from plait.errors import CommError
-from plait.plan import Layout, ParamInfo, Plan, UnitInfo, UnitLayout
+from plait.plan import Layout, ParamInfo, Plan, UnitInfo, UnitLayout, compression
 from plait.plan.compression import Factors, code_bytes
 from support import programs
 from support.pool import Pool, RankError
@@ -94,6 +94,21 @@ def test_all_ranks_get_the_same_bits(pool: Pool, way: str, ranks: int) -> None:
     first, *others = pool.run(_summed, ranks, way, False, 3)
     for other in others:
         assert all(map(torch.equal, first, other))
+
+
+def _summed_in_pieces(*arguments: Any) -> list[Tensor]:
+    with mock.patch.object(compression, "_MIN_PIECE_BLOCKS", 1):
+        return _summed(*arguments)
+
+
+@pytest.mark.parametrize("scatter", [True, False])
+@pytest.mark.parametrize(("way", "ranks"), [("int8", 2), ("int8", 3), ("bf16", 4)])
+def test_ranges_sent_in_two_pieces_have_the_bits_of_whole_ones(
+    pool: Pool, way: str, ranks: int, scatter: bool
+) -> None:
+    whole, pieces = (pool.run(run, ranks, way, scatter, 3) for run in (_summed, _summed_in_pieces))
+    for one, other in zip(whole, pieces, strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("scatter", [True, False])

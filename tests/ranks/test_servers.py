@@ -4,6 +4,7 @@ import math
 import os
 import random
 import time
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -138,6 +139,28 @@ def test_compressed_pushes_train_nearly_as_exact_ones(
     moved = sum((exact[name] - start[name]).square().sum() for name in exact)
     off = sum((exact[name] - found[name]).square().sum() for name in exact)
     assert 0 < float((off / moved).sqrt()) < error
+
+
+def memory_of_worker(plan: str) -> Any:
+    """Predicted and measured bytes after a step, and a copy of the weights and states."""
+    try:
+        engine = plait.parallelize(programs.llama(), plan, loss=programs.summed_loss)
+    except SystemExit:
+        return None
+    engine.step(programs.share_of(programs.batches(1)[0], engine))
+    engine.full_parameters()
+    found = engine.estimated_memory((programs.SEQUENCES, programs.LENGTH)), engine.memory()
+    engine.world.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", ["sync=async reduce=int8", "precision=bf16"])
+def test_the_memory_of_a_worker_has_no_optimizer_states_but_what_its_codes_have_lost(
+    pool: Pool, plan: str
+) -> None:
+    predicted, measured = pool.run(memory_of_worker, 2, f"dp=1 servers=1 {plan}")[0]
+    assert measured == replace(predicted, activations=measured.activations)
+    assert measured.optimizer == 0
 
 
 def pushes_before_the_first_block() -> Any:

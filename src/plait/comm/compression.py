@@ -6,6 +6,10 @@ in float32, in rank order, its own numbers uncompressed: an all-to-all, (p-1)/p 
 need the sum, the owner encodes it and an all-gather distributes it, as many bytes again: all ranks, the owner
 too, decode the same codes and so get the same bits.
 
+[Note: two pieces]
+A range of some size is sent in two pieces, so that the link is busy while codes are made and added: the
+second is encoded while the first is sent, and the first sum is encoded and sent while the second arrives.
+
 [Note: error feedback]
 Rounding to 8 bits is biased against small elements of a block. What a rank's codes lost is added to its next
 contribution (error feedback: Seide et al. 2014; Karimireddy et al. 1901.09847), so it arrives later instead
@@ -16,7 +20,9 @@ serves both. A skipped step discards its gradient: `discard` clears its residual
 Codecs: float32 blocks to bytes and back. B blocks, K = BLOCK elements.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Protocol
@@ -24,9 +30,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.comm.collectives import Group, all_gather, all_to_all, empty, start_exchange
+from plait.comm.collectives import Group, empty, start_all_gather, start_all_to_all, start_exchange
 from plait.comm.transport import PartialReduceWork, ReduceWork
-from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_per_rank
+from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_per_rank, piece_blocks
 
 _MAX_FP16 = 65504.0
 _LEVELS = 127.0  # of an 8-bit code, on either side of zero
@@ -133,6 +139,15 @@ def start_compressed(run: Callable[[], None], result: Tensor, group: Group) -> R
     return PartialReduceWork([result], group.comm_thread.submit(run))
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Ranges of elements, one of each rank's part of the sum, and their codes, by group rank."""
+
+    ranges: Sequence[slice]
+    sent: Tensor
+    received: Tensor
+
+
 class CompressedReduce:
     """See [Note: reduction of compressed ranges]."""
 
@@ -145,13 +160,14 @@ class CompressedReduce:
             numel if codec.error_feedback else 0, dtype=torch.float32, device=scratch.device
         )
         num_blocks = blocks_per_rank(numel, group.size)
-        self._ranges = [
-            slice(min(numel, rank * num_blocks * BLOCK), min(numel, (rank + 1) * num_blocks * BLOCK))
-            for rank in range(group.size)
-        ]
-        shape = (2, group.size, num_blocks, codec.block_bytes)
-        send_codes, recv_codes = scratch[: 2 * group.size * num_blocks * codec.block_bytes].view(shape)
-        self._send_codes, self._recv_codes = send_codes, recv_codes  # by group rank
+        self._pieces: list[_Piece] = []
+        first = 0
+        for num in piece_blocks(num_blocks):
+            starts = [min(numel, (rank * num_blocks + first) * BLOCK) for rank in range(group.size)]
+            ranges = [slice(start, min(numel, start + num * BLOCK)) for start in starts]
+            shape = (2, group.size, num, codec.block_bytes)
+            self._pieces.append(_Piece(ranges, *scratch[: math.prod(shape)].view(shape)))
+            first, scratch = first + num, scratch[math.prod(shape) :]
 
     @property
     def state(self) -> Sequence[Tensor]:
@@ -172,19 +188,26 @@ class CompressedReduce:
         rank = self._group.rank
         if self._codec.error_feedback:
             tensor.add_(self._residual)
-        for other, range_ in enumerate(self._ranges):
-            if other != rank:
-                self._encode(tensor[range_], self._send_codes[other], self._residual_of(range_))
-        all_to_all(self._recv_codes.flatten(), self._send_codes.flatten(), self._group, label=label)
-        own = self._ranges[rank]
-        self._add_all(tensor[own])
-        if scattered:
-            return
-        self._encode(tensor[own], self._send_codes[rank], self._residual_of(own))
-        all_gather(self._send_codes.flatten(), self._send_codes[rank].flatten(), self._group, label=label)
-        for other, range_ in enumerate(self._ranges):
-            for chunk, codes in self._chunks(tensor[range_], self._send_codes[other]):
-                self._codec.decode(codes, chunk)
+        scatters, gathers = [], []
+        for piece in self._pieces:  # see [Note: two pieces]
+            for other, range_ in enumerate(piece.ranges):
+                if other != rank:
+                    self._encode(tensor[range_], piece.sent[other], self._residual_of(range_))
+            sent, received = piece.sent.flatten(), piece.received.flatten()
+            scatters.append(start_all_to_all(received, sent, self._group, label=label))
+        for piece, scatter in zip(self._pieces, scatters, strict=True):
+            scatter.wait()
+            own, codes = piece.ranges[rank], piece.sent[rank]
+            self._add_all(tensor[own], piece.received)
+            if not scattered:
+                self._encode(tensor[own], codes, self._residual_of(own))
+                sent = piece.sent.flatten()
+                gathers.append(start_all_gather(sent, codes.flatten(), self._group, label=label))
+        for piece, gather in zip(self._pieces, gathers, strict=False):
+            gather.wait()
+            for range_, codes in zip(piece.ranges, piece.sent, strict=True):
+                for chunk, chunk_codes in self._chunks(tensor[range_], codes):
+                    self._codec.decode(chunk_codes, chunk)
 
     def _residual_of(self, range_: slice) -> Tensor | None:
         return self._residual[range_] if self._codec.error_feedback else None
@@ -201,9 +224,9 @@ class CompressedReduce:
                 self._codec.decode(chunk_codes, chunk_lost)
                 torch.sub(chunk, chunk_lost, out=chunk_lost)
 
-    def _add_all(self, own: Tensor) -> None:
+    def _add_all(self, own: Tensor, received: Tensor) -> None:
         """Replace `own`, this rank's contribution, by the sum of all, in rank order."""
-        chunks = [self._chunks(own, codes) for codes in self._recv_codes]
+        chunks = [self._chunks(own, codes) for codes in received]
         scratch = torch.empty(2, *chunks[0][0][0].shape, dtype=torch.float32, device=own.device)
         for terms in zip(*chunks, strict=True):
             own_chunk = terms[0][0]

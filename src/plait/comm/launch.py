@@ -91,6 +91,7 @@ def launch_local(
     function: Callable[[], object] | None = None,
     save_s: float = 60.0,
     may_die: Collection[int] = (),
+    may_return: Collection[int] | None = None,
     end_s: float | None = None,
     max_restarts: int = 0,
 ) -> int:
@@ -100,7 +101,7 @@ def launch_local(
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
     ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die`, they go on, and
-    it is started again, `max_restarts` times in all.
+    if it is also one of `may_return` (by default all are), it is started again, `max_restarts` times in all.
     `end_s`: the job is over when rank 0 has ended with 0; others have so many seconds to end too.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
@@ -128,7 +129,8 @@ def launch_local(
     if function is not None or (is_own and _forks and _can_fork()):
         forked = _ForkedRank(argv, function or _run_command)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
-        monitor = _RankMonitor(save_s, may_die, end_s, max_restarts)
+        may_return = may_die if may_return is None else may_return
+        monitor = _RankMonitor(save_s, may_die, may_return, end_s, max_restarts)
         with (
             _patched_environment(_rank_environment(num_ranks, rendezvous_dir)),
             _silence_torch(),
@@ -176,9 +178,15 @@ class _RankMonitor:
     """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that."""
 
     def __init__(
-        self, save_s: float, may_die: Collection[int], end_s: float | None, max_restarts: int
+        self,
+        save_s: float,
+        may_die: Collection[int],
+        may_return: Collection[int],
+        end_s: float | None,
+        max_restarts: int,
     ) -> None:
         self._may_die = may_die
+        self._may_return = may_return
         self._end_s = end_s  # from the end of rank 0, and of the job, to SIGKILL for others
         self._max_restarts = max_restarts
         self._restarts: list[int] = []  # ranks
@@ -208,7 +216,7 @@ class _RankMonitor:
         self._report_late_ranks(dead)
         for rank in [rank for rank, code in dead.items() if code < 0 and rank in self._may_die]:
             self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
-            if self._may_restart():
+            if rank in self._may_return and self._may_restart():
                 self._restarts.append(rank)
                 del dead[rank]
         dead |= {rank: 0 for rank, code in dead.items() if self._is_excused(rank, code)}

@@ -33,6 +33,7 @@ from plait.errors import CommError
 
 _HEADER = struct.Struct("<8q")
 _CONNECT_S = 30.0
+_POLL_S = 0.01
 _JOINED_BYTES = 2**16  # payloads up to here are copied, to be one write with the header
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _MAGIC = 0x706C6169  # of the header's first number, with the verb
@@ -207,25 +208,47 @@ def _own_address() -> str:
 
 
 class Meeting:
-    """The place in the job's store where its processes connect with one server."""
+    """The place in the job's store where its processes connect with one server, or with its replica."""
 
-    def __init__(self, store: dist.Store, server: int, *, clones: bool = False) -> None:
+    def __init__(
+        self, store: dist.Store, server: int, *, is_replica: bool = False, clones: bool = False
+    ) -> None:
         """`clones`: use another connection with the store, for a thread: a wait for a key blocks others."""
         source: Any = store
         self._store = dist.PrefixStore(f"server {server}", source.clone() if clones else store)
+        self._role = "replica" if is_replica else "server"
         self.num_joined = 0
+
+    def claim(self) -> bool:
+        """Let one of a server and its replica, which have lost each other, go on alone: the first that calls
+        it. Return whether it is this one."""
+        store: Any = self._store
+        return bool(store.compare_set("claim", "", self._role) == self._role.encode())
+
+    def is_lost(self) -> bool:
+        """Return whether the other one of a server and its replica goes on alone."""
+        return self._store.check(["claim"]) and self._store.get("claim") != self._role.encode()
 
     def connect(self, worker: int, timeout_s: float) -> Pair:
         """Connect a worker. Raises CommError."""
-        number = self._store.add("joins", 1) - 1
-        self._store.set(f"join {number}", str(worker))
-        return Pair(self._store, f"pair {number} of worker {worker}", 1, timeout_s)
+        number = self._store.add(f"{self._role} joins", 1) - 1
+        self._store.set(f"{self._role} join {number}", str(worker))
+        name, until_s = self._name(number, worker), time.monotonic() + _CONNECT_S
+        while not self._store.check([name]) and time.monotonic() < until_s:
+            if self.is_lost():
+                raise CommError(f"the {self._role} of the connection {name} has died")
+            time.sleep(_POLL_S)
+        return Pair(self._store, name, 1, timeout_s)
 
     def accept(self, timeout_s: float) -> tuple[int, Pair] | None:
         """On the server, return the next worker and its connection; None if none is waiting. Raises CommError
         if the worker died meanwhile."""
-        if not self._store.check([f"join {self.num_joined}"]):
+        number = self.num_joined
+        if not self._store.check([f"{self._role} join {number}"]):
             return None
-        number, self.num_joined = self.num_joined, self.num_joined + 1
-        worker = int(self._store.get(f"join {number}").decode())
-        return worker, Pair(self._store, f"pair {number} of worker {worker}", 0, timeout_s)
+        self.num_joined += 1
+        worker = int(self._store.get(f"{self._role} join {number}").decode())
+        return worker, Pair(self._store, self._name(number, worker), 0, timeout_s)
+
+    def _name(self, number: int, worker: int) -> str:
+        return f"pair {number} of worker {worker}" + " with the replica" * (self._role == "replica")

@@ -547,7 +547,7 @@ class Engine:
         parts, activation_bytes = self._parts, self._runner.activation_bytes()
         loss_bytes = max(stage.loss_buffers.peak_bytes for stage in parts.stages.values())
         others = (activation_bytes, loss_bytes, parts.islands.outer.num_bytes)
-        return allocated_bytes(parts.sharded, parts.optimizer, parts.context, *others)
+        return self._updater.memory(allocated_bytes(parts.sharded, parts.optimizer, parts.context, *others))
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape.
@@ -556,10 +556,10 @@ class Engine:
         """
         check_batch_shape(batch_shape)
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
-        return estimated_bytes(
+        use = estimated_bytes(
             self.layout,
             self._parts.context,
-            self.plan,
+            self._spec.plan,
             **self._parts.optimizer.memory_facts,
             scratch_bytes=sum(stage.reduction.scratch_bytes for stage in self._stages),
             activation_bytes=activation_bytes,
@@ -568,6 +568,7 @@ class Engine:
             else None,
             loss_bytes=max(stage.estimated_loss_bytes for stage in self._parts.stages.values()),
         )
+        return self._updater.memory(use)
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of forward and backward for one token; see `training_flops_per_token` in

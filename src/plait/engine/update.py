@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from plait.engine.build import EngineParts
 from plait.optim.clip import clip_values
 from plait.parallel.zero.flat_param import FlatParam
+from plait.plan import MemoryUse
 
 
 class Updater(Protocol):
@@ -35,6 +36,9 @@ class Updater(Protocol):
     def publish(self, num_steps: int) -> int:
         """Make the engine's own weights and states, which were loaded or initialized, those of the
         training; return the number of its steps."""
+
+    def memory(self, use: MemoryUse) -> MemoryUse:
+        """From the bytes of an engine that updates its own weights, return those of this one."""
 
     def counts(self) -> dict[str, Any]:
         """Numbers of events on the servers, if there are any."""
@@ -83,6 +87,9 @@ class LocalUpdater:
 
     def publish(self, num_steps: int) -> int:
         return num_steps
+
+    def memory(self, use: MemoryUse) -> MemoryUse:
+        return use
 
     def counts(self) -> dict[str, Any]:
         return {}

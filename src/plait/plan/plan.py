@@ -195,7 +195,7 @@ class Plan:
     servers     ranks, after the dp workers, that hold the weights and run the optimizer (parameter servers)
     sync        with servers: a step sums the pushes of `all` workers, or the first dp - B (`backup:B`); with
                 `async` and `stale:S` every push is a step; `stale:S` keeps workers within S steps
-    server      `colocated`: a server in every worker's process instead of ranks of their own
+    server      `colocated`: in every worker's process; `replicated`: each has a copy of another's ranges too
     """
 
     dp: int = 1

@@ -2,7 +2,8 @@
 
 [Note: roles of ranks]
 Ranks 0 to dp - 1 are workers, each with all of the model; the ranks after them are servers. With
-`server=colocated` every worker's process is also a server, and there are no other ranks.
+`server=colocated` every worker's process is also a server, and there are no other ranks. With
+`server=replicated` each server also has a copy of the ranges of the server before it.
 """
 
 import re
@@ -13,7 +14,7 @@ from typing import Any
 from plait.errors import PlanError
 
 MAX_WORKERS = 62  # a set of workers is sent as the bits of a 64-bit integer
-SERVER = ("dedicated", "colocated")
+SERVER = ("dedicated", "colocated", "replicated")
 _ALLOWED = {"dp", "micro", "accumulate", "precision", "recompute", "compile", "deterministic"}
 _ALLOWED |= {"servers", "sync", "server"}
 TOP_K = re.compile(r"topk:(0\.[0-9]{0,5}[1-9])")
@@ -61,6 +62,13 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
     exclude. `plan`, `default`: values by key."""
     policy = SyncPolicy.parse(plan["sync"])
     colocated = plan["server"] == "colocated"
+    if plan["server"] == "replicated" and plan["servers"] < 2:
+        raise PlanError(
+            "a replica of a server is on another server",
+            given=f"servers={plan['servers']} server=replicated",
+            expected="2 servers or more",
+            hint="servers=2 server=replicated, or no server",
+        )
     if not (plan["servers"] or colocated):
         if top_share(str(plan["reduce"])):
             raise PlanError(
@@ -87,12 +95,12 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
     given = "server=colocated" if colocated else f"servers={plan['servers']}"
     excluded = [key for key in plan if plan[key] != default[key] and _is_excluded(key, plan[key])]
     if excluded:
-        without = " and ".join(f"no {key}" for key in excluded)
+        own = [key for key in ("servers", "server", "sync") if plan[key] != default[key]]
         raise PlanError(
             "parameter servers cannot be combined with these keys",
             given=f"{given} {' '.join(f'{key}={plan[key]}' for key in excluded)}",
             expected="workers that hold all of the model",
-            hint=f"{without}, or no {given.partition('=')[0]} and no sync",
+            hint=f"{_without(excluded)}, or {_without(own)}",
         )
     if not 0 < plan["dp"] <= MAX_WORKERS:
         raise PlanError(
@@ -108,6 +116,10 @@ def check_servers(plan: Mapping[str, Any], default: Mapping[str, Any]) -> None:
             expected="fewer backups than workers",
             hint="no sync",
         )
+
+
+def _without(keys: list[str]) -> str:
+    return " and ".join(f"no {key}" for key in keys)
 
 
 def _is_excluded(key: str, value: object) -> bool:

@@ -170,7 +170,8 @@ def stored_numels(model: ModelShape, plan: Plan, software: Software) -> list[int
 
 def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) -> float:
     """Seconds of the optimizer on a rank with `numel` parameters, before they are sharded."""
-    owned = numel // (plan.num_servers or plan.shard_degree)
+    copies = 2 if plan.server == "replicated" else 1
+    owned = copies * numel // (plan.num_servers or plan.shard_degree)
     return optimizer_s(owned, blocks, rates) + _offload_s(plan, owned, links)
 
 

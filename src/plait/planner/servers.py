@@ -32,6 +32,8 @@ def exchange_s(plan: Plan, links: Links, numel: int) -> tuple[float, float]:
     pushes = ((traffic.worker[0], workers), (traffic.server[1], plan.servers))
     pulls = ((traffic.server[0], plan.servers), (traffic.worker[1], workers))
     push, pull = (links.collective_s + _through(plan, links, *flows) for flows in (pushes, pulls))
+    if plan.server == "replicated":  # between pushes and pulls
+        pull += links.collective_s + _through(plan, links, (traffic.replica[0], plan.servers))
     return push, pull
 
 

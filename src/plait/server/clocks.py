@@ -21,7 +21,7 @@ server records what it is about to do (`begin`); if the worker dies in between, 
 is asked to finish it (`unfinished`). Servers apply an update once, so it does not matter how far it came.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from plait.plan.servers import SyncPolicy
@@ -121,13 +121,13 @@ class ClockTable:
             self._next = max(self._next, state.clock)
         self._decide()
 
-    def commit(self, worker: int, clock: int, totals: tuple[float, ...]) -> None:
+    def commit(self, worker: int, clock: int, totals: Sequence[float]) -> None:
         """Record that a worker has pushed everything of a clock. A repeated commit changes nothing."""
         state = self.workers[worker]
         if clock < state.clock or (clock == state.clock and state.commit is not None):
             return
         assert clock == state.clock, f"worker {worker} commits clock {clock} at clock {state.clock}"
-        state.commit = totals
+        state.commit = tuple(totals)
         if self.policy.sums and clock < self._next:
             self.counts.dropped += 1
         self._decide()

@@ -15,6 +15,7 @@ from plait.engine.engine import Engine
 from plait.engine.spec import TrainingSpec
 from plait.plan import Grid, Plan
 from plait.server.chunks import ChunkTable
+from plait.server.replica import Replica
 from plait.server.server import Server
 from plait.server.worker import Servers, ServerUpdater
 
@@ -44,9 +45,13 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
 
 def fates_of_ranks(plan: Plan, max_restarts: int) -> dict[str, Any]:
     """Return arguments of `launch_local`: the job goes on without workers other than the first, if servers
-    are dedicated, starts them `max_restarts` times again, and is over when worker 0 ends it."""
+    are dedicated, starts them `max_restarts` times again, and is over when worker 0 ends it. It also goes on
+    without servers that have replicas."""
     return {
-        "may_die": range(1, plan.dp) if plan.servers else (),
+        "may_die": range(1, plan.num_ranks if plan.server == "replicated" else plan.dp)
+        if plan.servers
+        else (),
+        "may_return": range(1, plan.dp),
         "end_s": _END_S if plan.num_servers else None,
         "max_restarts": max_restarts,
     }
@@ -67,9 +72,34 @@ def worker_spec(spec: TrainingSpec) -> TrainingSpec:
 
 def serve(model: nn.Module, spec: TrainingSpec, process: JobProcess) -> None:
     """Serve the workers until they have left or the job is over."""
-    index = process.rank - spec.plan.dp
-    Server(index, spec, chunk_table(model, spec)).serve(Meeting(process.store, index))
+    index, table, replica = process.rank - spec.plan.dp, chunk_table(model, spec), None
+    if spec.plan.server == "replicated":
+        thread = _serve_replica(index, spec, table, process)
+        replica = _connect_replica(index, spec.plan, process)
+    Server(index, spec, table, replica).serve(Meeting(process.store, index))
+    if replica is not None:
+        replica.leave()
+        thread.join(_LEAVE_S)
     leave_store()
+
+
+def _serve_replica(
+    index: int, spec: TrainingSpec, table: ChunkTable, process: JobProcess
+) -> threading.Thread:
+    """Start the replica of the server before this one."""
+    previous = (index - 1) % spec.plan.servers
+    server = Server(previous, spec, table, primary=spec.plan.dp + previous)
+    meeting = Meeting(process.store, previous, is_replica=True, clones=True)
+    thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-replica", daemon=True)
+    thread.start()
+    return thread
+
+
+def _connect_replica(index: int, plan: Plan, process: JobProcess) -> Replica:
+    """Connect a server with its replica, on the next one."""
+    rank = plan.dp + (index + 1) % plan.servers
+    pair = Meeting(process.store, index, is_replica=True).connect(process.rank, process.timeout_s)
+    return Replica(index, rank, pair, Meeting(process.store, index))
 
 
 def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, world: World) -> Engine:
@@ -80,7 +110,7 @@ def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, worl
         meeting = Meeting(process.store, process.rank, clones=True)
         thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-server", daemon=True)
         thread.start()
-    servers = Servers(process, spec.plan.num_servers)
+    servers = Servers(process, spec.plan)
 
     def leave() -> None:
         servers.leave(ends_job=process.ends_with_first and process.rank == 0)

@@ -12,6 +12,9 @@ Server 0 keeps the clocks; the others hold chunks only. `clock` is the worker's.
   ADVANCE   to server 0, when all servers have applied it. Replied to when the worker may read, after a PULL
             of `count` chunks
   PULL      chunks' weights, which the server writes into the worker's memory or sends
+
+A server forwards SUM (with the sum, unless the replica can read the gradients), APPLY, WRITE, READY and
+CLOCKS to its replica: see `replica.py`.
 """
 
 from enum import IntEnum
@@ -42,6 +45,7 @@ class Verb(IntEnum):
     LEAVE = 16  # `value` 1: the job is over
     OVER = 17  # reply: the job is over
     ERROR = 18  # reply, JSON: a PlaitError
+    CLOCKS = 19  # to a replica, JSON: the name of a change of the clocks, and its arguments
 
 
 _ERRORS = {kind.__name__: kind for kind in (CommError, ConfigError, ModelError, RunError)}
@@ -57,6 +61,16 @@ def raised(message: Message) -> PlaitError:
     """The error in an ERROR reply."""
     kind, fact, given, expected, hint = message.json()
     return _ERRORS[kind](fact, given=given, expected=expected, hint=hint)
+
+
+def mask_of(workers: tuple[int, ...]) -> int:
+    """Workers as the bits of an integer."""
+    return sum(1 << worker for worker in workers)
+
+
+def members(mask: int) -> tuple[int, ...]:
+    """The workers of `mask_of`."""
+    return tuple(worker for worker in range(mask.bit_length()) if mask >> worker & 1)
 
 
 def pack(tensors: list[Tensor]) -> Tensor:

@@ -88,6 +88,10 @@ class GradientEncoder:
         """True if servers get the gradients as they are."""
         return self._codec is None and not self._top_share
 
+    @property
+    def residual_bytes(self) -> int:
+        return sum(residual.nbytes for residual in self._residuals)
+
     def encode(self, chunk: Chunk) -> Push:
         """Return what to send of a chunk's gradient."""
         gradient = self._units[chunk.unit].grad_shard[chunk.start : chunk.stop]

@@ -12,14 +12,14 @@ in which time the worker does not write them. A pull is a copy by the server int
 the chunk's lock. The mapping outlives the worker: an update that was decided on can be finished without it.
 """
 
+import contextlib
 import math
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import TypeVar
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -32,8 +32,9 @@ from plait.parallel.zero.rank_context import Precision
 from plait.plan.servers import SyncPolicy
 from plait.server.chunks import ChunkTable
 from plait.server.clocks import ClockTable
-from plait.server.protocol import Verb, error_message, pack, unpack
+from plait.server.protocol import Verb, error_message, members, pack, unpack
 from plait.server.push import decode
+from plait.server.replica import Replica, report
 from plait.server.state import ServerState
 
 T = TypeVar("T")
@@ -42,6 +43,8 @@ _POLL_S = 0.02
 _NOTICE_S = 0.2  # until a wait notices that its worker is gone
 _MAX_EVENTS = 10_000  # ends of steps that are kept until they are asked for
 _SETTLE_S = 30.0  # for what a worker did that died, before it joins again
+_TAKE_OVER_S = 120.0  # from the first request to a replica until it has lost its server too
+_CHANGES = ("add", "remove", "commit", "begin", "finish", "advance", "may_read", "hold")  # of the clocks
 
 
 class _Worker:
@@ -58,10 +61,22 @@ class _Worker:
 class Server:
     """One of a job's parameter servers."""
 
-    def __init__(self, index: int, spec: TrainingSpec, table: ChunkTable) -> None:
-        """`spec`: of the plan with servers. Raises ConfigError."""
+    def __init__(
+        self,
+        index: int,
+        spec: TrainingSpec,
+        table: ChunkTable,
+        replica: Replica | None = None,
+        *,
+        primary: int | None = None,
+    ) -> None:
+        """`spec`: of the plan with servers. `primary`: on a replica, the rank of its server. Raises
+        ConfigError."""
         plan = spec.plan
         self.index = index
+        self._replica = replica
+        self._primary = primary
+        self._is_active = primary is None  # serves workers; see [Note: death of a server] in `replica.py`
         self._num_workers = plan.dp
         self._num_processes = 2 * plan.num_ranks  # see `process_world`
         self._is_only = plan.num_servers == 1
@@ -69,12 +84,13 @@ class Server:
         self._policy = SyncPolicy.parse(plan.sync)
         self._precision = Precision.from_plan(plan)
         self._digest = table.digest
-        self.state = ServerState(table.of_server[index], spec, self._precision.master)
+        self.state = ServerState(table.of_server[index], spec, self._precision.master, self._forward)
         self.clocks = ClockTable(self._policy, plan.dp)
         self._changed = threading.Condition()
         self._of_thread = threading.local()  # pair: of the worker that the thread serves
         self._workers: dict[int, _Worker] = {}
         self._connected: dict[int, Pair] = {}
+        self._joined: dict[int, Pair] = {}  # by worker
         self._pairs: list[tuple[int, Pair]] = []  # of all workers so far
         self._ends: deque[tuple[float, int, int]] = deque(maxlen=_MAX_EVENTS)  # time, worker, clock
         self._num_written = 0
@@ -89,6 +105,8 @@ class Server:
             except CommError:  # it died before it was connected
                 continue
             if joined is None:
+                if self._replica is not None:
+                    self._replica.check()
                 time.sleep(_POLL_S)
                 continue
             worker, pair = joined
@@ -96,20 +114,21 @@ class Server:
                 self._num_pairs += 1
                 self._connected[self._num_pairs] = pair
                 self._pairs.append((worker, pair))
-            thread = threading.Thread(
-                target=self._serve_worker, args=(self._num_pairs, pair, worker), daemon=True
-            )
-            thread.start()
+            arguments = (self._num_pairs, pair, worker, meeting)
+            threading.Thread(target=self._serve_worker, args=arguments, daemon=True).start()
 
     def _has_ended(self) -> bool:
         with self._changed:
-            enough = self._num_pairs >= self._num_workers
+            enough = self._num_pairs >= self._num_workers + (self._primary is not None)
             return not self._connected and (self._is_over or enough)
 
-    def _serve_worker(self, number: int, pair: Pair, worker: int) -> None:
+    def _serve_worker(self, number: int, pair: Pair, worker: int, meeting: Meeting) -> None:
         """Serve one connection until it ends; the worker then has left."""
-        has_joined, self._of_thread.pair = False, pair
+        self._of_thread.pair = pair
         try:
+            if worker == self._primary:
+                self._follow(pair, meeting)
+                return
             while True:
                 message = pair.receive()
                 if message.verb == Verb.LEAVE:
@@ -120,35 +139,102 @@ class Server:
                     return
                 try:
                     reply = self._handle(worker, message)
-                    has_joined |= message.verb == Verb.HELLO
+                    if message.verb == Verb.HELLO:
+                        with self._changed:
+                            self._joined[worker] = pair
                 except PlaitError as error:
                     reply = error_message(error)
                 pair.send(reply)
         except CommError:
-            self._report_loss(worker, has_joined=has_joined)
+            self._report_loss(worker, pair)
         finally:
             with self._changed:
-                if has_joined and self.index == 0:
-                    self.clocks.remove(worker)
+                if self._joined.get(worker) is pair:
+                    del self._joined[worker]
+                    if self.index == 0 and self._is_active:
+                        with contextlib.suppress(CommError):  # replaced by its replica, which sees it too
+                            self._change_clocks("remove", worker)
                 del self._connected[number]
                 self._changed.notify_all()
             pair.close()
 
-    def _report_loss(self, worker: int, *, has_joined: bool) -> None:
+    def _follow(self, pair: Pair, meeting: Meeting) -> None:
+        """On a replica, execute what its server forwards, until it ends or is lost."""
+        while True:
+            try:
+                message = pair.receive()
+                with contextlib.suppress(CommError):
+                    pair.send(Message(message.verb))
+            except CommError:
+                break
+            if message.verb == Verb.LEAVE:
+                return
+            assert self._primary is not None
+            self._handle(self._primary, message)
+        if not meeting.claim():
+            return
+        with self._changed:
+            self._is_active = True
+            for worker in self.clocks.workers.keys() - self._joined.keys():
+                self.clocks.remove(worker)
+            self._changed.notify_all()
+            if self._joined and not self._is_over:
+                report(f"server {self.index} is gone: its replica goes on")
+
+    def _forward(self, message: Message) -> None:
+        if self._replica is None:
+            return
+        if message.verb == Verb.SUM and all(map(self._reads_gradients_of, members(message.value))):
+            message = replace(message, payload=message.payload[:0])  # the replica reads them too
+        self._replica.forward(message)
+
+    def _reads_gradients_of(self, worker: int) -> bool:
+        source = self._workers[worker]
+        return source.memory is not None and not source.staged
+
+    def _change_clocks(self, change: str, *arguments: object) -> Any:
+        """Call a method of the clocks, on the replica first. Call it locked."""
+        self._forward(Message.of_json(Verb.CLOCKS, [change, *arguments]))
+        return getattr(self.clocks, change)(*arguments)
+
+    def _load_change(self, _worker: int, message: Message) -> Message:
+        change, *arguments = message.json()
+        assert change in _CHANGES, f"no change of clocks: {change}"
+        with self._changed:
+            getattr(self.clocks, change)(*arguments)
+            self._changed.notify_all()
+        return message
+
+    def _may_read(self, worker: int) -> bool:
+        """Return whether a worker may pull. Call it locked."""
+        is_admitted = self.clocks.may_read(worker)
+        if is_admitted:
+            self._forward(Message.of_json(Verb.CLOCKS, ["may_read", worker]))
+        return is_admitted
+
+    def _report_loss(self, worker: int, pair: Pair) -> None:
         """Print that a worker has died, on one server."""
         with self._changed:
             others = sorted(self.clocks.workers.keys() - {worker})
-            if not has_joined or self.index or self._is_over or not others:
+            is_known = self._joined.get(worker) is pair and worker in self.clocks.workers
+            if not (is_known and self._is_active) or self.index or self._is_over or not others:
                 return
             clock = self.clocks.workers[worker].clock
         names = "worker" + "s" * (len(others) > 1) + f" {', '.join(map(str, others))}"
         go = "go" if len(others) > 1 else "goes"
-        _report(f"worker {worker} is gone in step {clock + 1}: {names} {go} on without it")
+        report(f"worker {worker} is gone in step {clock + 1}: {names} {go} on without it")
 
     def _handle(self, worker: int, message: Message) -> Message:
         handler = _HANDLERS.get(message.verb)
-        if handler is None:
+        if handler is None or (message.verb == Verb.CLOCKS and worker != self._primary):
             raise CommError("an unknown request", given=f"verb {message.verb} of worker {worker}")
+        if not self._is_active and worker != self._primary and message.verb != Verb.HELLO:
+            with self._changed:
+                if self._wait_for(lambda: self._is_active, _TAKE_OVER_S) is None and not self._is_over:
+                    raise CommError(
+                        f"server {self.index} is lost to worker {worker}, and not to its replica",
+                        hint="look for a network that was interrupted: the server is alive",
+                    )
         return handler(self, worker, message)
 
     def _wait_for(self, find: Callable[[], T | None], limit_s: float = math.inf) -> T | None:
@@ -177,14 +263,22 @@ class Server:
         with self._changed:
             self._workers[worker] = _Worker(hello, self._num_processes)
             clock = 0
-            if self.index == 0:
-                if worker in self.clocks.workers:
-                    raise CommError("a worker with this rank is present", given=f"worker {worker}")
-                clock = self.clocks.add(worker)
-                if self.clocks.counts.joined > self._num_workers:
-                    _report(f"worker {worker} has joined in step {clock + 1}")
+            if self.index == 0 and self._is_active:
+                clock = self._add(worker)
             self._changed.notify_all()
         return Message(Verb.HELLO, clock=clock)
+
+    def _add(self, worker: int) -> int:
+        """Let a worker join; return its clock. Call it locked."""
+        present = self.clocks.workers.get(worker)
+        if present is not None:
+            if self._primary is None:
+                raise CommError("a worker with this rank is present", given=f"worker {worker}")
+            return present.clock  # the server died before it replied
+        clock: int = self._change_clocks("add", worker)
+        if self.clocks.counts.joined > self._num_workers:
+            report(f"worker {worker} has joined in step {clock + 1}")
+        return clock
 
     def _push(self, worker: int, message: Message) -> Message:
         index = self._check_chunk(message)
@@ -196,7 +290,7 @@ class Server:
     def _commit(self, worker: int, message: Message) -> Message:
         with self._changed:
             self._check_clock(worker, message.clock)
-            self.clocks.commit(worker, message.clock, tuple(message.json()))
+            self._change_clocks("commit", worker, message.clock, message.json())
             self._changed.notify_all()
             decision = self._wait_for(lambda: self.clocks.decision(worker, message.clock))
             if decision is None:
@@ -211,25 +305,46 @@ class Server:
     def _unfinished(self) -> list[tuple[int, int, str]]:
         return [(*key, update) for key, update in self.clocks.unfinished().items()]
 
-    def _sum(self, _worker: int, message: Message) -> Message:
-        workers = _members(message.value)
+    def _sum(self, worker: int, message: Message) -> Message:
+        workers = members(message.value)
+        if worker == self._primary and message.payload.numel():
+            self.state.load_sum(message.clock, workers, message.payload)
+            return message
+        if worker != self._primary:
+            self._await_pushes(workers)
         return Message.of_json(Verb.SUM, self.state.sum(message.clock, workers, self._gradient))
 
     def _apply(self, worker: int, message: Message) -> Message:
-        workers = _members(message.value)
-        if self.index == 0:
-            with self._changed:
-                self.clocks.begin(worker, message.clock, bytes(message.payload.numpy()).decode())
+        workers = members(message.value)
+        if worker != self._primary:
+            if self.index == 0:
+                with self._changed:
+                    update = bytes(message.payload.numpy()).decode()
+                    self._change_clocks("begin", worker, message.clock, update)
+            self._await_pushes(workers)
         done = self.state.apply(message.clock, workers, message.json(), self._gradient)
         return Message(Verb.APPLY, value=int(done))
 
+    def _await_pushes(self, workers: tuple[int, ...]) -> None:
+        """On a replica that took over, wait until workers have sent the step's pushes again, or have died."""
+        if self._primary is None:
+            return
+        with self._changed:
+            self._wait_for(lambda: all(w not in self._joined or self._has_pushed(w) for w in workers))
+
+    def _has_pushed(self, worker: int) -> bool:
+        source = self._workers[worker]
+        return source.memory is not None or len(source.staged) == len(self.state.chunks)
+
     def _advance(self, worker: int, message: Message) -> Message:
         with self._changed:
-            self._check_clock(worker, message.clock)
-            clock = self.clocks.advance(worker, message.clock)
-            self._ends.append((time.time(), worker, clock))
-            self._changed.notify_all()
-            if self._wait_for(lambda: self.clocks.may_read(worker)) is None:
+            clock = self.clocks.workers[worker].clock
+            if self._primary is None or clock <= message.clock:  # or the server died before it replied
+                self._check_clock(worker, message.clock)
+                clock = self._change_clocks("advance", worker, message.clock)
+                self._ends.append((time.time(), worker, clock))
+                self._changed.notify_all()
+            if self._wait_for(lambda: self._may_read(worker)) is None:
                 return Message(Verb.OVER)
         if message.count:
             self._pull(worker, message)
@@ -254,27 +369,30 @@ class Server:
         index = self._check_chunk(message)
         numel = self.state.chunks[index].numel
         tensors = unpack(message.payload, self.state.kinds, numel, self._precision.master)
+        self._forward(message)
         self.state.write_state(index, tensors)
         return Message(Verb.WRITE)
 
     def _ready(self, _worker: int, message: Message) -> Message:
         with self._changed:
-            self.state.forget_updates()
-            self.clocks.restart(message.clock)
-            self._num_written = message.value
-            self._changed.notify_all()
+            if message.value > self._num_written:  # or the server died before it replied
+                self._forward(message)
+                self.state.forget_updates()
+                self.clocks.restart(message.clock)
+                self._num_written = message.value
+                self._changed.notify_all()
         return message
 
     def _wait_ready(self, worker: int, message: Message) -> Message:
         with self._changed:
             written = self._wait_for(lambda: self._num_written >= message.value)
-            if written is None or self._wait_for(lambda: self.clocks.may_read(worker)) is None:
+            if written is None or self._wait_for(lambda: self._may_read(worker)) is None:
                 return Message(Verb.OVER)
             return Message(Verb.WAIT_READY, clock=self.clocks.workers[worker].clock)
 
     def _hold(self, _worker: int, message: Message) -> Message:
         with self._changed:
-            self.clocks.hold(bool(message.value))
+            self._change_clocks("hold", bool(message.value))
             if message.value:
                 self._wait_for(lambda: self.clocks.is_quiet or bool(self.clocks.unfinished()))
             self._changed.notify_all()
@@ -282,7 +400,7 @@ class Server:
 
     def _finish(self, _worker: int, message: Message) -> Message:
         with self._changed:
-            self.clocks.finish(message.worker, message.clock)
+            self._change_clocks("finish", message.worker, message.clock)
             self._changed.notify_all()
         return message
 
@@ -295,7 +413,10 @@ class Server:
         """Counts so far, the steps that have ended since the last call, and bytes by worker."""
         with self._changed:
             ends = [self._ends.popleft() for _ in range(len(self._ends))]
-            pairs = [(worker, pair.received_bytes, pair.sent_bytes) for worker, pair in self._pairs]
+            linked = [*self._pairs]
+            if self._replica is not None:
+                linked.append((self._replica.rank, self._replica.pair))
+            pairs = [(rank, pair.received_bytes, pair.sent_bytes) for rank, pair in linked]
             content = {**asdict(self.clocks.counts), "seconds": time.time(), "ends": ends, "pairs": pairs}
             return Message.of_json(Verb.COUNTS, content)
 
@@ -325,20 +446,6 @@ class Server:
             )
 
 
-def _report(text: str) -> None:
-    sys.stderr.write(f"plait: {text}\n")
-    sys.stderr.flush()
-
-
-def mask_of(workers: tuple[int, ...]) -> int:
-    """Workers as the bits of an integer."""
-    return sum(1 << worker for worker in workers)
-
-
-def _members(mask: int) -> tuple[int, ...]:
-    return tuple(worker for worker in range(mask.bit_length()) if mask >> worker & 1)
-
-
 _HANDLERS: dict[int, Callable[[Server, int, Message], Message]] = {
     Verb.HELLO: Server._hello,
     Verb.PUSH: Server._push,
@@ -355,4 +462,5 @@ _HANDLERS: dict[int, Callable[[Server, int, Message], Message]] = {
     Verb.FINISH: Server._finish,
     Verb.UNFINISHED: Server._list_unfinished,
     Verb.COUNTS: Server._counts,
+    Verb.CLOCKS: Server._load_change,
 }

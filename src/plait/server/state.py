@@ -11,13 +11,14 @@ the same bits in every run, and those of a reduce-scatter over the same ranks.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.comm import sum_into
+from plait.comm.pair import Message, as_bytes
 from plait.engine.spec import TrainingSpec
 from plait.optim.clip import clip_values, squared_norm
 from plait.optim.flat import FlatSlice, make_optimizer
@@ -26,6 +27,7 @@ from plait.optim.requirements import state_kinds
 from plait.optim.stepper import ChunkedOptimizer
 from plait.server.chunks import MAX_NUMEL, Chunk
 from plait.server.clocks import AppliedOnce
+from plait.server.protocol import Verb, mask_of
 
 # The gradient that a worker has pushed for a chunk of this server, by worker and the chunk's index.
 Gradients = Callable[[int, int], Tensor]
@@ -34,9 +36,17 @@ Gradients = Callable[[int, int], Tensor]
 class ServerState:
     """The chunks of one server. Thread-safe."""
 
-    def __init__(self, chunks: Sequence[Chunk], spec: TrainingSpec, dtype: torch.dtype) -> None:
-        """`dtype`: of master weights and gradients. Raises ConfigError for the optimizer's arguments."""
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        spec: TrainingSpec,
+        dtype: torch.dtype,
+        forward: Callable[[Message], object],
+    ) -> None:
+        """`dtype`: of master weights and gradients. `forward`: called before each change, with what has the
+        same effect on a replica. Raises ConfigError for the optimizer's arguments."""
         self.chunks = chunks
+        self._forward = forward
         numel = sum(chunk.numel for chunk in chunks)
         self._master, self._sums = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
         ends = torch.tensor([0, *(chunk.numel for chunk in chunks)]).cumsum(0).tolist()
@@ -62,19 +72,33 @@ class ServerState:
         with self._lock:
             return self._sum(clock, workers, gradients)
 
+    def load_sum(self, clock: int, workers: tuple[int, ...], payload: Tensor) -> None:
+        """Take the sum that the server of this replica has forwarded."""
+        parts = payload.view(self._sums.dtype).split([chunk.numel for chunk in self.chunks])
+        with self._lock:
+            self._add_up(clock, workers, ([part] for part in parts))
+
     def _sum(self, clock: int, workers: tuple[int, ...], gradients: Gradients) -> float:
         if self._summed == (clock, workers) or self._applied.has(clock, workers):
             return self._squares  # if it has been applied, its workers may write the next gradient
+        chunks = range(len(self.chunks))
+        self._add_up(clock, workers, ([gradients(worker, index) for worker in workers] for index in chunks))
+        sums = as_bytes(self._sums)
+        self._forward(Message(Verb.SUM, clock=clock, value=mask_of(workers), payload=sums))
+        return self._squares
+
+    def _add_up(
+        self, clock: int, workers: tuple[int, ...], contributions: Iterable[Sequence[Tensor]]
+    ) -> None:
+        """`contributions`: of each chunk, in the order of [Note: sums in rank order]."""
         self._summed = None
         squares = []
-        for index, flat in enumerate(self._slices):
+        for flat, parts in zip(self._slices, contributions, strict=True):
             total = flat.leaf.grad
             assert total is not None, "a chunk without a sum"
-            contributions = [gradients(worker, index) for worker in workers]
-            squares.append(_sum_into(total, contributions))  # see [Note: sums in rank order]
+            squares.append(_sum_into(total, parts))
         self._squares = float(torch.stack(squares).sum()) if squares else 0.0
         self._summed = (clock, workers)
-        return self._squares
 
     def apply(
         self, clock: int, workers: tuple[int, ...], update: Mapping[str, Any], gradients: Gradients
@@ -85,6 +109,7 @@ class ServerState:
             if self._applied.has(clock, workers):
                 return False
             self._sum(clock, workers, gradients)
+            self._forward(Message.of_json(Verb.APPLY, update, clock=clock, value=mask_of(workers)))
             self._applied.record(clock, workers)
             self._summed = None
             options = {key: _option(value) for key, value in update["options"].items()}

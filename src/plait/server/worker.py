@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -32,12 +32,11 @@ from plait.errors import CommError, RunError
 from plait.optim.clip import squared_norm
 from plait.optim.groups import options_state
 from plait.parallel.zero.flat_param import FlatParam
-from plait.plan import Plan
+from plait.plan import MemoryUse, Plan
 from plait.plan.servers import SyncPolicy
 from plait.server.chunks import Chunk, ChunkTable
-from plait.server.protocol import Verb, pack, raised, unpack
+from plait.server.protocol import Verb, mask_of, pack, raised, unpack
 from plait.server.push import GradientEncoder, PushReduction
-from plait.server.server import mask_of
 
 T = TypeVar("T")
 _LEAVE_S = 10.0  # for a server's reply
@@ -51,16 +50,28 @@ class JobIsOver(RunError):
 class Servers:
     """A worker's connections with the servers. Methods raise CommError, or what a server replies."""
 
-    def __init__(self, process: JobProcess, num_servers: int) -> None:
+    def __init__(self, process: JobProcess, plan: Plan) -> None:
         self.worker = process.rank
         self.waited_s = 0.0  # for other workers
-        self.pairs = [self._connect(process, index) for index in range(num_servers)]
+        num_servers = plan.num_servers
+        roles = (False, True) if plan.server == "replicated" else (False,)
+        # Of each server, and then of its replica. The first one is in use.
+        self.pairs = [self._connect(process, index, roles) for index in range(num_servers)]
+        self._pushes: list[list[Message]] = [[] for _ in self.pairs]  # of the step, for replicas
         self._locks = [threading.Lock() for _ in self.pairs]  # a pair has one request at a time
         self._threads = ThreadPoolExecutor(num_servers, "plait-servers") if num_servers > 1 else None
 
-    def _connect(self, process: JobProcess, index: int) -> Pair:
+    def _connect(self, process: JobProcess, index: int, roles: Sequence[bool]) -> list[Pair]:
+        pairs = []
         with self._naming(index):
-            return Meeting(process.store, index).connect(self.worker, process.timeout_s)
+            for is_replica in roles:
+                meeting = Meeting(process.store, index, is_replica=is_replica)
+                try:
+                    pairs.append(meeting.connect(self.worker, process.timeout_s))
+                except CommError:
+                    if is_replica is roles[-1] and not pairs:
+                        raise
+        return pairs
 
     @contextlib.contextmanager
     def _naming(self, index: int) -> Iterator[None]:
@@ -78,14 +89,64 @@ class Servers:
         """Send a request to a server and return its reply."""
         start_s = time.monotonic()
         with self._naming(index), self._locks[index]:
-            reply = self.pairs[index].request(message)
+            if message.verb == Verb.PUSH and len(self.pairs[index]) > 1:
+                self._pushes[index].append(message)
+            reply = self._ask(index, message)
         if message.verb in _WAITS:
             self.waited_s += time.monotonic() - start_s
+        if message.verb == Verb.ADVANCE:  # the step's update is on all servers and replicas
+            for pushes in self._pushes:
+                pushes.clear()
+        return reply
+
+    def _ask(self, index: int, message: Message) -> Message:
+        """Send a request to a server, or to its replica: see [Note: death of a server] in `replica.py`."""
+        try:
+            reply = self.pairs[index][0].request(message)
+        except CommError:
+            if len(self.pairs[index]) == 1:
+                raise
+            self.pairs[index].pop(0).close()
+            for again in (*self._pushes[index], message):
+                reply = self._ask(index, again)
+        return self._checked(reply)
+
+    def _checked(self, reply: Message) -> Message:
         if reply.verb == Verb.ERROR:
             raise raised(reply)
         if reply.verb == Verb.OVER:
             raise JobIsOver("worker 0 has ended the job", given=f"worker {self.worker} was at work")
         return reply
+
+    def replies(self, index: int, messages: Sequence[Message]) -> Iterator[Message]:
+        """Send requests to a server at once, so that it sends a reply while the one before is read; yield the
+        replies."""
+        num_read = 0
+        with self._naming(index), self._locks[index]:
+            pair = self.pairs[index][0]
+            try:
+                for message in messages:
+                    pair.send(message)
+                while num_read < len(messages):
+                    reply = pair.receive()
+                    num_read += 1
+                    yield self._checked(reply)
+            except CommError:
+                pair.close()  # replies that are under way are of no use
+                for message in messages[num_read:]:
+                    yield self._ask(index, message)
+
+    def greet_replicas(self, message: Message) -> None:
+        """Send HELLO to the replicas."""
+        for pairs in self.pairs:
+            for pair in pairs[1:]:
+                try:
+                    reply = pair.request(message)
+                except CommError:
+                    pairs.remove(pair)
+                    continue
+                if reply.verb == Verb.ERROR:
+                    raise raised(reply)
 
     def each(self, work: Callable[[int], T], first: int = 0) -> list[T]:
         """The results of `work(index)` for all servers from `first` on, at the same time."""
@@ -98,10 +159,10 @@ class Servers:
 
     def leave(self, *, ends_job: bool = False) -> None:
         """Leave the job, or end it for all workers."""
-        for index, pair in enumerate(self.pairs):
+        for pair in (pair for pairs in self.pairs for pair in pairs):
             pair.limit_waits(_LEAVE_S)
-            with contextlib.suppress(CommError, JobIsOver):  # the server may have ended
-                self.request(index, Message(Verb.LEAVE, value=int(ends_job)))
+            with contextlib.suppress(CommError):  # the server may have ended
+                pair.request(Message(Verb.LEAVE, value=int(ends_job)))
             pair.close()
         self.pairs = []
 
@@ -146,6 +207,7 @@ class ServerUpdater:
         }
         self._finish(self._servers.request(0, Message(Verb.UNFINISHED)).json())
         message = Message.of_json(Verb.HELLO, hello)
+        self._servers.greet_replicas(message)
         self._servers.each(lambda index: self._servers.request(index, message), first=1)
         self._clock = self._servers.request(0, message).clock
 
@@ -188,6 +250,7 @@ class ServerUpdater:
         if not self._has_applied:  # the step was skipped
             self._encoder.discard()
         self._has_applied = False
+        self._parts.optimizer.chunked.clear()  # copies for a checkpoint
         if self._arena is None or not (self._policy.sums or len(self._servers.pairs) == 1):
             self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
             self._pull()
@@ -228,8 +291,8 @@ class ServerUpdater:
             if chunks:
                 self._servers.request(server, Message(Verb.PULL, count=len(chunks)))
             return
-        for index, chunk in enumerate(chunks):
-            reply = self._servers.request(server, Message(Verb.PULL, first=index, count=1))
+        pulls = [Message(Verb.PULL, first=index, count=1) for index in range(len(chunks))]
+        for chunk, reply in zip(chunks, self._servers.replies(server, pulls), strict=True):
             target = self._units[chunk.unit].storage[chunk.start : chunk.stop]
             target.copy_(reply.payload.view(target.dtype))
 
@@ -330,6 +393,10 @@ class ServerUpdater:
                 else:
                     tensors.append(state[name][chunk.start - part.start : chunk.stop - part.start])
             self._servers.request(server, Message(Verb.WRITE, first=index, payload=pack(tensors)))
+
+    def memory(self, use: MemoryUse) -> MemoryUse:
+        """Without optimizer states, of which it has copies for a checkpoint until the next step."""
+        return replace(use, optimizer=0, gradients=use.gradients + self._encoder.residual_bytes)
 
     @property
     def clock(self) -> int:

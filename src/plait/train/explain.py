@@ -163,6 +163,8 @@ def servers_table(plan: Plan, traffic: ServerTraffic) -> Table:
     rows = [("a worker" if traffic.server else "a worker with its server", traffic.worker)]
     if traffic.server is not None:
         rows.append(("a server", traffic.server))
+    if any(traffic.replica):
+        rows.append(("a server and the next, its replica", traffic.replica))
     rows.append((f"without servers: a rank of dp={plan.dp} zero=1", traffic.ring))
     return table(
         "communication per step",
@@ -181,14 +183,18 @@ def traffic_table(explanation: Explanation, row: RankClass) -> Table:
         left=("for", "operation", "over"),
         caption="bytes: of the full tensors; sent: by ring algorithms, the lower bound",
     )
-    for strand, traffic in row.traffic.items():
+    every = explanation.plan.local_steps
+    purposes = [(_PURPOSE[strand], traffic) for strand, traffic in row.traffic.items()]
+    for purpose, traffic in (*purposes, (f"exchange, every {counted(every, 'step')}", row.exchange)):
         for printed, counts in _merged(traffic):
             total = sum(counts.values(), CommCount())
             sizes = (total.num_bytes, ring_bytes(counts, explanation.grid))
-            made.add_row(_PURPOSE[strand], *printed, f"{total.count:,}", *map(format_bytes, sizes))
+            made.add_row(purpose, *printed, f"{total.count:,}", *map(format_bytes, sizes))
     total_sent_bytes = ring_bytes(sum_traffic(row.traffic.values()), explanation.grid)
+    if every:
+        total_sent_bytes += ring_bytes(row.exchange, explanation.grid) // every
     made.add_section()
-    made.add_row("total", "", "", "", "", format_bytes(total_sent_bytes))
+    made.add_row("total per step" if every else "total", "", "", "", "", format_bytes(total_sent_bytes))
     return made
 
 

@@ -83,6 +83,7 @@ class Metrics:
         self._log_every = log_every
         self._steps = steps
         self._since_log: list[StepMetrics] = []
+        self._num_due = first_step // log_every  # lines
         self._progress: Progress | None = None
         if console is None:
             return
@@ -163,8 +164,10 @@ class Metrics:
             self.log(f"step {metrics.step}: skipped, the gradient is not finite{scale}")
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, text=self._text([metrics]))
-        if metrics.step % self._log_every and metrics.step != self._steps:
+        num_due = metrics.step // self._log_every
+        if num_due == self._num_due and metrics.step != self._steps:
             return
+        self._num_due = num_due
         if self._progress is None:
             self.log(f"step {metrics.step}/{self._steps}  {self._text(self._since_log)}{self._time_left()}")
         with self._writing():

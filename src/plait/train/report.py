@@ -57,6 +57,8 @@ def start_table(
         "peak": str(peak_flops),
         "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": str(predicted),
     }
+    if plan.num_servers:
+        facts["memory of worker 0"] = facts.pop("memory per rank")
     if engine.probed is None:
         del facts["probe"]
     return facts_table("run", facts.items())

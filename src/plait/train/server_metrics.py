@@ -35,4 +35,4 @@ class ServerMetrics:
 
 
 def _difference(now: list[int], before: list[int]) -> list[int]:
-    return [new - old for new, old in zip(now, before, strict=True)]
+    return [max(new - old, 0) for new, old in zip(now, before, strict=True)]  # a replica counts from zero

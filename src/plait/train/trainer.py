@@ -192,13 +192,13 @@ class Trainer:
             saving.wait(may_raise=may_raise)
 
         while self._step < config.steps:
-            factor = lr_factor(self._step)
+            before, factor = self._step, lr_factor(self._step)
             lr = self._recipe.optimizer.lr * factor
             result, step_metrics = self._run_step(parts, lr, factor)
             metrics.step(step_metrics)
             if result.exchange is not None:
                 metrics.exchange(self._step, result.exchange)
-            if parts.servers is not None and _due(self._step, config.log_every, config.steps):
+            if parts.servers is not None and _due(before, self._step, config.log_every, config.steps):
                 metrics.servers(self._step, parts.servers.since(engine.server_counts()))
             if self._step == parts.first_step + 1:  # from here on the optimizer has states
                 saving.reserve(engine.state_shards())
@@ -211,7 +211,7 @@ class Trainer:
             if self.spikes.rollback_to is not None:
                 return None
             score = None
-            if _due(self._step, config.evaluate_every, config.steps):
+            if _due(before, self._step, config.evaluate_every, config.steps):
                 score = self._evaluate(heartbeat)
                 metrics.validation(self._step, score)
             if self._step == parts.first_step + 5:  # the first steps are slower than later ones
@@ -220,7 +220,7 @@ class Trainer:
             if self._step % flags_every == 0:
                 stop_signal, to_save = self._agree_on_requests(signals, saving, metrics)
             last = stop_signal is not None or self._step == config.steps
-            to_save = last or to_save or _due(self._step, config.checkpoint_every, config.steps)
+            to_save |= last or _due(before, self._step, config.checkpoint_every, config.steps)
             check_every = self._at_exchanges(config.check_replicas_every)
             if check_every and (to_save or self._step % check_every == 0):
                 engine.check_replicas()  # before a corrupt checkpoint replaces good ones
@@ -427,6 +427,7 @@ class Trainer:
         """Write loss.png and the export; print memory, paths and a sample. On rank 0."""
         run, engine = self._run.dir, self._engine
         ranks = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
+        ranks = "of worker 0" if engine.plan.num_servers else ranks
         console.print(memory_table(estimated_memory(self._recipe, engine), engine.memory(), ranks))
         try:
             draw_losses(run.metrics, run.picture)
@@ -469,5 +470,6 @@ class Trainer:
             console.print(plain(sample), highlight=False)
 
 
-def _due(step: int, every: int, steps: int) -> bool:
-    return every > 0 and (step % every == 0 or step == steps)
+def _due(before: int, step: int, every: int, steps: int) -> bool:
+    """Return whether a multiple of `every` was reached or passed after step `before`, or the last step."""
+    return every > 0 and (step // every > before // every or step == steps)

@@ -18,13 +18,15 @@ themselves, like gradients: copies of a tensor on several ranks of an island the
 [Note: islands are one job]
 An island that dies ends the job. Four things are missing for the others to go on.
 - Groups: a lost peer breaks every group that it is in. New groups of the survivors need a store that
-  outlives every island; ours is in rank 0's process.
+  outlives every island: between hosts without torchrun, ours is in rank 0's process.
 - Agreement: units are applied one after the other, so a death leaves some islands with more units applied
   than others. All sums would have to be complete, and agreed on, before the first is applied: all changes
   in memory at once.
 - Numbers: the count of islands is a value of the plan, which data shares, batch sizes and checkpoints use.
-- Launchers: torchrun and `plait train` end all ranks when one fails. Each island would have to be a job of
-  its own.
+- Launchers: `launch_local` can go on without some ranks, and start them again, but on one host, where islands
+  are of little use. Under torchrun, an agent that loses a rank, or meets a new host, has all ranks of all
+  hosts started again, with `dp=auto` from the newest checkpoint. Each island would have to be a job of its
+  own.
 Parameter servers (`server/`) have members that come and go, and numbered pushes that are applied once: the
 way is an outer optimizer on a server, to which islands, each a job, push their changes.
 """
@@ -37,6 +39,7 @@ from torch import Tensor
 
 from plait.comm import CODECS, CompressedReduce, Work, all_reduce, broadcast, start_all_reduce
 from plait.errors import RunError
+from plait.optim.clip import squared_norm
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.sharded_model import ShardedStage
@@ -130,7 +133,7 @@ class OuterShard:
         mean = self.change.div_(plan.num_islands).to(self.weights)
         self.change = None
         own = self.unit.master - self.weights
-        squares = torch.stack([(own - mean).double().square().sum(), mean.double().square().sum()])
+        squares = torch.stack([squared_norm(own - mean), squared_norm(mean)])
         if self.momentum is None:
             self.weights.add_(mean)
         else:

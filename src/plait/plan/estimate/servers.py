@@ -8,6 +8,9 @@ N elements are pushed at p bytes and pulled at q bytes by each of w workers; S s
   colocated (both roles)    (w-1)/w N (p + q)    (w-1)/w N (p + q)
   ring, zero=1              (w-1)/w N (p + q)    (w-1)/w N (p + q)
 
+A replicated server sends the sum of N / S gradients, m bytes each, to its replica on the next server, and
+receives as many; and it has all that a server has twice.
+
 On one host none of it is sent: processes map each other's memory, and the same bytes pass through it.
 """
 
@@ -26,13 +29,15 @@ class ServerTraffic:
     """Bytes of a step, as (sent, received).
 
     worker   of a worker; with colocated servers, of a process, which is both
-    server   of a dedicated server
+    server   of a dedicated server, without its replica
+    replica  of a server, for replicas
     ring     of a rank of `zero=1` over the workers
     """
 
     worker: tuple[int, int]
     server: tuple[int, int] | None
     ring: tuple[int, int]
+    replica: tuple[int, int] = (0, 0)
 
 
 def server_traffic(plan: Plan, numel: int) -> ServerTraffic:
@@ -45,7 +50,9 @@ def server_traffic(plan: Plan, numel: int) -> ServerTraffic:
         both = round(share * (push + pull))
         return ServerTraffic((both, both), None, (ring, ring))
     each = plan.dp / plan.num_servers
-    return ServerTraffic((round(push), round(pull)), (round(each * pull), round(each * push)), (ring, ring))
+    copied = round(numel * MASTER_BYTES[plan.dtype] / plan.servers) if plan.server == "replicated" else 0
+    server = (round(each * pull), round(each * push))
+    return ServerTraffic((round(push), round(pull)), server, (ring, ring), (copied, copied))
 
 
 def _push_bytes(plan: Plan) -> float:
@@ -58,14 +65,17 @@ def _push_bytes(plan: Plan) -> float:
 
 def server_memory(plan: Plan, numel: int, states_per_element: int) -> MemoryUse:
     """Bytes of a server, and what a colocated one adds to its worker: weights, sums of gradients, states."""
-    held = -(-numel // plan.num_servers) * MASTER_BYTES[plan.dtype]
+    held = -(-numel // plan.num_servers) * MASTER_BYTES[plan.dtype] * (1 + (plan.server == "replicated"))
     return MemoryUse(0, held, held, states_per_element * held, 0, 0)
 
 
 def worker_memory(plan: Plan, use: MemoryUse, numel: int, states_per_element: int) -> MemoryUse:
     """Bytes of a worker of the plan. `use`: of a process that trains alone, by `Plan.of_worker`."""
+    has_residuals = plan.reduce == "int8" or top_share(plan.reduce)  # what pushes have not sent
+    residuals = numel * MASTER_BYTES[plan.dtype] if has_residuals else 0
+    use = replace(use, optimizer=0, gradients=use.gradients + residuals)
     if plan.server != "colocated":
-        return replace(use, optimizer=0)
+        return use
     own = server_memory(plan, numel, states_per_element)
     return replace(
         use,

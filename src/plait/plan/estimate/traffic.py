@@ -24,6 +24,7 @@ from plait.plan.compression import (
     Factors,
     blocks_per_rank,
     compresses,
+    piece_blocks,
     reduces_over_all,
 )
 from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
@@ -205,8 +206,10 @@ def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[Co
     elif compresses(plan):  # codes: to the owners, and back where all ranks need all
         axes = axes if replicas or scatter else ("replicate", "shard")
         ranks = facts.grid.degree(*axes)
-        size = ranks * blocks_per_rank(numel, ranks) * BLOCK_BYTES[plan.reduce]
-        sizes = {op: [size] for op in ("all-to-all", "all-gather")[: 1 if scatter else 2]}
+        pieces = [
+            ranks * num * BLOCK_BYTES[plan.reduce] for num in piece_blocks(blocks_per_rank(numel, ranks))
+        ]
+        sizes = dict.fromkeys(("all-to-all", "all-gather")[: 1 if scatter else 2], pieces)
     elif plan.algorithm != "auto" and plan.dp > 1:
         size = 2 if _rounds(plan) else MASTER_BYTES[plan.dtype]
         sizes = {"send": [], "receive": []}
@@ -304,9 +307,10 @@ def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             if plan.exchange == "fp32":
                 sizes["all-reduce"].append(unit.range_numel * MASTER_BYTES[plan.dtype])
             else:
-                blocks = plan.num_islands * blocks_per_rank(unit.range_numel, plan.num_islands)
+                islands, codes = plan.num_islands, BLOCK_BYTES[plan.exchange]
+                pieces = piece_blocks(blocks_per_rank(unit.range_numel, islands))
                 for op in ("all-to-all", "all-gather"):
-                    sizes[op].append(blocks * BLOCK_BYTES[plan.exchange])
+                    sizes[op] += [islands * num * codes for num in pieces]
     drifts = [2 * 8] * plan.exchange_parts
     sizes["all-reduce"] += drifts
     calls = [facts.calls(op, of_op, "replicate", channel="reductions") for op, of_op in sizes.items()]
