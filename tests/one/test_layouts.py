@@ -22,10 +22,13 @@ MEGATRON = "heads:col ffn:col vocab:col"
 
 
 def plan_of(model: nn.Module, rows: int, cols: int, given: dict[str, str] | None) -> TPPlan:
+    return ordered(build_tp_plan(model, rows, cols, sequence=False, blocks=blocks_of(model), given=given))
+
+
+def ordered(plan: TPPlan) -> TPPlan:
     """A plan without its text, and without the order of what it lists."""
-    plan = build_tp_plan(model, rows, cols, sequence=False, blocks=blocks_of(model), given=given)
-    ordered: Any = {key: tuple(sorted(getattr(plan, key), key=str)) for key in ("layers", "parameters")}
-    return replace(plan, lines=(), layout="", regions=tuple(sorted(plan.regions)), **ordered)
+    listed: Any = {key: tuple(sorted(getattr(plan, key), key=str)) for key in ("layers", "parameters")}
+    return replace(plan, lines=(), layout="", regions=tuple(sorted(plan.regions)), **listed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,9 +97,7 @@ def test_the_printed_text_of_a_derived_plan_is_a_recipes_table_of_the_same_plan(
     text = tensor_plan_text(explanation)
     table = tomllib.loads(text)["model"]["tensor_plan"]
     assert table == {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
-    model = Derived()
-    plan = build_tp_plan(model, 1, 2, sequence=False, blocks=blocks_of(model), given=table)
-    assert plan == explanation.tensor
+    assert plan_of(Derived(), 1, 2, table) == ordered(explanation.tensor)
     assert "# ffn hidden; backward: all-reduce over col" in text
 
 

@@ -131,18 +131,27 @@ def build_tp_plan(
 def _lines(builder: TPPlanBuilder, named: Mapping[str, Dims]) -> tuple[StyleLine, ...]:
     """Return the plan's text, a line for all that match a pattern if they have one style. `named`: dims."""
     names = [*filter(None, builder.modules), *builder.shapes]
-    by_pattern: dict[str, list[str]] = {}
-    for name in names:
-        by_pattern.setdefault(layer_pattern(name), []).append(name)
+    texts = {name: style_text(builder.specs[name]) if name in builder.specs else "" for name in names}
+
+    def in_blocks(name: str) -> str:
+        block = builder.block_of(name) or ""
+        return layer_pattern(block) + name[len(block) :]
+
+    patterns: dict[str, str] = {}
+    for pattern_of in (layer_pattern, in_blocks, str):  # from wide ones to names
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            groups.setdefault(pattern_of(name), []).append(name)
+        for pattern, matched in groups.items():
+            if len({texts[name] for name in matched}) == 1:
+                for name in matched:
+                    patterns.setdefault(name, pattern)
+    firsts = {patterns[name]: name for name in reversed(names)}
     lines = []
-    for pattern, matched in by_pattern.items():
-        styled = [name for name in matched if name in builder.specs]
-        texts = {style_text(builder.specs[name]) for name in styled}
-        is_one = len(texts) == 1 and len(styled) == len(matched)
-        for name in styled[:1] if is_one else styled:
-            spec = builder.specs[name]
-            dims = " ".join(map(str, named.get(name) or implied_dims(builder, name, spec)))
-            lines.append(StyleLine(name, pattern if is_one else name, style_text(spec), dims))
+    for name in names:
+        if texts[name] and firsts[patterns[name]] == name:
+            dims = named.get(name) or implied_dims(builder, name, builder.specs[name])
+            lines.append(StyleLine(name, patterns[name], texts[name], " ".join(map(str, dims))))
     return tuple(lines)
 
 

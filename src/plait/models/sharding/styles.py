@@ -172,7 +172,7 @@ def matching(pattern: str, names: Sequence[str]) -> list[str]:
             "the tensor plan has a pattern that matches nothing in the model",
             given=pattern,
             expected="paths of modules or parameters, with * for a component of a path",
-            hint=nearest(pattern, {layer_pattern(name) for name in names}),
+            hint=nearest(pattern, {layer_pattern(name) for name in names}) or "names of named_modules()",
         )
     return matched
 
