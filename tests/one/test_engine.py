@@ -347,7 +347,7 @@ def test_a_batch_that_is_no_dict_and_a_loss_that_is_no_sum_are_errors() -> None:
     with pytest.raises(ModelError, match="a batch is a dict"):
         engine.evaluate([BATCH["input_ids"]])
     mean = plait.parallelize(nn.Linear(4, 1), "dp=1", loss=lambda out, _: out.mean())
-    with pytest.raises(ModelError, match="number of targets"):
+    with pytest.raises(ModelError, match="and their number"):
         mean.step({"input": torch.ones(3, 4)})
 
 
