@@ -20,6 +20,7 @@ from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
 from plait.models import Blocks, with_layout
+from plait.optim.requirements import state_kinds
 from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
@@ -110,6 +111,8 @@ def _start(
     """Build the engine, load the initial weights, if given, and run the self-check. On a server, serve."""
     if probe:
         spec.plan.check_no_servers("probe")
+    if process is not None:
+        state_kinds(spec.optimizer, spec.arguments, spec.groups)  # refuses others on all processes alike
     if process is not None and is_server(spec.plan, process):
         serve(model, spec, process)
         raise SystemExit(0)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import ConfigError
+from plait.estimate.explain import explain
+from plait.parallel.zero.full_tensors import assign_owners
 from support import programs
 from support.pool import Pool
 
@@ -44,23 +46,29 @@ def _split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return inner, [p for p in named.values() if id(p) not in ids]
 
 
-MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
-ADAMW = {"lr": 3e-3, "weight_decay": 0.1}
-OPTIONS = {"LAMB": {"lr": 0.01, "weight_decay": 0.1}, "Adafactor": {"lr": 0.02, "weight_decay": 0.1}}
+MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
+ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "LAMB": {"lr": 0.01, "weight_decay": 0.1},
+    "Adafactor": {"lr": 0.02, "weight_decay": 0.1},
+}
+
+
+def _optimizer(kind: str, model: nn.Module) -> dict[str, Any]:
+    """Arguments of `parallelize`."""
+    if kind == "Muon":
+        inner, others = _split(model)
+        groups = [{"params": inner, "optimizer": torch.optim.Muon, **MUON}, {"params": others}]
+        return {"optimizer_args": ADAMW, "param_groups": groups}
+    chosen = plait.LAMB if kind == "LAMB" else torch.optim.Adafactor
+    all_parameters = list(model.parameters())
+    return {"optimizer": chosen, "optimizer_args": OPTIONS[kind], "param_groups": all_parameters}
 
 
 def _engine(kind: str, plan: str, build: Callable[..., nn.Module] = programs.llama) -> plait.Engine:
     model = build()
     shared: dict[str, Any] = {"clip_norm": programs.CLIP, "loss": programs.summed_loss, "seed": 3}
-    if kind == "Muon":
-        inner, others = _split(model)
-        groups = [{"params": inner, "optimizer": torch.optim.Muon, **MUON}, {"params": others}]
-        return plait.parallelize(model, plan, optimizer_args=ADAMW, param_groups=groups, **shared)
-    chosen = plait.LAMB if kind == "LAMB" else torch.optim.Adafactor
-    groups = [{"params": model.parameters()}]
-    return plait.parallelize(
-        model, plan, optimizer=chosen, optimizer_args=OPTIONS[kind], param_groups=groups, **shared
-    )
+    return plait.parallelize(model, plan, **_optimizer(kind, model), **shared)
 
 
 def _trained(kind: str, plan: str, build: Callable[..., nn.Module] = programs.llama) -> tuple[Weights, ...]:
@@ -107,7 +115,7 @@ def _reference(kind: str, first: Weights, build: Callable[..., nn.Module]) -> We
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-PLANS = ["dp=2 zero=0", "dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3 micro=2", "tp=2", "dp=2 tp=2 zero=3"]
+PLANS = ["dp=2 zero=0", "dp=2 zero=1", "dp=3 zero=2", "dp=2 zero=3 micro=2", "tp=3", "dp=2 tp=2 zero=3"]
 
 
 CASES = [(kind, plan) for kind in ("Muon", "LAMB", "Adafactor") for plan in PLANS]
@@ -170,3 +178,23 @@ def test_plans_that_an_optimizer_cannot_run_are_refused(
     assert given in str(caught.value.given)
     assert caught.value.expected
     assert caught.value.hint
+
+
+def _estimated(kind: str, plan: str) -> int:
+    return _engine(kind, plan).estimated_memory((4, programs.LENGTH)).optimizer
+
+
+def test_explained_states_are_those_of_the_rank_that_owns_most(pool: Pool) -> None:
+    model, plan = programs.llama(), "dp=2 tp=2 zero=1"
+    ids = torch.zeros(4, programs.LENGTH, dtype=torch.long)
+    options = _optimizer("Muon", model)
+    micro = {"input_ids": ids, "labels": ids}
+    explanation = explain(model, plan, micro, loss=programs.summed_loss, **options)
+    estimates = pool.run(_estimated, 4, "Muon", plan)
+    assert max(each.memory.optimizer for each in explanation.rank_classes) == max(estimates)
+    assert len(set(estimates)) > 1
+
+
+def test_owners_have_about_the_same_work() -> None:
+    assert assign_owners([4, 1, 3, 2, 2], 2) == [0, 1, 1, 1, 0]
+    assert assign_owners([1], 3) == [0]

@@ -47,7 +47,10 @@ class Plain:
 
 def engine_of(model: nn.Module, plan: str | None) -> Any:
     """`plan`: None for plain torch."""
-    return Plain(model) if plan is None else plait.parallelize(model, f"{plan} precision=fp64", **SGD)
+    if plan is None:
+        return Plain(model)
+    example = {"input": torch.ones(2, WIDTH).double()} if "tp" in plan else None
+    return plait.parallelize(model, f"{plan} precision=fp64", example_batch=example, **SGD)
 
 
 def share(engine: Any, batch: Tensor) -> Tensor:
@@ -118,11 +121,13 @@ def translated(plan: str | None) -> list[Weights]:
 LOOPS: list[Callable[[str | None], list[Weights]]] = [distilled, penalized, translated]
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_of_the_users_own_trains_as_in_one_process(pool: Pool, loop: Any, zero: int) -> None:
+CASES = [(loop, plan) for loop in LOOPS for plan in ("dp=2", "dp=2 zero=3")]
+
+
+@pytest.mark.parametrize(("loop", "plan"), [*CASES, (distilled, "tp=2")])
+def test_a_loop_of_the_users_own_trains_as_in_one_process(pool: Pool, loop: Any, plan: str) -> None:
     expected = loop(None)
-    actual = pool.over("gloo" if zero else "host").run(loop, 2, f"dp=2 zero={zero}")[0]
+    actual = pool.over("gloo" if "zero" in plan else "host").run(loop, 2, plan)[0]
     for of_model, want in zip(actual, expected, strict=True):
         for name, tensor in want.items():
             torch.testing.assert_close(of_model[name], tensor, rtol=1e-9, atol=1e-12)

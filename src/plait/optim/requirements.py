@@ -212,13 +212,13 @@ def state_kinds(
     arguments: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]] = DEFAULT_GROUPS,
 ) -> set[str]:
-    """The kinds of states of an element-wise optimizer, the same in all groups. Raises ConfigError for other
-    optimizers, and for groups with different states."""
+    """The kinds of states of an optimizer on parameter servers, the same in all groups. Raises ConfigError
+    unless it is element-wise, and for groups with different states."""
     optimizers = GroupOptimizer.of_groups(optimizer_class, arguments, groups)
     by_group = []
     for optimizer in optimizers:
         if optimizer.needs is not Needs.ELEMENTS:
-            raise not_elementwise(optimizer, "a range of parameters that is updated by itself")
+            raise not_elementwise(optimizer, "parameter servers")
         by_group.append(set(optimizer.state_shapes((_PROBE,))))
     for group, kinds in zip(groups, by_group, strict=True):
         if kinds != by_group[0]:

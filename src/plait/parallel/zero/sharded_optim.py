@@ -102,7 +102,8 @@ class ShardedOptimizer:
         if any(group.needs is Needs.NORMS for group in groups):
             sums = SumsOverShards(self.slices, context)
             for optimizer in getattr(self.optimizer, "by_name", {"": self.optimizer}).values():
-                optimizer.sum_over_shards = sums.reduce
+                if hasattr(optimizer, "sum_over_shards"):
+                    optimizer.sum_over_shards = sums.reduce
         self.kinds = {
             kind for group in groups if group.needs is not Needs.TENSORS for kind in group.state_shapes((1,))
         }
@@ -179,13 +180,15 @@ class SumsOverShards:
         self._copies: dict[Tensor, int] = {}  # number of ranks that hold the same elements
         self._num_parameters = 0
         for unit, parts in slices.items():
+            # Not in the order of the storage, which depends on how many ranks hold a shard.
+            names = sorted(shard.name for shard in unit.layout.params)
             for part in parts:
                 overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
                 if len(overlaps) == 1:
                     shard = overlaps[0].shard
-                    self._index_of[part.leaf] = self._num_parameters + unit.layout.params.index(shard)
+                    self._index_of[part.leaf] = self._num_parameters + names.index(shard.name)
                     self._copies[part.leaf] = shard.copies
-            self._num_parameters += len(unit.layout.params)
+            self._num_parameters += len(names)
 
     def reduce(self, shards: Sequence[Tensor], sums: Tensor) -> Tensor:
         """See `LAMB.sum_over_shards`. Ranks that hold a copy of a shard contribute equal parts."""
