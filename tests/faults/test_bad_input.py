@@ -18,10 +18,17 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli.main import app
+from plait.comm import connect
 from plait.train.saved_recipe import SavedRecipe
 from support.cli_runs import PLAIT, STEPS, finish, start, write_recipe
 
 Damage = Callable[[Path], object]
+
+
+@pytest.fixture(autouse=True)
+def _no_world() -> None:
+    """As in a process that starts: the world of a test before is gone."""
+    connect().close()
 
 
 @pytest.fixture(scope="module")
