@@ -135,6 +135,7 @@ def decode(message: Message, numel: int, dtype: torch.dtype, reduce: str) -> Ten
             "a worker pushed a gradient of another shape",
             given=f"{payload.numel()} bytes",
             expected=f"{expected} bytes: {numel} elements of {dtype}, reduce={reduce}",
+            hint="start all processes with the same script and plan",
         )
     if block:
         return _scattered(payload, torch.empty(numel, dtype=dtype), block, count)

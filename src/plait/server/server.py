@@ -259,6 +259,7 @@ class Server:
                 given=f"worker {worker} with parameters {hello['digest']}, server {self.index} with "
                 f"{self._digest}",
                 expected="the same model, plan and parameter groups in all processes",
+                hint="start all processes with the same script or recipe, and the same plan",
             )
         with self._changed:
             self._workers[worker] = _Worker(hello, self._num_processes)
