@@ -19,6 +19,8 @@ if TESTS not in sys.path:  # pytest puts it there in one of its import modes onl
 # the milliseconds of an oracle into seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch  # noqa: E402
+
 from support.covering import covering  # noqa: E402
 from support.pool import Pool  # noqa: E402
 
@@ -65,3 +67,13 @@ def workers(pytestconfig: pytest.Config) -> Iterator[Pool]:
 def pool(workers: Pool) -> Pool:
     """`pool.run(function, n, *args)`: a function on n ranks. A file may make its own, of `workers`."""
     return workers
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Parameters and inputs are made in float64, from the same seed."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    yield
+    torch.set_default_dtype(before)

@@ -75,6 +75,16 @@ class DataError(PlaitError):
     """An unusable corpus, tokenizer, token file or trace."""
 
 
+def unreadable(what: object, error: OSError) -> DataError:
+    """The error of a file of data that cannot be read."""
+    return DataError(
+        f"cannot read {what}",
+        given=error.strerror or error,
+        expected="a file that this user can read",
+        hint=f"ls -l {what}",
+    )
+
+
 class ModelError(PlaitError):
     """A model that cannot be built, sharded, initialized or run as requested, or an unsuitable batch."""
 

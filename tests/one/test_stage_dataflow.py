@@ -1,6 +1,6 @@
 """Stages refuse by name what they cannot pass on: values that blocks leave in attributes, lists and hooks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,7 @@ PLAN = "schedule=interleaved chunks=2 micro=2 precision=fp64"  # two stages on o
 BYPASSING = "the model's result uses a result of block 0, bypassing the blocks between them"
 
 
-@pytest.fixture(autouse=True)
-def _in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 class Block(nn.Module):

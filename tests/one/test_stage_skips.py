@@ -1,6 +1,5 @@
 """Stages pass on outputs of earlier blocks: skip connections, encoders and their decoders, towers."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,7 @@ from support.stages_by_hand import max_difference
 WIDTH = 8
 
 
-@pytest.fixture(autouse=True)
-def _in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 class Towers(nn.Module):

@@ -1,6 +1,5 @@
 """Cutting plain models into stages: what travels, what is refused, what hooks see."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,7 @@ WIDTH = 8
 LLAMA_LAYERS = 4
 
 
-@pytest.fixture(autouse=True)
-def _in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 def llama(**more: Any) -> Any:

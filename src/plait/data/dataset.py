@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.index import TOKENIZER, DatasetSpec, Index, read_index
-from plait.errors import DataError
+from plait.errors import DataError, unreadable
 from plait.fileio import open_regular, regular_file_bytes
 
 HASH_THREADS = 8
@@ -215,12 +215,7 @@ def _check_hash(path: Path, expected: str) -> None:
         with open_regular(path) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(
-            f"cannot read the token file {path}",
-            given=error.strerror,
-            expected="a file that this user can read",
-            hint=f"ls -l {path}",
-        ) from error
+        raise unreadable(path, error) from error
     if found != expected:
         raise DataError(
             f"the token file {path} is damaged",

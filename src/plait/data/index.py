@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
-from plait.errors import DataError
+from plait.errors import DataError, unreadable
 from plait.fileio import json_hash, read_json
 
 INDEX = "index.json"
@@ -128,9 +128,4 @@ def read_index(folder: Path) -> Index:
             hint=f"remove {folder} and build the tokens again",
         ) from error
     except OSError as error:
-        raise DataError(
-            f"cannot read {path}",
-            given=error.strerror,
-            expected="a file that this user can read",
-            hint=f"ls -l {path}",
-        ) from error
+        raise unreadable(path, error) from error

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from plait.data.sources import HF_ROW_BYTES, Shard, Slice, list_shards, open_dataset
-from plait.errors import DataError, unknown_key_hint
+from plait.errors import DataError, unknown_key_hint, unreadable
 from plait.fileio import open_regular, parse_json
 
 CHUNK_BYTES = 1 << 20
@@ -95,12 +95,7 @@ def _file_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
             hint=f"gzip --test {item.name}",
         ) from error
     except OSError as error:
-        raise DataError(
-            f"cannot read {item.name}",
-            given=error.strerror or error,
-            expected="a file that this user can read",
-            hint=f"ls -l {item.name}",
-        ) from error
+        raise unreadable(item.name, error) from error
 
 
 def _line_start(file: BinaryIO, offset: int, size: int) -> int:

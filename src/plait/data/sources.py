@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs
 
-from plait.errors import DataError
+from plait.errors import DataError, unreadable
 
 Kind = Literal["text", "jsonl", "jsonl.gz", "hf"]
 
@@ -144,12 +144,7 @@ def _file_slice(path: Path) -> Slice:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(
-            f"cannot read {path}",
-            given=error.strerror,
-            expected="a file that this user can read",
-            hint=f"ls -l {path}",
-        ) from error
+        raise unreadable(path, error) from error
     return Slice(kind, str(path), 0, status.st_size, status.st_size, str(status.st_mtime_ns))
 
 
