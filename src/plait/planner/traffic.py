@@ -1,7 +1,7 @@
 """Bytes that a rank sends in a step along every axis, and the links of the cluster that carry them.
 
 Rings, as in `communication.py`: each pass (reduce-scatter, all-gather) over n ranks sends (n - 1) / n of the
-bytes. Only what the time of a plan is made of is counted: no losses, norms and embeddings.
+bytes. Losses and norms are left out.
 """
 
 from dataclasses import dataclass
@@ -87,12 +87,23 @@ def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict
                 if 0 <= other < len(ranks))  # fmt: skip
     shard = plan.shard_degree
     replicas = plan.data_ranks // shard
+    is_first, is_last = 0 in own, len(ranks) - 1 in own
+    ends = is_first + is_last  # all-reduces of the embedding's output and of the gradient of the head's input
+    tied = 0.0
+    if model.tied and is_first != is_last:  # the gradient of their one weight is summed
+        tied = (
+            model.vocab * model.hidden / (plan.rows * plan.cols * (shard if plan.zero >= 2 else 1)) * reduced
+        )
     return {
-        "pp": plan.micro * sends * message_bytes(model, plan, batch, work.sequence),
+        "pp": plan.micro * sends * message_bytes(model, plan, batch, work.sequence) + tied,
         "replicate": 2 * _share(replicas) * numel / shard * reduced,
         "shard": _share(shard) * numel * (gathers * size + scatters * reduced),
         "row": _share(plan.rows) * blocks * passes * tokens * inside / plan.cols / 2,
-        "col": _share(plan.cols) * blocks * (passes + 2 * plan.sp) * tokens * model.hidden / plan.rows,
+        "col": _share(plan.cols)
+        * (blocks * (passes + 2 * plan.sp) + 2 * ends)
+        * tokens
+        * model.hidden
+        / plan.rows,
     }
 
 
