@@ -25,7 +25,7 @@ LLAMA |= {
 GPT: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 512, "n_layer": 4, "n_head": 8}
 GPT |= {"n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}
 SEQUENCES, LENGTH = 2, 512
-# Relative differences: what recomputation sends again, and the gather after the last block under sp, are left out.
+# Relative differences: what recomputation gathers again, and the last block's gather under sp, are left out.
 TRAFFIC = {"pp": 1e-4, "replicate": 1e-4, "shard": 0.08, "row": 0.11, "col": 0.19}
 STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime", "host")
 

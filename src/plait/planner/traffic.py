@@ -89,21 +89,16 @@ def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict
     replicas = plan.data_ranks // shard
     is_first, is_last = 0 in own, len(ranks) - 1 in own
     ends = is_first + is_last  # all-reduces of the embedding's output and of the gradient of the head's input
-    tied = 0.0
-    if model.tied and is_first != is_last:  # the gradient of their one weight is summed
-        tied = (
-            model.vocab * model.hidden / (plan.rows * plan.cols * (shard if plan.zero >= 2 else 1)) * reduced
-        )
+    tied = model.tied and is_first != is_last  # then the gradient of their one weight is summed
+    tied_shards = plan.rows * plan.cols * (shard if plan.zero >= 2 else 1)
+    hidden = tokens * model.hidden / plan.rows
     return {
-        "pp": plan.micro * sends * message_bytes(model, plan, batch, work.sequence) + tied,
+        "pp": plan.micro * sends * message_bytes(model, plan, batch, work.sequence)
+        + tied * model.vocab * model.hidden / tied_shards * reduced,
         "replicate": 2 * _share(replicas) * numel / shard * reduced,
         "shard": _share(shard) * numel * (gathers * size + scatters * reduced),
         "row": _share(plan.rows) * blocks * passes * tokens * inside / plan.cols / 2,
-        "col": _share(plan.cols)
-        * (blocks * (passes + 2 * plan.sp) + 2 * ends)
-        * tokens
-        * model.hidden
-        / plan.rows,
+        "col": _share(plan.cols) * (blocks * (passes + 2 * plan.sp) + 2 * ends) * hidden,
     }
 
 
