@@ -79,6 +79,7 @@ def trained(plan: str, loss: Loss, shares: Sequence[int]) -> Found:
         f"{plan} precision=fp64",
         loss=lambda outputs, _: loss(outputs, engine.data_group),
         optimizer_args=ADAMW,
+        example_batch=batches()[0],
     )
     losses, gradients = [], []
     for batch in batches():
@@ -129,6 +130,16 @@ def assert_same(found: Found, expected: Found) -> None:
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.quick), 4])
 def test_a_contrastive_loss_is_that_of_the_global_batch(pool: Pool, dp: int, zero: int, loss: Loss) -> None:
     found = pool.run(trained, dp, f"dp={dp} zero={zero}", loss, [SAMPLES // dp] * dp)[0]
+    assert_same(found, reference([range(SAMPLES)]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "loss"),
+    [("pp=2 dp=2 zero=1", 4, own_loss), ("pp=2 schedule=zb-h1", 2, whole_loss)],
+)
+def test_the_last_pipeline_rank_computes_it(pool: Pool, plan: str, ranks: int, loss: Loss) -> None:
+    """The loss refers to the engine, which does not exist when the model is split."""
+    found = pool.run(trained, ranks, plan, loss, [SAMPLES * 2 // ranks] * (ranks // 2))[0]
     assert_same(found, reference([range(SAMPLES)]))
 
 

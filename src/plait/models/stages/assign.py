@@ -57,7 +57,8 @@ def plan_stages(
         gap = index if 0 <= index < len(blocks) else min(gaps_of[first])
         homes[name] = stage_of_gap(ranges, gap)
     shared = {name: tuple(users) for name, users in stages.items() if len(users) > 1}
-    is_traced = flow.error is None
+    # A loss may refer to the engine, which exists in the first step: it is traced again then.
+    is_traced = flow.error is None and flow.loss_error is None
     return StageAssignment(
         ranges, homes, shared, frozenset(flow.changing), frozenset(flow.skips), is_traced=is_traced
     )

@@ -56,6 +56,7 @@ class Dataflow:
     changing    names of the blocks' attributes that their forwards set
     calls       the numbers of the blocks in the order of their calls
     error       the exception that ended the run: the other fields are incomplete
+    loss_error  the exception that ended the loss: what it reads besides the model's result is unknown
     """
 
     into: list[set[str]]
@@ -64,6 +65,7 @@ class Dataflow:
     changing: set[str] = field(default_factory=set)
     calls: list[int] = field(default_factory=list)
     error: Exception | None = None
+    loss_error: Exception | None = None
 
     def gaps_of(self, name: str) -> set[int]:
         return {gap for gap, names in enumerate(self.into) if name in names}
@@ -110,7 +112,8 @@ def trace_dataflow(
         try:
             with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
                 _run(model, blocks, traced, loss, flow)
-            return flow
+            if flow.loss_error is None:
+                return flow
         except Exception as error:  # any error of the model's code without values
             flow.error = error
     return flow
@@ -144,9 +147,12 @@ def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, 
     with _traced(blocks, tracer), assumed, DeviceKernelsOnMeta(torch.device("cpu")), tracer:
         result = model(**forward_inputs(model, batch))
         tracer.inside = len(blocks)
+        tracer.read(tracer.sources_of(result))
         if loss is not None:
-            result = (result, loss(result, batch))
-    tracer.read(tracer.sources_of(result))
+            try:
+                tracer.read(tracer.sources_of(loss(result, batch)))
+            except Exception as error:  # any error of the user's code without values
+                flow.loss_error = error
     for before, (_, block) in zip(plain, blocks, strict=True):
         changed = {key for key, value in vars(block).items() if before.get(key, block) is not value}
         flow.changing |= {key for key in changed if not key.startswith("_")}

@@ -50,8 +50,8 @@ class DataflowCheck:
                 hint="parallelize(..., example_batch=batch), or remove the hooks",
             )
         flow = trace_dataflow(self.meta_model, self._blocks, batch, loss)
-        if flow.error is not None:
-            raise untraceable(flow.error)
+        if (error := flow.error or flow.loss_error) is not None:
+            raise untraceable(error)
         check_returned(flow, self._assignment.blocks)
         self._check_carried(flow)
         self._check_parameters(flow)
