@@ -401,12 +401,94 @@ class Derived(Plain):
         return super().forward(input_ids, use_cache)
 
 
+class FewKeys(nn.Module):
+    """An attention of 6 heads with 2 heads of keys and values, 4 features each, whose inside is given."""
+
+    def __init__(self, inside: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.inside = 6, 2, inside
+        self.norm = nn.LayerNorm(4)
+        self.q, self.k, self.v, self.out = (
+            nn.Linear(*sizes) for sizes in ((24, 24), (24, 8), (24, 8), (24, 24))
+        )
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        q, k, v = (layer(x_BSh).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.out(self.inside(self, q, k, v).transpose(1, 2).flatten(2))
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self, inside: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attn = FewKeys(inside)
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        return x_BSh + self.attn(x_BSh)
+
+
+def eager(m: FewKeys, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.5) -> Tensor:
+    """Every head of keys is repeated for its queries."""
+    repeats = m.num_heads // m.num_key_value_heads
+    k, v = (t[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2) for t in (k, v))
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    return (q @ k.transpose(2, 3) * scale).masked_fill(~mask, -1e9).softmax(-1) @ v
+
+
+def fused(_: FewKeys, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def packed(m: Any, x: Tensor) -> Tensor:
+    """An attention with another name, of as many heads as there are features for."""
+    q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in m.mix(x).chunk(3, -1))
+    return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+QKV = ("attn.q", "attn.k", "attn.v")
 UP_DOWN = {"up": (24, 72), "down": (72, 24)}
 COLUMN, GATHERED, ROW = (Style.COLUMN, False), (Style.COLUMN, True), (Style.ROW, False)
 DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]] = {
     "packed attention": (
         lambda: Block(24, 6),
         {"attn.qkv": GATHERED, "attn.proj": GATHERED, "fc1": COLUMN, "fc2": ROW},
+    ),
+    "fused attention of few keys": (
+        lambda: AttentionBlock(fused),
+        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
+    ),
+    "eager attention of few keys": (
+        lambda: AttentionBlock(eager),
+        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
+    ),
+    "attention with norms of each head": (
+        lambda: AttentionBlock(lambda m, q, k, v: eager(m, m.norm(q), m.norm(k), v)),
+        {**dict.fromkeys(QKV, COLUMN), "attn.out": ROW, "attn.norm": (Style.PER_HEAD_NORM, False)},
+    ),
+    "a norm of some heads": (
+        lambda: AttentionBlock(lambda m, q, k, v: eager(m, m.norm(q), k, v) + m.norm(q.mean((0, 1, 2)))),
+        dict.fromkeys([*QKV, "attn.out"], GATHERED),
+    ),
+    "a learned factor that heads share": (
+        lambda: AttentionBlock(lambda m, q, k, v: eager(m, q * m.norm.weight, k, v)),
+        dict.fromkeys([*QKV, "attn.out"], GATHERED),
+    ),
+    "a number for each head": (
+        lambda: AttentionBlock(
+            lambda m, q, k, v: eager(m, q * torch.arange(6.0, device=q.device).double()[:, None, None], k, v)
+        ),
+        dict.fromkeys([*QKV, "attn.out"], GATHERED),
+    ),
+    "a scale by the number of heads": (
+        lambda: AttentionBlock(lambda m, q, k, v: eager(m, q, k, v, m.num_heads**-0.5)),
+        dict.fromkeys([*QKV, "attn.out"], GATHERED),
+    ),
+    "heads that are mixed": (
+        lambda: AttentionBlock(lambda m, q, k, v: eager(m, q, k, v).flip(1)),
+        dict.fromkeys([*QKV, "attn.out"], GATHERED),
+    ),
+    "packed heads of another name": (
+        lambda: Layers(packed, mix=(24, 72), out=(24, 24)),
+        {"mix": COLUMN, "out": ROW},
     ),
     "a gate": (
         lambda: Layers(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), gate=(24, 72), **UP_DOWN),
@@ -448,7 +530,7 @@ DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]
 
 
 @pytest.mark.parametrize("name", DERIVED)
-def test_a_derived_plan_gathers_what_a_run_does_not_show_to_be_independent(name: str) -> None:
+def test_a_derived_plan_gathers_what_runs_do_not_show_to_be_independent(name: str) -> None:
     block, expected = DERIVED[name]
     model = Derived(block)
     plan = plan_of(model, 1, 2)

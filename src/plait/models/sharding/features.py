@@ -1,0 +1,279 @@
+"""Where the features of sharded layers are in the tensors computed from them: rules of torch's operators.
+
+[Note: units]
+A dim that holds features is (outer, units, inner), flattened: the units may be distributed over columns, any
+number of neighbours to each, and nothing else may. The output of a layer has one unit per feature. A view
+(B, T, heads, width) has one per head, since a shard of fewer features would no longer fill the dims after it.
+(B, heads, T, width) flattened to (B heads, T, width) has them in the middle: outer = B. Where two tensors
+meet, such as keys of few heads that are repeated for many queries, their shards have to have the same
+borders: the greatest common divisor of their units.
+
+A rule returns the features of an operator's result if every column can compute its shard of the result from
+its shards of the arguments, and with the same code. Otherwise it returns None: the code needs all features.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A layer, and the number of equal parts that its output has been divided into (packed queries, keys, values).
+Source = tuple[str, int]
+FeaturesOf = Callable[[Tensor], "Features | None"]
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features in dim `dim` of a tensor; see [Note: units]. `sources`: the layers they were output by."""
+
+    sources: frozenset[Source]
+    dim: int
+    units: int
+    outer: int = 1
+
+    def shard(self, shape: Sequence[int], cols: int) -> tuple[int, ...]:
+        """The first column's shape of a tensor of this shape."""
+        own = -(-self.units // cols)
+        return (*shape[: self.dim], shape[self.dim] // self.units * own, *shape[self.dim + 1 :])
+
+
+Placed = tuple[Sequence[int], "Features | None"]  # the shape of a tensor, and its features
+
+
+def joined(placed: Sequence[Placed], shape: Sequence[int]) -> Features | None:
+    """The features of a result of `shape` with which tensors are broadcast, and computed element by element.
+    A tensor without features has to be the same for all of them."""
+    moved = [replace(f, dim=f.dim + len(shape) - len(of)) for of, f in placed if f is not None]
+    if not moved or len({(features.dim, features.outer) for features in moved}) > 1:
+        return None
+    from_last = moved[0].dim - len(shape)
+    for of, features in placed:
+        size = of[from_last] if len(of) >= -from_last else 1
+        if size != (1 if features is None else shape[from_last]):
+            return None
+    return _union(moved)
+
+
+def _union(found: Sequence[Features]) -> Features:
+    """Features in the same place, with borders where all of them may have one."""
+    sources = frozenset[Source]().union(*(features.sources for features in found))
+    return replace(found[0], sources=sources, units=math.gcd(*(features.units for features in found)))
+
+
+def regrouped(features: Features, before: Sequence[int], after: Sequence[int]) -> Features | None:
+    """The features of a view of another shape: of dims that are joined, or split into several."""
+    dim = features.dim
+    outside = math.prod(before[:dim]) * features.outer
+    unit = math.prod(before[dim:]) // (features.outer * features.units)  # elements
+    places = [math.prod(after[:index]) for index in range(len(after))]
+    index = next((i for i, place in enumerate(places) if place <= outside < place * after[i]), None)
+    if index is None or outside % places[index] or after[index] % (outside // places[index]):
+        return None
+    outer, length, element = outside // places[index], after[index], math.prod(after[index + 1 :])
+    if unit % element and element % unit:
+        return None
+    units = features.units if unit % element == 0 else length // outer
+    return replace(features, dim=index, outer=outer, units=units)
+
+
+def split_into(features: Features, size: int, parts: int) -> Features | None:
+    """The features of one of `parts` equal slices along their dim: of layers that pack as many layers."""
+    is_whole = features.outer == 1 and all(count == 1 for _, count in features.sources)
+    if not is_whole or size % parts or features.units % parts:
+        return None
+    sources = frozenset((name, parts) for name, _ in features.sources)
+    return replace(features, sources=sources, units=features.units // parts)
+
+
+# --- operators
+
+Followed = list[tuple[Tensor, Features]]
+
+
+def follow(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, features_of: FeaturesOf
+) -> Followed | None:
+    """Return the tensors of an operator's result that have features, and these; None if it needs all of
+    them. `features_of` at least one argument is not None."""
+    name = str(func).split(".")[1]
+    is_pointwise = torch.Tag.pointwise in func.tags
+    rule = _RULES.get(name) or (_pointwise if is_pointwise else None)
+    return None if rule is None else rule(_Call(name, args, kwargs, result, features_of))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator."""
+
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    result: Any
+    features_of: FeaturesOf
+
+    def arg(self, index: int, name: str, default: Any = None) -> Any:
+        return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
+
+    def placed(self, tensors: Sequence[Tensor]) -> list[Placed]:
+        return [(tensor.shape, self.features_of(tensor)) for tensor in tensors]
+
+    def results(self, features: Features | None) -> Followed | None:
+        """All results, with these features."""
+        if features is None:
+            return None
+        tensors = [self.result] if isinstance(self.result, Tensor) else self.result
+        return [(tensor, features) for tensor in tensors]
+
+
+def _pointwise(call: _Call) -> Followed | None:
+    tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
+    if not isinstance(call.result, Tensor):
+        return None
+    return call.results(joined(call.placed(tensors), call.result.shape))
+
+
+def _cat(call: _Call) -> Followed | None:
+    tensors, ndim = call.args[0], call.result.ndim
+    dim = call.arg(1, "dim", 0) % ndim
+    if any(call.features_of(tensor) is None for tensor in tensors):
+        return None
+    found = joined(call.placed(tensors), tensors[0].shape) if call.name == "stack" else None
+    if found is not None:
+        return call.results(replace(found, dim=found.dim + (dim <= found.dim)))
+    shapes = [(*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :]) for tensor in tensors]
+    if call.name == "stack" or any(f.dim == dim for _, f in call.placed(tensors) if f is not None):
+        return None
+    features = [features for _, features in call.placed(tensors)]
+    return call.results(joined(list(zip(shapes, features, strict=True)), shapes[0]))
+
+
+def _bmm(call: _Call) -> Followed | None:
+    """Products of the matrices of a batch, with the features in the batch's dim."""
+    first, second = call.args[:2]
+    placed = [(shape[:1], f) for shape, f in call.placed([first, second]) if f is not None and f.dim == 0]
+    return call.results(joined(placed, first.shape[:1])) if len(placed) == 2 else None
+
+
+def _attention(call: _Call) -> Followed | None:
+    """torch's attention of (B, heads, T, width): a head of keys is used by its queries' heads alone."""
+    tensors = call.args[:3]
+    found = [f for _, f in call.placed(tensors) if f is not None and (f.dim, f.outer) == (1, 1)]
+    queries, keys, values = (tensor.shape[1] for tensor in tensors)
+    others = [value for value in (*call.args[3:], *call.kwargs.values()) if isinstance(value, Tensor)]
+    if len(found) < 3 or queries % keys or keys != values:
+        return None
+    if any(other.ndim > 2 and other.shape[-3] != 1 for other in others):
+        return None
+    both = _union(found)
+    return [(tensor, both) for tensor in call.result if tensor.ndim > 2]
+
+
+def _norm(call: _Call) -> Followed | None:
+    """Norms over the last dims, with weights as large as these."""
+    first, shape = call.args[:2]
+    features = call.features_of(first)
+    if features is None or features.dim >= first.ndim - len(shape):
+        return None
+    return [(tensor, features) for tensor in call.result if tensor.ndim == first.ndim]
+
+
+# Operators whose first argument alone has features: the features of the result.
+
+
+def _view(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    return regrouped(features, tensor.shape, call.result.shape)
+
+
+def _expand(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    return replace(features, dim=features.dim + call.result.ndim - tensor.ndim)
+
+
+def _permute(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    order = [*range(tensor.ndim)]
+    if call.name == "permute":
+        order = [dim % tensor.ndim for dim in call.args[1]]
+    else:
+        one, other = (dim % tensor.ndim for dim in ((0, 1) if call.name == "t" else call.args[1:3]))
+        order[one], order[other] = other, one
+    return replace(features, dim=order.index(features.dim))
+
+
+def _unsqueeze(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    dim = call.args[1] % (tensor.ndim + 1)
+    return replace(features, dim=features.dim + (dim <= features.dim))
+
+
+def _slice(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    dim, start, step = call.arg(1, "dim", 0) % tensor.ndim, call.arg(2, "start") or 0, call.arg(4, "step", 1)
+    size, length = tensor.shape[dim], call.result.shape[dim]
+    if dim != features.dim or length == size:
+        return features
+    if step != 1 or not length or size % length or start % length:
+        return None
+    return split_into(features, size, size // length)
+
+
+def _split(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    if call.arg(2, "dim", 0) % tensor.ndim != features.dim:
+        return features
+    sizes = {part.shape[features.dim] for part in call.result}
+    return split_into(features, tensor.shape[features.dim], len(call.result)) if len(sizes) == 1 else None
+
+
+def _select(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    """Also `unbind`: removes a dim."""
+    dim = call.arg(1, "dim", 0) % tensor.ndim
+    return None if dim == features.dim else replace(features, dim=features.dim - (dim < features.dim))
+
+
+def _along(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    """Functions of a dim or several, which are kept or removed."""
+    dims = call.arg(1, "dim")
+    if dims is None or dims == [] or not isinstance(call.result, Tensor):
+        return None
+    dims = {dim % tensor.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
+    if features.dim in dims:
+        return None
+    removed = sum(dim < features.dim for dim in dims) if call.result.ndim < tensor.ndim else 0
+    return replace(features, dim=features.dim - removed)
+
+
+def _of_first(
+    rule: Callable[[_Call, Tensor, Features], Features | None],
+) -> Callable[[_Call], Followed | None]:
+    def follow_first(call: _Call) -> Followed | None:
+        first, *others = call.args
+        features = call.features_of(first) if isinstance(first, Tensor) else None
+        if features is None or any(isinstance(other, Tensor) for other in others):
+            return None
+        return call.results(rule(call, first, features))
+
+    return follow_first
+
+
+_RULES: Mapping[str, Callable[[_Call], Followed | None]] = {
+    **dict.fromkeys(("clone", "_to_copy", "alias", "detach"), _pointwise),
+    **dict.fromkeys(("cat", "stack"), _cat),
+    "bmm": _bmm,
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_efficient_attention": _attention,
+    **{
+        name: _of_first(rule)
+        for names, rule in {
+            ("view", "_unsafe_view", "_reshape_alias"): _view,
+            ("expand",): _expand,
+            ("permute", "transpose", "t"): _permute,
+            ("unsqueeze",): _unsqueeze,
+            ("slice",): _slice,
+            ("split",): _split,
+            ("select", "unbind"): _select,
+            ("_softmax", "_safe_softmax", "_log_softmax", "sum", "mean", "amax", "cumsum", "squeeze"): _along,
+        }.items()
+        for name in names
+    },
+}
