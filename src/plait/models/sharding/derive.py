@@ -59,14 +59,14 @@ def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
     """
     traced, uses = _traced(builder, batch)
     largest = _largest_in_blocks(builder)
-    layers = [
-        name
-        for name in uses.called
-        if name not in uses.read_elsewhere
-        and _num_weights(builder, name) * _SMALL >= largest.get(builder.block_of(name), math.inf)
-    ]
+    in_blocks = [name for name in uses.called if builder.block_of(name) in largest]
+    layers = [name for name in in_blocks if name not in uses.read_elsewhere]
     builder.read_in_full |= uses.escaped
-    styles = dict.fromkeys(layers, STYLES["colwise_gather_output"])
+    styles = {
+        name: STYLES["colwise_gather_output"]
+        for name in layers
+        if _num_weights(builder, name) * _SMALL >= largest[builder.block_of(name)]
+    }
     styles |= _repeated_pairs(builder, uses, set(layers), traced)
     if not styles:
         return {}
@@ -215,6 +215,8 @@ def _can_divide(
     names: Iterable[str], widths: Iterable[int], units: int, builder: TPPlanBuilder, with_heads: bool
 ) -> bool:
     """Return whether columns get whole units, and the same ones of every layer."""
+    if units < builder.cols:
+        return False
     attentions = [attention_of(builder, name) for name in names]
     if set(attentions) == {None} and set(widths) == {1}:
         return True

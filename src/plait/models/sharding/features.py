@@ -270,9 +270,19 @@ _RULES: Mapping[str, Callable[[_Call], Followed | None]] = {
             ("permute", "transpose", "t"): _permute,
             ("unsqueeze",): _unsqueeze,
             ("slice",): _slice,
-            ("split",): _split,
+            ("split", "split_with_sizes"): _split,
             ("select", "unbind"): _select,
-            ("_softmax", "_safe_softmax", "_log_softmax", "sum", "mean", "amax", "cumsum", "squeeze"): _along,
+            (
+                "_softmax",
+                "_safe_softmax",
+                "_log_softmax",
+                "sum",
+                "mean",
+                "amax",
+                "logsumexp",
+                "cumsum",
+                "squeeze",
+            ): _along,
         }.items()
         for name in names
     },
