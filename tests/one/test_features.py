@@ -34,7 +34,7 @@ def grouped(factors: Sequence[int], borders: set[int]) -> list[int]:
 
 @given(st.data())
 def test_a_view_of_a_shard_is_the_shard_of_the_view(data: st.DataObject) -> None:
-    """Of a tensor of random factors, of which one or several neighbours are the units."""
+    """A tensor has random factors, of which one or several neighbours are the units."""
     outside, units, inside = (data.draw(FACTORS) for _ in range(3))
     units = [COLS, *units]
     factors = [*outside, *units, *inside]

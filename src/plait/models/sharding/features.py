@@ -1,4 +1,4 @@
-"""Where the features of sharded layers are in the tensors computed from them: rules of torch's operators.
+"""Features of sharded layers in the tensors that are computed from them: rules of torch's operators.
 
 [Note: units]
 A dim that holds features is (outer, units, inner), flattened: the units may be distributed over columns, any
