@@ -207,7 +207,7 @@ def _unit_width(builder: TPPlanBuilder, name: str, parts: int, units: int) -> in
 
 
 def _multiple(builder: TPPlanBuilder, name: str, width: int) -> int | None:
-    """What the output is split at multiples of, if not at those of an attention's heads."""
+    """Return the number of features at multiples of which to split, if not at an attention's heads."""
     return width if width > 1 and attention_of(builder, name) is None else None
 
 
