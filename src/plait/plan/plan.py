@@ -388,7 +388,7 @@ class Plan:
 
     @property
     def push_format(self) -> str:
-        """What workers push: a value of `reduce` or, for changes of weights, of `exchange`."""
+        """The format of pushes: a value of `reduce` or, for changes of weights, of `exchange`."""
         return self.exchange if self.local_steps else self.reduce
 
     @property

@@ -179,7 +179,7 @@ class Served(Protocol):
     def kinds(self) -> Sequence[str]: ...
 
     def pulled(self, unit: FlatParam) -> Tensor:
-        """Where the servers' weights are copied to, or written by them."""
+        """Return the tensor that the servers' weights are copied to."""
 
     def options(self) -> dict[str, Any]:
         """Options of the optimizer in this step, by key."""
@@ -409,7 +409,7 @@ class ServerUpdater:
 
     @property
     def residual_bytes(self) -> int:
-        """What pushes have not sent: see [Note: error feedback of pushes] in `push.py`."""
+        """Bytes of what pushes have not sent: see [Note: error feedback of pushes] in `push.py`."""
         return self._encoder.residual_bytes
 
     @property
