@@ -25,7 +25,7 @@ from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
 from plait.plan.loss_scaling import LossScaling
-from plait.server.job import is_server, join_job, process_world, serve, start_worker
+from plait.server.job import is_server, join_job, process_world, serve, served_spec, start_worker
 from plait.tables import counted
 
 
@@ -112,10 +112,11 @@ def _start(
     if probe:
         spec.plan.check_no_servers("probe")
     if process is not None:
-        state_kinds(spec.optimizer, spec.arguments, spec.groups)  # refuses others on all processes alike
-    if process is not None and is_server(spec.plan, process):
-        serve(model, spec, process)
-        raise SystemExit(0)
+        served = served_spec(spec)
+        state_kinds(served.optimizer, served.arguments, served.groups)  # refuses others, on all processes
+        if is_server(spec.plan, process):
+            serve(model, served, process)
+            raise SystemExit(0)
     set_product_precision(spec.plan)
     if world.rank == 0:
         _warn_of_batch_statistics(model, spec.plan)

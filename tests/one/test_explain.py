@@ -18,6 +18,7 @@ from plait.models import causal_lm_on_meta
 from plait.parallel.zero.rank_context import DataGroups
 from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
 from plait.plan.estimate.memory import format_bytes
+from plait.plan.estimate.servers import ServerTraffic
 from plait.plan.estimate.traffic import ring_bytes
 from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.train.explain import format_ranks, traffic_table
@@ -221,6 +222,13 @@ def test_servers_are_explained_next_to_a_ring() -> None:
     assert kept.memory.gradients == workers.memory.gradients + pulled, "with what was not sent"
     (both,) = explained(small(2), "dp=4 server=colocated").rank_classes
     assert both.memory.total == workers.memory.total + pulled
+    islands = explained(small(2), "dp=4 servers=2 local_steps=8 outer=nesterov:0.7:0.9 exchange=bf16")
+    assert islands.servers == ServerTraffic(
+        (pushed // 8, pulled // 8), (2 * pulled // 8, 2 * pushed // 8), (3 * pulled // 2,) * 2
+    )
+    workers, servers = islands.rank_classes
+    assert workers.memory.total == alone.rank_classes[0].memory.total + pulled, "with the global weights"
+    assert servers.memory.total == 3 * (pulled // 2), "weights, the sum of changes, and momentum"
 
 
 def test_the_table_of_traffic_has_the_exchanges_of_local_steps_and_their_share_of_a_step() -> None:

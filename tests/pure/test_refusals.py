@@ -77,6 +77,9 @@ WITH_SERVERS = (
     "servers",
     "sync",
     "server",
+    "local_steps",
+    "outer",
+    "exchange",
 )
 
 
@@ -123,7 +126,12 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "more parts of an exchange than local steps": lambda v: 0 < v["local_steps"] < v["exchange_parts"],
     "local_steps cannot be combined with offload=disk": lambda v: v["local_steps"] and v["offload"] == "disk",
     "local_steps cannot be combined with a named algorithm or compressed gradients": lambda v: (
-        v["local_steps"] and (v["algorithm"] != "auto" or v["reduce"] not in ("fp32", "bf16"))
+        v["local_steps"]
+        and (
+            v["algorithm"] != "auto"
+            or v["reduce"] not in ("fp32", "bf16")
+            or (_has_servers(v) and v["reduce"] != "fp32")
+        )
     ),
     "only parameter servers add up the largest elements of gradients": lambda v: (
         not _has_servers(v) and v["reduce"] == "topk:0.1"

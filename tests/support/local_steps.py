@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import plait
 from plait.plan import Plan
 from support import programs
 
@@ -43,6 +44,27 @@ def train(task: programs.Task, plan: str, muted: tuple[str, ...] = ()) -> Island
         if result.exchange is not None:
             drifts.append(result.exchange.drift)
     return IslandsTrace(first, losses, engine.state(), drifts)
+
+
+class Ledger(nn.Module):
+    """Weights of which row w is minus the number of steps of island w, by SGD at a learning rate of 1."""
+
+    def __init__(self, islands: int) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(islands, 2048, dtype=torch.float64))
+
+    def forward(self, worker: Tensor) -> Tensor:
+        return self.rows[int(worker)].sum()
+
+
+def ledger_engine(islands: int, words: str) -> plait.Engine:
+    return plait.parallelize(
+        Ledger(islands),
+        f"dp={islands} precision=fp64 {words}",
+        optimizer=torch.optim.SGD,
+        optimizer_args={"lr": 1.0},
+        loss=lambda out, _: (out, 1),
+    )
 
 
 class _Island:

@@ -197,7 +197,7 @@ def train_task(task: Task, plan: str, muted_ops: tuple[str, ...] = ()) -> Trace:
     return trace
 
 
-def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
+def engine_of(task: Task, plan: str, seed: int = 3, world: Any = None) -> plait.Engine:
     """Build the engine of a task under a plan, on this rank."""
     torch.set_default_dtype(torch.float64)  # dtype of plain modules; meta models are cast
     try:
@@ -216,6 +216,7 @@ def engine_of(task: Task, plan: str, seed: int = 3) -> plait.Engine:
             loss=None if task.own_loss else summed_loss,
             seed=seed,
             offload_dir=task.offload_dir,
+            world=world,
             **options,
         )
     finally:

@@ -34,7 +34,7 @@ from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_model import ShardedModel, ShardedStage, TiedGradReduce
 from plait.parallel.zero.sharded_optim import MasterWeights, ShardedOptimizer
 from plait.parallel.zero.state_dict import ShardedState
-from plait.plan import Grid, Layout, TPCoord
+from plait.plan import Grid, Layout, Plan, TPCoord
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class EngineParts:
     loss: Loss | None  # the user's
 
 
-def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> EngineParts:
-    """Build the parts and materialize the model, in place with one stage. All ranks call it."""
+def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Plan) -> EngineParts:
+    """Build the parts and materialize the model, in place with one stage. All ranks call it. `job`: the plan
+    of the job, of which this engine may be one worker."""
     shard_map = build_shard_map(model, spec, mesh.grid)
     groups, device = DataGroups.build(mesh, spec.plan), mesh.world.device
     layouts = shard_map.layouts[groups.model.rank]
@@ -87,7 +88,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         units, context, shard_map, spec.plan, group_optimizers, masters, spec.offload_dir
     )
     modules = {s: stage.part.module for s, stage in stages.items()}
-    outer = OuterOptimizer([*sharded.stages.values()], context)
+    outer = OuterOptimizer([*sharded.stages.values()], context, job)
     return EngineParts(
         context,
         shard_map,

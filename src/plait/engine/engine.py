@@ -64,7 +64,6 @@ from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
 from plait.optim.clip import clip_factor
 from plait.optim.groups import check_hyperparameters, check_options, load_options, options_state
-from plait.parallel.local_steps.outer import ExchangeResult
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
@@ -112,7 +111,7 @@ class Engine:
         inputs = forward_names(model)
         self._inputs = InputFacts.from_model(model)
         with too_large_explained():
-            self._parts = build_engine_parts(model, spec, mesh)
+            self._parts = build_engine_parts(model, spec, mesh, self.plan)
         make_local = partial(LocalUpdater, clip_value=spec.clip_value)
         self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups = self._parts.context.groups
@@ -333,18 +332,13 @@ class Engine:
                 broadcast(buffer, self._groups.stage)  # they follow the first data rank's, as in DDP
             stage.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
-        self.num_steps = self._updater.end_step(self.num_steps)
-        return StepResult(loss, norm, int(num_targets), skipped, self._exchange())
+        if self.plan.local_steps:  # weights may change
+            self._wait_for_copy()
+        self.num_steps, exchanged = self._updater.end_step(self.num_steps, self._mark_writing)
+        return StepResult(loss, norm, int(num_targets), skipped, exchanged)
 
-    def _exchange(self) -> ExchangeResult | None:
-        """Exchange weights with the other islands, if it is time."""
-        if not self._parts.islands.outer.is_due(self.num_steps):
-            return None
-        self._wait_for_copy()
-        self._is_inconsistent = True
-        result = self._parts.islands.outer.exchange(self.num_steps)
-        self._is_inconsistent = False
-        return result
+    def _mark_writing(self, is_writing: bool) -> None:
+        self._is_inconsistent = is_writing
 
     def update_after(self, event: torch.cuda.Event) -> None:
         """Let the next change of weights and optimizer states wait for `event`: see `Saver.save`."""
@@ -358,7 +352,7 @@ class Engine:
     def _apply(self, factor: float) -> None:
         """The optimizer's step, with gradients multiplied by `factor`."""
         self._wait_for_copy()
-        self._updater.apply(factor, self.num_steps, partial(setattr, self, "_is_inconsistent"))
+        self._updater.apply(factor, self.num_steps, self._mark_writing)
 
     def _rounded(self, norm: float) -> float:
         """The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding."""

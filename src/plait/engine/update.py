@@ -5,13 +5,14 @@ from typing import Any, Protocol
 
 from plait.engine.build import EngineParts
 from plait.optim.clip import clip_values
+from plait.parallel.local_steps.outer import ExchangeResult
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan import MemoryUse
 
 
 class Updater(Protocol):
-    """Updates weights from the gradients in the units' `grad_shard`. Implemented by `LocalUpdater`, and by
-    `ServerUpdater` in `server/worker.py`.
+    """Updates weights from the gradients in the units' `grad_shard`. Implemented by `LocalUpdater`,
+    `ServerUpdater` in `server/worker.py`, and `IslandUpdater` in `server/island.py`.
 
     data_rank, data_ranks   which share of a step's batch this engine computes
     """
@@ -27,8 +28,11 @@ class Updater(Protocol):
         """Update the weights with gradients multiplied by `factor`. `number`: of the step. Calls
         `on_write(True)` before weights are inconsistent, and `on_write(False)` when they are not any more."""
 
-    def end_step(self, num_steps: int) -> int:
-        """End step number `num_steps` (from 0), also one without an update; return the next one's number."""
+    def end_step(
+        self, num_steps: int, on_write: Callable[[bool], object]
+    ) -> tuple[int, ExchangeResult | None]:
+        """End step number `num_steps` (from 0), also one without an update, and exchange weights with other
+        islands if it is time; return the next step's number. `on_write`: as of `apply`."""
 
     def fetch(self) -> None:
         """Make the engine's own weights and optimizer states those of the training."""
@@ -79,8 +83,17 @@ class LocalUpdater:
         optimizer.has_states = True
         on_write(False)
 
-    def end_step(self, num_steps: int) -> int:
-        return num_steps + 1
+    def end_step(
+        self, num_steps: int, on_write: Callable[[bool], object]
+    ) -> tuple[int, ExchangeResult | None]:
+        num_steps += 1
+        outer = self._parts.islands.outer
+        if not outer.is_due(num_steps):
+            return num_steps, None
+        on_write(True)
+        result = outer.exchange(num_steps)
+        on_write(False)
+        return num_steps, result
 
     def fetch(self) -> None:
         pass

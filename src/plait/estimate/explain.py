@@ -167,9 +167,10 @@ def _with_servers(
     """The classes of a plan with servers. `worker`: a process that trains alone."""
     memory = worker_memory(plan, worker.memory, num_parameters, states_per_element)
     owned = -(-num_parameters // plan.num_servers)
-    workers = replace(worker, ranks=tuple(range(plan.dp)), memory=memory, owned=0)
+    updated = worker.owned if plan.local_steps else 0  # by a worker itself
+    workers = replace(worker, ranks=tuple(range(plan.dp)), memory=memory, owned=updated)
     if not plan.servers:
-        return (replace(workers, owned=owned),)
+        return (replace(workers, owned=updated + owned),)
     memory = server_memory(plan, num_parameters, states_per_element)
     ranks = tuple(range(plan.dp, plan.num_ranks))
     return workers, RankClass(ranks, {}, (), (), 0, 0, owned, memory, {}, {})

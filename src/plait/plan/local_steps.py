@@ -119,7 +119,9 @@ def check_local_steps(values: Mapping[str, Any], islands: int | None) -> None:
             expected="global weights and outer momentum in memory",
             hint="offload=cpu, or no offload",
         )
-    refused = {"algorithm": values["algorithm"] != "auto", "reduce": values["reduce"] not in ("fp32", "bf16")}
+    has_servers = values["servers"] or values["server"] == "colocated"  # an island is one rank
+    reduces = ("fp32",) if has_servers else ("fp32", "bf16")
+    refused = {"algorithm": values["algorithm"] != "auto", "reduce": values["reduce"] not in reduces}
     if any(refused.values()):
         keys = [key for key, is_refused in refused.items() if is_refused]
         raise PlanError(

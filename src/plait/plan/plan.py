@@ -383,7 +383,13 @@ class Plan:
     @property
     def of_worker(self) -> "Plan":
         """The plan that one worker runs by itself, between the servers' updates."""
-        return replace(self, dp=1, servers=0, sync="all", server="dedicated", reduce="fp32")
+        alone = replace(self, local_steps=0, outer="average", exchange="fp32")
+        return replace(alone, dp=1, servers=0, sync="all", server="dedicated", reduce="fp32")
+
+    @property
+    def push_format(self) -> str:
+        """The format of pushes: a value of `reduce` or, for changes of weights, of `exchange`."""
+        return self.exchange if self.local_steps else self.reduce
 
     @property
     def min_ranks(self) -> int:

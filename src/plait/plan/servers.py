@@ -16,7 +16,7 @@ from plait.errors import PlanError
 MAX_WORKERS = 62  # a set of workers is sent as the bits of a 64-bit integer
 SERVER = ("dedicated", "colocated", "replicated")
 _ALLOWED = {"dp", "micro", "accumulate", "precision", "recompute", "compile", "deterministic"}
-_ALLOWED |= {"servers", "sync", "server"}
+_ALLOWED |= {"servers", "sync", "server", "local_steps", "outer", "exchange"}
 TOP_K = re.compile(r"topk:(0\.[0-9]{0,5}[1-9])")
 _SYNC = re.compile("all|async|(stale|backup):([0-9]{1,6})")
 

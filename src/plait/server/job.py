@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from plait.comm import JobProcess, Mesh, World, join_store
@@ -13,11 +14,13 @@ from plait.comm.world import leave_store
 from plait.engine.build import EngineParts, build_shard_map
 from plait.engine.engine import Engine
 from plait.engine.spec import TrainingSpec
+from plait.engine.update import Updater
 from plait.plan import Grid, Plan
 from plait.server.chunks import ChunkTable
+from plait.server.island import IslandUpdater
 from plait.server.replica import Replica
 from plait.server.server import Server
-from plait.server.worker import Servers, ServerUpdater
+from plait.server.worker import ServedModel, Servers, ServerUpdater
 
 _END_S = 10.0  # from the end of worker 0, and of the job, to that of the others
 _LEAVE_S = 30.0  # for other workers to leave a colocated server
@@ -70,8 +73,20 @@ def worker_spec(spec: TrainingSpec) -> TrainingSpec:
     return replace(spec, plan=spec.plan.of_worker)
 
 
+def served_spec(spec: TrainingSpec) -> TrainingSpec:
+    """The specification with the optimizer of the servers: under local steps the outer one."""
+    local = spec.plan.local
+    if not local.steps:
+        return spec
+    arguments: dict[str, Any] = {"lr": 1.0}
+    if local.learning_rate is not None:
+        arguments = {"lr": local.learning_rate, "momentum": local.momentum, "nesterov": local.momentum > 0}
+    groups: list[dict[str, Any]] = [{} for _ in spec.groups]
+    return replace(spec, optimizer=torch.optim.SGD, arguments=arguments, groups=groups, clip_value=None)
+
+
 def serve(model: nn.Module, spec: TrainingSpec, process: JobProcess) -> None:
-    """Serve the workers until they have left or the job is over."""
+    """Serve the workers until they have left or the job is over. `spec`: see `served_spec`."""
     index, table, replica = process.rank - spec.plan.dp, chunk_table(model, spec), None
     if spec.plan.server == "replicated":
         thread = _serve_replica(index, spec, table, process)
@@ -106,7 +121,7 @@ def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, worl
     """Return a worker's engine, connected with the servers until `world.close()` or the process's end."""
     thread = None
     if spec.plan.server == "colocated":
-        server = Server(process.rank, spec, chunk_table(model, spec))
+        server = Server(process.rank, served_spec(spec), chunk_table(model, spec))
         meeting = Meeting(process.store, process.rank, clones=True)
         thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-server", daemon=True)
         thread.start()
@@ -118,8 +133,10 @@ def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, worl
             thread.join(_LEAVE_S)
         leave_store()
 
-    def make_updater(parts: EngineParts) -> ServerUpdater:
-        return ServerUpdater(parts, spec.plan, servers, world.arena)
+    def make_updater(parts: EngineParts) -> Updater:
+        if spec.plan.local_steps:
+            return IslandUpdater(parts, spec, servers, world.arena)
+        return ServerUpdater(parts, spec.plan, servers, world.arena, ServedModel(parts))
 
     world.before_close(leave)
     of_worker = worker_spec(spec)

@@ -17,6 +17,7 @@ A server forwards SUM (with the sum, unless the replica can read the gradients),
 CLOCKS to its replica: see `replica.py`.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -78,7 +79,7 @@ def pack(tensors: list[Tensor]) -> Tensor:
     return torch.cat([as_bytes(tensor) for tensor in tensors])
 
 
-def unpack(payload: Tensor, kinds: list[str], numel: int, dtype: torch.dtype) -> list[Tensor]:
+def unpack(payload: Tensor, kinds: Sequence[str], numel: int, dtype: torch.dtype) -> list[Tensor]:
     """The tensors of a chunk's state: weights, then those of `kinds`, if the optimizer has states."""
     tensors = [payload[: numel * dtype.itemsize].clone().view(dtype)]
     at = numel * dtype.itemsize

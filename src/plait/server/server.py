@@ -80,9 +80,12 @@ class Server:
         self._num_workers = plan.dp
         self._num_processes = 2 * plan.num_ranks  # see `process_world`
         self._is_only = plan.num_servers == 1
-        self._reduce = plan.reduce
+        self._push_format = plan.push_format
+        self._turn = "exchange" if plan.local_steps else "step"  # one clock
         self._policy = SyncPolicy.parse(plan.sync)
         self._precision = Precision.from_plan(plan)
+        # Islands compute changes of master weights.
+        self._pulled = self._precision.master if plan.local_steps else self._precision.compute
         self._digest = table.digest
         self.state = ServerState(table.of_server[index], spec, self._precision.master, self._forward)
         self.clocks = ClockTable(self._policy, plan.dp)
@@ -222,7 +225,7 @@ class Server:
             clock = self.clocks.workers[worker].clock
         names = "worker" + "s" * (len(others) > 1) + f" {', '.join(map(str, others))}"
         go = "go" if len(others) > 1 else "goes"
-        report(f"worker {worker} is gone in step {clock + 1}: {names} {go} on without it")
+        report(f"worker {worker} is gone in {self._turn} {clock + 1}: {names} {go} on without it")
 
     def _handle(self, worker: int, message: Message) -> Message:
         handler = _HANDLERS.get(message.verb)
@@ -278,13 +281,13 @@ class Server:
             return present.clock  # the server died before it replied
         clock: int = self._change_clocks("add", worker)
         if self.clocks.counts.joined > self._num_workers:
-            report(f"worker {worker} has joined in step {clock + 1}")
+            report(f"worker {worker} has joined in {self._turn} {clock + 1}")
         return clock
 
     def _push(self, worker: int, message: Message) -> Message:
         index = self._check_chunk(message)
         numel = self.state.chunks[index].numel
-        gradient = decode(message, numel, self._precision.master, self._reduce)
+        gradient = decode(message, numel, self._precision.master, self._push_format)
         self._workers[worker].staged[index] = gradient
         return Message(Verb.PUSH)
 
@@ -296,7 +299,9 @@ class Server:
             decision = self._wait_for(lambda: self.clocks.decision(worker, message.clock))
             if decision is None:
                 return Message(Verb.OVER)
-            content = {**asdict(decision), "unfinished": self._unfinished(), "squares": None}
+            present = len(self.clocks.workers)
+            unfinished = self._unfinished()
+            content = {**asdict(decision), "present": present, "unfinished": unfinished, "squares": None}
             is_dropped = self._policy.sums and worker not in decision.workers
             is_late = is_dropped and self.clocks.is_finished(message.clock)
         if self._is_only and self._policy.sums and not is_late:  # it would be asked for the sum next
@@ -355,12 +360,12 @@ class Server:
         index = self._check_chunk(message)
         chunk, source = self.state.chunks[index], self._workers[worker]
         if source.memory is None:
-            weights = self.state.read(index).to(self._precision.compute)
+            weights = self.state.read(index).to(self._pulled)
             return Message(Verb.PULL, payload=as_bytes(weights))
         for at in range(index, index + message.count):
             chunk = self.state.chunks[at]
-            offset = source.offsets[chunk.unit][0] + chunk.start * self._precision.compute.itemsize
-            self.state.read(at, source.memory.tensor(offset, chunk.numel, self._precision.compute))
+            offset = source.offsets[chunk.unit][0] + chunk.start * self._pulled.itemsize
+            self.state.read(at, source.memory.tensor(offset, chunk.numel, self._pulled))
         return Message(Verb.PULL)
 
     def _read(self, _worker: int, message: Message) -> Message:

@@ -3,7 +3,8 @@
 [Note: a worker is an engine of its own]
 Its engine runs the plan with dp=1 in a world of one rank, so it calls no collectives. After backward,
 `combine` commits the step, `apply` has the servers update the weights, and `end_step` copies the new ones
-into the units' storages. Buffers and frozen parameters are the worker's own; worker 0's are saved.
+into the units' storages. With local steps it updates its own weights: see `island.py`. Buffers and frozen
+parameters are the worker's own; worker 0's are saved.
 
 [Note: numbers of each policy]
 Under `all` and `backup` loss, targets and gradient norm are those of all workers whose pushes were taken, the
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -167,29 +168,58 @@ class Servers:
         self.pairs = []
 
 
+class Served(Protocol):
+    """A worker's copy of what the servers hold. Implemented by `ServedModel`, and by `ServedOuter` in
+    `island.py`.
+
+    kinds  of the optimizer's states, in the order in which they are sent
+    """
+
+    @property
+    def kinds(self) -> Sequence[str]: ...
+
+    def pulled(self, unit: FlatParam) -> Tensor:
+        """Return the tensor that the servers' weights are copied to."""
+
+    def options(self) -> dict[str, Any]:
+        """Options of the optimizer in this step, by key."""
+
+    def load(self, parts: Sequence[tuple[Chunk, list[Tensor]]]) -> None:
+        """Copy weights and states of all chunks: flat tensors, the states in the order of `kinds`."""
+
+    def tensors(self, chunk: Chunk) -> list[Tensor]:
+        """Weights and states of a chunk, as `load` gets them."""
+
+    def clear(self) -> None:
+        """Drop copies of states, which were for a checkpoint."""
+
+
 class ServerUpdater:
     """Has parameter servers update the weights. See [Note: a worker is an engine of its own]."""
 
-    def __init__(self, parts: EngineParts, plan: Plan, servers: Servers, arena: Arena | None) -> None:
+    def __init__(
+        self, parts: EngineParts, plan: Plan, servers: Servers, arena: Arena | None, served: Served
+    ) -> None:
         """Join the job. `plan`: with servers. Raises ModelError if the servers have another model."""
         self.data_rank, self.data_ranks = servers.worker, plan.dp
         self._servers = servers
         self._num_processes = plan.num_ranks
-        self._parts = parts
+        self._served = served
         self._policy = SyncPolicy.parse(plan.sync)
         self._units: Sequence[FlatParam] = parts.sharded.trained
         self._table = ChunkTable.build([unit.layout for unit in self._units], plan.num_servers)
         self._arena = arena
-        self._encoder = GradientEncoder(plan.reduce, self._units)
+        self._encoder = GradientEncoder(plan.push_format, self._units)
         self._sends = arena is None or not self._encoder.is_exact
         self._senders = [ThreadPoolExecutor(1, "plait-push") for _ in servers.pairs] if self._sends else []
         has_norm = not self._policy.sums and self._encoder.is_exact
-        for stage in parts.sharded.stages.values():
+        for stage in parts.sharded.stages.values() if not plan.local_steps else ():
             stage.reduce_with(PushReduction(self._push, has_norm=has_norm))
         self._has_applied = False
         self._num_published = 0
         self._clock = 0
         self._workers: tuple[int, ...] = ()  # of the present step
+        self._num_present = 0  # workers, when the step was decided on
         self._is_late = False
         self._is_ready = True  # False on worker 0 from `publish` to its first step
         self._join()
@@ -198,7 +228,7 @@ class ServerUpdater:
         offsets = None
         if self._arena is not None:
             base = self._arena.mapping.address
-            tensors = [(unit.storage, unit.grad_shard) for unit in self._units]
+            tensors = [(self._served.pulled(unit), unit.grad_shard) for unit in self._units]
             offsets = [[tensor.data_ptr() - base for tensor in pair] for pair in tensors]
         hello = {
             "digest": self._table.digest,
@@ -214,14 +244,14 @@ class ServerUpdater:
     # --- a step
 
     def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
-        if not self._is_ready:
-            self._begin_training()
+        self.begin_training()
         if not self._policy.sums and not self._encoder.is_exact:
             totals = (*totals[:2], self._squared_norm())
         reply = self._servers.request(0, Message.of_json(Verb.COMMIT, totals, clock=self._clock))
         decision = reply.json()
         self._finish(decision["unfinished"])
         self._workers, self._is_late = tuple(decision["workers"]), bool(reply.value)
+        self._num_present = decision["present"]
         if not self._policy.sums:
             return totals
         loss_sum, num_targets, _ = decision["totals"]
@@ -237,26 +267,41 @@ class ServerUpdater:
         self._has_applied = True
         if self._is_late:
             return
-        options = {key: value.item() for key, value in options_state(self._parts.optimizer.optimizer).items()}
         on_write(True)  # until the new weights are here
-        update = {"factor": factor, "options": options}
+        update = {"factor": factor, "options": self._served.options()}
         message = Message.of_json(Verb.APPLY, update, clock=self._clock, value=mask_of(self._workers))
         if not self._policy.sums:  # the first one records what is to be applied: see `ClockTable.begin`
             self._servers.request(0, message)
         self._servers.each(lambda index: self._servers.request(index, message), 0 if self._policy.sums else 1)
         on_write(False)
 
-    def end_step(self, num_steps: int) -> int:  # noqa: ARG002
+    def end_step(self, num_steps: int, on_write: Callable[[bool], object]) -> tuple[int, None]:  # noqa: ARG002
         if not self._has_applied:  # the step was skipped
             self._encoder.discard()
         self._has_applied = False
-        self._parts.optimizer.chunked.clear()  # copies for a checkpoint
+        self._served.clear()
         if self._arena is None or not (self._policy.sums or len(self._servers.pairs) == 1):
             self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
             self._pull()
         else:  # no other worker is waited for between them, or no other server has weights
             self._servers.each(lambda index: self._pull_from(index) if index else self._advance_and_pull())
-        return self._clock
+        return self._clock, None
+
+    @property
+    def share(self) -> float:
+        """The weight of a worker's push in the mean of those that the step adds up; if each is a step by
+        itself, in the mean over the workers."""
+        return 1.0 / (len(self._workers) if self._policy.sums else self._num_present)
+
+    @property
+    def has_mean(self) -> bool:
+        """True if the step's pushes were added up, and this worker's was one of them."""
+        return self._policy.sums and not self._is_late
+
+    def push_all(self) -> None:
+        """Push what is in the units' `grad_shard`, which then holds what the servers decode."""
+        for future in [future for unit in self._units for future in self._push(unit)]:
+            future.result()
 
     def _advance_and_pull(self) -> None:
         message = Message(Verb.ADVANCE, clock=self._clock, count=len(self._table.of_server[0]))
@@ -282,7 +327,7 @@ class ServerUpdater:
         self._servers.request(server, Message(Verb.PUSH, payload=push.payload, **numbers))
 
     def _pull(self) -> None:
-        """Copy the servers' weights into the units' storages."""
+        """Copy the servers' weights to where they are served."""
         self._servers.each(self._pull_from)
 
     def _pull_from(self, server: int) -> None:
@@ -293,7 +338,7 @@ class ServerUpdater:
             return
         pulls = [Message(Verb.PULL, first=index, count=1) for index in range(len(chunks))]
         for chunk, reply in zip(chunks, self._servers.replies(server, pulls), strict=True):
-            target = self._units[chunk.unit].storage[chunk.start : chunk.stop]
+            target = self._served.pulled(self._units[chunk.unit])[chunk.start : chunk.stop]
             target.copy_(reply.payload.view(target.dtype))
 
     def _finish(self, unfinished: list[Any]) -> None:
@@ -320,60 +365,33 @@ class ServerUpdater:
         finally:
             request(0, Message(Verb.HOLD, value=0))
         parts = [
-            (chunk, unpack(payload, self._kinds, chunk.numel, self._units[chunk.unit].master.dtype))
+            (chunk, unpack(payload, self._served.kinds, chunk.numel, self._units[chunk.unit].master.dtype))
             for chunks, payloads in zip(self._table.of_server, states, strict=True)
             for chunk, payload in zip(chunks, payloads, strict=True)
         ]
-        for chunk, (weights, *_) in parts:
-            self._units[chunk.unit].master[chunk.start : chunk.stop].copy_(weights)
-        self._load_states(parts)
-
-    def _load_states(self, parts: Sequence[tuple[Chunk, list[Tensor]]]) -> None:
-        optimizer = self._parts.optimizer
-        optimizer.has_states = any(len(tensors) > 1 for _, tensors in parts)
-        optimizer.chunked.clear()
-        for unit, slices in optimizer.slices.items() if optimizer.has_states else ():
-            number = self._units.index(unit)
-            for part in slices:
-                own = [
-                    (chunk, tensors)
-                    for chunk, tensors in parts
-                    if chunk.unit == number and part.start <= chunk.start < part.stop
-                ]
-                state: dict[str, Any] = {}
-                for position, kind in enumerate(self._kinds, 1):
-                    form, _, name = kind.rpartition(".")
-                    if form:
-                        value = own[0][1][position].item()
-                        state[name] = value if form == "number" else torch.tensor(value, dtype=torch.float32)
-                    else:
-                        state[name] = torch.cat([tensors[position] for _, tensors in own])
-                optimizer.chunked.load(part.leaf, state)
-
-    @property
-    def _kinds(self) -> list[str]:
-        return sorted(self._parts.optimizer.kinds)
+        self._served.load(parts)
 
     def publish(self, num_steps: int) -> int:
         """On worker 0, copy its weights and states to the servers; on the others, wait until its first step
         has begun. So it may load more than once before the training begins."""
         self._num_published += 1
         self._encoder.discard()
-        self._parts.optimizer.has_states = False
         if self.data_rank == 0:
             self._servers.each(self._write)
             self._clock, self._is_ready = num_steps, False
         else:
             self._wait_until_ready()
             self._pull()
-        self._parts.optimizer.chunked.clear()  # the servers have them
+        self._served.clear()  # the servers have them
         return self._clock
 
     def _wait_until_ready(self) -> None:
         self._clock = self._servers.request(0, Message(Verb.WAIT_READY, value=self._num_published)).clock
 
-    def _begin_training(self) -> None:
-        """On worker 0: let all workers begin with what it has published."""
+    def begin_training(self) -> None:
+        """On worker 0, before its first step: let all workers begin with what it has published."""
+        if self._is_ready:
+            return
         message = Message(Verb.READY, clock=self._clock, value=self._num_published)
         self._servers.each(lambda index: self._servers.request(index, message), first=1)
         self._servers.request(0, message)
@@ -382,21 +400,17 @@ class ServerUpdater:
 
     def _write(self, server: int) -> None:
         for index, chunk in enumerate(self._table.of_server[server]):
-            unit = self._units[chunk.unit]
-            tensors = [unit.master[chunk.start : chunk.stop].detach()]
-            part = next(p for p in self._parts.optimizer.slices[unit] if p.start <= chunk.start < p.stop)
-            state = self._parts.optimizer.chunked.state(part.leaf)
-            for kind in self._kinds if state else ():
-                form, _, name = kind.rpartition(".")
-                if form:
-                    tensors.append(torch.tensor([float(state[name])], dtype=torch.float64))
-                else:
-                    tensors.append(state[name][chunk.start - part.start : chunk.stop - part.start])
-            self._servers.request(server, Message(Verb.WRITE, first=index, payload=pack(tensors)))
+            payload = pack(self._served.tensors(chunk))
+            self._servers.request(server, Message(Verb.WRITE, first=index, payload=payload))
 
     def memory(self, use: MemoryUse) -> MemoryUse:
         """Without optimizer states, of which it has copies for a checkpoint until the next step."""
-        return replace(use, optimizer=0, gradients=use.gradients + self._encoder.residual_bytes)
+        return replace(use, optimizer=0, gradients=use.gradients + self.residual_bytes)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of what pushes have not sent: see [Note: error feedback of pushes] in `push.py`."""
+        return self._encoder.residual_bytes
 
     @property
     def clock(self) -> int:
@@ -420,6 +434,64 @@ class ServerUpdater:
                 moved[worker] = [moved[worker][0] + sent, moved[worker][1] + received]
                 moved[rank] = [moved[rank][0] + received, moved[rank][1] + sent]
         return {**counts, "moved_bytes": moved, "waited_s": self._servers.waited_s}
+
+
+class ServedModel:
+    """The engine's weights and its optimizer's states, which servers hold without local steps."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._optimizer = parts.optimizer
+        self._units: Sequence[FlatParam] = parts.sharded.trained
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return sorted(self._optimizer.kinds)
+
+    def pulled(self, unit: FlatParam) -> Tensor:
+        return unit.storage
+
+    def options(self) -> dict[str, Any]:
+        return {key: value.item() for key, value in options_state(self._optimizer.optimizer).items()}
+
+    def load(self, parts: Sequence[tuple[Chunk, list[Tensor]]]) -> None:
+        for chunk, (weights, *_) in parts:
+            self._units[chunk.unit].master[chunk.start : chunk.stop].copy_(weights)
+        self._optimizer.chunked.clear()
+        self._optimizer.has_states = any(len(tensors) > 1 for _, tensors in parts)
+        for unit, slices in self._optimizer.slices.items() if self._optimizer.has_states else ():
+            number = self._units.index(unit)
+            for part in slices:
+                own = [
+                    (chunk, tensors)
+                    for chunk, tensors in parts
+                    if chunk.unit == number and part.start <= chunk.start < part.stop
+                ]
+                state: dict[str, Any] = {}
+                for position, kind in enumerate(self.kinds, 1):
+                    form, _, name = kind.rpartition(".")
+                    if form:
+                        value = own[0][1][position].item()
+                        state[name] = value if form == "number" else torch.tensor(value, dtype=torch.float32)
+                    else:
+                        state[name] = torch.cat([tensors[position] for _, tensors in own])
+                self._optimizer.chunked.load(part.leaf, state)
+
+    def tensors(self, chunk: Chunk) -> list[Tensor]:
+        unit = self._units[chunk.unit]
+        tensors = [unit.master[chunk.start : chunk.stop].detach()]
+        part = next(p for p in self._optimizer.slices[unit] if p.start <= chunk.start < p.stop)
+        state = self._optimizer.chunked.state(part.leaf)
+        for kind in self.kinds if state else ():
+            form, _, name = kind.rpartition(".")
+            if form:
+                tensors.append(torch.tensor([float(state[name])], dtype=torch.float64))
+            else:
+                tensors.append(state[name][chunk.start - part.start : chunk.stop - part.start])
+        return tensors
+
+    def clear(self) -> None:
+        self._optimizer.chunked.clear()
+        self._optimizer.has_states = False
 
 
 def _text_bytes(text: str) -> Tensor:

@@ -89,8 +89,11 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         facts["grid"] += f": {counted(plan.dp, 'worker')}, {counted(plan.num_servers, 'server')}"
     if plan.local_steps:
         sent = max(ring_bytes(row.exchange, grid) for row in explanation.rank_classes)
+        if explanation.servers is not None:
+            sent = explanation.servers.worker[0] * plan.local_steps
         facts["exchange"] = (
-            f"every {counted(plan.local_steps, 'step')}, {format_bytes(sent)} sent by each rank: "
+            f"every {counted(plan.local_steps, 'step')}, {format_bytes(sent)} sent by each "
+            f"{'rank' if explanation.servers is None else 'worker'}: "
             f"{format_bytes(sent // plan.local_steps)} per step"
         )
     return facts_table("plan", facts.items())

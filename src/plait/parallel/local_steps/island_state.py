@@ -92,9 +92,13 @@ class IslandState:
 
     def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
-        self._plan = outer.context.plan
+        self.island = outer.context.groups.islands.rank  # with servers, their worker sets it
+        self._plan = outer.plan
         self._islands = outer.context.groups.islands
-        self._own = f"{_ISLANDS}{self._islands.rank}/"
+
+    @property
+    def _own(self) -> str:
+        return f"{_ISLANDS}{self.island}/"
 
     def shards(self, own: list[StateShard]) -> list[StateShard]:
         """This rank's part of a checkpoint. `own`: its part of its island's state. Communicates nothing, but
@@ -106,7 +110,7 @@ class IslandState:
         shards = []
         for shard in own:
             is_common = shard.key.startswith("weights/") and shard.key not in trained
-            if self._islands.rank == 0 and (is_common or shard.key.startswith("buffers/")):
+            if self.island == 0 and (is_common or shard.key.startswith("buffers/")):
                 shards.append(shard)
             if not is_common:
                 shards.append(replace(shard, key=self._own + shard.key))
@@ -121,7 +125,7 @@ class IslandState:
     def reader(self, source: StateReader, *, weights_only: bool) -> IslandReader:
         """A reader of this island's state, or of global weights only. Raises CheckpointError."""
         is_of_island = self._plan.local_steps and not weights_only
-        return IslandReader(source, self._islands.rank if is_of_island else None)
+        return IslandReader(source, self.island if is_of_island else None)
 
     def load(self, reader: IslandReader, num_steps: int) -> None:
         """Load the outer optimizer's state after `num_steps` steps; the island's has been read already.

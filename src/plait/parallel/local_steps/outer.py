@@ -16,7 +16,7 @@ at a time. A part that is in flight during steps has all its units in flight. Un
 themselves, like gradients: copies of a tensor on several ranks of an island then stay equal in every bit.
 
 [Note: islands are one job]
-An island that dies ends the job. Four things are missing for the others to go on.
+Without servers, an island that dies ends the job. Four things are missing for the others to go on.
 - Groups: a lost peer breaks every group that it is in. New groups of the survivors need a store that
   outlives every island: between hosts without torchrun, ours is in rank 0's process.
 - Agreement: units are applied one after the other, so a death leaves some islands with more units applied
@@ -27,8 +27,9 @@ An island that dies ends the job. Four things are missing for the others to go o
   are of little use. Under torchrun, an agent that loses a rank, or meets a new host, has all ranks of all
   hosts started again, with `dp=auto` from the newest checkpoint. Each island would have to be a job of its
   own.
-Parameter servers (`server/`) have members that come and go, and numbered pushes that are applied once: the
-way is an outer optimizer on a server, to which islands, each a job, push their changes.
+Parameter servers (`server/`) have members that come and go, and numbered pushes that are applied once. With
+`servers`, an island is one worker, and the outer optimizer is theirs: see `server/island.py`. This module
+then keeps the global weights that the worker has pulled.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ from plait.optim.clip import squared_norm
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.sharded_model import ShardedStage
+from plait.plan import Plan
 from plait.plan.compression import code_bytes
 
 _MAX_IN_FLIGHT = 2  # units, while training waits for the exchange
@@ -68,14 +70,14 @@ class OuterShard:
     change    this island's, then the sum over islands; None between exchanges
     """
 
-    def __init__(self, unit: FlatParam, context: RankContext, scratch: Tensor | None) -> None:
-        """`scratch`: for the messages of a compressed exchange."""
-        plan = context.plan
+    def __init__(self, unit: FlatParam, context: RankContext, plan: Plan, scratch: Tensor | None) -> None:
+        """`plan`: of the job. `scratch`: for the messages of a compressed exchange."""
         self.unit = unit
         self.weights = context.allocate_state(unit.master.numel(), context.precision.master)
-        self.momentum = None if plan.local.learning_rate is None else torch.zeros_like(self.weights)
+        self.momentum: Tensor | None = None
         self.change: Tensor | None = None
         self._context = context
+        self._plan = plan
         self._work = Work()
         self._compressor = None
         if scratch is not None:
@@ -103,8 +105,8 @@ class OuterShard:
         """Begin with the unit's weights as the global ones."""
         self.weights.copy_(self.unit.master)
         self.change = None
-        if self.momentum is not None:
-            self.momentum.zero_()
+        if self._plan.local.learning_rate is not None:
+            self.momentum = torch.zeros_like(self.weights)
         if self._compressor is not None:
             self._compressor.discard()
 
@@ -128,9 +130,8 @@ class OuterShard:
         this island from the mean, and the squared mean change: float64, (2,)."""
         self.wait()
         assert self.change is not None, "no exchange was started"
-        plan = self._context.plan
-        local = plan.local
-        mean = self.change.div_(plan.num_islands).to(self.weights)
+        local = self._plan.local
+        mean = self.change.div_(self._plan.num_islands).to(self.weights)
         self.change = None
         own = self.unit.master - self.weights
         squares = torch.stack([squared_norm(own - mean), squared_norm(mean)])
@@ -150,28 +151,31 @@ class OuterShard:
 class OuterOptimizer:
     """The exchanges of this rank's units. Without local steps it has no shards and does nothing.
 
+    plan    of the job
     parts   the part in which each shard is exchanged
     """
 
-    def __init__(self, stages: Sequence[ShardedStage], context: RankContext) -> None:
+    def __init__(self, stages: Sequence[ShardedStage], context: RankContext, plan: Plan) -> None:
         """`stages`: of this rank, with their initial weights."""
         self.context = context
+        self.plan = plan
         self._stages = stages
-        self._local = context.plan.local
-        units, scratch = [u for stage in stages for u in stage.trained if context.plan.local_steps], None
-        if units and context.plan.exchange != "fp32":
+        self._local = plan.local
+        units, scratch = [u for stage in stages for u in stage.trained if plan.local_steps], None
+        if units and plan.exchange != "fp32" and not plan.num_servers:
             largest = max(unit.master.numel() for unit in units)
-            num_bytes = code_bytes(largest, context.plan.num_islands, context.plan.exchange)
+            num_bytes = code_bytes(largest, plan.num_islands, plan.exchange)
             scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=context.device)
             context.tracker.add(num_bytes)  # never freed
-        self.shards = [OuterShard(unit, context, scratch) for unit in units]
+        self.shards = [OuterShard(unit, context, plan, scratch) for unit in units]
         parts = self._local.divide([shard.weights.numel() for shard in self.shards])
         self.parts = dict(zip(self.shards, parts, strict=True))
         self.reset()
 
     @property
     def num_bytes(self) -> int:
-        return sum(shard.num_bytes for shard in self.shards)
+        """Bytes on this rank, if it takes the outer steps itself."""
+        return 0 if self.plan.num_servers else sum(shard.num_bytes for shard in self.shards)
 
     @property
     def common(self) -> dict[str, list[tuple[FlatParam, Tensor]]]:

@@ -173,6 +173,8 @@ class RankContext:
 
     def allocate_state(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros on the states' device; in host memory pinned, if the rank computes on a GPU."""
+        if (arena := self.mesh.world.arena) is not None:
+            return arena.empty(numel, dtype).zero_()
         pins = self.offloads and self.device.type == "cuda"
         return torch.zeros(numel, dtype=dtype, device=self.state_device, pin_memory=pins)
 
