@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
@@ -39,7 +39,7 @@ from plait.cli.common import (
 from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
 from plait.errors import ConfigError
 from plait.launchers import adopt_ranks
-from plait.pages.figures import write_figures
+from plait.pages.figures import Figure, write_figures
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 from plait.plan.host_profile import HostProfile, check_writable, save
 
@@ -69,6 +69,7 @@ Algorithm = Annotated[
         help=f"Any of {', '.join(ALGORITHM_CHOICES)}, by commas; chain:8: 8 segments; auto: the transport's."
     ),
 ]
+Sizes = Annotated[str, typer.Option(help="MIN:MAX by powers of 4, or a list separated by commas.")]
 Storage = Annotated[
     str,
     typer.Option(help=f"Allocator of the tensors, the transport's or torch's: {', '.join(STORAGES)}."),
@@ -85,9 +86,7 @@ def collectives(
     ranks: Ranks = None,
     collective: Collective = None,
     algorithm: Algorithm = "auto",
-    sizes: Annotated[
-        str, typer.Option(help="MIN:MAX by powers of 4, or a list separated by commas.")
-    ] = "1K:256M",
+    sizes: Sizes = "1K:256M",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     storage: Storage = "owned",
     rounds: Annotated[
@@ -129,14 +128,12 @@ def collectives(
     def run() -> int:
         found = _with_progress(world, lambda report: measure(world, request, report))
         if world.rank == 0:
-            from plait.bench.figures import collectives_figures, draw_figures
-            from plait.bench.report import latency_fits, machine, tables, to_json
+            from plait.bench.figures import collectives_figures
+            from plait.bench.report import latency_fits, tables, to_json
 
             _show(tables(found), found, found.rounds, f" ({found.device}), {found.dtype}")
             write_json_output(json, to_json(found))
-            title = f"{num_ranks} ranks over {found.transport}, {found.dtype}, {machine()['cpu']}"
-            write_output(png, lambda path: draw_figures(collectives_figures(found), title, path))
-            write_output(html, lambda path: write_figures(path, title, collectives_figures(found)))
+            _draw(collectives_figures(found), f"{num_ranks} ranks over {found.transport}", png, html)
             if is_saved and found.num_hosts > 1:
                 print_line("not saved: a profile describes one host")
             elif is_saved:
@@ -249,7 +246,6 @@ def scaling(
     check_known("--model", model, MODELS)
     check_outputs({"--json": json, "--png": png, "--html": html})
     check_limits()
-    from plait.bench.figures import draw_figures
     from plait.cli.bench_scaling import (
         Kind,
         ScalingRequest,
@@ -270,7 +266,12 @@ def scaling(
         points = measure_scaling(request, status.update)
     _print_tables(scaling_tables(request, points))
     write_json_output(json, scaling_json(request, points))
-    figures, title = scaling_figures(request, points), f"{request.family}, {request.model} Llama"
+    _draw(scaling_figures(request, points), f"{request.family}, {request.model} Llama", png, html)
+
+
+def _draw(figures: Sequence[Figure], title: str, png: Path | None, html: Path | None) -> None:
+    from plait.bench.figures import draw_figures
+
     write_output(png, lambda path: draw_figures(figures, title, path))
     write_output(html, lambda path: write_figures(path, title, figures))
 
