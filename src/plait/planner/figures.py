@@ -6,6 +6,7 @@
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from plait.pages.figures import Axis, Curve, Figure, Listing, Point
@@ -70,27 +71,52 @@ def entries() -> list[Entry]:
 
 def published_figures(known: Sequence[Entry]) -> list[Figure | Listing]:
     """Return the figures of `plait plan figures`."""
+    size, one = Axis("10^9 parameters", log=2), known[0].flops_per_s
+    scaling = ("model parallel", "model and data parallel")
+    throughput = "Throughput from one to a thousand billion parameters on A100"
+    rate, models = Axis("TFLOP/s per GPU, with recomputation"), ("Megatron-LM", "BLOOM")
     return [
         _walls(),
         _zero(),
         *machines(),
         *_trainings(),
-        _efficiency(known),
-        _pairs(
-            known,
-            "Days of an epoch of GPT-2 on V100",
-            "days",
-            ("epoch",),
-            lambda _, seconds: seconds * _EPOCH_STEPS / _DAY_S,
+        _compared(
+            [each for each in known if each.figure in scaling],
+            ("Weak scaling of GPT-2 on V100", Axis("GPUs", log=2), Axis("efficiency", "percent")),
+            lambda each: each.flops_per_s / one,
         ),
-        _pairs(
-            known,
-            "Throughput from one to a thousand billion parameters on A100",
-            "TFLOP/s per GPU, with recomputation",
-            ("Megatron-LM", "BLOOM"),
-            lambda each, seconds: each.flops_per_s * each.price.step_s / seconds / 1e12,
+        _compared(
+            [each for each in known if each.figure == "epoch"],
+            ("Days of an epoch of GPT-2 on V100", size, Axis("days")),
+            lambda each: each.price.step_s * _EPOCH_STEPS / _DAY_S,
+        ),
+        _compared(
+            [each for each in known if each.figure in models],
+            (throughput, size, rate),
+            lambda each: each.flops_per_s / 1e12,
         ),
     ]
+
+
+def _compared(own: Sequence[Entry], axes: tuple[str, Axis, Axis], value: Callable[[Entry], float]) -> Figure:
+    """Published points, and the predicted `value` of each with its interval."""
+    title, x, y = axes
+    place = attrgetter("num_ranks" if x.name == "GPUs" else "billions")
+    curves = []
+    for name in dict.fromkeys(each.figure for each in own):
+        points = [each for each in own if each.figure == name]
+        published = tuple((place(each), each.published) for each in points)
+        predicted = tuple((place(each), *_interval(value(each), each.price)) for each in points)
+        curves.append(Curve(f"{name}, published", published, "dots"))
+        curves.append(Curve(f"{name}, predicted", predicted, "dots", f"{name}, published"))
+    names = tuple((place(each), each.label) for each in own)
+    source = "; ".join(dict.fromkeys(each.source for each in own))
+    return Figure(title, x, y, tuple(curves), names, source, "The vertical line is the predicted interval.")
+
+
+def _interval(value: float, price: Price) -> tuple[float, float, float]:
+    spread = price.high_s / price.step_s
+    return value, value / spread, value * spread
 
 
 def _walls() -> Listing:
@@ -176,55 +202,3 @@ def _trainings() -> list[Figure]:
             )
         )
     return figures
-
-
-def _efficiency(known: Sequence[Entry]) -> Figure:
-    own = [each for each in known if "parallel" in each.figure]
-    curves = []
-    for name in ("model parallel", "model and data parallel"):
-        points = [each for each in own if each.figure == name]
-        published = tuple((each.num_ranks, each.published) for each in points)
-        predicted = tuple((each.num_ranks, each.flops_per_s / own[0].flops_per_s) for each in points)
-        curves.append(Curve(f"{name}, published", published, "dots"))
-        curves.append(Curve(f"{name}, predicted", predicted, "dashed", f"{name}, published"))
-    return Figure(
-        "Weak scaling of GPT-2 on V100",
-        Axis("GPUs", log=2),
-        Axis("efficiency", "percent"),
-        tuple(curves),
-        tuple((each.num_ranks, each.label) for each in own),
-        own[0].source,
-        "FLOP/s per GPU, by those of 1.2 B parameters on one.",
-    )
-
-
-def _pairs(
-    known: Sequence[Entry],
-    title: str,
-    unit: str,
-    names: Sequence[str],
-    value: Callable[[Entry, float], float],
-) -> Figure:
-    """Published points, and predicted ones with their intervals. `value`: of an entry whose step takes some
-    seconds."""
-    own = [each for each in known if each.figure in names]
-    curves = []
-    for name in names:
-        published: list[Point] = []
-        predicted: list[Point] = []
-        for each in (each for each in own if each.figure == name):
-            price = each.price
-            y, *ends = (value(each, seconds) for seconds in (price.step_s, price.low_s, price.high_s))
-            published.append((each.billions, each.published))
-            predicted.append((each.billions, y, *sorted(ends)))
-        curves.append(Curve(f"{name}, published", tuple(published), "dots"))
-        curves.append(Curve(f"{name}, predicted", tuple(predicted), "dots", f"{name}, published"))
-    return Figure(
-        title,
-        Axis("10^9 parameters", log=2),
-        Axis(unit),
-        tuple(curves),
-        tuple((each.billions, each.label) for each in own),
-        "; ".join(dict.fromkeys(each.source for each in own)),
-        "The vertical line is the predicted interval.",
-    )
