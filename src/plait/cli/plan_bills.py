@@ -21,7 +21,7 @@ from plait.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from plait.pages.figures import Figure, Listing, Point
+    from plait.pages.figures import Figure, Listing
     from plait.planner.bills import Bill
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBTG]?)", re.IGNORECASE)
@@ -128,27 +128,23 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
     from plait.pages.figures import Figure
     from plait.tables import table
 
-    def cell(value: str | float | None, unit: str = "number") -> str:
-        if not isinstance(value, int | float):
-            return value or ""
+    def cell(value: str | float, unit: str = "number") -> str:
+        if isinstance(value, str):
+            return value
         if unit == "percent":
             return f"{value:.1%}"
         return f"{value:,.0f}" if 1e4 <= abs(value) < 1e21 else f"{value:.4g}"
 
-    def shown(point: "Point | None") -> str:
-        assert isinstance(figure, Figure)
-        if point is None:
-            return ""
-        interval = f" ({cell(point[2])} to {cell(point[3])})" if len(point) > 2 else ""
-        return cell(point[1], figure.y.unit) + interval
+    def shown(y: float, *ends: float) -> str:
+        interval = f" ({' to '.join(cell(end, unit) for end in ends)})" if ends else ""
+        return cell(y, unit) + interval
 
     if not isinstance(figure, Figure):
         return table(figure.title, figure.headings, [[*map(cell, row)] for row in figure.rows])
-    names, points = dict(figure.names), [{point[0]: point for point in each.points} for each in figure.curves]
-    rows = [
-        [cell(x), names.get(x, ""), *(shown(each.get(x)) for each in points)]
-        for x in sorted({x for each in points for x in each})
-    ]
+    unit, names = figure.y.unit, dict(figure.names)
+    columns = [{x: shown(*point) for x, *point in each.points} for each in figure.curves]
+    places = sorted({x for each in columns for x in each})
+    rows = [[cell(x), names.get(x, ""), *(each.get(x, "") for each in columns)] for x in places]
     errors = ", ".join(f"{name} {error:.1%}" for name, error in figure.errors().items())
     headings = (figure.x.name, "", *(each.name for each in figure.curves))
     caption = f"mean error: {errors}" if errors else ""

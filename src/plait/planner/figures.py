@@ -15,6 +15,7 @@ from plait.planner.cluster import cluster, fat_tree, max_endpoints
 from plait.planner.hardware import device
 from plait.planner.price import Price
 from plait.planner.runs import Run, read_runs
+from plait.tables import counted
 
 _PUBLISHED = Path(__file__).parent / "data" / "figures.csv"
 _EPOCH_STEPS = 68_507  # 1909.08053, section 5.2
@@ -44,7 +45,7 @@ class Entry:
     @property
     def label(self) -> str:
         plan = self.price.plan
-        return f"{self.name}: {self.num_ranks:,} GPUs, tp={plan.tp} pp={plan.pp}"
+        return f"{self.name}: {counted(self.num_ranks, 'GPU')}, tp={plan.tp} pp={plan.pp}"
 
     @property
     def flops_per_s(self) -> float:
