@@ -55,3 +55,5 @@ def test_every_figure_is_drawn_in_one_picture(tmp_path: Path) -> None:
     assert len(found) == 3
     for title in found:
         assert f"<!-- {title}: " in (tmp_path / "all.svg").read_text()
+    draw_figures([*figures(row("barrier", 0, 1e-3)).values()], "none", tmp_path / "none.svg")
+    assert "<!-- none -->" in (tmp_path / "none.svg").read_text()

@@ -116,9 +116,9 @@ def case_name(row: Row) -> str:
 
 
 def draw_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
-    """Plot figures into one picture."""
-    columns = min(2, len(figures))
-    lines = -(-len(figures) // columns)
+    """Plot figures into one picture, which is empty without any."""
+    columns = 2 if len(figures) > 1 else 1
+    lines = -(-len(figures) // columns) or 1
     canvas = Canvas(figsize=(6.5 * columns, 5.5 * lines), layout="constrained")
     for axes, each in zip(canvas.subplots(lines, columns, squeeze=False).flat, figures, strict=False):
         for curve in each.curves:

@@ -62,13 +62,7 @@ def tables(measurement: Measurement) -> list[Table]:
         for row in rows:
             sized = [format_bytes(row.num_bytes), *(f"{b / 1e9:.3g}" for b in _bandwidths(measurement, row))]
             size, *bandwidths = sized if row.num_bytes else [""] * 3
-            times.add_row(
-                case_name(row),
-                row.storage,
-                size,
-                _format_time(row.median_s),
-                *bandwidths,
-            )
+            times.add_row(case_name(row), row.storage, size, _format_time(row.median_s), *bandwidths)
         times.add_section()
     fits = table("time = latency + size / bandwidth", (*by, "latency", "GB/s", "off by"), left=by)
     for entry, fit_ in latency_fits(measurement).items():

@@ -198,16 +198,10 @@ def scaling_figures(request: ScalingRequest, points: Sequence[Point]) -> list[Fi
         style: Literal["line", "dashed"] = "dashed" if predicted else "line"
         found = efficiencies(points, predicted=predicted)
         own = [point for point in found if point.kind == kind]
-        tokens = [point.tokens_per_s(request.length, predicted=predicted) or 0.0 for point in own]
+        tokens = [(p.ranks, p.tokens_per_s(request.length, predicted=predicted) or 0.0) for p in own]
         if own:
             shares.append(Curve(f"{kind}, {on}", tuple((point.ranks, found[point]) for point in own), style))
-            rates.append(
-                Curve(
-                    f"{kind}, {on}",
-                    tuple((p.ranks, rate) for p, rate in zip(own, tokens, strict=True)),
-                    style,
-                )
-            )
+            rates.append(Curve(f"{kind}, {on}", tuple(tokens), style))
     ranks = Axis("ranks", log=2)
     return [
         Figure("Efficiency", ranks, Axis("efficiency", "percent"), tuple(shares)),
