@@ -6,7 +6,7 @@ import pytest
 
 from plait.bench.collectives import Measurement, Row
 from plait.bench.figures import collectives_figures, draw_figures
-from plait.pages.figures import Figure
+from plait.pages.figures import Curve, Figure
 
 RANKS, BANDWIDTH = 5, 1e9
 SIZES = (1 << 20, 1 << 22, 1 << 24)
@@ -21,20 +21,22 @@ def figures(*rows: Row) -> dict[str, Figure]:
     return {figure.title: figure for figure in collectives_figures(measurement)}
 
 
+def values(curve: Curve) -> dict[float, float]:
+    return {point[0]: point[1] for point in curve.points}
+
+
 def test_a_chain_is_compared_with_its_formula_by_size_and_by_segments() -> None:
     """(K-1) N/B in one segment, (K-2+S) N/(S B) in S."""
     link = [row("send-receive", size, size / BANDWIDTH) for size in SIZES]
     chains = [row("broadcast", size, 1.0, f"chain:{number}") for number in (4, 1) for size in SIZES]
     found = figures(*link, *chains)
     size = SIZES[-1]
-    drawn = {
-        curve.name: dict(curve.points) for curve in found["broadcast of 16M along a chain of 5 ranks"].curves
-    }
+    drawn = {curve.name: values(curve) for curve in found["broadcast of 16M along a chain of 5 ranks"].curves}
     assert drawn["chain"] == {1: 1.0, 4: 1.0}
     assert drawn["chain, formula"] == pytest.approx({1: 4 * size / BANDWIDTH, 4: 7 * size / (4 * BANDWIDTH)})
     curves = {curve.name: curve for curve in found["broadcast by algorithm"].curves}
     expected = {size: 4 * size / BANDWIDTH for size in SIZES}
-    assert dict(curves["broadcast, chain:1, formula"].points) == pytest.approx(expected)
+    assert values(curves["broadcast, chain:1, formula"]) == pytest.approx(expected)
     assert curves["broadcast, chain:1, formula"].expected == "broadcast, chain:1"
 
 
