@@ -1,6 +1,7 @@
 """`plait bench` as a user types it: its tables, files and errors; under torchrun."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from plait.plan.cost_model import COLLECTIVES
 from plait.plan.device_speed import OPERATORS
 from plait.plan.host_profile import ProfileEntry, load
 from support.cli_runs import finish, start, start_torchrun
+from support.pages import values_of
 
 BENCH = ("bench", "collectives", "--sizes", "1K:64K", "--rounds", "1")
 TINY = {
@@ -83,15 +85,28 @@ def test_devices_are_measured_and_the_best_plans_run_on_them(tmp_path: Path) -> 
     assert len(calibration) == int(constants[1]) <= 2
 
 
-def test_algorithms_are_compared_drawn_and_not_kept(tmp_path: Path) -> None:
+def test_algorithms_are_compared_drawn_next_to_their_formulas_and_not_kept(tmp_path: Path) -> None:
     report, picture, profile = (tmp_path / name for name in ("bench.json", "bench.png", "host.json"))
-    words = ("--collective", "all-reduce", "--algorithm", "auto,ring,naive", "--profile", profile)
+    page, algorithms = tmp_path / "bench.html", "auto,ring,naive,chain:1,chain:4"
+    verbs = "all-reduce,broadcast,send-receive"
+    words = ("--collective", verbs, "--algorithm", algorithms, "--profile", profile, "--html", page)
     out, _ = finish(start(*BENCH, *words, "--json", report, "--png", picture))
-    found = {row["algorithm"] for row in json.loads(report.read_text())["rows"]}
+    values = json.loads(report.read_text())
+    found = {row["algorithm"] for row in values["rows"] if row["verb"] != "broadcast"}
     assert found == {"auto", "ring", "naive"}
     assert re.search("│ all-reduce, ring ", out)
-    assert set(load(profile).lines) == {ProfileEntry("host", "all-reduce", 2)}
+    assert set(load(profile).lines) == {ProfileEntry("host", verb, 2) for verb in verbs.split(",")}
     assert picture.read_bytes().startswith(PNG)
+    assert values_of(page)["figures"] == values["figures"]
+    titles = [figure["title"] for figure in values["figures"]]
+    assert titles[2:] == [
+        "all-reduce by algorithm",
+        "broadcast by algorithm",
+        "broadcast of 64K along a chain of 2 ranks",
+        "All-reduces of 60 M parameters",
+    ]
+    assert all(math.isfinite(error) for figure in values["figures"] for _, error in figure["errors"])
+    assert [len(figure["errors"]) for figure in values["figures"]] == [0, 0, 2, 3, 1, 0]
 
 
 def test_a_ddp_step_is_taken_apart_on_two_ranks_shown_and_drawn(tmp_path: Path) -> None:
@@ -125,7 +140,8 @@ def test_a_family_of_plans_is_measured_here_and_predicted_beyond(tmp_path: Path)
     report, picture = tmp_path / "scaling.json", tmp_path / "scaling.png"
     small = ("--model", "tiny", "--sequence", "16", "--steps", "1", "--rounds", "1")
     beyond = ("--cluster", "h100", "--beyond", "8,64")
-    words = ("--plan", "dp={n} zero=1", *small, *beyond, "--json", report, "--png", picture)
+    page = tmp_path / "scaling.html"
+    words = ("--plan", "dp={n} zero=1", *small, *beyond, "--json", report, "--png", picture, "--html", page)
     out, _ = finish(start("bench", "scaling", *words))
     found = {(row["kind"], row["ranks"]): row for row in json.loads(report.read_text())["points"]}
     assert found.keys() == {*((kind, ranks) for kind in ("weak", "strong") for ranks in (1, 2))} | {
@@ -142,6 +158,10 @@ def test_a_family_of_plans_is_measured_here_and_predicted_beyond(tmp_path: Path)
                 assert row[share] == pytest.approx(expected)
     assert found["weak", 64]["step_s"] is None
     assert "predicted on h100" in out
+    efficiency, throughput = values_of(page)["figures"]
+    assert [efficiency, throughput] == json.loads(report.read_text())["figures"]
+    drawn = {curve["name"]: dict(curve["points"]) for curve in efficiency["curves"]}
+    assert drawn["weak, measured"] == {ranks: found["weak", ranks]["efficiency"] for ranks in (1, 2)}
     assert picture.read_bytes().startswith(PNG)
 
 

@@ -45,12 +45,12 @@ def test_verbs_are_named_one_by_one_or_with_commas_in_the_usual_order_once() -> 
 
 
 def test_each_collective_has_its_algorithms_and_ranks_that_they_need() -> None:
-    request = Request(COLLECTIVES, (1,), algorithms=parse_algorithms("auto, halving,chain,halving"))
-    assert request.algorithms == ("auto", "halving", "chain")
+    request = Request(COLLECTIVES, (1,), algorithms=parse_algorithms("auto, halving,chain:8,halving"))
+    assert request.algorithms == ("auto", "halving", "chain:8")
     assert request.algorithms_of("all-reduce", 3) == ("auto", "halving")
     assert request.algorithms_of("all-gather", 4) == ("auto", "halving")
     assert request.algorithms_of("all-gather", 3) == ("auto",)
-    assert request.algorithms_of("broadcast", 3) == ("auto", "chain")
+    assert request.algorithms_of("broadcast", 3) == ("auto", "chain:8")
     assert request.algorithms_of("gather", 4) == ("auto",)
     with pytest.raises(ConfigError, match="unknown value of --algorithm"):
         parse_algorithms("rings")

@@ -64,22 +64,33 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     schedule = make_schedule("1f1b", 2, 4)
     write_trace(folder / "trace.json", {3: simulate(schedule, Durations.uniform(2, forward=0.01))})
-    made = {name: folder / f"{name}.html" for name in ("plan", "explain", "schedule", "report", "compare")}
+    made = {
+        name: folder / f"{name}.html"
+        for name in ("plan", "explain", "schedule", "report", "compare", "figures")
+    }
     runs = [make_run(folder, name).path for name in ("first", "second")]
     commands = {
         "plan": (*WORK, "--top", 3, "--pin", "recompute=none sp=false"),
         "explain": (ROOT / "recipes/tiny.toml", *EXPLAINED),
         "report": runs[:1],
         "compare": runs,
+        "figures": (),
     }
     for name, words in commands.items():
-        typed(name, *words, "--json", folder / f"{name}.json", "--html", made[name])
+        typed(
+            *(("plan", name) if name == "figures" else (name,)),
+            *words,
+            "--json",
+            folder / f"{name}.json",
+            "--html",
+            made[name],
+        )
     typed("schedule", "zbv", "--pp", "2", "--micro", "6", "--html", made["schedule"])
     return made
 
 
 def test_the_values_of_a_page_are_those_of_json(pages: dict[str, Path]) -> None:
-    for name in ("plan", "explain", "report", "compare"):
+    for name in ("plan", "explain", "report", "compare", "figures"):
         values, expected = values_of(pages[name]), json.loads(pages[name].with_suffix(".json").read_text())
         assert {key: values[key] for key in expected} == expected, name
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from plait.bench.request import split_algorithm
 from plait.comm import (
     Group,
     all_gather,
@@ -25,7 +26,6 @@ from plait.comm import (
     scatter,
     send,
 )
-from plait.plan.cost_model import TCP_LINK, best_segments
 
 SUM = -1  # instead of a rank: the sum of all
 
@@ -87,13 +87,13 @@ def make_case(collective: str, group: Group, first: Tensor, second: Tensor, algo
     case = _MAKERS[collective](group, first, second)
     if algorithm == "auto":
         return case
+    algorithm, segments = split_algorithm(algorithm, first.nbytes, group.size)
     if collective == "all-reduce":
         hosts = ranks_by_host(group) if algorithm == "two-level" else None
         return replace(case, run=lambda: all_reduce_by(algorithm, first, group, hosts=hosts))
     if collective == "all-gather":
         return replace(case, run=lambda: all_gather_by(algorithm, second, group))
     if collective == "broadcast":
-        segments = best_segments(first.nbytes, group.size, TCP_LINK.latency_s, TCP_LINK.bytes_per_s)
         return replace(case, run=lambda: broadcast_by(algorithm, first, group, segments=segments))
     assert collective == "reduce-scatter", f"{algorithm} of {collective}"
     shard_numel, start = _own_range(group, first)

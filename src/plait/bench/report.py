@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.collectives import Measurement, Row
+from plait.bench.figures import case_name, collectives_figures
 from plait.bench.request import format_bytes
-from plait.plan.cost_model import COLLECTIVES, LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
+from plait.pages.figures import figure_values
+from plait.plan.cost_model import LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
 from plait.plan.device_speed import OPERATORS, DeviceSpeed
 from plait.plan.host_profile import ProfileEntry
 from plait.tables import counted, table
@@ -58,17 +58,23 @@ def tables(measurement: Measurement) -> list[Table]:
     by = ("collective", "storage")
     title = f"collectives over {measurement.transport}, {measurement.num_ranks} ranks"
     times = table(title, (*by, "size", "time", "algorithm GB/s", "bus GB/s"), left=by)
-    for _, rows in groupby(measurement.rows, key=_series):
+    for _, rows in groupby(measurement.rows, key=lambda row: (case_name(row), row.storage)):
         for row in rows:
             sized = [format_bytes(row.num_bytes), *(f"{b / 1e9:.3g}" for b in _bandwidths(measurement, row))]
             size, *bandwidths = sized if row.num_bytes else [""] * 3
-            times.add_row(_name(row), row.storage, size, _format_time(row.median_s), *bandwidths)
+            times.add_row(case_name(row), row.storage, size, _format_time(row.median_s), *bandwidths)
         times.add_section()
     fits = table("time = latency + size / bandwidth", (*by, "latency", "GB/s", "off by"), left=by)
     for entry, fit_ in latency_fits(measurement).items():
         bandwidth = "" if entry.verb == "barrier" else f"{fit_.bytes_per_s / 1e9:.3g}"
         fits.add_row(entry.verb, entry.storage, _format_time(fit_.latency_s), bandwidth, f"{fit_.error:.0%}")
-    return [times, fits]
+    errors = [
+        (figure.title, curve, f"{error:.0%}")
+        for figure in collectives_figures(measurement)
+        for curve, error in figure.errors().items()
+    ]
+    formulas = table("formulas of algorithms", ("", "curve", "mean error"), errors, left=("", "curve"))
+    return [times, fits, *([formulas] if errors else [])]
 
 
 def to_json(measurement: Measurement) -> dict[str, Any]:
@@ -92,7 +98,8 @@ def to_json(measurement: Measurement) -> dict[str, Any]:
             }
         )
     fits = [asdict(entry) | asdict(fit_) for entry, fit_ in latency_fits(measurement).items()]
-    return report_json("collectives", asdict(measurement) | {"rows": rows, "lines": fits})
+    figures = figure_values(collectives_figures(measurement))
+    return report_json("collectives", asdict(measurement) | {"rows": rows, "lines": fits} | figures)
 
 
 def report_json(title: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -100,49 +107,6 @@ def report_json(title: str, values: dict[str, Any]) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     host = {"host": socket.gethostname(), **machine()}
     return {"title": title, "date": now, "machine": host, **values}
-
-
-def draw(measurement: Measurement, path: Path) -> None:
-    """Plot time and bus bandwidth over size, on logarithmic axes; foreign storage is dashed."""
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    colors = colormaps["tab10"]
-    series = dict.fromkeys(map(_series, measurement.rows))
-    names = dict.fromkeys(name for name, _ in series)
-    has_algorithms = any(row.algorithm != "auto" for row in measurement.rows)
-    for name, storage in series:
-        rows = [row for row in measurement.rows if _series(row) == (name, storage)]
-        color = colors([*(names if has_algorithms else COLLECTIVES)].index(name) % colors.N)
-        style: dict[str, Any] = {"color": color, "linestyle": "-" if storage == "owned" else "--"}
-        label = name if storage == "owned" else f"{name} ({storage})"
-        if name == "barrier":
-            left.axhline(rows[0].median_s, label=label, color=color, linestyle=":")
-            continue
-        sizes = [row.num_bytes for row in rows]
-        left.plot(sizes, [row.median_s for row in rows], ".", label=label, **style)
-        right.plot(sizes, [_bandwidths(measurement, row)[1] / 1e9 for row in rows], ".", label=label, **style)
-    ticks = sorted({row.num_bytes for row in measurement.rows if row.num_bytes})
-    for axes, title in ((left, "time, s"), (right, "bus bandwidth, GB/s")):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks], rotation=45)
-        axes.set_xlabel("size of the full tensor")
-        axes.set_title(title)
-        axes.grid(alpha=0.3)
-    left.legend(fontsize="small")
-    figure.suptitle(
-        f"{measurement.num_ranks} ranks over {measurement.transport}, {measurement.dtype}, {machine()['cpu']}"
-    )
-    figure.savefig(path, dpi=120)
-
-
-def _name(row: Row) -> str:
-    return row.collective if row.algorithm == "auto" else f"{row.collective}, {row.algorithm}"
-
-
-def _series(row: Row) -> tuple[str, str]:
-    """The key of a row's series: equal for rows that differ only in size."""
-    return _name(row), row.storage
 
 
 def _profile_entry(measurement: Measurement, row: Row) -> ProfileEntry:

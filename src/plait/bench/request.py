@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plait.errors import ConfigError, nearest
 from plait.plan.collectives import ALGORITHMS, is_power_of_two
-from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
+from plait.plan.cost_model import COLLECTIVES, TCP_LINK, TRANSPORTS, best_segments
 
 # Algorithms of each collective besides "auto", the transport's own. Halving needs a power of two of ranks,
 # except for an all-reduce.
@@ -25,6 +25,7 @@ BUDGET_S = 30.0  # under a minute with startup and shutdown
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SEGMENTS = re.compile(r"chain:[1-9]\d{0,5}")
 _STEP = 4  # from one size to the next
 
 
@@ -71,7 +72,7 @@ class Request:
         known = ALGORITHMS_OF.get(collective, ())
         if collective != "all-reduce" and not is_power_of_two(num_ranks):
             known = tuple(name for name in known if name != "halving")
-        return tuple(name for name in self.algorithms if name == "auto" or name in known)
+        return tuple(name for name in self.algorithms if name == "auto" or name.split(":")[0] in known)
 
     @property
     def storages(self) -> tuple[str, ...]:
@@ -99,11 +100,19 @@ def parse_collectives(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_algorithms(text: str) -> tuple[str, ...]:
-    """Return the algorithms of "auto,ring", each once."""
+    """Return the algorithms of "auto,ring,chain:8", each once."""
     items = tuple(dict.fromkeys(item.strip() for item in text.split(",")))
     for item in items:
-        check_known("--algorithm", item, ALGORITHM_CHOICES)
+        check_known("--algorithm", "chain" if _SEGMENTS.fullmatch(item) else item, ALGORITHM_CHOICES)
     return items
+
+
+def split_algorithm(name: str, num_bytes: int, num_ranks: int) -> tuple[str, int]:
+    """Return an algorithm, and the segments of a chain: of "chain:8" eight, of "chain" as many as are best
+    between hosts."""
+    kind, _, segments = name.partition(":")
+    best = best_segments(num_bytes, num_ranks, TCP_LINK.latency_s, TCP_LINK.bytes_per_s)
+    return kind, int(segments) if segments else best
 
 
 def check_algorithms(request: Request, num_ranks: int, device: str) -> None:

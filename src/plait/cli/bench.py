@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
@@ -27,6 +27,7 @@ from plait.bench.request import (
 )
 from plait.cli.common import (
     Debug,
+    Html,
     Json,
     Png,
     check_outputs,
@@ -38,6 +39,7 @@ from plait.cli.common import (
 from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
 from plait.errors import ConfigError
 from plait.launchers import adopt_ranks
+from plait.pages.figures import Figure, write_figures
 from plait.plan.cost_model import COLLECTIVES, TRANSPORTS
 from plait.plan.host_profile import HostProfile, check_writable, save
 
@@ -62,8 +64,12 @@ Collective = Annotated[
     ),
 ]
 Algorithm = Annotated[
-    str, typer.Option(help=f"Any of {', '.join(ALGORITHM_CHOICES)}, by commas; auto: the transport's own.")
+    str,
+    typer.Option(
+        help=f"Any of {', '.join(ALGORITHM_CHOICES)}, by commas; chain:8: 8 segments; auto: the transport's."
+    ),
 ]
+Sizes = Annotated[str, typer.Option(help="MIN:MAX by powers of 4, or a list separated by commas.")]
 Storage = Annotated[
     str,
     typer.Option(help=f"Allocator of the tensors, the transport's or torch's: {', '.join(STORAGES)}."),
@@ -80,9 +86,7 @@ def collectives(
     ranks: Ranks = None,
     collective: Collective = None,
     algorithm: Algorithm = "auto",
-    sizes: Annotated[
-        str, typer.Option(help="MIN:MAX by powers of 4, or a list separated by commas.")
-    ] = "1K:256M",
+    sizes: Sizes = "1K:256M",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     storage: Storage = "owned",
     rounds: Annotated[
@@ -91,6 +95,7 @@ def collectives(
     budget: Annotated[float, typer.Option(help="Seconds to measure for, if three rounds fit.")] = BUDGET_S,
     json: Json = None,
     png: Png = None,
+    html: Html = None,
     profile: Profile = None,
     is_saved: Annotated[
         bool, typer.Option("--save/--no-save", help="Save the fitted lines in the profile.")
@@ -110,7 +115,7 @@ def collectives(
             parse_algorithms(algorithm),
         )
         num_ranks, local_ranks = _num_ranks(ranks)
-        check_outputs({"--json": json, "--png": png})
+        check_outputs({"--json": json, "--png": png, "--html": html})
         if is_saved:
             check_writable(profile)
         from plait.bench.collectives import device_for, measure
@@ -123,11 +128,12 @@ def collectives(
     def run() -> int:
         found = _with_progress(world, lambda report: measure(world, request, report))
         if world.rank == 0:
-            from plait.bench.report import draw, latency_fits, tables, to_json
+            from plait.bench.figures import collectives_figures
+            from plait.bench.report import latency_fits, tables, to_json
 
             _show(tables(found), found, found.rounds, f" ({found.device}), {found.dtype}")
             write_json_output(json, to_json(found))
-            write_output(png, lambda path: draw(found, path))
+            _draw(collectives_figures(found), f"{num_ranks} ranks over {found.transport}", png, html)
             if is_saved and found.num_hosts > 1:
                 print_line("not saved: a profile describes one host")
             elif is_saved:
@@ -233,17 +239,18 @@ def scaling(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over all plans.")] = 2,
     json: Json = None,
     png: Png = None,
+    html: Html = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Measure how a family of plans scales over local ranks, and predict it beyond them."""
     check_known("--model", model, MODELS)
-    check_outputs({"--json": json, "--png": png})
+    check_outputs({"--json": json, "--png": png, "--html": html})
     check_limits()
     from plait.cli.bench_scaling import (
         Kind,
         ScalingRequest,
-        draw_scaling,
         measure_scaling,
+        scaling_figures,
         scaling_json,
         scaling_tables,
     )
@@ -259,7 +266,14 @@ def scaling(
         points = measure_scaling(request, status.update)
     _print_tables(scaling_tables(request, points))
     write_json_output(json, scaling_json(request, points))
-    write_output(png, lambda path: draw_scaling(request, points, path))
+    _draw(scaling_figures(request, points), f"{request.family}, {request.model} Llama", png, html)
+
+
+def _draw(figures: Sequence[Figure], title: str, png: Path | None, html: Path | None) -> None:
+    from plait.bench.figures import draw_figures
+
+    write_output(png, lambda path: draw_figures(figures, title, path))
+    write_output(html, lambda path: write_figures(path, title, figures))
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:

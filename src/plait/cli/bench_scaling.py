@@ -6,16 +6,16 @@ strong scaling those of a step. Efficiency is tokens per second and rank, by tho
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from itertools import product
 from typing import Any, Literal
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from plait.bench.ddp_request import MODELS, check_positions
 from plait.bench.plans import Step, run_steps, typical_step
 from plait.bench.report import report_json
 from plait.errors import ConfigError, PlanError, ProfileError
+from plait.pages.figures import Axis, Curve, Figure, figure_values
 from plait.plan import Plan
 from plait.planner.cluster import cluster
 from plait.planner.families import format_seconds
@@ -185,30 +185,25 @@ def scaling_json(request: ScalingRequest, points: Sequence[Point]) -> dict[str, 
         | {"efficiency": shares[False].get(point), "predicted_efficiency": shares[True].get(point)}
         for point in points
     ]
-    return report_json("scaling", asdict(request) | {"points": rows})
+    figures = figure_values(scaling_figures(request, points))
+    return report_json("scaling", asdict(request) | {"points": rows} | figures)
 
 
-def draw_scaling(request: ScalingRequest, points: Sequence[Point], path: Path) -> None:
-    """Plot efficiency and tokens per second over ranks: measured points, predicted lines."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2)
-    on = request.machines or "this machine"
-    for color, kind in zip(("tab:blue", "tab:orange"), request.kinds, strict=False):
-        for predicted, style in ((False, "o-"), (True, "--")):
-            shares = efficiencies(points, predicted=predicted)
-            own = [point for point in shares if point.kind == kind]
-            label = f"{kind}, predicted on {on}" if predicted else f"{kind}, measured"
-            ranks = [point.ranks for point in own]
-            rates = [point.tokens_per_s(request.length, predicted=predicted) or 0.0 for point in own]
-            axes[0].plot(ranks, [shares[point] for point in own], style, color=color, label=label)
-            axes[1].plot(ranks, rates, style, color=color, label=label)
-    for each, title in zip(axes, ("efficiency", "tokens/s"), strict=True):
-        each.set_xscale("log", base=2)
-        each.set_xlabel("ranks")
-        each.set_title(title)
-        each.grid(alpha=0.3)
-    axes[0].set_ylim(bottom=0)
-    axes[1].set_yscale("log")
-    axes[0].legend(fontsize="small")
-    figure.suptitle(f"{request.family}, {request.model} Llama")
-    figure.savefig(path, dpi=120)
+def scaling_figures(request: ScalingRequest, points: Sequence[Point]) -> list[Figure]:
+    """Return efficiency and tokens per second over ranks, measured and predicted."""
+    shares: list[Curve] = []
+    rates: list[Curve] = []
+    for kind, predicted in product(request.kinds, (False, True)):
+        on = f"predicted on {request.machines or 'this machine'}" if predicted else "measured"
+        style: Literal["line", "dashed"] = "dashed" if predicted else "line"
+        found = efficiencies(points, predicted=predicted)
+        own = [point for point in found if point.kind == kind]
+        tokens = [(p.ranks, p.tokens_per_s(request.length, predicted=predicted) or 0.0) for p in own]
+        if own:
+            shares.append(Curve(f"{kind}, {on}", tuple((point.ranks, found[point]) for point in own), style))
+            rates.append(Curve(f"{kind}, {on}", tuple(tokens), style))
+    ranks = Axis("ranks", log=2)
+    return [
+        Figure("Efficiency", ranks, Axis("efficiency", "percent"), tuple(shares)),
+        Figure("Throughput", ranks, Axis("tokens/s", log=10), tuple(rates)),
+    ]

@@ -20,7 +20,7 @@ from plait.cli.common import (
     write_json_output,
     write_output,
 )
-from plait.cli.plan_bills import bill, read_count, walls
+from plait.cli.plan_bills import bill, figures, read_count, walls
 from plait.cli.plan_score import score
 from plait.errors import ConfigError
 from plait.fileio import parse_json, read_text
@@ -36,6 +36,7 @@ plan = typer.Typer(
 )
 plan.command()(walls)
 plan.command()(bill)
+plan.command()(figures)
 plan.command()(score)
 
 _BATCH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KM]?)", re.IGNORECASE)

@@ -1,16 +1,27 @@
-"""`plait plan walls` and `plait plan bill`: what a training needs, before any plan is chosen."""
+"""`plait plan walls`, `bill` and `figures`: what trainings need, and what is published about them."""
 
 import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from plait.cli.common import Debug, Json, print_line, report_errors, write_json_output
+from plait.cli.common import (
+    STDOUT,
+    Debug,
+    Html,
+    Json,
+    check_outputs,
+    print_line,
+    report_errors,
+    write_json_output,
+    write_output,
+)
 from plait.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from plait.pages.figures import Figure, Listing
     from plait.planner.bills import Bill
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBTG]?)", re.IGNORECASE)
@@ -19,17 +30,16 @@ _PREFIXES = [(1e3**power, prefix) for power, prefix in enumerate(("", "k", "M", 
     ::-1
 ]
 _RANKS = 64  # of the table of ZeRO's paper
-_TREE_PORTS = (24, 48, 64)
 
 
 @report_errors
 def walls(json: Json = None, debug: Debug = False) -> None:  # noqa: ARG001 (read by report_errors)
-    """Print the compute, memory and communication walls, ZeRO's table, and the arithmetic of fat trees."""
+    """Print the compute, memory and communication walls, ZeRO's table, fat trees, devices and hosts."""
     from rich.console import Console
 
     from plait.planner.bills import walls as all_walls
     from plait.planner.bills import zero_bytes
-    from plait.planner.cluster import fat_tree, max_endpoints
+    from plait.planner.figures import machines
     from plait.tables import table
 
     facts = all_walls()
@@ -41,19 +51,12 @@ def walls(json: Json = None, debug: Debug = False) -> None:  # noqa: ARG001 (rea
         )
         for stage in range(4)
     ]
-    trees = []
-    for ports in _TREE_PORTS:
-        tree = fat_tree(max_endpoints(ports, 3), ports)
-        sizes = [f"{max_endpoints(ports, levels):,}" for levels in (1, 2, 3)]
-        trees.append(
-            (str(ports), *sizes, f"{tree.num_switches:,}", f"{tree.links:,}", f"{tree.bisection_links:,}")
-        )
     console = Console()
     console.print(table("Walls", ("", "arithmetic", "value"), rows, left=("", "arithmetic")))
     title = f"GB per rank of 7.5 B parameters on {_RANKS}, Adam in mixed precision"
     console.print(table(title, ("zero", "16 bytes (paper)", "18 bytes (fp32 gradients)"), zero))
-    headings = ("ports", "hosts, 1 level", "2 levels", "3 levels", "switches", "cables", "in the bisection")
-    console.print(table("Fat trees of k-port switches: k, k^2/2 and k^3/4 hosts", headings, trees))
+    for listing in machines():
+        console.print(_figure_table(listing))
     if json is not None:
         write_json_output(json, [vars(wall) for wall in facts])
 
@@ -103,6 +106,49 @@ def bill(
     if json is not None:
         values = {name: getattr(found, name) for name in ("flops", "hours", "days", "dollars", "watt_hours")}
         write_json_output(json, {"cluster": on.name, "num_devices": on.num_devices, **values})
+
+
+@report_errors
+def figures(json: Json = None, html: Html = None, debug: Debug = False) -> None:  # noqa: ARG001 (read by report_errors)
+    """Print published figures (scaling, throughput, memory, time and cost) next to predictions."""
+    check_outputs({"--json": json, "--html": html})
+    from rich.console import Console
+
+    from plait.pages.figures import figure_values, write_figures
+    from plait.planner.figures import entries, published_figures
+
+    found = published_figures(entries())
+    for each in found if json != STDOUT else ():
+        Console().print(_figure_table(each))
+    write_json_output(json, figure_values(found))
+    write_output(html, lambda path: write_figures(path, "Published figures, and predictions", found))
+
+
+def _figure_table(figure: "Figure | Listing") -> "Table":
+    from plait.pages.figures import Figure
+    from plait.tables import table
+
+    def cell(value: str | float, unit: str = "number") -> str:
+        if isinstance(value, str):
+            return value
+        if unit == "percent":
+            return f"{value:.1%}"
+        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e21 else f"{value:.4g}"
+
+    def shown(y: float, *ends: float) -> str:
+        interval = f" ({' to '.join(cell(end, unit) for end in ends)})" if ends else ""
+        return cell(y, unit) + interval
+
+    if not isinstance(figure, Figure):
+        return table(figure.title, figure.headings, [[*map(cell, row)] for row in figure.rows])
+    unit, names = figure.y.unit, dict(figure.names)
+    columns = [{x: shown(*point) for x, *point in each.points} for each in figure.curves]
+    places = sorted({x for each in columns for x in each})
+    rows = [[cell(x), names.get(x, ""), *(each.get(x, "") for each in columns)] for x in places]
+    errors = ", ".join(f"{name} {error:.1%}" for name, error in figure.errors().items())
+    headings = (figure.x.name, "", *(each.name for each in figure.curves))
+    caption = f"mean error: {errors}" if errors else ""
+    return table(f"{figure.title}: {figure.y.name}", headings, rows, caption=caption)
 
 
 def read_count(flag: str, text: str) -> float:

@@ -25,7 +25,7 @@ function digits(value, number = 3) { // as Python's "g"
 }
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const format = {
-  number: (value) => (!isNumber(value) ? "-" : Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en-US")
+  number: (value) => (!isNumber(value) ? "-" : Math.abs(value) >= 1e4 && Math.abs(value) < 1e21 ? Math.round(value).toLocaleString("en-US")
     : digits(value, 4)),
   seconds: (value) => (!isNumber(value) ? "-" : value < 0 ? `-${format.seconds(-value)}` : value >= 1000
     ? `${Math.round(value).toLocaleString("en-US")} s` : value >= 1 || value === 0 ? `${digits(value)} s`
@@ -80,7 +80,15 @@ function figure(parent, title, draw, { values = null, note = "" } = {}) {
 
 // --- axes
 
-function ticks(low, high, number) {
+/** Powers of a logarithmic axis's base between its ends, or round steps. */
+function ticks({ low, high, log }, number) {
+  if (log) {
+    const [first, last] = [Math.ceil(Math.log(low) / Math.log(log) - 1e-9), Math.floor(Math.log(high) / Math.log(log) + 1e-9)];
+    const every = Math.max(1, Math.ceil((last - first + 1) / Math.max(1, number)));
+    const powers = [];
+    for (let power = first; power <= last; power += every) powers.push(log ** power);
+    if (powers.length > 1) return powers;
+  }
   const span = high - low || Math.abs(high) || 1;
   const raw = span / Math.max(1, number), power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].find((each) => each * power >= raw * 0.999) * power;
@@ -92,22 +100,24 @@ function ticks(low, high, number) {
 /** A frame with labelled axes: {node, x(value), y(value), left, right, top, bottom}. */
 function axes(width, height, { x, y, label }) {
   const margin = { top: 10, right: 14, bottom: 40, left: 0 };
-  const yTicks = ticks(y.low, y.high, height / 45);
+  const yTicks = ticks(y, height / 45);
   const longest = Math.max(0, ...yTicks.map((tick) => y.format(tick).length));
   margin.left = 26 + longest * POINTS_PER_CHARACTER;
   const [left, right, top, bottom] = [margin.left, width - margin.right, margin.top, height - margin.bottom];
-  const atX = (value) => left + ((value - x.low) / (x.high - x.low || 1)) * (right - left);
-  const atY = (value) => bottom - ((value - y.low) / (y.high - y.low || 1)) * (bottom - top);
+  const share = ({ low, high, log }, value) => (log ? Math.log(value / low) / (Math.log(high / low) || 1)
+    : (value - low) / (high - low || 1));
+  const atX = (value) => left + share(x, value) * (right - left);
+  const atY = (value) => bottom - share(y, value) * (bottom - top);
   const node = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img",
     "aria-label": label });
   for (const tick of yTicks) {
     node.append(svg("path", { class: "grid", d: `M${left} ${atY(tick)}H${right}` }),
       svg("text", { class: "muted", x: left - 5, y: atY(tick) + 4, "text-anchor": "end" }, y.format(tick)));
   }
-  const wide = POINTS_PER_CHARACTER * Math.max(...ticks(x.low, x.high, 4).map((tick) => x.format(tick).length)) + 24;
-  for (const tick of ticks(x.low, x.high, (right - left) / wide)) {
+  const wide = POINTS_PER_CHARACTER * Math.max(...ticks(x, 4).map((tick) => x.format(tick).length)) + 24;
+  for (const tick of ticks(x, (right - left) / wide)) {
     const half = (x.format(tick).length * POINTS_PER_CHARACTER) / 2;
-    const at = Math.min(atX(tick), width - half);
+    const at = Math.min(atX(tick), width - half - 3);
     node.append(svg("path", { class: "grid", d: `M${atX(tick)} ${bottom}v5` }),
       svg("text", { class: "muted", x: at, y: bottom + 17, "text-anchor": "middle" }, x.format(tick)));
   }
@@ -117,10 +127,11 @@ function axes(width, height, { x, y, label }) {
   return { node, x: atX, y: atY, left, right, top, bottom };
 }
 
-function extent(values, { zero = false, pad = 0.04 } = {}) {
+function extent(values, { zero = false, pad = 0.04, log = 0 } = {}) {
   let low = Infinity, high = -Infinity;
   for (const value of values) if (isNumber(value)) { low = Math.min(low, value); high = Math.max(high, value); }
   if (low > high) return { low: 0, high: 1 };
+  if (log) return { low: low / (high / low) ** pad, high: high * (high / low) ** pad };
   if (zero) low = Math.min(low, 0);
   const room = (high - low || Math.abs(high) || 1) * pad;
   return { low: zero && low === 0 ? 0 : low - room, high: high + room };
@@ -152,27 +163,35 @@ function pick(node, marks, choose, act = () => {}) {
 
 // --- charts
 
-/** Curves: series of {name, points: [[x, y]], color, dashed, dots}. `marks`: x of vertical lines, with a text. */
+/** Curves: series of {name, points, color, dashed, dots, bare}; a point is [x, y], or [x, y, low, high] with an interval.
+ * `bare`: dots without a line. `marks`: x of vertical lines, with a text. `log` of an axis: the base of its logarithm;
+ * `read` of x: a value as the line below and the table show it. */
 function lines(parent, title, { series, x, y, height = 230, marks = [], zero = false }) {
   const shown = series.filter((each) => each.points.some((point) => isNumber(point[1])));
   if (!shown.length) return;
   const colors = shown.map((each, at) => each.color || COLORS[at % COLORS.length]);
   const all = shown.flatMap((each) => each.points);
   const xs = [...new Set(all.map((point) => point[0]))].sort((a, b) => a - b);
+  const read = x.read || x.format;
   figure(parent, title, (width, say) => {
     const frame = axes(width, height, { label: title,
-      x: { ...extent(xs, { pad: 0 }), ...x }, y: { ...extent(all.map((point) => point[1]), { zero }), ...y } });
+      x: { ...extent(xs, { pad: 0, log: x.log }), ...x },
+      y: { ...extent(all.flatMap((point) => point.slice(1)), { zero, log: y.log }), ...y } });
     for (const { at, text } of marks) {
       frame.node.append(svg("path", { class: "cursor", d: `M${frame.x(at)} ${frame.top}V${frame.bottom}` },
         svg("title", {}, text)));
     }
     shown.forEach((each, at) => {
       let path = "", pen = "M";
-      for (const [px, py] of each.points) {
+      for (const [px, py, low, high] of each.points) {
         if (!isNumber(py)) { pen = "M"; continue; }
         path += `${pen}${frame.x(px).toFixed(1)} ${frame.y(py).toFixed(1)}`;
-        pen = "L";
-        if (each.dots || each.points.length === 1) {
+        pen = each.bare ? "M" : "L";
+        if (isNumber(low)) {
+          frame.node.append(svg("path", { d: `M${frame.x(px)} ${frame.y(low)}V${frame.y(high)}`, stroke: colors[at],
+            "stroke-width": 5, opacity: 0.35 }));
+        }
+        if (each.dots || each.bare || each.points.length === 1) {
           frame.node.append(svg("circle", { cx: frame.x(px), cy: frame.y(py), r: 3, fill: colors[at] }));
         }
       }
@@ -187,10 +206,10 @@ function lines(parent, title, { series, x, y, height = 230, marks = [], zero = f
       const values = shown.filter((_, at) => lookup[at].has(xs[index]))
         .map((each) => `${each.name} ${y.format(new Map(each.points).get(xs[index]))}`);
       const noted = marks.filter((mark) => mark.at === xs[index]).map((mark) => mark.text);
-      say(`${x.name} ${x.format(xs[index])}: ${[...values, ...noted].join(", ")}`);
+      say(`${x.name} ${read(xs[index])}: ${[...values, ...noted].join(", ")}`);
     });
     return [shown.length > 1 ? legend(shown.map((each) => each.name), colors) : null, frame.node].filter(Boolean);
-  }, { note: "pointer or arrow keys: the values at a place", values: () => table([x.name, ...shown.map((each) => each.name)], xs.map((value) => [[value, x.format],
+  }, { note: "pointer or arrow keys: the values at a place", values: () => table([x.name, ...shown.map((each) => each.name)], xs.map((value) => [[value, read],
     ...shown.map((each) => [new Map(each.points).get(value) ?? null, y.format])])) });
 }
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from plait.errors import printable
 from plait.fileio import finite_json, write_text
 
-Kind = Literal["schedule", "plan", "explain", "runs"]
+Kind = Literal["schedule", "plan", "explain", "runs", "figures"]
 
 _FOLDER = Path(__file__).parent
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"

@@ -43,7 +43,7 @@ function timeline(parent, one, high = end(one)) {
     const draw = () => {
       paint(canvas, one, view, ratio);
       frame.replaceChildren(...one.rows.map((row, at) => svg("text", { x: 0, y: at * ROW + 15 }, row.name)));
-      for (const tick of ticks(view.low, view.high, (width - label) / 90)) {
+      for (const tick of ticks(view, (width - label) / 90)) {
         const at = label + ((tick - view.low) / (view.high - view.low)) * (width - label);
         if (at > width - 5) continue;
         const anchor = at > width - 40 ? "end" : at < label + 20 ? "start" : "middle";

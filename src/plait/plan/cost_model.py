@@ -16,6 +16,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from plait.plan.collectives import is_power_of_two, scatters
+
 # Bytes on the busiest direction of a link per byte of the full tensor, on p ranks.
 # nccl-tests, doc/PERFORMANCE.md; gather and scatter as in its gather.cu and scatter.cu.
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
@@ -144,6 +146,38 @@ def chain_broadcast_s(num_ranks: int, num_bytes: float, segments: int, link: Lin
     if num_ranks == 1:
         return 0.0
     return (num_ranks - 2 + segments) * link.message_s(num_bytes / segments)
+
+
+def algorithm_s(
+    collective: str, algorithm: str, num_ranks: int, num_bytes: float, link: Link, segments: int = 1
+) -> float | None:
+    """Seconds of a collective by one of the algorithms of `plan/collectives.py`, whose docstrings have the
+    formulas. None for two levels, whose links differ."""
+    if algorithm == "chain":
+        return chain_broadcast_s(num_ranks, num_bytes, segments, link)
+    if algorithm == "two-level":
+        return None
+    reduce_s, mirror_s = _halves_s(algorithm, num_ranks, num_bytes, link)
+    if collective == "reduce-scatter" and scatters(algorithm, num_ranks):
+        return reduce_s
+    return mirror_s if collective in ("all-gather", "broadcast") else reduce_s + mirror_s
+
+
+def _halves_s(algorithm: str, num_ranks: int, num_bytes: float, link: Link) -> tuple[float, float]:
+    """Seconds of the reducing half and of its mirror."""
+    power = 1 << (num_ranks.bit_length() - 1)
+    folded = num_bytes if algorithm == "halving" and not is_power_of_two(num_ranks) else 0
+    ranks = power if algorithm == "halving" else num_ranks
+    if algorithm in ("ring", "halving"):
+        messages = ranks - 1 if algorithm == "ring" else int(math.log2(ranks))
+        bytes_moved = (ranks - 1) / ranks * num_bytes + folded
+        messages += 1 if folded else 0
+    else:
+        assert algorithm in ("naive", "tree"), f"no formula for {algorithm}"
+        messages = ranks - 1 if algorithm == "naive" else (ranks - 1).bit_length()
+        bytes_moved = float(messages * num_bytes)
+    moved_s = messages * link.latency_s + bytes_moved / link.bytes_per_s
+    return moved_s + bytes_moved * link.reduce_s_per_byte, moved_s
 
 
 def gloo_broadcast_s(num_ranks: int, num_bytes: float, link: Link) -> float:

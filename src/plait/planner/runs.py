@@ -250,6 +250,7 @@ def _plans(
                     else 0, sp=tp > 1 and row.get("seq_parallel", "").lower() in ("y", "yes", "true", "1"),
                     zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
                     accumulate="auto" if zero == 3 or zero < 2 else "unsharded",
+                    reduce=row.get("reduce") or "fp32",
                 )
             )  # fmt: skip
     return tuple(plans)

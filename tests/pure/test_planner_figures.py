@@ -1,0 +1,63 @@
+"""Published figures: the planner is as near to them as docs/figures.md says."""
+
+import pytest
+
+from plait.pages.figures import Axis, Curve, Figure
+from plait.planner.figures import Entry, entries, published_figures
+
+ERRORS = {  # a curve's mean error in docs/figures.md, and a little
+    "zero=0": 0.001,
+    "zero=1": 0.001,
+    "zero=2": 0.003,
+    "zero=3": 0.014,
+    "model parallel, predicted": 0.02,
+    "model and data parallel, predicted": 0.08,
+    "epoch, predicted": 0.32,
+    "Megatron-LM, predicted": 0.04,
+    "BLOOM, predicted": 0.065,
+}
+
+
+@pytest.fixture(scope="module")
+def known() -> list[Entry]:
+    return entries()
+
+
+def test_predicted_figures_are_as_near_to_the_published_ones_as_documented(known: list[Entry]) -> None:
+    figures = [each for each in published_figures(known) if isinstance(each, Figure)]
+    errors = {name: error for each in figures for name, error in each.errors().items()}
+    assert errors.keys() == ERRORS.keys()
+    assert {name: error for name, error in errors.items() if error > ERRORS[name]} == {}
+
+
+def test_reported_hours_of_a_figure_are_within_its_intervals(known: list[Entry]) -> None:
+    found = [each for each in published_figures(known) if each.title.endswith("of published trainings")]
+    for figure in found:
+        assert isinstance(figure, Figure)
+        reported, bill = ({point[0]: point[1:] for point in curve.points} for curve in figure.curves)
+        assert all(bill[x][1] <= value <= bill[x][2] for x, (value,) in reported.items())
+    assert len(found) == 2
+
+
+def test_models_of_figures_have_their_published_sizes(known: list[Entry]) -> None:
+    for each in known:
+        assert each.run.model.num_params / 1e9 == pytest.approx(each.billions, rel=0.02, abs=0.06), each.name
+        assert each.price.memory.total < each.run.cluster.device.sheet_bytes, each.name
+
+
+def test_a_trillion_parameters_take_84_days(known: list[Entry]) -> None:
+    """2104.04473, section 5.1: 450 B tokens on 3,072 A100."""
+    [trillion] = [each for each in known if each.billions > 1000]
+    days = trillion.price.step_s * 450e9 / trillion.run.work.tokens / 86_400
+    assert days == pytest.approx(84, rel=0.07)
+    assert trillion.num_ranks == 3072
+
+
+def test_the_error_of_a_curve_is_the_mean_over_places_that_both_have() -> None:
+    expected = Curve("a", ((1, 10), (2, 10), (3, 5)))
+    curves = (
+        expected,
+        Curve("b", ((1, 11), (2, 7), (4, 1)), expected="a"),
+        Curve("c", ((9, 1),), expected="a"),
+    )
+    assert Figure("", Axis(""), Axis(""), curves).errors() == {"b": pytest.approx(0.2)}
