@@ -97,8 +97,15 @@ def compiled_and_not(plan: str, hidden: int, in_cpp: bool) -> tuple[float, str]:
     return programs.largest_difference(found.gradients[0], expected.gradients[0])[0], text
 
 
-@pytest.mark.parametrize("sp", ["false", "true"])
-@pytest.mark.parametrize("hidden", [64, 96])
+@pytest.mark.parametrize(
+    ("sp", "hidden"),
+    [
+        ("true", 64),
+        ("false", 96),
+        pytest.param("false", 64, marks=pytest.mark.sweep),
+        pytest.param("true", 96, marks=pytest.mark.sweep),
+    ],
+)
 def test_compiled_blocks_run_their_float8_layers_uncompiled_and_say_so(
     pool: Pool, sp: str, hidden: int
 ) -> None:

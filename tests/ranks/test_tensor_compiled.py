@@ -52,7 +52,7 @@ def _compared(plans: list[str]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("sp", ["false", "true"])
+@pytest.mark.parametrize("sp", [pytest.param("false", marks=pytest.mark.sweep), "true"])
 def test_blocks_of_a_grid_share_one_graph_and_give_the_uncompiled_numbers(pool: Pool, sp: str) -> None:
     plans = [f"tp=2 sp={sp} recompute={how}" for how in ("none", "full", "selective")]
     for found in pool.run(_compared, 2, plans, timeout_s=240.0):
