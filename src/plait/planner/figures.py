@@ -26,6 +26,9 @@ _ZERO_RANKS = 64  # of the table of ZeRO's paper
 _ZERO_GB = (120.0, 31.4, 16.6, 1.9)  # 1910.02054, figure 1
 
 
+Measure = tuple[Axis, Callable[["Entry"], float]]
+
+
 @dataclass(frozen=True)
 class Entry:
     """A point of a published figure, and its predicted step. `billions`: of parameters."""
@@ -72,37 +75,29 @@ def entries() -> list[Entry]:
 
 def published_figures(known: Sequence[Entry]) -> list[Figure | Listing]:
     """Return the figures of `plait plan figures`."""
-    size, one = Axis("10^9 parameters", log=2), known[0].flops_per_s
-    scaling = ("model parallel", "model and data parallel")
-    throughput = "Throughput from one to a thousand billion parameters on A100"
-    rate, models = Axis("TFLOP/s per GPU, with recomputation"), ("Megatron-LM", "BLOOM")
+    one = known[0].flops_per_s
+    ranks = Axis("GPUs", log=2), attrgetter("num_ranks")
+    size = Axis("10^9 parameters", log=2), attrgetter("billions")
+    rate = Axis("TFLOP/s per GPU, with recomputation"), lambda each: each.flops_per_s / 1e12
+    share = Axis("efficiency", "percent"), lambda each: each.flops_per_s / one
+    days = Axis("days"), lambda each: each.price.step_s * _EPOCH_STEPS / _DAY_S
+    scaling = [each for each in known if each.figure in ("model parallel", "model and data parallel")]
+    epochs = [each for each in known if each.figure == "epoch"]
+    models = [each for each in known if each.figure in ("Megatron-LM", "BLOOM")]
     return [
         _walls(),
         _zero(),
         *machines(),
         *_trainings(),
-        _compared(
-            [each for each in known if each.figure in scaling],
-            ("Weak scaling of GPT-2 on V100", Axis("GPUs", log=2), Axis("efficiency", "percent")),
-            lambda each: each.flops_per_s / one,
-        ),
-        _compared(
-            [each for each in known if each.figure == "epoch"],
-            ("Days of an epoch of GPT-2 on V100", size, Axis("days")),
-            lambda each: each.price.step_s * _EPOCH_STEPS / _DAY_S,
-        ),
-        _compared(
-            [each for each in known if each.figure in models],
-            (throughput, size, rate),
-            lambda each: each.flops_per_s / 1e12,
-        ),
+        _compared("Weak scaling of GPT-2 on V100", scaling, ranks, share),
+        _compared("Days of an epoch of GPT-2 on V100", epochs, size, days),
+        _compared("Throughput from one to a thousand billion parameters on A100", models, size, rate),
     ]
 
 
-def _compared(own: Sequence[Entry], axes: tuple[str, Axis, Axis], value: Callable[[Entry], float]) -> Figure:
-    """Published points, and the predicted `value` of each with its interval."""
-    title, x, y = axes
-    place = attrgetter("num_ranks" if x.name == "GPUs" else "billions")
+def _compared(title: str, own: Sequence[Entry], across: Measure, up: Measure) -> Figure:
+    """Published points over `across`, and the predicted values of `up` with their intervals."""
+    (x, place), (y, value) = across, up
     curves = []
     for name in dict.fromkeys(each.figure for each in own):
         points = [each for each in own if each.figure == name]
@@ -131,18 +126,11 @@ def _zero() -> Figure:
     for stage, published in enumerate(_ZERO_GB):
         name = f"zero={stage}"
         points = tuple((number, zero_bytes(7.5e9, number, stage) / 1e9) for number in ranks)
-        curves += [
-            Curve(f"{name}, published", ((_ZERO_RANKS, published),), "dots"),
-            Curve(name, points, "dashed", f"{name}, published"),
-        ]
-    return Figure(
-        "Memory of 7.5 B parameters under ZeRO",
-        Axis("ranks", log=2),
-        Axis("GB per rank", log=10),
-        tuple(curves),
-        source="1910.02054, figure 1",
-        note="Adam in mixed precision, 16 bytes per parameter.",
-    )
+        curves.append(Curve(f"{name}, published", ((_ZERO_RANKS, published),), "dots"))
+        curves.append(Curve(name, points, "dashed", f"{name}, published"))
+    title, note = "Memory of 7.5 B parameters under ZeRO", "Adam in mixed precision, 16 bytes per parameter."
+    axes = Axis("ranks", log=2), Axis("GB per rank", log=10)
+    return Figure(title, *axes, tuple(curves), source="1910.02054, figure 1", note=note)
 
 
 def machines() -> list[Listing]:
@@ -152,16 +140,11 @@ def machines() -> list[Listing]:
         sizes = [max_endpoints(ports, levels) for levels in (1, 2, 3)]
         tree = fat_tree(sizes[-1], ports)
         trees.append((ports, *sizes, tree.num_switches, tree.links, tree.bisection_links))
-    devices = []
+    devices: list[tuple[str | float, ...]] = []
     for each in map(device, _DEVICES):
         peak = each.peak_flops.get("bf16", each.peak_flops["fp16"])
-        rates = (
-            each.sheet_bytes / 1e9,
-            each.memory_bytes_per_s / 1e9,
-            each.link_bytes_per_s / 1e9,
-            peak / 1e12,
-        )
-        devices.append((each.name, *rates, each.watts, each.dollars_per_hour))
+        rates = [rate / 1e9 for rate in (each.sheet_bytes, each.memory_bytes_per_s, each.link_bytes_per_s)]
+        devices.append((each.name, *rates, peak / 1e12, each.watts, each.dollars_per_hour))
     hosts = [
         (name, each.host_size, each.device.name, each.network_bytes_per_s * 8 / 1e9, each.rails)
         for name in _HOSTS
@@ -191,15 +174,9 @@ def _trainings() -> list[Figure]:
             low, high = (factor * hours for hours in each.bill().hours)
             reported.append((x, factor * each.hours))
             bills.append((x, (low * high) ** 0.5, low, high))
-        figures.append(
-            Figure(
-                f"{title} of published trainings",
-                Axis("ZFLOP", log=10),
-                Axis(unit, log=10),
-                (Curve("reported", tuple(reported), "dots"), Curve("bill", tuple(bills), "dots")),
-                tuple((x, f"{each.name}, {each.device.name}") for x, each in sorted(known.items())),
-                "planner/data/trainings.toml",
-                "The vertical line is the interval of utilization; its point is the geometric mean.",
-            )
-        )
+        axes = f"{title} of published trainings", Axis("ZFLOP", log=10), Axis(unit, log=10)
+        curves = Curve("reported", tuple(reported), "dots"), Curve("bill", tuple(bills), "dots")
+        names = tuple((x, f"{each.name}, {each.device.name}") for x, each in sorted(known.items()))
+        note = "The vertical line is the interval of utilization; its point is the geometric mean."
+        figures.append(Figure(*axes, curves, names, "planner/data/trainings.toml", note))
     return figures
