@@ -107,10 +107,12 @@ _QWEN4 = {
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
 }
+_FULL_ATTENTION = {"attention_type": "original_full"}  # as these compute short sequences in any case
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bart": _HALVES,
-    "bigbird_pegasus": _HALVES,
+    "big_bird": _FULL_ATTENTION,
+    "bigbird_pegasus": {**_HALVES, **_FULL_ATTENTION},
     "blenderbot": _HALVES,
     "blenderbot-small": _HALVES,
     "blt": {
@@ -158,8 +160,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "reformer": {
         "is_decoder": True,
         "attn_layers": ("local", "lsh"),
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [4, 4],
+        "axial_pos_embds": False,
+        "hash_seed": 1,
         "feed_forward_size": 48,
         "attention_head_size": 8,
         "local_attn_chunk_length": 8,
