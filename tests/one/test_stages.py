@@ -315,6 +315,38 @@ def test_an_attribute_of_another_stages_block_is_named() -> None:
     assert "blocks.0.weight, on stage 1" in str(message.value)
 
 
+class OfKind(nn.Linear):
+    """A block with an attribute of its class, and with adapters by language."""
+
+    kind = "full"
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.tail = nn.Module()
+        self.tail.adapters = nn.ModuleDict({"de": nn.Linear(WIDTH, WIDTH), "en": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x: Tensor, language: str) -> Tensor:
+        return self.tail.adapters[language](super().forward(x))
+
+
+class ReadsConstants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OfKind() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = list(self.blocks[0].tail.adapters.keys())[-1]
+        for block in self.blocks:
+            x = block(x * {"full": 2}[block.kind], last)
+        return x
+
+
+def test_constants_of_another_stages_block_may_be_read() -> None:
+    model = ReadsConstants()
+    _, stages = stages_by_hand.stages_of(model, 2)
+    assert_same(model, stages, [{"x": torch.randn(2, WIDTH)}], squares)
+
+
 class Checkpointed(Ways):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=True)

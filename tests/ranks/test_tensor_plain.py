@@ -49,13 +49,22 @@ class Block(nn.Module):
         return x_BSh + self.mlp(self.between(x_BSh))
 
 
+class NormedEmbedding(nn.Embedding):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(super().forward(ids))
+
+
 class GPT(nn.Module):
-    """`heads` of 8 features; the head's weight is the embedding's, if it is `tied`."""
+    """`heads` of 8 features; the head's weight is that of an embedding with a norm, if it is `tied`."""
 
     def __init__(self, heads: int = 4, *, tied: bool = False) -> None:
         super().__init__()
         width = 8 * heads
-        self.tokens = nn.Embedding(programs.VOCABULARY, width)
+        self.tokens = (NormedEmbedding if tied else nn.Embedding)(programs.VOCABULARY, width)
         self.places = nn.Embedding(programs.LENGTH, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
         self.norm = nn.LayerNorm(width)

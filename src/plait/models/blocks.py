@@ -141,8 +141,10 @@ def default_groups(model: nn.Module) -> dict[str, int]:
 
 
 def _norm_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters of normalization layers, recognized by their class name."""
-    norms = [(name, m) for name, m in model.named_modules() if "norm" in type(m).__name__.lower()]
+    """Names of the parameters of normalization layers, recognized by their class name; an embedding that
+    contains one (NormedEmbedding) is none."""
+    modules = [(name, m) for name, m in model.named_modules() if not isinstance(m, nn.Embedding)]
+    norms = [(name, m) for name, m in modules if "norm" in type(m).__name__.lower()]
     return {key for name, norm in norms for key, _ in norm.named_parameters(name, recurse=False)}
 
 

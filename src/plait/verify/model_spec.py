@@ -68,6 +68,9 @@ class ModelSpec:
         with default_dtype(torch.promote_types(dtype, torch.float32)):
             model = _without_dropout(_module(_call(build)))
             if dtype == torch.float64:
+                for parameter in model.parameters():  # some constructors state float32
+                    if parameter.is_floating_point():
+                        parameter.data = parameter.data.double()
                 compute_in_float64(model, (block for _, block in blocks_of(model, self.blocks)))
         return model
 

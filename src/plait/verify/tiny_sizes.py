@@ -93,10 +93,26 @@ _DOTS = {
     "index_head_dim": 8,
     "index_n_heads": 2,
 }
+_QWEN4 = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ("linear_attention", "full_attention"),
+    "hc_lowrank": 8,
+    "ngram_vocab_size_base": 64,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+_FULL_ATTENTION = {"attention_type": "original_full"}  # as these compute short sequences in any case
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bart": _HALVES,
-    "bigbird_pegasus": _HALVES,
+    "big_bird": _FULL_ATTENTION,
+    "bigbird_pegasus": {**_HALVES, **_FULL_ATTENTION},
     "blenderbot": _HALVES,
     "blenderbot-small": _HALVES,
     "blt": {
@@ -144,8 +160,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "reformer": {
         "is_decoder": True,
         "attn_layers": ("local", "lsh"),
-        "axial_pos_embds_dim": [16, 16],
-        "axial_pos_shape": [4, 4],
+        "axial_pos_embds": False,
+        "hash_seed": 1,
         "feed_forward_size": 48,
         "attention_head_size": 8,
         "local_attn_chunk_length": 8,
@@ -159,6 +175,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "dbrx": {
+        "d_model": 32,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
@@ -171,6 +188,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
             "adapter_out_dim": 32,
             "num_local_experts": 2,
             "moe_intermediate_size": 16,
+            "per_layer_config": {},
         },
         "audio_config": {
             **_VISION,
@@ -189,7 +207,11 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "layer_types": ("sliding_attention", "full_attention"),
         "activation_sparsity_pattern": None,
     },
-    "gemma4": {"text_config": _GEMMA, "vision_config": _VISION, "audio_config": None},
+    "gemma4": {
+        "text_config": _GEMMA,
+        "vision_config": {**_VISION, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
+    },
     "gemma4_text": _GEMMA,
     "gemma4_unified": {
         "text_config": _GEMMA,
@@ -232,6 +254,28 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         },
     },
     "moshi": {"ffn_dim": 48, "num_key_value_heads": 4},
+    "moss_transcribe_diarize": {"text_config": _TEXT, "audio_config": {**_VISION, "num_mel_bins": 8}},
+    "phi4_multimodal": {
+        "vision_config": {**_VISION, "image_size": 28, "crop_size": 28, "feature_layer": -1},
+        "audio_config": {
+            **_VISION,
+            "num_blocks": 1,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 8,
+            "feature_layer": -1,
+        },
+    },
+    "prophetnet": {
+        "decoder_ffn_dim": 48,
+        "num_decoder_layers": _LAYERS,
+        "num_decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "num_encoder_layers": 1,
+        "num_encoder_attention_heads": 4,
+    },
+    "qwen4_exp": {"text_config": {**_TEXT, **_QWEN4}, "vision_config": _QWEN_VISION},
+    "qwen4_exp_text": _QWEN4,
     "zamba2": {
         "attention_head_dim": 16,
         "attention_hidden_size": 64,
@@ -253,10 +297,15 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "xglm": {"ffn_dim": 48, "d_model": 32, "attention_heads": 4, "num_layers": _LAYERS},
+    "xlnet": {"d_inner": 48, "d_head": 8},
 }
 
 # Common sizes that a type does not have, and does not take.
-NOT_OF_TYPE = {"xlstm": ("v_head_dim",)}
+NOT_OF_TYPE = {
+    "prophetnet": ("num_hidden_layers",),
+    "xlnet": ("max_position_embeddings",),
+    "xlstm": ("v_head_dim",),
+}
 
 
 def sizes_of_type(model_type: str, layers: int) -> dict[str, Any]:

@@ -71,6 +71,9 @@ _PACKED_GATE = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.dow
 # Their own plan is colwise, for a single matrix; but gate and up are concatenated.
 _PACKED_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
 
+# Experts that all tokens go to, in tensors of the same form as those of the others.
+_SHARED_EXPERTS = {"layers.*.mlp.shared_experts": "moe_tp_experts"}
+
 # A layer that reads the values of all heads decides which tokens a head sees.
 _WHOLE_ATTENTION = {
     **dict.fromkeys((f"layers.*.self_attn.{key}_proj" for key in "qkv"), "colwise_gather_output"),
@@ -106,7 +109,7 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "phi3": _PACKED_GATE,
     "glm": _PACKED_GATE,
     "glm4": _PACKED_GATE,
-    "inkling_text": _PACKED_EXPERTS,
+    "inkling_text": {**_PACKED_EXPERTS, **_SHARED_EXPERTS},
     "inkling2_text": _PACKED_EXPERTS,
 }
 

@@ -16,6 +16,8 @@ every column.
   and these sum its gradient. Not partial.
 - In a region, a weight applied to each head separately (PER_HEAD_NORM), or a learned scalar of an activation,
   sees this column's features: always partial. Between projections that are gathered it sees all: not partial.
+- In an embedding that is sharded by vocabulary, other parameters than the table (a norm) see the rows of this
+  column's tokens: always partial.
 
 A shard that columns share because they share kv heads (see `DimSharding.sharers`) has a partial gradient on
 each of them, and needs no mark. Along `row` nothing is partial: rows hold different shards, or compute the

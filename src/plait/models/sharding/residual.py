@@ -193,6 +193,10 @@ def _sequence_error(builder: TPPlanBuilder, name: str, given: str) -> ModelError
 
 def mark_partial_grads(builder: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) -> None:
     """Mark the parameters that see only their column's tokens. See `plan.py` [Note: partial gradients]."""
+    for table in [name for name in builder.layers if builder.style_of(name) is Style.VOCABULARY]:
+        for name in builder.inside(table):
+            for full_name in builder.own_parameters(name).values():
+                _mark_partial(builder, full_name)
     if not sequence:
         return
     sharded = frozenset(regions)
@@ -203,9 +207,15 @@ def mark_partial_grads(builder: TPPlanBuilder, regions: Sequence[str], *, sequen
         for key, full_name in builder.own_parameters(name).items()
         if key == "bias"
     }
-    for full_name, shape in builder.shapes.items():
+    for full_name in builder.shapes:
         is_between = builder.block_of(full_name) is not None and not _is_in_any(builder, full_name, sharded)
         if full_name in biases or is_between:
-            param = builder.parameters.get(full_name, ParamSharding(full_name, (None,) * len(shape)))
-            is_over_col = any(sharding is not None and sharding.axis == "col" for sharding in param.dims)
-            builder.parameters[full_name] = replace(param, partial=not is_over_col)
+            _mark_partial(builder, full_name)
+
+
+def _mark_partial(builder: TPPlanBuilder, full_name: str) -> None:
+    """Mark a parameter, unless its shards differ between columns."""
+    unsharded = ParamSharding(full_name, (None,) * len(builder.shapes[full_name]))
+    param = builder.parameters.get(full_name, unsharded)
+    is_over_col = any(sharding is not None and sharding.axis == "col" for sharding in param.dims)
+    builder.parameters[full_name] = replace(param, partial=not is_over_col)

@@ -233,13 +233,15 @@ class ElsewhereError(ModelError, AttributeError):
 
 class Elsewhere:
     """A module in a block on another stage, of which the model's code may read what torch declares as
-    constant, also of the modules in it. nn.TransformerEncoder reads whether its first block has batches
-    first."""
+    constant, and the keys of an nn.ModuleDict, also of the modules in it. nn.TransformerEncoder reads whether
+    its first block has batches first."""
 
     def __init__(self, name: str, module: nn.Module, stage: int) -> None:
         constants = getattr(module, "__constants__", ())
         self.__dict__.update({key: value for key, value in vars(module).items() if key in constants})
         self.__dict__.update(_modules_elsewhere(name, module, stage), _name=name, _stage=stage)
+        if isinstance(module, nn.ModuleDict):
+            self.__dict__["keys"] = partial(tuple, tuple(module))
 
     def __getattr__(self, key: str) -> Any:
         if "_name" not in self.__dict__ or key.startswith("__"):
@@ -268,7 +270,7 @@ class PassThrough(nn.Module):
     ) -> None:
         """`changing`: names of attributes that a block's forward sets, which cannot be read here."""
         super().__init__()
-        for key, value in vars(block).items():
+        for key, value in _attributes(block).items():
             is_plain = isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value)
             if not key.startswith("_") and key not in changing and is_plain:
                 setattr(self, key, value)
@@ -298,6 +300,12 @@ class PassThrough(nn.Module):
         number: int = self.__dict__["_stage_number"]
         inbox.is_taken = number == inbox.fed
         return inbox.output_of(number)
+
+
+def _attributes(block: nn.Module) -> dict[str, Any]:
+    """The block's attributes, and those of its classes below nn.Module."""
+    classes = [cls for cls in type(block).__mro__ if not issubclass(nn.Module, cls)]
+    return {key: value for of in (*classes[::-1], block) for key, value in vars(of).items()}
 
 
 _PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype)
