@@ -9,6 +9,9 @@ it bounds, which a test checks. A plan is dropped as soon as a lower bound of it
 device's. The memory of a complete plan is computed before its time.
 
 The same search in order of memory finds the least that a set of plans needs.
+
+A search of a part of the plans goes on from the heap of one that has stopped: what that dropped, it need not
+drop again.
 """
 
 import heapq
@@ -56,6 +59,10 @@ class Field:
         return self.cluster.device.memory_bytes
 
 
+# Bound or value, 1 for a value, what orders equal ones, the number of the plan's field, the plan, its level.
+_Entry = tuple[float, int, Any, int, Plan, Decided]
+
+
 @dataclass
 class Search:
     """A search over one or several clusters. See [Note: search in order of a lower bound].
@@ -65,6 +72,9 @@ class Search:
     reached       value up to which there is no other plan than those found
     is_exhausted  there is no other plan at all
     least         the least value of a complete plan, and the plan, which may not have been yielded
+    heap          what is left; a search that is given one begins with it
+    found         what was yielded
+    fields        the plans' fields
     """
 
     counts: Counts = field(default_factory=Counts)
@@ -73,8 +83,29 @@ class Search:
     reached: float = 0.0
     is_exhausted: bool = False
     least: tuple[float, Plan | None] = (math.inf, None)
+    heap: list[_Entry] | None = None
+    found: list[_Entry] = field(default_factory=list)
+    fields: Sequence[Field] = ()
+    _ties: Iterator[int] = field(default_factory=count)
 
-    def fastest(self, fields: Sequence[Field]) -> Iterator[tuple[Field, Price]]:
+    def within(self, at: Field, most_steps: int) -> "Search":
+        """Return a search by the same value of the part of a cluster's plans that `at.space` allows, which
+        begins where this one has stopped."""
+        is_of = [each.cluster is at.cluster for each in self.fields]
+        kept = [
+            entry
+            for entry in (*self.found, *(self.heap or ()))
+            if is_of[entry[3]] and at.space.allows(entry[4], entry[5])
+        ]
+        heapq.heapify(kept)
+        best = min((entry for entry in kept if entry[1]), default=None)
+        least = (math.inf, None) if best is None else (best[0], best[4])
+        fields = [at] * len(self.fields)
+        return Search(
+            report=self.report, most_steps=most_steps, least=least, heap=kept, fields=fields, _ties=self._ties
+        )
+
+    def fastest(self, fields: Sequence[Field] = ()) -> Iterator[tuple[Field, Price]]:
         """Yield the plans that fit into memory, the best first."""
 
         def bound(at: Field, plan: Plan, decided: Decided) -> float:
@@ -87,7 +118,8 @@ class Search:
             return fits
 
         def value(at: Field, plan: Plan) -> float:
-            if at.pricing.memory_bytes(plan) > at.capacity_bytes:
+            of_plan = (at.pricing.first_rank_bytes, at.pricing.memory_bytes)  # the first takes a third
+            if any(num_bytes(plan) > at.capacity_bytes for num_bytes in of_plan):
                 self.counts.too_large += 1
                 return math.inf
             self.counts.priced += 1
@@ -114,18 +146,20 @@ class Search:
         is_possible: Callable[[Field, Plan, Decided], bool] = lambda *_: True,
     ) -> Iterator[tuple[Field, Plan, float]]:
         """Yield complete plans in order of their value; equal ones by their text."""
-        tie = count()
-        # (bound or value, 1 for a value, what orders equal ones, the plan's field, the plan, its level)
-        heap: list[tuple[float, int, Any, int, Plan, Decided]] = []
-        for number in range(len(fields)):
-            heap.append((0.0, 0, next(tie), number, Plan(), Decided.NOTHING))
+        if self.heap is None:
+            nothing = Plan(), Decided.NOTHING
+            self.fields = fields
+            self.heap = [(0.0, 0, next(self._ties), number, *nothing) for number in range(len(fields))]
+        heap = self.heap
         for step in count():
             self.is_exhausted = not heap
             if not heap or step == self.most_steps:
                 return
-            least, is_exact, _, number, plan, decided = heapq.heappop(heap)
-            at, self.reached = fields[number], least
+            entry = heapq.heappop(heap)
+            least, is_exact, _, number, plan, decided = entry
+            at, self.reached = self.fields[number], least
             if is_exact:
+                self.found.append(entry)
                 yield at, plan, least
             elif decided and not is_possible(at, plan, decided):
                 continue
@@ -140,7 +174,7 @@ class Search:
                     self._count()
                     child_least = max(least, bound(at, child, level) * _ROUNDING)
                     if math.isfinite(child_least):
-                        heapq.heappush(heap, (child_least, 0, next(tie), number, child, level))
+                        heapq.heappush(heap, (child_least, 0, next(self._ties), number, child, level))
 
     def _count(self) -> None:
         self.counts.bounded += 1

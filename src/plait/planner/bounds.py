@@ -57,6 +57,7 @@ class Prices:
         self._links = Links.of(cluster, cluster.constants)
         self._prices: dict[Plan, Price] = {}
         self._memory: dict[Plan, float] = {}
+        self._seconds: dict[tuple[Plan, Decided], float] = {}
         self._totals: dict[tuple[object, ...], float] = {}
         self._pipelines: dict[tuple[object, ...], _Simulated] = {}
         self._uses: dict[tuple[object, ...], tuple[MemoryUse, float]] = {}
@@ -74,6 +75,11 @@ class Prices:
 
     def least_seconds(self, plan: Plan, decided: Decided) -> float:
         """See [Note: bound of a pipeline's time]."""
+        if (plan, decided) not in self._seconds:
+            self._seconds[plan, decided] = self._least_seconds(plan, decided)
+        return self._seconds[plan, decided]
+
+    def _least_seconds(self, plan: Plan, decided: Decided) -> float:
         if decided is Decided.ALL:
             return self._sharded_s(plan)
         if decided is Decided.STATES:  # at least the optimizer's, with all of dp as shards
@@ -83,18 +89,15 @@ class Prices:
             return self._span_s(self._simulated(plan).ends.end)
         if decided is Decided.SCHEDULE:
             return self._pipeline_s(plan, self._stages(plan))
-        options = [plan]
-        if decided < Decided.COMPUTATION and plan.cols > 1:
-            options.append(replace(plan, sp=True))
-        return plan.micro * min(map(self._total_s, options)) / plan.pp
+        options = {plan.sp, decided < Decided.COMPUTATION and plan.cols > 1}
+        return plan.micro * min(self._total_s(plan, sp) for sp in options) / plan.pp
 
-    def _total_s(self, plan: Plan) -> float:
+    def _total_s(self, plan: Plan, sp: bool) -> float:
         """Seconds of one micro-batch on all stages together, which does not depend on the stages."""
-        key = (plan.tp, plan.dp * plan.micro, plan.sp, plan.recompute)
+        key = (plan.tp, plan.dp * plan.micro, sp, plan.recompute)
         if key not in self._totals:
-            self._totals[key] = sum(
-                stage.forward + stage.backward + stage.weight for stage in self._stages(plan)
-            )
+            stages = self._stages(replace(plan, sp=sp))
+            self._totals[key] = sum(stage.forward + stage.backward + stage.weight for stage in stages)
         return self._totals[key]
 
     def _stages(self, plan: Plan) -> tuple[StageSeconds, ...]:
@@ -167,10 +170,10 @@ class Prices:
             full = plan.keeps_full_grads if decided is Decided.ALL else plan.zero < 2
             tensors += int(use.gradients * (1 if full else share))
             tensors += int((use.master + use.optimizer) * share)
-        least = tensors * high / use.total * (1 + use.allocator / use.tensors)
-        if decided is Decided.ALL and least <= self._cluster.device.memory_bytes:
-            return self._first_rank(plan)[1]
-        return least
+        return tensors * high / use.total * (1 + use.allocator / use.tensors)
+
+    def first_rank_bytes(self, plan: Plan) -> float:
+        return self._first_rank(plan)[1]
 
     def _first_rank(self, plan: Plan) -> tuple[MemoryUse, float]:
         return peak_memory(self._model, plan, self._cluster, self._work, self._software, only_first=True)

@@ -51,8 +51,15 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "offload": ("none", "cpu"),
 }
 SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
-# Keys that are decided at the end of each level.
-_DECIDES = (("pp", "tp"), ("sp", "recompute"), ("schedule",), (), ("zero", "offload"), ())
+_DECIDED_AT = {
+    "pp": Decided.DEGREES,
+    "tp": Decided.DEGREES,
+    "sp": Decided.COMPUTATION,
+    "recompute": Decided.COMPUTATION,
+    "schedule": Decided.SCHEDULE,
+    "zero": Decided.STATES,
+    "offload": Decided.STATES,
+}
 _SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
 
 
@@ -110,9 +117,14 @@ class Space:
         """Return the plans of the next level. Spaces that differ in `only` share what they generate."""
         if (plan, decided) not in self.known:
             self.known[plan, decided] = list(self._generate(plan, decided))
-        only = [(key, self.only[key]) for key in _DECIDES[decided] if key in self.only]
-        children = self.known[plan, decided]
-        return [p for p in children if all(getattr(p, key) in values for key, values in only)]
+        return [child for child in self.known[plan, decided] if self.allows(child, Decided(decided + 1))]
+
+    def allows(self, plan: Plan, decided: Decided) -> bool:
+        """Return whether `only` has the values of a plan, as far as they are decided."""
+        for key, values in self.only.items():
+            if decided >= _DECIDED_AT[key] and getattr(plan, key) not in values:
+                return False
+        return True
 
     def _generate(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
         levels: tuple[Callable[[Plan], Iterable[dict[str, Any]]], ...]

@@ -7,11 +7,13 @@ schedule is periodic: for many micro-batches, two shorter runs that differ by on
 give the rest.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from plait.plan.schedule import make_schedule
-from plait.plan.schedule.action import Kind, Schedule
+from plait.plan.schedule.action import Action, Kind, Schedule
+from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import load_schedule
 from plait.plan.schedule.simulate import Durations
 from plait.plan.schedule.validate import dependencies, run_untimed
@@ -28,11 +30,9 @@ class Ends(NamedTuple):
         return max(self.end)
 
 
-class _Step(NamedTuple):
-    rank: int
-    duration: int  # index into the durations
-    need: int  # step whose result arrives from another stage; -1: none
-    transfer: int  # index of the transfer; -1: on the same rank
+# Its rank, the index of its duration, the step whose result arrives from another rank, and the index of that
+# transfer; -1: none. Not a class, which takes longer to make than all else in a step.
+_Step = tuple[int, int, int, int]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -83,7 +83,7 @@ def _steps(schedule: Schedule) -> tuple[_Step, ...]:
             if rank_of[other.stage] != rank:
                 need, transfer = index[other], min(other.stage, stage)
         index[action] = len(steps)
-        steps.append(_Step(rank, offset * stages + stage, need, transfer))
+        steps.append((rank, offset * stages + stage, need, transfer))
     return tuple(steps)
 
 
@@ -117,7 +117,7 @@ def _schedule(name: str, ranks: int, micros: int, chunks: int) -> Schedule:
 @lru_cache(maxsize=256)
 def stages_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of every stage."""
-    schedule = _schedule(name, ranks, max(1, ranks), chunks)
+    schedule = _schedule(name, ranks, 1, chunks)
     return tuple(schedule.rank_of[stage] for stage in range(schedule.num_stages))
 
 
@@ -134,15 +134,18 @@ def in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tup
 
 @lru_cache(maxsize=1 << 12)
 def _in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
-    return _largest(_schedule(name, ranks, micros, chunks), rank)
+    if name.startswith("file:"):
+        return _largest(_schedule(name, ranks, micros, chunks).ranks[rank])
+    return _largest(GENERATORS[name].make(rank, ranks, micros, chunks))
 
 
-def _largest(schedule: Schedule, rank: int) -> tuple[Held, ...]:
+def _largest(actions: Sequence[Action]) -> tuple[Held, ...]:
     """Return what a rank holds after its forwards, of which no other moment's holds as much."""
-    saved = dict.fromkeys(schedule.stages_of(rank), 0)
+    saved = dict.fromkeys(sorted({stage for _, stage, _ in actions}), 0)
+    split = {(stage, micro) for kind, stage, micro in actions if kind is Kind.W}
     deferred = dict(saved)
     found: list[Held] = []
-    for kind, stage, micro in schedule.ranks[rank]:
+    for kind, stage, micro in actions:
         if kind is Kind.F:
             saved[stage] += 1
             held = tuple((saved[of], deferred[of]) for of in saved)
@@ -152,7 +155,7 @@ def _largest(schedule: Schedule, rank: int) -> tuple[Held, ...]:
             deferred[stage] -= 1
         else:
             saved[stage] -= 1
-            deferred[stage] += (stage, micro) in schedule.split
+            deferred[stage] += (stage, micro) in split
     return tuple(found)
 
 
