@@ -148,7 +148,9 @@ def _min_max_split(
     }
     for stage in range(1, num_stages):
         longer = {}
-        for stop in range(stage + 1, num_blocks + 1):
+        for stop in range(
+            stage + 1, num_blocks - num_stages + stage + 2
+        ):  # leaves a block for each later stage
             options = []
             for start in range(stop - 1, stage - 1, -1):
                 cost = cost_of(stage, start, stop)
@@ -156,9 +158,10 @@ def _min_max_split(
                     break
                 if start in best:
                     slowest, squares, numbers = best[start]
-                    options.append((max(slowest, cost), squares + cost**2, (*numbers, stop - start)))
+                    options.append((max(slowest, cost), squares + cost**2, numbers, stop - start))
             if options:
-                longer[stop] = min(options)
+                slowest, squares, numbers, last = min(options)
+                longer[stop] = slowest, squares, (*numbers, last)
         best = longer
     return best[num_blocks][2]
 

@@ -37,7 +37,7 @@ from plait.planner.price import (
     update_s,
 )
 from plait.planner.space import SEARCHED, Decided
-from plait.planner.timeline import Ends, stages_of
+from plait.planner.timeline import Ends, stages_by_rank, stages_of
 
 
 class _Simulated(NamedTuple):
@@ -60,6 +60,7 @@ class Prices:
         self._seconds: dict[tuple[Plan, Decided], float] = {}
         self._totals: dict[tuple[object, ...], float] = {}
         self._pipelines: dict[tuple[object, ...], _Simulated] = {}
+        self._spans: dict[tuple[object, ...], float] = {}
         self._uses: dict[tuple[object, ...], tuple[MemoryUse, float]] = {}
 
     def price(self, plan: Plan) -> Price:
@@ -104,7 +105,8 @@ class Prices:
         return stage_seconds(self._model, plan, self._cluster, self._work, self._software)
 
     def _pipeline_s(self, plan: Plan, stages: Sequence[StageSeconds]) -> float:
-        ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
+        schedule = plan.schedule, plan.pp, plan.num_chunks
+        ranks, of_ranks = stages_of(*schedule), stages_by_rank(*schedule)
         generator = GENERATORS.get(plan.schedule)
         splits = generator is None or generator.splits
         forward, backward, weight = [0.0] * plan.pp, [0.0] * plan.pp, [0.0] * plan.pp
@@ -114,7 +116,7 @@ class Prices:
             weight[rank] += stage.weight
         fill = drain = longest = 0.0
         for rank in dict.fromkeys(ranks):  # in order of their first stages
-            first = stages[ranks.index(rank)]
+            first = stages[of_ranks[rank][0]]
             computed = plan.micro * (forward[rank] + backward[rank])
             weights = plan.micro * weight[rank]
             rest = max(weights, drain) if splits else weights + drain
@@ -137,6 +139,13 @@ class Prices:
         return max(ends) / self._cluster.ranks_per_core
 
     def _sharded_s(self, plan: Plan) -> float:
+        reduces = (plan.zero, plan.shard_degree, plan.accumulates_full, plan.reshard)
+        key = (*computation(plan), *reduces)  # and not `offload`
+        if key not in self._spans:
+            self._spans[key] = self._sharded_span_s(plan)
+        return self._spans[key] + self._update_s(plan, self._simulated(plan).numels)
+
+    def _sharded_span_s(self, plan: Plan) -> float:
         stages, ends, numels = self._simulated(plan)
         links, software, constants = self._links, self._software, self._cluster.constants
         data = step_reductions(plan, links, stages, numels, software, constants)
@@ -148,7 +157,7 @@ class Prices:
                 for stage, own in zip(stages, gathers, strict=True)
             ]
             span = max(span, self._pipeline_s(plan, slower))
-        return span + self._update_s(plan, numels)
+        return span
 
     def _update_s(self, plan: Plan, numels: Sequence[int]) -> float:
         constants = self._cluster.constants

@@ -138,7 +138,7 @@ class Space:
         )
         for keys in levels[decided](plan):
             try:
-                yield Plan(**(vars(plan) | keys))  # faster than `replace`
+                yield Plan(**(vars(plan) | keys)) if keys else plan  # faster than `replace`
             except PlanError as error:
                 self.refusals.add(error)
 

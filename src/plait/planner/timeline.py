@@ -121,6 +121,13 @@ def stages_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     return tuple(schedule.rank_of[stage] for stage in range(schedule.num_stages))
 
 
+@lru_cache(maxsize=256)
+def stages_by_rank(name: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of every rank, in model order."""
+    of = stages_of(name, ranks, chunks)
+    return tuple(tuple(stage for stage, at in enumerate(of) if at == rank) for rank in range(max(of) + 1))
+
+
 Held = tuple[tuple[int, int], ...]  # see `in_flight`
 
 
