@@ -19,13 +19,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from plait.plan import Plan
 from plait.planner.bounds import Prices
 from plait.planner.cluster import Cluster
 from plait.planner.price import Price
-from plait.planner.space import Decided, Space
+from plait.planner.space import DECIDED_AT, Decided, Space
 
 _ROUNDING = 1 - 1e-9  # a bound may exceed an equal value by rounding
 _REPORT_EVERY = 256  # plans
@@ -92,11 +93,10 @@ class Search:
         """Return a search by the same value of the part of a cluster's plans that `at.space` allows, which
         begins where this one has stopped."""
         is_of = [each.cluster is at.cluster for each in self.fields]
-        kept = [
-            entry
-            for entry in (*self.found, *(self.heap or ()))
-            if is_of[entry[3]] and at.space.allows(entry[4], entry[5])
-        ]
+        kept = [entry for entry in (*self.found, *(self.heap or ())) if is_of[entry[3]]]
+        for key, values in at.space.only.items():
+            level, value_of = DECIDED_AT[key], attrgetter(key)
+            kept = [entry for entry in kept if entry[5] < level or value_of(entry[4]) in values]
         heapq.heapify(kept)
         best = min((entry for entry in kept if entry[1]), default=None)
         least = (math.inf, None) if best is None else (best[0], best[4])

@@ -12,7 +12,7 @@ longest sum with the gathers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import NamedTuple
 
 from plait.plan import MemoryUse, Plan
@@ -37,7 +37,7 @@ from plait.planner.price import (
     update_s,
 )
 from plait.planner.space import SEARCHED, Decided
-from plait.planner.timeline import Ends, stages_by_rank, stages_of
+from plait.planner.timeline import Ends, stages_by_rank
 
 
 class _Simulated(NamedTuple):
@@ -76,9 +76,11 @@ class Prices:
 
     def least_seconds(self, plan: Plan, decided: Decided) -> float:
         """See [Note: bound of a pipeline's time]."""
-        if (plan, decided) not in self._seconds:
-            self._seconds[plan, decided] = self._least_seconds(plan, decided)
-        return self._seconds[plan, decided]
+        key = plan, decided
+        least = self._seconds.get(key)
+        if least is None:
+            least = self._seconds[key] = self._least_seconds(plan, decided)
+        return least
 
     def _least_seconds(self, plan: Plan, decided: Decided) -> float:
         if decided is Decided.ALL:
@@ -89,7 +91,7 @@ class Prices:
         if decided is Decided.SIMULATED:
             return self._span_s(self._simulated(plan).ends.end)
         if decided is Decided.SCHEDULE:
-            return self._pipeline_s(plan, self._stages(plan))
+            return self._pipeline_s(plan, *list(zip(*self._stages(plan), strict=True))[:3])
         options = {plan.sp, decided < Decided.COMPUTATION and plan.cols > 1}
         return plan.micro * min(self._total_s(plan, sp) for sp in options) / plan.pp
 
@@ -104,25 +106,23 @@ class Prices:
     def _stages(self, plan: Plan) -> tuple[StageSeconds, ...]:
         return stage_seconds(self._model, plan, self._cluster, self._work, self._software)
 
-    def _pipeline_s(self, plan: Plan, stages: Sequence[StageSeconds]) -> float:
+    def _pipeline_s(
+        self, plan: Plan, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
+    ) -> float:
+        """See [Note: bound of a pipeline's time]. Seconds by stage."""
         schedule = plan.schedule, plan.pp, plan.num_chunks
-        ranks, of_ranks = stages_of(*schedule), stages_by_rank(*schedule)
+        of_ranks = stages_by_rank(*schedule)
         generator = GENERATORS.get(plan.schedule)
         splits = generator is None or generator.splits
-        forward, backward, weight = [0.0] * plan.pp, [0.0] * plan.pp, [0.0] * plan.pp
-        for stage, rank in zip(stages, ranks, strict=True):
-            forward[rank] += stage.forward
-            backward[rank] += stage.backward
-            weight[rank] += stage.weight
         fill = drain = longest = 0.0
-        for rank in dict.fromkeys(ranks):  # in order of their first stages
-            first = stages[of_ranks[rank][0]]
-            computed = plan.micro * (forward[rank] + backward[rank])
-            weights = plan.micro * weight[rank]
+        for own in sorted(of_ranks):  # in order of their first stages
+            computed = plan.micro * sum([forward[stage] + backward[stage] for stage in own])
+            weights = plan.micro * sum([weight[stage] for stage in own])
             rest = max(weights, drain) if splits else weights + drain
             longest = max(longest, fill + computed + rest)
-            fill += first.forward
-            drain += first.backward + (0.0 if splits else first.weight)
+            first = own[0]
+            fill += forward[first]
+            drain += backward[first] + (0.0 if splits else weight[first])
         return longest / self._cluster.ranks_per_core
 
     def _simulated(self, plan: Plan) -> "_Simulated":
@@ -152,11 +152,10 @@ class Prices:
         span = self._span_s(end + rank.exposed for end, rank in zip(ends.end, data, strict=True))
         gathers = stage_gathers(self._model, plan, links, stages, software, constants)
         if any(stage.forward or stage.backward for stage in gathers):
-            slower = [
-                stage._replace(forward=stage.forward + own.forward, backward=stage.backward + own.backward)
-                for stage, own in zip(stages, gathers, strict=True)
-            ]
-            span = max(span, self._pipeline_s(plan, slower))
+            forward, backward, weight, *_ = zip(*stages, strict=True)
+            _, _, ahead, back, _ = zip(*gathers, strict=True)
+            forward, backward = tuple(map(add, forward, ahead)), tuple(map(add, backward, back))
+            span = max(span, self._pipeline_s(plan, forward, backward, weight))
         return span
 
     def _update_s(self, plan: Plan, numels: Sequence[int]) -> float:

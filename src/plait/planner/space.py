@@ -51,7 +51,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "offload": ("none", "cpu"),
 }
 SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
-_DECIDED_AT = {
+DECIDED_AT = {
     "pp": Decided.DEGREES,
     "tp": Decided.DEGREES,
     "sp": Decided.COMPUTATION,
@@ -117,14 +117,11 @@ class Space:
         """Return the plans of the next level. Spaces that differ in `only` share what they generate."""
         if (plan, decided) not in self.known:
             self.known[plan, decided] = list(self._generate(plan, decided))
-        return [child for child in self.known[plan, decided] if self.allows(child, Decided(decided + 1))]
-
-    def allows(self, plan: Plan, decided: Decided) -> bool:
-        """Return whether `only` has the values of a plan, as far as they are decided."""
+        children = self.known[plan, decided]
         for key, values in self.only.items():
-            if decided >= _DECIDED_AT[key] and getattr(plan, key) not in values:
-                return False
-        return True
+            if DECIDED_AT[key] == decided + 1:
+                children = [child for child in children if getattr(child, key) in values]
+        return children
 
     def _generate(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
         levels: tuple[Callable[[Plan], Iterable[dict[str, Any]]], ...]
@@ -179,12 +176,13 @@ class Space:
 
     def _micros(self, dp: int) -> Iterator[int]:
         for micro in self.values("micro", divisors(self.batch // dp) if self.batch >= dp else (1,)):
+            if self.batch % (dp * micro) == 0:
+                yield micro
+                continue
             try:
                 Plan(dp=dp, micro=micro).check_batch(self.batch)
             except PlanError as error:
                 self.refusals.add(error)
-            else:
-                yield micro
 
     def _computations(self, plan: Plan) -> Iterator[dict[str, Any]]:
         shards_sequence = plan.cols > 1 and not self.model.experts
