@@ -70,6 +70,7 @@ class Search:
 
     report        called now and then with the counts
     most_steps    plans taken from the heap, after which it gives up
+    enough        a complete plan with this value or less ends it
     reached       value up to which there is no other plan than those found
     is_exhausted  there is no other plan at all
     least         the least value of a complete plan, and the plan, which may not have been yielded
@@ -81,6 +82,7 @@ class Search:
     counts: Counts = field(default_factory=Counts)
     report: Callable[[Counts], None] = lambda _: None
     most_steps: int | None = None
+    enough: float = -math.inf
     reached: float = 0.0
     is_exhausted: bool = False
     least: tuple[float, Plan | None] = (math.inf, None)
@@ -166,6 +168,8 @@ class Search:
             elif decided is Decided.ALL:
                 exact = value(at, plan)
                 self.least = min(self.least, (exact, plan), key=lambda each: each[0])
+                if exact <= self.enough:
+                    return
                 if math.isfinite(exact):
                     heapq.heappush(heap, (exact, 1, (number, str(plan)), number, plan, decided))
             else:

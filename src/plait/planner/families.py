@@ -70,15 +70,18 @@ def _family(name: str, key: str, at: Field, ranked: Sequence[Price], searched: S
         return _found(name, price, best, "")
     found = () if fastest.is_exhausted else (fastest.least[1], _nearby(key, at, ranked, fastest))
     plans = [plan for plan in found if plan is not None]
-    smallest = None if plans else Search(report=searched.report, most_steps=_MOST_STEPS).smallest(at)
-    if smallest is not None and smallest[1] > at.capacity_bytes:
+    lean = Search(report=searched.report, most_steps=_MOST_STEPS, enough=at.capacity_bytes)
+    smallest = None if plans else lean.smallest(at)
+    if smallest is not None:
         excess = smallest[1] - at.capacity_bytes
         reason = f"does not fit by {format_bytes(int(excess))}; {smallest[0]}"
         return Family(name, None, None, excess, reason)
     if fastest.is_exhausted:
         return None
     least = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
-    plans += [smallest[0]] if smallest is not None else []
+    if lean.least[0] <= at.capacity_bytes and lean.least[1] is not None:
+        like = _nearby(key, at, [at.pricing.price(lean.least[1])], fastest)
+        plans = [plan for plan in (lean.least[1], like) if plan is not None]
     if not plans:
         bound = f"at least {least:.2f}x; " if least >= _SLOWER else ""
         return Family(name, None, least, None, f"{bound}no plan that fits was found in {_MOST_STEPS} steps")

@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from plait.plan.schedule import make_schedule
-from plait.plan.schedule.action import Action, Kind, Schedule
+from plait.plan.schedule.action import Action, B, F, Kind, Schedule
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import load_schedule
 from plait.plan.schedule.simulate import Durations
-from plait.plan.schedule.validate import dependencies, run_untimed
+from plait.plan.schedule.validate import run_untimed
 
 
 class Ends(NamedTuple):
@@ -73,15 +73,26 @@ def _compiled(name: str, ranks: int, micros: int, chunks: int) -> tuple[int, tup
 
 def _steps(schedule: Schedule) -> tuple[_Step, ...]:
     stages, rank_of, split = schedule.num_stages, schedule.rank_of, schedule.split
-    index: dict[object, int] = {}
+    # Whether a stage and the one before it are on different ranks.
+    is_sent = [
+        stage in rank_of and rank_of.get(stage - 1, rank_of[stage]) != rank_of[stage]
+        for stage in range(stages + 1)
+    ]
+    index: dict[Action, int] = {}
     steps: list[_Step] = []
     for rank, action in run_untimed(schedule).order:
         kind, stage, micro = action
-        offset = 0 if kind is Kind.F else 2 if kind is Kind.W else 1 if (stage, micro) in split else 3
         need = transfer = -1
-        for other in dependencies(action, stages):
-            if rank_of[other.stage] != rank:
-                need, transfer = index[other], min(other.stage, stage)
+        if kind is Kind.F:
+            offset = 0
+            if is_sent[stage]:
+                need, transfer = index[F(stage - 1, micro)], stage - 1
+        elif kind is Kind.B:
+            offset = 1 if (stage, micro) in split else 3
+            if is_sent[stage + 1]:
+                need, transfer = index[B(stage + 1, micro)], stage
+        else:
+            offset = 2
         index[action] = len(steps)
         steps.append((rank, offset * stages + stage, need, transfer))
     return tuple(steps)
