@@ -147,9 +147,8 @@ def _min_max_split(sums: Sequence[float], extra: Sequence[float]) -> tuple[int, 
     }
     for stage in range(1, num_stages):
         longer = {}
-        for stop in range(
-            stage + 1, num_blocks - num_stages + stage + 2
-        ):  # leaves a block for each later stage
+        last_stop = num_blocks - (num_stages - stage - 1)  # leaves a block for each later stage
+        for stop in range(stage + 1, last_stop + 1):
             options = []
             for start in range(stop - 1, stage - 1, -1):
                 cost = sums[stop] - sums[start] + extra[stage]

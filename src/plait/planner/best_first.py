@@ -120,7 +120,7 @@ class Search:
             return fits
 
         def value(at: Field, plan: Plan) -> float:
-            of_plan = (at.pricing.first_rank_bytes, at.pricing.memory_bytes)  # the first takes a third
+            of_plan = (at.pricing.first_rank_bytes, at.pricing.memory_bytes)
             if any(num_bytes(plan) > at.capacity_bytes for num_bytes in of_plan):
                 self.counts.too_large += 1
                 return math.inf

@@ -92,7 +92,7 @@ class Prices:
             return self._span_s(self._simulated(plan).ends.end)
         if decided is Decided.SCHEDULE:
             return self._pipeline_s(plan, *list(zip(*self._stages(plan), strict=True))[:3])
-        options = {plan.sp, decided < Decided.COMPUTATION and plan.cols > 1}
+        options = (False, True) if decided < Decided.COMPUTATION and plan.cols > 1 else (plan.sp,)
         return plan.micro * min(self._total_s(plan, sp) for sp in options) / plan.pp
 
     def _total_s(self, plan: Plan, sp: bool) -> float:
@@ -110,8 +110,7 @@ class Prices:
         self, plan: Plan, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
     ) -> float:
         """See [Note: bound of a pipeline's time]. Seconds by stage."""
-        schedule = plan.schedule, plan.pp, plan.num_chunks
-        of_ranks = stages_by_rank(*schedule)
+        of_ranks = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
         generator = GENERATORS.get(plan.schedule)
         splits = generator is None or generator.splits
         fill = drain = longest = 0.0
@@ -181,6 +180,7 @@ class Prices:
         return tensors * high / use.total * (1 + use.allocator / use.tensors)
 
     def first_rank_bytes(self, plan: Plan) -> float:
+        """Return a lower bound of `memory_bytes`, in a third of its time."""
         return self._first_rank(plan)[1]
 
     def _first_rank(self, plan: Plan) -> tuple[MemoryUse, float]:
