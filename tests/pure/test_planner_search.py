@@ -1,7 +1,9 @@
 """The search finds the plans that an exhaustive search finds, and its bounds hold."""
 
 import importlib
+import math
 import random
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +13,7 @@ import pytest
 
 from plait.errors import ConfigError, PlanError
 from plait.plan import Plan
+from plait.plan.plan import show_value
 from plait.planner import OBJECTIVES, Cluster, ModelShape, Software, Workload, cluster, price, search
 from plait.planner.best_first import Field, Search
 from plait.planner.bounds import Prices
@@ -161,6 +164,38 @@ def test_families_say_why_their_plans_are_not_the_best() -> None:
         assert family.slowdown == family.best.step_s / found.best[0].price.step_s >= 1
         key, _, value = family.name.partition("=")
         assert value.lower() in (str(getattr(family.best.plan, key, "")).lower(), ""), family
+
+
+@pytest.mark.parametrize("most_steps", [400, 30, 3])
+def test_families_agree_with_an_exhaustive_search(monkeypatch: pytest.MonkeyPatch, most_steps: int) -> None:
+    """A family's plan is its fastest, or its bounds hold, however soon the search gives up."""
+    monkeypatch.setattr(importlib.import_module("plait.planner.families"), "_MOST_STEPS", most_steps)
+    machine, work, pins = small_cluster(4, 2.3), Workload(1024, 4), "offload=none"
+    found = search(SMALL, machine, work, top=3, pins=pins)
+    prices = [price(SMALL, plan, machine, work) for plan in Space(SMALL, 4, 4, read_pins(pins)).plans()]
+    fitting = [each for each in prices if each.memory_high_bytes <= machine.device.memory_bytes]
+    are_exact = []
+    for family in found.families:
+        key, _, value = family.name.partition("=")
+        own = [
+            p
+            for p in fitting
+            if (show_value(key, getattr(p.plan, key)) == value if value else p.plan.rows > 1)
+        ]
+        least = min((each.step_s for each in own), default=math.inf) / found.best[0].price.step_s
+        bound = re.match(r"(?:at least )?([0-9.]+)x(?: to|;)", family.reason)
+        if family.excess_bytes is not None:
+            assert not own, family
+        if bound is not None:
+            assert float(bound[1]) - 0.005 <= least, family
+        if family.best is not None:
+            assert family.slowdown is not None
+            assert least <= family.slowdown * (1 + 1e-9), family
+        are_exact.append(bound is None and not family.reason.startswith("at "))
+        if are_exact[-1] and family.best is not None:
+            assert least == pytest.approx(family.slowdown)
+    assert len(are_exact) > 8
+    assert all(are_exact) == (most_steps == 400)
 
 
 def test_families_are_compared_with_plans_for_as_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,9 +81,9 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
     wanted += [(("row",), "", None), (("col",), "", None)]
     classes = sorted(set(sender_classes(rank_of).values()))
     wanted += [(("pp",), sends_channel(number), _MESSAGE_CTAS) for number in classes]
-    grid = Grid.from_plan(plan)
+    several = [axis for axis, degree in zip(AXES, Grid.from_plan(plan).degrees, strict=True) if degree > 1]
     used = [
-        (tuple(axis for axis in AXES if axis in axes and grid.degree(axis) > 1), channel, max_ctas)
+        (tuple(axis for axis in several if axis in axes), channel, max_ctas)
         for axes, channel, max_ctas in wanted
     ]
     return tuple(Communicator(*each) for each in dict.fromkeys(used) if each[0])

@@ -249,7 +249,7 @@ class Plan:
         check_precision(values)
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
-        check_servers(values, {name: default for name, _, default in _kinds()})
+        check_servers(values, vars(Plan))
         if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
             raise PlanError(
                 "compressed gradients cannot use a named all-reduce algorithm",

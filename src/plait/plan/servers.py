@@ -9,6 +9,7 @@ Ranks 0 to dp - 1 are workers, each with all of the model; the ranks after them 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from plait.errors import PlanError
@@ -33,6 +34,7 @@ class SyncPolicy:
     number: int = 0
 
     @classmethod
+    @lru_cache(maxsize=64)  # every plan has one
     def parse(cls, text: str) -> "SyncPolicy":
         """Read `all`, `async`, `stale:3` or `backup:1`. Raises PlanError."""
         match = _SYNC.fullmatch(text)

@@ -1,6 +1,6 @@
 """The split of a model into pipeline stages: which blocks and parameters each stage has."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -110,22 +110,22 @@ def balance_blocks(
     first is better.
     """
     assert 1 <= num_stages <= len(costs), f"{len(costs)} blocks on {num_stages} stages"
-    sums = [0.0, *accumulate(costs)]
-
-    def cost_of(stage: int, start: int, stop: int) -> float:
-        extra = (first if stage == 0 else 0.0) + (last if stage == num_stages - 1 else 0.0)
-        return sums[stop] - sums[start] + extra
+    sums, extra = [0.0, *accumulate(costs)], [0.0] * num_stages
+    extra[0] += first
+    extra[-1] += last
 
     def objective(numbers: tuple[int, ...]) -> tuple[float, float, int, float]:
         stops = tuple(accumulate(numbers))
-        loads = [cost_of(s, stop - n, stop) for s, (n, stop) in enumerate(zip(numbers, stops, strict=True))]
+        loads = [
+            sums[stop] - sums[stop - n] + more for n, stop, more in zip(numbers, stops, extra, strict=True)
+        ]
         of_ranks: dict[int, float] = {}
         for stage, load in enumerate(loads):
             rank = stage if ranks is None else ranks[stage]
             of_ranks[rank] = of_ranks.get(rank, 0.0) + load
         return max(of_ranks.values()), max(loads), loads.index(max(loads)), sum(load**2 for load in loads)
 
-    numbers = _min_max_split(cost_of, len(costs), num_stages)
+    numbers = _min_max_split(sums, extra)
     while True:
         moved = [numbers, *_moves(numbers)]
         best = min(moved, key=objective)
@@ -134,31 +134,32 @@ def balance_blocks(
         numbers = best
 
 
-def _min_max_split(
-    cost_of: Callable[[int, int, int], float], num_blocks: int, num_stages: int
-) -> tuple[int, ...]:
+def _min_max_split(sums: Sequence[float], extra: Sequence[float]) -> tuple[int, ...]:
     """Dynamic program: for the first `stop` blocks on the stages so far, the slowest stage, the sum of
     squares, the block counts. No stage of the result is slower than the slowest of equally many blocks."""
-    starts = [stage * num_blocks // num_stages for stage in range(num_stages + 1)]
-    limit = max(cost_of(stage, *edges) for stage, edges in enumerate(pairwise(starts)))
+    num_blocks, num_stages = len(sums) - 1, len(extra)
+    edges = pairwise([stage * num_blocks // num_stages for stage in range(num_stages + 1)])
+    limit = max(sums[stop] - sums[start] + more for (start, stop), more in zip(edges, extra, strict=True))
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {
         stop: (cost, cost**2, (stop,))
         for stop in range(1, num_blocks + 1)
-        if (cost := cost_of(0, 0, stop)) <= limit
+        if (cost := sums[stop] - sums[0] + extra[0]) <= limit
     }
     for stage in range(1, num_stages):
         longer = {}
-        for stop in range(stage + 1, num_blocks + 1):
+        last_stop = num_blocks - (num_stages - stage - 1)  # leaves a block for each later stage
+        for stop in range(stage + 1, last_stop + 1):
             options = []
             for start in range(stop - 1, stage - 1, -1):
-                cost = cost_of(stage, start, stop)
+                cost = sums[stop] - sums[start] + extra[stage]
                 if cost > limit:
                     break
                 if start in best:
                     slowest, squares, numbers = best[start]
-                    options.append((max(slowest, cost), squares + cost**2, (*numbers, stop - start)))
+                    options.append((max(slowest, cost), squares + cost**2, numbers, stop - start))
             if options:
-                longer[stop] = min(options)
+                slowest, squares, numbers, last = min(options)
+                longer[stop] = slowest, squares, (*numbers, last)
         best = longer
     return best[num_blocks][2]
 

@@ -9,6 +9,9 @@ it bounds, which a test checks. A plan is dropped as soon as a lower bound of it
 device's. The memory of a complete plan is computed before its time.
 
 The same search in order of memory finds the least that a set of plans needs.
+
+A search of a part of the plans goes on from the heap of one that has stopped: what that dropped, it need not
+drop again.
 """
 
 import heapq
@@ -16,13 +19,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from plait.plan import Plan
 from plait.planner.bounds import Prices
 from plait.planner.cluster import Cluster
 from plait.planner.price import Price
-from plait.planner.space import Decided, Space
+from plait.planner.space import DECIDED_AT, Decided, Space
 
 _ROUNDING = 1 - 1e-9  # a bound may exceed an equal value by rounding
 _REPORT_EVERY = 256  # plans
@@ -56,25 +60,54 @@ class Field:
         return self.cluster.device.memory_bytes
 
 
+# Bound or value, 1 for a value, what orders equal ones, the number of the plan's field, the plan, its level.
+_Entry = tuple[float, int, Any, int, Plan, Decided]
+
+
 @dataclass
 class Search:
     """A search over one or several clusters. See [Note: search in order of a lower bound].
 
     report        called now and then with the counts
     most_steps    plans taken from the heap, after which it gives up
+    enough        a complete plan with this value or less ends it
     reached       value up to which there is no other plan than those found
     is_exhausted  there is no other plan at all
     least         the least value of a complete plan, and the plan, which may not have been yielded
+    heap          what is left; a search that is given one begins with it
+    found         what was yielded
+    fields        the plans' fields
     """
 
     counts: Counts = field(default_factory=Counts)
     report: Callable[[Counts], None] = lambda _: None
     most_steps: int | None = None
+    enough: float = -math.inf
     reached: float = 0.0
     is_exhausted: bool = False
     least: tuple[float, Plan | None] = (math.inf, None)
+    heap: list[_Entry] | None = None
+    found: list[_Entry] = field(default_factory=list)
+    fields: Sequence[Field] = ()
+    _ties: Iterator[int] = field(default_factory=count)
 
-    def fastest(self, fields: Sequence[Field]) -> Iterator[tuple[Field, Price]]:
+    def within(self, at: Field, most_steps: int) -> "Search":
+        """Return a search by the same value of the part of a cluster's plans that `at.space` allows, which
+        begins where this one has stopped."""
+        is_of = [each.cluster is at.cluster for each in self.fields]
+        kept = [entry for entry in (*self.found, *(self.heap or ())) if is_of[entry[3]]]
+        for key, values in at.space.only.items():
+            level, value_of = DECIDED_AT[key], attrgetter(key)
+            kept = [entry for entry in kept if entry[5] < level or value_of(entry[4]) in values]
+        heapq.heapify(kept)
+        best = min((entry for entry in kept if entry[1]), default=None)
+        least = (math.inf, None) if best is None else (best[0], best[4])
+        fields = [at] * len(self.fields)
+        return Search(
+            report=self.report, most_steps=most_steps, least=least, heap=kept, fields=fields, _ties=self._ties
+        )
+
+    def fastest(self, fields: Sequence[Field] = ()) -> Iterator[tuple[Field, Price]]:
         """Yield the plans that fit into memory, the best first."""
 
         def bound(at: Field, plan: Plan, decided: Decided) -> float:
@@ -87,7 +120,8 @@ class Search:
             return fits
 
         def value(at: Field, plan: Plan) -> float:
-            if at.pricing.memory_bytes(plan) > at.capacity_bytes:
+            of_plan = (at.pricing.first_rank_bytes, at.pricing.memory_bytes)
+            if any(num_bytes(plan) > at.capacity_bytes for num_bytes in of_plan):
                 self.counts.too_large += 1
                 return math.inf
             self.counts.priced += 1
@@ -114,24 +148,28 @@ class Search:
         is_possible: Callable[[Field, Plan, Decided], bool] = lambda *_: True,
     ) -> Iterator[tuple[Field, Plan, float]]:
         """Yield complete plans in order of their value; equal ones by their text."""
-        tie = count()
-        # (bound or value, 1 for a value, what orders equal ones, the plan's field, the plan, its level)
-        heap: list[tuple[float, int, Any, int, Plan, Decided]] = []
-        for number in range(len(fields)):
-            heap.append((0.0, 0, next(tie), number, Plan(), Decided.NOTHING))
+        if self.heap is None:
+            nothing = Plan(), Decided.NOTHING
+            self.fields = fields
+            self.heap = [(0.0, 0, next(self._ties), number, *nothing) for number in range(len(fields))]
+        heap = self.heap
         for step in count():
             self.is_exhausted = not heap
             if not heap or step == self.most_steps:
                 return
-            least, is_exact, _, number, plan, decided = heapq.heappop(heap)
-            at, self.reached = fields[number], least
+            entry = heapq.heappop(heap)
+            least, is_exact, _, number, plan, decided = entry
+            at, self.reached = self.fields[number], least
             if is_exact:
+                self.found.append(entry)
                 yield at, plan, least
             elif decided and not is_possible(at, plan, decided):
                 continue
             elif decided is Decided.ALL:
                 exact = value(at, plan)
                 self.least = min(self.least, (exact, plan), key=lambda each: each[0])
+                if exact <= self.enough:
+                    return
                 if math.isfinite(exact):
                     heapq.heappush(heap, (exact, 1, (number, str(plan)), number, plan, decided))
             else:
@@ -140,7 +178,7 @@ class Search:
                     self._count()
                     child_least = max(least, bound(at, child, level) * _ROUNDING)
                     if math.isfinite(child_least):
-                        heapq.heappush(heap, (child_least, 0, next(tie), number, child, level))
+                        heapq.heappush(heap, (child_least, 0, next(self._ties), number, child, level))
 
     def _count(self) -> None:
         self.counts.bounded += 1

@@ -12,7 +12,7 @@ longest sum with the gathers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import NamedTuple
 
 from plait.plan import MemoryUse, Plan
@@ -37,7 +37,7 @@ from plait.planner.price import (
     update_s,
 )
 from plait.planner.space import SEARCHED, Decided
-from plait.planner.timeline import Ends, stages_of
+from plait.planner.timeline import Ends, stages_by_rank
 
 
 class _Simulated(NamedTuple):
@@ -57,8 +57,10 @@ class Prices:
         self._links = Links.of(cluster, cluster.constants)
         self._prices: dict[Plan, Price] = {}
         self._memory: dict[Plan, float] = {}
+        self._seconds: dict[tuple[Plan, Decided], float] = {}
         self._totals: dict[tuple[object, ...], float] = {}
         self._pipelines: dict[tuple[object, ...], _Simulated] = {}
+        self._spans: dict[tuple[object, ...], float] = {}
         self._uses: dict[tuple[object, ...], tuple[MemoryUse, float]] = {}
 
     def price(self, plan: Plan) -> Price:
@@ -74,6 +76,13 @@ class Prices:
 
     def least_seconds(self, plan: Plan, decided: Decided) -> float:
         """See [Note: bound of a pipeline's time]."""
+        key = plan, decided
+        least = self._seconds.get(key)
+        if least is None:
+            least = self._seconds[key] = self._least_seconds(plan, decided)
+        return least
+
+    def _least_seconds(self, plan: Plan, decided: Decided) -> float:
         if decided is Decided.ALL:
             return self._sharded_s(plan)
         if decided is Decided.STATES:  # at least the optimizer's, with all of dp as shards
@@ -82,42 +91,37 @@ class Prices:
         if decided is Decided.SIMULATED:
             return self._span_s(self._simulated(plan).ends.end)
         if decided is Decided.SCHEDULE:
-            return self._pipeline_s(plan, self._stages(plan))
-        options = [plan]
-        if decided < Decided.COMPUTATION and plan.cols > 1:
-            options.append(replace(plan, sp=True))
-        return plan.micro * min(map(self._total_s, options)) / plan.pp
+            return self._pipeline_s(plan, *list(zip(*self._stages(plan), strict=True))[:3])
+        options = (False, True) if decided < Decided.COMPUTATION and plan.cols > 1 else (plan.sp,)
+        return plan.micro * min(self._total_s(plan, sp) for sp in options) / plan.pp
 
-    def _total_s(self, plan: Plan) -> float:
+    def _total_s(self, plan: Plan, sp: bool) -> float:
         """Seconds of one micro-batch on all stages together, which does not depend on the stages."""
-        key = (plan.tp, plan.dp * plan.micro, plan.sp, plan.recompute)
+        key = (plan.tp, plan.dp * plan.micro, sp, plan.recompute)
         if key not in self._totals:
-            self._totals[key] = sum(
-                stage.forward + stage.backward + stage.weight for stage in self._stages(plan)
-            )
+            stages = self._stages(replace(plan, sp=sp))
+            self._totals[key] = sum(stage.forward + stage.backward + stage.weight for stage in stages)
         return self._totals[key]
 
     def _stages(self, plan: Plan) -> tuple[StageSeconds, ...]:
         return stage_seconds(self._model, plan, self._cluster, self._work, self._software)
 
-    def _pipeline_s(self, plan: Plan, stages: Sequence[StageSeconds]) -> float:
-        ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    def _pipeline_s(
+        self, plan: Plan, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
+    ) -> float:
+        """See [Note: bound of a pipeline's time]. Seconds by stage."""
+        of_ranks = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
         generator = GENERATORS.get(plan.schedule)
         splits = generator is None or generator.splits
-        forward, backward, weight = [0.0] * plan.pp, [0.0] * plan.pp, [0.0] * plan.pp
-        for stage, rank in zip(stages, ranks, strict=True):
-            forward[rank] += stage.forward
-            backward[rank] += stage.backward
-            weight[rank] += stage.weight
         fill = drain = longest = 0.0
-        for rank in dict.fromkeys(ranks):  # in order of their first stages
-            first = stages[ranks.index(rank)]
-            computed = plan.micro * (forward[rank] + backward[rank])
-            weights = plan.micro * weight[rank]
+        for own in sorted(of_ranks):  # in order of their first stages
+            computed = plan.micro * sum([forward[stage] + backward[stage] for stage in own])
+            weights = plan.micro * sum([weight[stage] for stage in own])
             rest = max(weights, drain) if splits else weights + drain
             longest = max(longest, fill + computed + rest)
-            fill += first.forward
-            drain += first.backward + (0.0 if splits else first.weight)
+            first = own[0]
+            fill += forward[first]
+            drain += backward[first] + (0.0 if splits else weight[first])
         return longest / self._cluster.ranks_per_core
 
     def _simulated(self, plan: Plan) -> "_Simulated":
@@ -134,18 +138,24 @@ class Prices:
         return max(ends) / self._cluster.ranks_per_core
 
     def _sharded_s(self, plan: Plan) -> float:
+        reduces = (plan.zero, plan.shard_degree, plan.accumulates_full, plan.reshard)
+        key = (*computation(plan), *reduces)  # and not `offload`
+        if key not in self._spans:
+            self._spans[key] = self._sharded_span_s(plan)
+        return self._spans[key] + self._update_s(plan, self._simulated(plan).numels)
+
+    def _sharded_span_s(self, plan: Plan) -> float:
         stages, ends, numels = self._simulated(plan)
         links, software, constants = self._links, self._software, self._cluster.constants
         data = step_reductions(plan, links, stages, numels, software, constants)
         span = self._span_s(end + rank.exposed for end, rank in zip(ends.end, data, strict=True))
         gathers = stage_gathers(self._model, plan, links, stages, software, constants)
         if any(stage.forward or stage.backward for stage in gathers):
-            slower = [
-                stage._replace(forward=stage.forward + own.forward, backward=stage.backward + own.backward)
-                for stage, own in zip(stages, gathers, strict=True)
-            ]
-            span = max(span, self._pipeline_s(plan, slower))
-        return span + self._update_s(plan, numels)
+            forward, backward, weight, *_ = zip(*stages, strict=True)
+            _, _, ahead, back, _ = zip(*gathers, strict=True)
+            forward, backward = tuple(map(add, forward, ahead)), tuple(map(add, backward, back))
+            span = max(span, self._pipeline_s(plan, forward, backward, weight))
+        return span
 
     def _update_s(self, plan: Plan, numels: Sequence[int]) -> float:
         constants = self._cluster.constants
@@ -167,10 +177,11 @@ class Prices:
             full = plan.keeps_full_grads if decided is Decided.ALL else plan.zero < 2
             tensors += int(use.gradients * (1 if full else share))
             tensors += int((use.master + use.optimizer) * share)
-        least = tensors * high / use.total * (1 + use.allocator / use.tensors)
-        if decided is Decided.ALL and least <= self._cluster.device.memory_bytes:
-            return self._first_rank(plan)[1]
-        return least
+        return tensors * high / use.total * (1 + use.allocator / use.tensors)
+
+    def first_rank_bytes(self, plan: Plan) -> float:
+        """Return a lower bound of `memory_bytes`, in a third of its time."""
+        return self._first_rank(plan)[1]
 
     def _first_rank(self, plan: Plan) -> tuple[MemoryUse, float]:
         return peak_memory(self._model, plan, self._cluster, self._work, self._software, only_first=True)

@@ -1,11 +1,11 @@
 """Plans that are not among the best because of one of their values, and the reason."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.plan import Plan, format_bytes
-from plait.planner.best_first import Counts, Field, Search
+from plait.planner.best_first import Field, Search
 from plait.planner.price import Price
 from plait.planner.space import VALUES, Decided
 
@@ -32,17 +32,15 @@ class Family:
     reason: str
 
 
-def rejected_families(
-    at: Field, best: Sequence[Price], report: Callable[[Counts], None] = lambda _: None
-) -> Iterator[Family]:
-    """Yield the families that none of the best plans belongs to."""
+def rejected_families(at: Field, best: Sequence[Price], searched: Search) -> Iterator[Family]:
+    """Yield the families that none of the best plans belongs to. `searched`: the search that found these."""
     degrees = list(at.space.expand(Plan(), Decided.NOTHING))
     for key in _KEYS:
         shown = {getattr(price.plan, key) for price in best}
         for name, values in _groups(key, at, degrees):
             if not shown & values:
                 space = replace(at.space, only={key: values})
-                family = _family(name, key, replace(at, space=space), best, report)
+                family = _family(name, key, replace(at, space=space), best, searched)
                 if family is not None:
                     yield family
 
@@ -63,26 +61,27 @@ def _groups(key: str, at: Field, degrees: Sequence[Plan]) -> Iterator[tuple[str,
         yield f"{key}={str(value).lower() if isinstance(value, bool) else value}", {value}
 
 
-def _family(
-    name: str, key: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]
-) -> Family | None:
+def _family(name: str, key: str, at: Field, ranked: Sequence[Price], searched: Search) -> Family | None:
     """The fastest plan and why it is slower, or why none fits; None for a family without plans."""
     best = ranked[0]
-    fastest = Search(report=report, most_steps=_MOST_STEPS)
-    price = next((price for _, price in fastest.fastest([at])), None)
+    fastest = searched.within(at, _MOST_STEPS)
+    price = next((price for _, price in fastest.fastest()), None)
     if price is not None:
         return _found(name, price, best, "")
-    found = () if fastest.is_exhausted else (fastest.least[1], _nearby(key, at, ranked, report))
+    found = () if fastest.is_exhausted else (fastest.least[1], _nearby(key, at, ranked, fastest))
     plans = [plan for plan in found if plan is not None]
-    smallest = None if plans else Search(report=report, most_steps=_MOST_STEPS).smallest(at)
-    if smallest is not None and smallest[1] > at.capacity_bytes:
+    lean = Search(report=searched.report, most_steps=_MOST_STEPS, enough=at.capacity_bytes)
+    smallest = None if plans else lean.smallest(at)
+    if smallest is not None:
         excess = smallest[1] - at.capacity_bytes
         reason = f"does not fit by {format_bytes(int(excess))}; {smallest[0]}"
         return Family(name, None, None, excess, reason)
     if fastest.is_exhausted:
         return None
     least = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
-    plans += [smallest[0]] if smallest is not None else []
+    if lean.least[0] <= at.capacity_bytes and lean.least[1] is not None:
+        like = _nearby(key, at, [at.pricing.price(lean.least[1])], fastest)
+        plans = [plan for plan in (lean.least[1], like) if plan is not None]
     if not plans:
         bound = f"at least {least:.2f}x; " if least >= _SLOWER else ""
         return Family(name, None, least, None, f"{bound}no plan that fits was found in {_MOST_STEPS} steps")
@@ -103,13 +102,13 @@ def _found(name: str, price: Price, best: Price, bound: str) -> Family:
     return Family(name, price, slowdown, None, f"{reason}; {price.plan}")
 
 
-def _nearby(key: str, at: Field, ranked: Sequence[Price], report: Callable[[Counts], None]) -> Plan | None:
+def _nearby(key: str, at: Field, ranked: Sequence[Price], searched: Search) -> Plan | None:
     """Return a fast plan of a family among those that have the best plans' values of other keys."""
     for others in (_KEYS, ("pp", "tp", "schedule", "sp"), ("zero",)):
         near = {other: {getattr(p.plan, other) for p in ranked} for other in others if other != key}
         space = replace(at.space, only={**near, **at.space.only})
-        search = Search(report=report, most_steps=_MOST_STEPS)
-        next(search.fastest([replace(at, space=space)]), None)
+        search = searched.within(replace(at, space=space), _MOST_STEPS)
+        next(search.fastest(), None)
         if search.least[1] is not None:
             return search.least[1]
     return None

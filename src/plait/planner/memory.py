@@ -75,8 +75,14 @@ def rank_memory(
 
 def without_sharding(plan: Plan) -> Plan:
     """Return the plan with what activations do not depend on at its default."""
-    defaults = {"zero": 0, "shard": 0, "accumulate": "auto", "reshard": "use", "prefetch": 1}
-    return Plan(**(vars(plan) | defaults | {"offload": "none"}))
+    values = vars(plan)
+    without = values | _NO_SHARDING
+    return plan if without == values else Plan(**without)
+
+
+_NO_SHARDING = {
+    "zero": 0, "shard": 0, "accumulate": "auto", "reshard": "use", "prefetch": 1, "offload": "none"
+}  # fmt: skip
 
 
 @lru_cache(maxsize=1 << 14)
@@ -94,9 +100,9 @@ def _activation_bytes(
 def rank_layout(model: ModelShape, plan: Plan, rank: int, software: Software) -> Layout:
     """Return the units of a pipeline rank's stages, with the number of elements that a rank stores."""
     counts = block_counts(model, plan, software)
-    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    own = tuple((stage, counts[stage]) for stage, of in enumerate(ranks) if of == rank)
-    return _layout(model, plan.rows, plan.cols, plan.shard_degree, own, len(ranks))
+    stages = timeline.stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)[rank]
+    own = tuple((stage, counts[stage]) for stage in stages)
+    return _layout(model, plan.rows, plan.cols, plan.shard_degree, own, len(counts))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -112,8 +118,7 @@ def kept_bytes(
 ) -> float:
     """Bytes that a pipeline rank keeps of all micro-batches between their forwards and backwards, at most."""
     sizes = micro_bytes(model, plan, batch, sequence, software)
-    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    own = [sizes[stage] for stage, of in enumerate(ranks) if of == rank]
+    own = [sizes[stage] for stage in timeline.stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)[rank]]
     return max(
         sum(a * saved + b * later for (a, b), (saved, later) in zip(held, own, strict=True))
         for held in timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks, rank)

@@ -377,14 +377,13 @@ def stage_gathers(
     counts, group = block_counts(model, plan, software), _shard_group(plan)
     size = COMPUTE_BYTES[plan.precision]
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
-    kinds: dict[tuple[StageSeconds, int], Overlapped] = {}
+    kinds: dict[tuple[int, bool, bool], Overlapped] = {}
     result = []
     for stage, (seconds, blocks) in enumerate(zip(stages, counts, strict=True)):
-        units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
-        numel = sum(unit.numel for unit in units)
-        key = (seconds, numel)
+        key = (blocks, stage == 0, stage == len(counts) - 1)
         if key not in kinds:
-            each = numel / len(units)
+            units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
+            each = sum(unit.numel for unit in units) / len(units)
             gather = len(units) * collective_s("unshard", links, group, each * size)
             times = 1.0 / plan.micro if plan.reshard == "step" else 1.0
             forward = gather * times if plan.zero == 3 else 0.0
@@ -425,21 +424,24 @@ def step_reductions(
         return [Overlapped(exposed + pull, hidden)]
     if plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
-    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    of_ranks = timeline.stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
     size, reduced = COMPUTE_BYTES[plan.precision], reduced_itemsize(plan)
-    result = []
-    for rank, numel in enumerate(numels):
-        own = [stages[stage] for stage, of in enumerate(ranks) if of == rank]
+    seconds: dict[int, tuple[float, float]] = {}  # of many ranks with the same number of parameters
+    for numel in set(numels):
         scatter = gather = 0.0
         if plan.zero and plan.accumulates_full:
             scatter = collective_s("scattered sum", links, shard, numel * reduced)
         if 0 < plan.zero < 3:
             gather = collective_s("unshard", links, shard, numel * size)
         scatter += collective_s("all-reduce", links, replicas, numel // shard.degree * reduced)
-        back = overlap(sum(s.backward + s.weight for s in own), scatter)
-        ahead = overlap(sum(s.forward for s in own), gather)
+        seconds[numel] = scatter, gather
+    result = []
+    for numel, own in zip(numels, of_ranks, strict=True):
+        scatter, gather = seconds[numel]
+        back = overlap(sum([stages[stage].backward + stages[stage].weight for stage in own]), scatter)
+        ahead = overlap(sum([stages[stage].forward for stage in own]), gather)
         result.append(Overlapped(back[0] + ahead[0], back[1] + ahead[1]))
     return result
 

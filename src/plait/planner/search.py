@@ -86,15 +86,18 @@ def search(
 
     by_size = objective == "time" and deadline_days is not None
     fields = [field(of) for of in (parts(cluster) if by_size or objective != "time" else [cluster])]
-    found = Search(report=report)
-    groups = [[each] for each in fields] if by_size else [fields]
-    ranked = next(filter(None, (list(islice(_distinct(found.fastest(group)), top)) for group in groups)), [])
+    counts, found, ranked = Counts(), Search(), list[tuple[Field, Price]]()
+    for group in [[each] for each in fields] if by_size else [fields]:
+        found = Search(counts, report)
+        ranked = list(islice(_distinct(found.fastest(group)), top))
+        if ranked:
+            break
     if not ranked:
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
     of_best = ranked[0][0]  # families are of its devices
-    families = rejected_families(of_best, [price for at, price in ranked if at is of_best], report)
-    return Found(best, tuple(families), found.counts)
+    families = rejected_families(of_best, [price for at, price in ranked if at is of_best], found)
+    return Found(best, tuple(families), counts)
 
 
 def _distinct(found: Iterator[tuple[Field, Price]]) -> Iterator[tuple[Field, Price]]:

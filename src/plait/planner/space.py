@@ -51,8 +51,15 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "offload": ("none", "cpu"),
 }
 SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
-# Keys that are decided at the end of each level.
-_DECIDES = (("pp", "tp"), ("sp", "recompute"), ("schedule",), (), ("zero", "offload"), ())
+DECIDED_AT = {
+    "pp": Decided.DEGREES,
+    "tp": Decided.DEGREES,
+    "sp": Decided.COMPUTATION,
+    "recompute": Decided.COMPUTATION,
+    "schedule": Decided.SCHEDULE,
+    "zero": Decided.STATES,
+    "offload": Decided.STATES,
+}
 _SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
 
 
@@ -110,9 +117,11 @@ class Space:
         """Return the plans of the next level. Spaces that differ in `only` share what they generate."""
         if (plan, decided) not in self.known:
             self.known[plan, decided] = list(self._generate(plan, decided))
-        only = [(key, self.only[key]) for key in _DECIDES[decided] if key in self.only]
         children = self.known[plan, decided]
-        return [p for p in children if all(getattr(p, key) in values for key, values in only)]
+        for key, values in self.only.items():
+            if DECIDED_AT[key] == decided + 1:
+                children = [child for child in children if getattr(child, key) in values]
+        return children
 
     def _generate(self, plan: Plan, decided: Decided) -> Iterator[Plan]:
         levels: tuple[Callable[[Plan], Iterable[dict[str, Any]]], ...]
@@ -126,7 +135,7 @@ class Space:
         )
         for keys in levels[decided](plan):
             try:
-                yield Plan(**(vars(plan) | keys))  # faster than `replace`
+                yield Plan(**(vars(plan) | keys)) if keys else plan  # faster than `replace`
             except PlanError as error:
                 self.refusals.add(error)
 
@@ -167,12 +176,13 @@ class Space:
 
     def _micros(self, dp: int) -> Iterator[int]:
         for micro in self.values("micro", divisors(self.batch // dp) if self.batch >= dp else (1,)):
+            if self.batch % (dp * micro) == 0:
+                yield micro
+                continue
             try:
                 Plan(dp=dp, micro=micro).check_batch(self.batch)
             except PlanError as error:
                 self.refusals.add(error)
-            else:
-                yield micro
 
     def _computations(self, plan: Plan) -> Iterator[dict[str, Any]]:
         shards_sequence = plan.cols > 1 and not self.model.experts

@@ -24,19 +24,31 @@ def block_counts(model: ModelShape, plan: Plan, software: Software = OWN) -> tup
                 hint="no stages",
             )
         return counts
-    ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    if software.splits_evenly:
+    schedule = plan.schedule, plan.pp, plan.num_chunks
+    balanced = _counts(model, *schedule, software.splits_evenly)
+    if balanced is None:
+        raise PlanError(
+            f"{model.layers} blocks cannot fill {len(stages_of(*schedule))} stages",
+            given=str(plan),
+            expected="at least one block on every stage",
+            hint="a smaller pp or chunks",
+        )
+    return balanced
+
+
+@lru_cache(maxsize=1 << 12)
+def _counts(
+    model: ModelShape, schedule: str, pp: int, chunks: int, splits_evenly: bool
+) -> tuple[int, ...] | None:
+    """Return None for more stages than blocks."""
+    ranks = stages_of(schedule, pp, chunks)
+    if splits_evenly:
         for ends in (0, 1):
             each, rest = divmod(model.layers + 2 * ends, len(ranks))
             if each > 0 and rest == 0:
                 return (each - ends, *(each,) * (len(ranks) - 2), each - ends) if len(ranks) > 1 else (each,)
     if len(ranks) > model.layers:
-        raise PlanError(
-            f"{model.layers} blocks cannot fill {len(ranks)} stages",
-            given=str(plan),
-            expected="at least one block on every stage",
-            hint="a smaller pp or chunks",
-        )
+        return None
     head = (model.hidden + _LOSS_AS_HIDDEN_UNITS) * model.vocab / model.block_matmul_params
     return _balanced(model.layers, ranks, head)
 

@@ -7,14 +7,16 @@ schedule is periodic: for many micro-batches, two shorter runs that differ by on
 give the rest.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from plait.plan.schedule import make_schedule
-from plait.plan.schedule.action import Kind, Schedule
+from plait.plan.schedule.action import Action, B, F, Kind, Schedule
+from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import load_schedule
 from plait.plan.schedule.simulate import Durations
-from plait.plan.schedule.validate import dependencies, run_untimed
+from plait.plan.schedule.validate import run_untimed
 
 
 class Ends(NamedTuple):
@@ -28,11 +30,9 @@ class Ends(NamedTuple):
         return max(self.end)
 
 
-class _Step(NamedTuple):
-    rank: int
-    duration: int  # index into the durations
-    need: int  # step whose result arrives from another stage; -1: none
-    transfer: int  # index of the transfer; -1: on the same rank
+# Its rank, the index of its duration, the step whose result arrives from another rank, and the index of that
+# transfer; -1: none. Not a class, which takes longer to make than all else in a step.
+_Step = tuple[int, int, int, int]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -73,17 +73,28 @@ def _compiled(name: str, ranks: int, micros: int, chunks: int) -> tuple[int, tup
 
 def _steps(schedule: Schedule) -> tuple[_Step, ...]:
     stages, rank_of, split = schedule.num_stages, schedule.rank_of, schedule.split
-    index: dict[object, int] = {}
+    # Whether a stage and the one before it are on different ranks.
+    is_sent = [
+        stage in rank_of and rank_of.get(stage - 1, rank_of[stage]) != rank_of[stage]
+        for stage in range(stages + 1)
+    ]
+    index: dict[Action, int] = {}
     steps: list[_Step] = []
     for rank, action in run_untimed(schedule).order:
         kind, stage, micro = action
-        offset = 0 if kind is Kind.F else 2 if kind is Kind.W else 1 if (stage, micro) in split else 3
         need = transfer = -1
-        for other in dependencies(action, stages):
-            if rank_of[other.stage] != rank:
-                need, transfer = index[other], min(other.stage, stage)
+        if kind is Kind.F:
+            offset = 0
+            if is_sent[stage]:
+                need, transfer = index[F(stage - 1, micro)], stage - 1
+        elif kind is Kind.B:
+            offset = 1 if (stage, micro) in split else 3
+            if is_sent[stage + 1]:
+                need, transfer = index[B(stage + 1, micro)], stage
+        else:
+            offset = 2
         index[action] = len(steps)
-        steps.append(_Step(rank, offset * stages + stage, need, transfer))
+        steps.append((rank, offset * stages + stage, need, transfer))
     return tuple(steps)
 
 
@@ -117,8 +128,15 @@ def _schedule(name: str, ranks: int, micros: int, chunks: int) -> Schedule:
 @lru_cache(maxsize=256)
 def stages_of(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     """Return the rank of every stage."""
-    schedule = _schedule(name, ranks, max(1, ranks), chunks)
+    schedule = _schedule(name, ranks, 1, chunks)
     return tuple(schedule.rank_of[stage] for stage in range(schedule.num_stages))
+
+
+@lru_cache(maxsize=256)
+def stages_by_rank(name: str, ranks: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of every rank, in model order."""
+    of = stages_of(name, ranks, chunks)
+    return tuple(tuple(stage for stage, at in enumerate(of) if at == rank) for rank in range(max(of) + 1))
 
 
 Held = tuple[tuple[int, int], ...]  # see `in_flight`
@@ -134,15 +152,18 @@ def in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tup
 
 @lru_cache(maxsize=1 << 12)
 def _in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
-    return _largest(_schedule(name, ranks, micros, chunks), rank)
+    if name.startswith("file:"):
+        return _largest(_schedule(name, ranks, micros, chunks).ranks[rank])
+    return _largest(GENERATORS[name].make(rank, ranks, micros, chunks))
 
 
-def _largest(schedule: Schedule, rank: int) -> tuple[Held, ...]:
+def _largest(actions: Sequence[Action]) -> tuple[Held, ...]:
     """Return what a rank holds after its forwards, of which no other moment's holds as much."""
-    saved = dict.fromkeys(schedule.stages_of(rank), 0)
+    saved = dict.fromkeys(sorted({stage for _, stage, _ in actions}), 0)
+    split = {(stage, micro) for kind, stage, micro in actions if kind is Kind.W}
     deferred = dict(saved)
     found: list[Held] = []
-    for kind, stage, micro in schedule.ranks[rank]:
+    for kind, stage, micro in actions:
         if kind is Kind.F:
             saved[stage] += 1
             held = tuple((saved[of], deferred[of]) for of in saved)
@@ -152,7 +173,7 @@ def _largest(schedule: Schedule, rank: int) -> tuple[Held, ...]:
             deferred[stage] -= 1
         else:
             saved[stage] -= 1
-            deferred[stage] += (stage, micro) in schedule.split
+            deferred[stage] += (stage, micro) in split
     return tuple(found)
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -61,14 +61,21 @@ class Action(NamedTuple):
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
 
 
+# Searches for plans generate the same actions again and again.
+_interned = lru_cache(maxsize=1 << 16)
+
+
+@_interned
 def F(stage: int, micro: int) -> Action:
     return Action(Kind.F, stage, micro)
 
 
+@_interned
 def B(stage: int, micro: int) -> Action:
     return Action(Kind.B, stage, micro)
 
 
+@_interned
 def W(stage: int, micro: int) -> Action:
     return Action(Kind.W, stage, micro)
 

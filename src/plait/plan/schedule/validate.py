@@ -13,6 +13,7 @@ follows.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from plait.errors import ScheduleError
 from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
@@ -90,17 +91,20 @@ def run_untimed(schedule: Schedule) -> UntimedRun:
     awake = list(reversed(range(schedule.num_ranks)))
     while awake:
         rank = awake.pop()
-        actions = schedule.ranks[rank]
-        while position[rank] < len(actions):
-            action = actions[position[rank]]
-            missing = next((need for need in dependencies(action, num_stages) if need not in done), None)
+        for action in islice(schedule.ranks[rank], position[rank], None):
+            missing = None
+            for need in dependencies(action, num_stages):
+                if need not in done:
+                    missing = need
+                    break
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
             done.add(action)
             order.append((rank, action))
             position[rank] += 1
-            awake += waiting.pop(action, ())
+            if action in waiting:
+                awake += waiting.pop(action)
     stuck = {rank: (position[rank], need) for need, ranks in waiting.items() for rank in ranks}
     return UntimedRun(tuple(order), stuck)
 
