@@ -83,8 +83,8 @@ class IslandUpdater:
         return clock * self._steps, ExchangeResult(0, drift)
 
     def _push(self) -> float:
-        """Push this island's change; return its squared norm. Raises RunError if it is not finite: the others
-        go on without it."""
+        """Push this island's change; return its squared norm. Raises RunError if it is not finite, before it
+        is committed: it is never applied."""
         for stage in self._stages:
             stage.unsharder.wait_for_readers()
         for shard in self._shards:
@@ -94,7 +94,7 @@ class IslandUpdater:
         if not squares < float("inf"):
             raise RunError(
                 "the weights of an island are not finite",
-                given=f"island {self.data_rank}, which leaves the job",
+                given=f"island {self.data_rank}, after {self._steps} steps of its own",
                 expected="finite weights",
                 hint="a smaller learning rate, of the optimizer or of outer=nesterov:LR:MOMENTUM; --resume",
             )
