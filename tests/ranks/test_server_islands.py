@@ -9,6 +9,7 @@ import torch
 from plait.checkpoint.directory import step_path
 from plait.plan import Plan
 from plait.server.job import join_job, process_world
+from plait.train.servers import RESUMED, continue_first_island
 from support import local_steps, programs
 from support.pool import Pool
 
@@ -29,9 +30,12 @@ def train(
     except SystemExit:
         return None
     first, losses, drifts = engine.full_parameters(), [], []
-    if start:
+    if start and engine.data_rank == 0:
         assert folder is not None
         engine.load(step_path(folder, start))
+        world.store.set(RESUMED, str(step_path(folder, start)))
+    elif start:
+        continue_first_island(engine, world)
     for number, batch in enumerate(task.data(task.steps)[start:], start + 1):
         result = engine.step(programs.share_of(batch, engine))
         losses.append(result.loss)
@@ -104,6 +108,16 @@ def test_islands_continue_from_a_checkpoint_between_exchanges_with_the_same_bits
     assert resumed.state.keys() == straight.state.keys()
     assert any(key.startswith("outer_momentum/") for key in resumed.state)
     assert all(torch.equal(resumed.state[key], straight.state[key]) for key in straight.state)
+
+
+def test_islands_of_a_resumed_training_continue_the_optimizer_states_of_the_first(
+    pool: Pool, tmp_path: Path
+) -> None:
+    task, plan = local_steps.task(), "dp=2 server=colocated local_steps=2"
+    pool.run(train, 2, task, plan, False, tmp_path)
+    for index, (island, _) in enumerate(pool.run(train, 2, task, plan, False, tmp_path, 4)):
+        taken = island.weights_of(f"islands/{index}/scalar.step/")
+        assert {int(number) for number in taken.values()} == {local_steps.STEPS}
 
 
 def count_changes(words: str, steps: int) -> Any:

@@ -6,15 +6,32 @@ end too. So only it handles signals, and a run that stops has the same steps as 
 with an error if it dies. Other workers may die, or be started again: see `server/clocks.py`.
 """
 
+from pathlib import Path
+
 from plait.api import parallelize
+from plait.checkpoint import open_checkpoint, step_of
 from plait.comm import World
 from plait.data.loader import Batches, loader
+from plait.engine.engine import Engine
 from plait.server.worker import JobIsOver
 from plait.train.config import Recipe
 from plait.train.model import initial_model
 from plait.train.optimizer import lr_lambda
 from plait.train.prepare import ResolvedRun
 from plait.train.signals import SignalHandler
+
+RESUMED = "plait: resumed"  # key of the job's store: the checkpoint that worker 0 has loaded
+
+
+def continue_first_island(engine: Engine, world: World) -> None:
+    """Under local steps, begin with the optimizer states of the first island, if this worker is one of those
+    with which a run was resumed. One that joins later begins without."""
+    path = world.store.get(RESUMED)
+    every = engine.plan.local_steps
+    if path is None or not every or engine.num_steps // every != (step_of(Path(path)) or 0) // every:
+        return
+    with open_checkpoint(Path(path)).reader() as reader:
+        engine.load_from(reader, options=False)  # the recipe's
 
 
 def help_training(recipe: Recipe, world: World) -> None:
@@ -27,6 +44,7 @@ def help_training(recipe: Recipe, world: World) -> None:
         except SystemExit:  # it was a server
             return
         factor_of, steps = lr_lambda(recipe.schedule, recipe.run.steps), recipe.run.steps
+        continue_first_island(engine, world)
         base_lrs = [group["lr"] for group in engine.optimizer.param_groups]
         micro = run.plan.micro if recipe.data.samples == "documents" else None
         batches = Batches(

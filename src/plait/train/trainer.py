@@ -59,7 +59,7 @@ from plait.train.report import (
 )
 from plait.train.resume import load_newest
 from plait.train.server_metrics import ServerMetrics
-from plait.train.servers import help_training
+from plait.train.servers import RESUMED, help_training
 from plait.train.signals import SignalHandler
 
 MAX_STEPS_BETWEEN_FLAGS = 10
@@ -133,6 +133,8 @@ class Trainer:
         newest, self._warnings = load_newest(self._engine, run.dir.checkpoints, run.check_checkpoint)
         if newest is not None:
             self._restore_progress(newest)
+            if run.plan.num_servers:
+                world.store.set(RESUMED, str(newest.path))
         elif run.dir.metrics.exists():
             self._warnings.append("no checkpoint yet: the run starts from the beginning")
 
