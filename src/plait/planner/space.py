@@ -52,13 +52,10 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
 DECIDED_AT = {
-    "pp": Decided.DEGREES,
-    "tp": Decided.DEGREES,
-    "sp": Decided.COMPUTATION,
-    "recompute": Decided.COMPUTATION,
+    **dict.fromkeys(("pp", "tp"), Decided.DEGREES),
+    **dict.fromkeys(("sp", "recompute"), Decided.COMPUTATION),
     "schedule": Decided.SCHEDULE,
-    "zero": Decided.STATES,
-    "offload": Decided.STATES,
+    **dict.fromkeys(("zero", "offload"), Decided.STATES),
 }
 _SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
 

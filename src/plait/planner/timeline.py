@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from plait.plan.schedule import make_schedule
-from plait.plan.schedule.action import Action, B, F, Kind, Schedule
+from plait.plan.schedule.action import Action, Kind, Schedule
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import load_schedule
 from plait.plan.schedule.simulate import Durations
@@ -73,26 +73,15 @@ def _compiled(name: str, ranks: int, micros: int, chunks: int) -> tuple[int, tup
 
 def _steps(schedule: Schedule) -> tuple[_Step, ...]:
     stages, rank_of, split = schedule.num_stages, schedule.rank_of, schedule.split
-    # Whether a stage and the one before it are on different ranks.
-    is_sent = [
-        stage in rank_of and rank_of.get(stage - 1, rank_of[stage]) != rank_of[stage]
-        for stage in range(stages + 1)
-    ]
-    index: dict[Action, int] = {}
+    index: dict[tuple[Kind, int, int], int] = {}
     steps: list[_Step] = []
     for rank, action in run_untimed(schedule).order:
         kind, stage, micro = action
+        offset = 0 if kind is Kind.F else 2 if kind is Kind.W else 1 if (stage, micro) in split else 3
         need = transfer = -1
-        if kind is Kind.F:
-            offset = 0
-            if is_sent[stage]:
-                need, transfer = index[F(stage - 1, micro)], stage - 1
-        elif kind is Kind.B:
-            offset = 1 if (stage, micro) in split else 3
-            if is_sent[stage + 1]:
-                need, transfer = index[B(stage + 1, micro)], stage
-        else:
-            offset = 2
+        sender = stage - 1 if kind is Kind.F else stage + 1
+        if kind is not Kind.W and rank_of.get(sender, rank) != rank:
+            need, transfer = index[kind, sender, micro], min(stage, sender)
         index[action] = len(steps)
         steps.append((rank, offset * stages + stage, need, transfer))
     return tuple(steps)
