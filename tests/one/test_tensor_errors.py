@@ -56,13 +56,11 @@ def test_a_bloom_that_multiplies_slices_of_its_weights_is_refused() -> None:
 
 
 def test_a_users_word_overrides_one_of_the_models_that_cannot_be_honoured() -> None:
-    sizes = {**COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-    model = causal_lm_on_meta({"model_type": "inkling_text", **sizes})
-    with pytest.raises(
-        ModelError, match=r"style for model\.layers\.0\.mlp\.shared_experts\n.*all_reduce"
-    ) as raised:
+    model = causal_lm_on_meta({"model_type": "llama", **COMMON})
+    model._tp_plan = {**model.tp_plan, "model.layers.*.mlp": "all_reduce"}
+    with pytest.raises(ModelError, match=r"style for model\.layers\.0\.mlp\n.*all_reduce") as raised:
         plan_of(model, 1, 2)
-    path = "model.layers.*.mlp.shared_experts"
+    path = "model.layers.*.mlp"
     assert f"'replicate' for {path} and everything in it" in str(raised.value)
     plan = plan_of(model, 1, 2, given={path: "replicate", f"{path}.*": "replicate"})
-    assert not any("shared_experts" in cut.name for cut in plan.parameters)
+    assert not any(".mlp." in cut.name for cut in plan.parameters)
