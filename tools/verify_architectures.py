@@ -143,7 +143,7 @@ def _verified(table: Table, kinds: Sequence[str]) -> dict[str, Found]:
         try:
             sources[kind] = table.source(kind)
         except ModelError as error:
-            found[kind] = Found(today, reason=str(error.given).removeprefix(f"{kind}: "))
+            found[kind] = Found(today, reason=_cause(error).removeprefix(f"{kind}: "))
     jobs = [
         _job(source, f"{plan} {table.options(kind)}", None)
         for kind, source in sources.items()
@@ -157,6 +157,15 @@ def _verified(table: Table, kinds: Sequence[str]) -> dict[str, Found]:
     for number, kind in enumerate(sources):
         found[kind] = Found(today, verdicts[number * len(PLANS) : (number + 1) * len(PLANS)])
     return found
+
+
+def _cause(error: ModelError) -> str:
+    """The first sentence of what transformers said, if it raised an error."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = " ".join(str(error.given if cause is error else cause).split())
+    return text.partition(". ")[0]
 
 
 def _job(source: ModelSource, plan: str, tolerance: float | None) -> Case:
