@@ -136,7 +136,7 @@ def _groups(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[dict[
     norms = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
-        if "norm" in type(module).__name__.lower()
+        if "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
         for key, _ in module.named_parameters(recurse=False)
     }
     decays = {n: p.ndim >= 2 and not n.endswith("bias") and n not in norms for n, p in trained.items()}
