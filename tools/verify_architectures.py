@@ -179,7 +179,7 @@ def _rough(job: Case) -> Case:
 
 def _run(jobs: list[Case]) -> list[Verdict]:
     with tempfile.TemporaryDirectory() as folder:
-        return verify(jobs, Path(folder), WorkerOptions(find_suspects=False, timeout_s=120.0))
+        return verify(jobs, Path(folder), WorkerOptions(find_suspects=False, timeout_s=600.0))
 
 
 def _part(table: Table, found: dict[str, Found]) -> str:
