@@ -407,7 +407,7 @@ DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]
     ),
     "attention with norms of each head": (
         lambda: AttentionBlock(lambda m, q, k, v: eager(m, m.norm(q), m.norm(k), v)),
-        {**dict.fromkeys(QKV, COLUMN), "attn.out": ROW, "attn.norm": (Style.PER_HEAD_NORM, False)},
+        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
     ),
     "a norm of some heads": (
         lambda: AttentionBlock(lambda m, q, k, v: eager(m, m.norm(q), k, v) + m.norm(q.mean((0, 1, 2)))),
@@ -415,7 +415,7 @@ DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]
     ),
     "a learned factor that heads share": (
         lambda: AttentionBlock(lambda m, q, k, v: eager(m, q * m.norm.weight, k, v)),
-        dict.fromkeys([*QKV, "attn.out"], GATHERED),
+        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
     ),
     "a number for each head": (
         lambda: AttentionBlock(
@@ -441,7 +441,7 @@ DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]
     ),
     "a factor of all features, whose gradient is their sum": (
         lambda: Layers(lambda m, x: m.down(m.up(x) * m.one(x).sigmoid()), one=(24, 1), **UP_DOWN),
-        {"up": GATHERED, "down": GATHERED},
+        {"up": COLUMN, "down": ROW, "one": (Style.MLA_LATENT, False)},
     ),
     "a mask": (
         lambda: Layers(lambda m, x: m.down(m.up(x) * (x[..., :1] > 0)), **UP_DOWN),
@@ -453,7 +453,7 @@ DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]
     ),
     "a parameter for each feature": (
         lambda: Layers(lambda m, x: m.down(m.scale * m.up(x)), **UP_DOWN),
-        {"up": GATHERED, "down": GATHERED},
+        {"up": COLUMN, "down": ROW},
     ),
     "another use of the features": (
         lambda: Layers(lambda m, x: m.down(u := m.up(x).relu()) + u.mean(-1, keepdim=True), **UP_DOWN),

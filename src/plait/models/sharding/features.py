@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.models.tensors import tensors_in
+
 # A layer, and the number of equal parts that its output has been divided into (packed queries, keys, values).
 Source = tuple[str, int]
 FeaturesOf = Callable[[Tensor], "Features | None"]
@@ -55,6 +57,12 @@ def joined(placed: Sequence[Placed], shape: Sequence[int]) -> Features | None:
         if size != (1 if features is None else shape[from_last]):
             return None
     return _union(moved)
+
+
+def expandable_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape that a tensor has before it is expanded."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(size if stride else 1 for size, stride in sizes)
 
 
 def _union(found: Sequence[Features]) -> Features:
@@ -101,7 +109,14 @@ def follow(
     name = str(func).split(".")[1]
     is_pointwise = torch.Tag.pointwise in func.tags
     rule = _RULES.get(name) or (_pointwise if is_pointwise else None)
-    return None if rule is None else rule(_Call(name, args, kwargs, result, features_of))
+    followed = None if rule is None else rule(_Call(name, args, kwargs, result, features_of))
+    given = [features for tensor in tensors_in((args, kwargs)) if (features := features_of(tensor))]
+    sources = _names(*given)  # a rule may overlook what has others
+    return None if followed is None or any(_names(f) != sources for _, f in followed) else followed
+
+
+def _names(*found: Features) -> set[str]:
+    return {name for features in found for name, _ in features.sources}
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,9 @@ class _Call:
         return self.args[index] if index < len(self.args) else self.kwargs.get(name, default)
 
     def placed(self, tensors: Sequence[Tensor]) -> list[Placed]:
-        return [(tensor.shape, self.features_of(tensor)) for tensor in tensors]
+        """The tensors without features have size 1 where they are expanded."""
+        found = [(tensor, self.features_of(tensor)) for tensor in tensors]
+        return [(expandable_shape(t) if features is None else t.shape, features) for t, features in found]
 
     def results(self, features: Features | None) -> Followed | None:
         """All results, with these features."""
@@ -137,17 +154,18 @@ def _pointwise(call: _Call) -> Followed | None:
 
 def _cat(call: _Call) -> Followed | None:
     tensors, ndim = call.args[0], call.result.ndim
-    dim = call.arg(1, "dim", 0) % ndim
-    if any(call.features_of(tensor) is None for tensor in tensors):
+    dim, placed = call.arg(1, "dim", 0) % ndim, call.placed(tensors)
+    if call.name == "stack":
+        found = joined(placed, tensors[0].shape)
+        return call.results(None if found is None else replace(found, dim=found.dim + (dim <= found.dim)))
+    if any(features is not None and features.dim == dim for _, features in placed):
         return None
-    found = joined(call.placed(tensors), tensors[0].shape) if call.name == "stack" else None
-    if found is not None:
-        return call.results(replace(found, dim=found.dim + (dim <= found.dim)))
-    shapes = [(*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :]) for tensor in tensors]
-    if call.name == "stack" or any(f.dim == dim for _, f in call.placed(tensors) if f is not None):
-        return None
-    features = [features for _, features in call.placed(tensors)]
-    return call.results(joined(list(zip(shapes, features, strict=True)), shapes[0]))
+
+    def of_any_length(shape: Sequence[int]) -> tuple[int, ...]:
+        return (*shape[:dim], 1, *shape[dim + 1 :])
+
+    placed = [(of_any_length(shape), features) for shape, features in placed]
+    return call.results(joined(placed, of_any_length(call.result.shape)))
 
 
 def _bmm(call: _Call) -> Followed | None:

@@ -269,11 +269,15 @@ def _add_parameter(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
     if spec.style in (None, Style.REPLICATE):
         return
     owner, shape = name.rpartition(".")[0], builder.shapes[name]
+    if spec.style is Style.PER_HEAD_NORM:
+        builder.shard_parameter(name, [None] * len(shape), partial=True)
+        return
     if spec.style not in (Style.COLUMN, Style.ROW):
         raise ModelError(
             f"the tensor plan gives the parameter {name} a style for modules",
             given=spec.style.value if spec.style else None,
-            expected="colwise, rowwise, packed_colwise, packed_rowwise or replicate",
+            expected="colwise, rowwise, packed_colwise, packed_rowwise, replicated_with_grad_allreduce "
+            "or replicate",
             hint=replicate_hint(name),
         )
     is_column = spec.style is Style.COLUMN

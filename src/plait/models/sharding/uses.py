@@ -1,0 +1,413 @@
+"""How a model uses the outputs of its linear layers, and its parameters: a run on meta.
+
+[Note: parts]
+What the model computes from a whole tensor, a parameter or the output of a whole layer, depends on a part of
+it: a range of a layer's features, or all of a parameter. Where features meet such a tensor (a rotary key that
+all heads share, a norm's weight), every column computes with features of its own, and the part's gradient is
+a sum over columns. Anywhere else it is complete. A tensor that depends on parts of several is used: what
+follows it is nobody's part.
+"""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.fx.experimental._config
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from plait.models.activation_memory import DeviceKernelsOnMeta
+from plait.models.sharding.builder import TPPlanBuilder, linear_features
+from plait.models.sharding.features import Features, Followed, Placed, expandable_shape, follow, joined
+from plait.models.sharding.heads import add_head_attributes, find_heads
+from plait.models.sharding.styles import StyleSpec
+from plait.models.stages.dataflow import OperatorsOnMixed, borrowed_on_meta
+from plait.models.task import forward_inputs
+from plait.models.tensors import tensors_in
+from plait.models.transformers_types import linear_forwards
+from plait.plan.sharding import Style
+
+# Which of these a reshape is depends on sizes.
+_ATEN = torch.ops.aten
+_LAYOUT = {_ATEN.view, _ATEN._unsafe_view, _ATEN._reshape_alias, _ATEN.clone, _ATEN.alias}
+_BLANK = {_ATEN.new_empty, _ATEN.new_zeros, _ATEN.empty, _ATEN.zeros}
+_SLICES = {_ATEN.slice, _ATEN.split, _ATEN.split_with_sizes}
+
+Result = tuple[tuple[int, ...], tuple[int, ...], Features | None]
+Operator = tuple[tuple[Any, ...], list[Result]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Features of a whole layer's output, or a parameter; see [Note: parts]. `is_slice`: exactly these, in
+    the last dim."""
+
+    of: str
+    start: int = 0
+    stop: int = 1
+    is_slice: bool = field(default=False, compare=False)
+
+    def overlaps(self, other: "Part") -> bool:
+        return self.of == other.of and self.start < other.stop and other.start < self.stop
+
+
+_SEVERAL = Part("")  # depends on several, or on nobody knows what
+
+
+@dataclass
+class Uses:
+    """Uses of layers and parameters in a run on meta, by name.
+
+    called          layers, in the order of their first calls
+    inputs          for each call of a layer, the features of its input
+    escaped         layers and parameters whose features are used in a way that may need all of them
+    first_escaped   of these, the ones that did not meet what others in the same region had become before
+    returned        layers whose output's features are in the model's result
+    met             parts, and whose features they have met
+    kept            parts that are used in any other way
+    read_elsewhere  layers and embeddings whose weight is read outside of them
+    operators       that compute outside of layers: name and numbers; of each result its shape, the one that it
+                    had before it was expanded, and features
+    """
+
+    called: dict[str, None] = field(default_factory=dict)
+    inputs: dict[str, list[Features | None]] = field(default_factory=dict)
+    escaped: set[str] = field(default_factory=set)
+    first_escaped: set[str] = field(default_factory=set)
+    returned: set[str] = field(default_factory=set)
+    met: set[tuple[Part, frozenset[str]]] = field(default_factory=set)
+    kept: set[Part] = field(default_factory=set)
+    read_elsewhere: set[str] = field(default_factory=set)
+    operators: list[Operator] = field(default_factory=list)
+
+
+def uses_of(
+    builder: TPPlanBuilder,
+    batch: Mapping[str, Tensor],
+    whole: Set[str] = frozenset(),
+    styles: Mapping[str, StyleSpec] | None = None,
+) -> Uses:
+    """Run the model on meta, in training and in evaluation.
+
+    `whole`: layers whose outputs have no features. `styles`: of layers and parameters that have the first
+    column's shards in this run. Raises whatever the model's code raises on meta.
+    """
+    model, uses, styles = builder.model, Uses(), styles or {}
+    attributes = _head_attributes(builder, styles)
+    config: Any = torch.fx.experimental._config
+    with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+        _shard_on_meta(builder, styles)
+        for (name, key), values in attributes.items():
+            setattr(builder.modules[name], key, values[0])
+        tracer = _Tracer(builder, uses, whole)
+        assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
+        with assumed, DeviceKernelsOnMeta(torch.device("cpu")), _WithoutDropout(), tracer:
+            for is_training in (True, False):
+                result = model.train(is_training)(**forward_inputs(model, batch))
+                uses.returned |= tracer.sources_of(tensors_in(result))
+                tracer.keep(tensors_in(result))
+        uses.operators = tracer.operators()
+    return uses
+
+
+def _head_attributes(
+    builder: TPPlanBuilder, styles: Mapping[str, StyleSpec]
+) -> Mapping[tuple[str, str], tuple[int, ...]]:
+    """The attributes that count heads, by module and key, of each column."""
+    scratch = TPPlanBuilder(builder.model, builder.rows, builder.cols, builder.blocks, dict(styles))
+    for name, spec in styles.items():
+        heads = find_heads(scratch, name) if spec.style is Style.COLUMN else None
+        if heads is not None:
+            add_head_attributes(scratch, heads)
+    return scratch.attributes
+
+
+def _shard_on_meta(builder: TPPlanBuilder, styles: Mapping[str, StyleSpec]) -> None:
+    linear = {name: spec for name, spec in styles.items() if spec.style in (Style.COLUMN, Style.ROW)}
+    for name, spec in linear.items():
+        if name in builder.shapes:
+            owner, _, key = name.rpartition(".")
+            _narrow(builder.modules[owner], key, 0, -(-builder.shapes[name][0] // builder.cols))
+            continue
+        module = builder.modules[name]
+        out_features, in_features, transposed = linear_features(module) or (0, 0, False)
+        is_column = spec.style is Style.COLUMN
+        size = out_features // spec.parts if is_column else in_features
+        own = -(-size // builder.cols) * spec.parts
+        if transposed and is_column:
+            vars(module)["nf"] = own  # read by the forward of transformers' Conv1D
+        for key, parameter in module._parameters.items():
+            if parameter is not None and (is_column or parameter.ndim == 2):
+                _narrow(module, key, (is_column == transposed) * 1 if parameter.ndim == 2 else 0, own)
+
+
+def _narrow(module: nn.Module, key: str, dim: int, size: int) -> None:
+    parameter = module._parameters[key]
+    assert parameter is not None, "a parameter that has a style"
+    shard = parameter.detach().narrow(dim, 0, size)
+    module._parameters[key] = nn.Parameter(shard, requires_grad=False)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Leave out dropout, which is element-wise, but not one operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            names = ("attn_mask", "dropout_p", "is_causal")
+            args, kwargs = args[:3], {**dict(zip(names, args[3:], strict=False)), **kwargs, "dropout_p": 0.0}
+        return args[0] if func is F.dropout else func(*args, **kwargs)
+
+
+class _Tracer(OperatorsOnMixed):
+    """Trace features and parts through operators."""
+
+    def __init__(self, builder: TPPlanBuilder, uses: Uses, whole: Set[str]) -> None:
+        super().__init__()
+        self._uses, self._whole = uses, whole
+        shapes, cols = builder.shapes, builder.cols
+        self._divisible = {name for name, shape in shapes.items() if shape and shape[0] >= cols} - whole
+        self._features: dict[int, Features] = {}  # by tensor
+        self._sources: dict[int, set[str]] = {}  # of features anywhere in a storage
+        self._parts: dict[int, Part] = {}  # by tensor
+        self._learned: dict[int, Part] = {}  # by storage, of other tensors in it
+        self._mutated: set[int] = set()  # storages of several parts
+        self._parameters: set[str] = set()  # with features
+        self._readers: dict[int, set[str]] = {}  # layers and embeddings, by the storage of a parameter
+        self._blank: dict[int, Tensor] = {}  # memory without values yet, by storage
+        self._operators: list[tuple[tuple[Any, ...], list[Tensor]]] = []  # of operators outside of layers
+        self._escaped_from: dict[int, frozenset[str | None]] = {}  # regions, by storage
+        self._region_of = cache(builder.region_of)
+        self._running: list[str] = []
+        self._alive: list[Any] = []  # tensors and storages, so that no address is reused
+        for name, module in builder.modules.items():
+            is_linear = getattr(module.forward, "__func__", None) in linear_forwards()
+            is_layer = is_linear or isinstance(module, nn.Embedding)
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._add_parameter(parameter, f"{name}.{key}", name if is_layer else "")
+            if is_layer:
+                module.register_forward_pre_hook(partial(self._enter, name, is_linear), with_kwargs=True)
+                module.register_forward_hook(partial(self._leave, name, is_linear))
+
+    def _add_parameter(self, parameter: Tensor, name: str, reader: str) -> None:
+        key = _key(parameter)
+        self._learned[key] = _SEVERAL if reader or key in self._learned else Part(name)
+        if reader:
+            self._readers.setdefault(key, set()).add(reader)
+        elif name in self._divisible:
+            self._parameters.add(name)
+            self._mark(parameter, Features(frozenset({(name, 1)}), 0, parameter.shape[0]))
+
+    def use(self, tensors: Iterable[Tensor], results: Iterable[Tensor] = ()) -> None:
+        """Record that these are used in a way that may need all features, and what the results come from."""
+        sources = self.sources_of(tensors)
+        before = frozenset[str | None]().union(
+            *(self._escaped_from.get(_key(tensor), ()) for tensor in tensors)
+        )
+        self._uses.first_escaped |= {name for name in sources if self._region_of(name) not in before}
+        self._uses.escaped |= sources
+        if regions := before.union(map(self._region_of, sources)):
+            self._escaped_from |= {_key(tensor): regions for tensor in results}
+            self._alive += [tensor.untyped_storage() for tensor in results]
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Record that these are used as a whole model does."""
+        self._uses.kept |= self._parts_of(tensors)
+
+    def sources_of(self, tensors: Iterable[Tensor]) -> set[str]:
+        found = set[str]().union(*(self._sources.get(_key(tensor), ()) for tensor in tensors))
+        return found - (self._parameters & self._uses.escaped)
+
+    def _features_of(self, tensor: Tensor) -> Features | None:
+        features = self._features.get(id(tensor))
+        is_left_out = features is not None and self._uses.escaped & self._parameters >= {
+            name for name, _ in features.sources
+        }
+        return None if is_left_out else features
+
+    def _parts_of(self, tensors: Iterable[Tensor]) -> set[Part]:
+        """The parts on which numbers with gradients depend."""
+        parts = set()
+        for tensor in tensors:
+            part = self._parts.get(id(tensor), self._learned.get(_key(tensor)))
+            if part is not None and tensor.is_floating_point():
+                parts.add(_SEVERAL if _key(tensor) in self._mutated else part)
+        return parts
+
+    def _enter(self, name: str, is_linear: bool, _: nn.Module, *given: Any) -> None:
+        self._running.append(name)
+        tensors = list(tensors_in(given))
+        self.keep(tensors)
+        if not is_linear:
+            self.use(tensors)
+            return
+        features = self._features_of(tensors[0]) if len(tensors) == 1 else None
+        if features is None or (features.dim, features.outer) != (tensors[0].ndim - 1, 1):
+            features = None
+            self.use(tensors)
+        self._uses.called.setdefault(name)
+        self._uses.inputs.setdefault(name, []).append(features)
+
+    def _leave(self, name: str, is_linear: bool, *call: Any) -> None:
+        self._running.pop()
+        if not is_linear:
+            return
+        output = call[-1]
+        if name in self._whole:
+            self._alive.append(output)
+            self._parts[id(output)] = Part(name, 0, output.shape[-1], is_slice=True)
+        else:
+            self._mark(output, Features(frozenset({(name, 1)}), output.ndim - 1, output.shape[-1]))
+
+    def _mark(self, tensor: Tensor, features: Features) -> None:
+        self._alive += [tensor, tensor.untyped_storage()]
+        self._features[id(tensor)] = features
+        self._sources.setdefault(_key(tensor), set()).update(name for name, _ in features.sources)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(tensors_in((args, kwargs)))
+        for tensor in tensors:
+            readers = self._readers.get(_key(tensor), set())
+            if readers.isdisjoint(self._running):
+                self._uses.read_elsewhere |= readers
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        results = list(tensors_in(result))
+        if self._running:
+            if any(_key(tensor) in self._learned for tensor in tensors):
+                self._depend(results, _SEVERAL)
+            return result
+        if func.overloadpacket in _BLANK:
+            self._alive += results
+            self._blank |= {_key(tensor): tensor for tensor in results}
+        elif self.sources_of(tensors) and self._follow(func, args, kwargs, tensors, result):
+            if not self.sources_of(results) <= self._parameters:
+                self._depend(results, _SEVERAL)
+            else:
+                self._follow_parts(func, args, kwargs, tensors, results)
+        else:
+            self.use(tensors, results)
+            self._follow_parts(func, args, kwargs, tensors, results)
+        if func.overloadpacket not in _LAYOUT:
+            numbers = tuple(value for value in tree_leaves((args, kwargs)) if isinstance(value, float))
+            self._operators.append(((str(func), *numbers), results))
+        return result
+
+    def _follow(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor], result: Any
+    ) -> bool:
+        """Trace features into the result. Returns False if they are used in another way."""
+        if func is _ATEN.copy_.default and self._follow_copy(*tensors[:2]):
+            return True
+        followed = self._try_to_follow(func, args, kwargs, tensors, result)
+        if followed is None and (escaped := self._only_of_parameters(tensors)):
+            self._uses.escaped |= escaped
+            if self.sources_of(tensors):
+                followed = self._try_to_follow(func, args, kwargs, tensors, result)
+        if followed is None:
+            return False
+        parts = self._parts_of(tensor for tensor in tensors if self._features_of(tensor) is None)
+        for tensor, features in followed:
+            self._mark(tensor, features)
+            self._uses.met |= {(part, frozenset(name for name, _ in features.sources)) for part in parts}
+        return True
+
+    def operators(self) -> list[Operator]:
+        def result(tensor: Tensor) -> Result:
+            return tuple(tensor.shape), expandable_shape(tensor), self._features_of(tensor)
+
+        return [(key, [*map(result, results)]) for key, results in self._operators]
+
+    def _follow_copy(self, target: Tensor, source: Tensor) -> bool:
+        """Trace features that are copied into a view of memory without values, or with features in the same
+        place."""
+        base = self._blank.get(_key(target))
+        features, parts = self._features_of(source), self._parts_of([source])
+        if base is None or base.ndim != target.ndim or (features is None and _SEVERAL in parts):
+            return False
+        placed: list[Placed] = [(expandable_shape(source) if features is None else source.shape, features)]
+        if (present := self._features_of(base)) is not None:
+            placed.append((target.shape, present))
+        found = joined(placed, target.shape)
+        if found is None or any(
+            of(base)[found.dim] != of(target)[found.dim] for of in (Tensor.size, Tensor.stride)
+        ):
+            return False
+        for tensor in (base, target):
+            self._mark(tensor, found)
+        if features is None:
+            self._uses.met |= {(part, frozenset(name for name, _ in found.sources)) for part in parts}
+        return True
+
+    def _try_to_follow(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor], result: Any
+    ) -> Followed | None:
+        others = [tensor for tensor in tensors if self._features_of(tensor) is None]
+        if self.sources_of(others) or _SEVERAL in self._parts_of(others):
+            return None
+        followed = follow(func, args, kwargs, result, self._features_of)
+        if func._schema.is_mutable:  # other views of the memory have the features that they had
+            followed = [each for each in followed or () if self._features_of(each[0]) == each[1]] or None
+        return followed
+
+    def _only_of_parameters(self, tensors: Iterable[Tensor]) -> set[str]:
+        """The parameters whose features, and nobody else's, are in one of the tensors."""
+        of_each = (self.sources_of([tensor]) for tensor in tensors)
+        return set[str]().union(*(sources for sources in of_each if sources <= self._parameters))
+
+    def _follow_parts(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor], results: list[Tensor]
+    ) -> None:
+        """Trace parts into the results, or record that they are used: [Note: parts]."""
+        parts = self._parts_of(tensors)
+        if not parts:
+            return
+        first = next(iter(parts))
+        is_of_one = _SEVERAL not in parts and len({part.of for part in parts}) == 1
+        if func._schema.is_mutable or not is_of_one:
+            self._uses.kept |= parts
+            self._depend(results, _SEVERAL)
+            if func._schema.is_mutable:
+                self._mutated |= {_key(tensor) for tensor in results}
+                self._blank = {key: base for key, base in self._blank.items() if key not in self._mutated}
+        elif len(parts) == 1 and first.is_slice and func.overloadpacket in _SLICES:
+            for tensor, part in zip(results, _slices(first, func, args, kwargs, results), strict=True):
+                self._depend([tensor], part)
+        else:
+            start, stop = min(part.start for part in parts), max(part.stop for part in parts)
+            self._depend(results, Part(first.of, start, stop))
+
+    def _depend(self, results: Iterable[Tensor], part: Part) -> None:
+        for tensor in results:
+            self._alive += [tensor, tensor.untyped_storage()]
+            self._parts[id(tensor)] = part
+            self._learned.setdefault(_key(tensor), part)
+
+
+def _slices(
+    part: Part, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor]
+) -> list[Part]:
+    """The parts that slices of a part have."""
+    schema = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(schema, args, strict=False)), **kwargs}
+    ndim = results[0].ndim
+    if given.get("dim", 0) % ndim != ndim - 1:
+        return [part] * len(results)
+    if given.get("step", 1) != 1:
+        return [replace(part, is_slice=False)] * len(results)
+    start = given.get("start") or 0
+    place = part.start + (start if start >= 0 else max(start + part.stop - part.start, 0))
+    found = []
+    for tensor in results:
+        found.append(Part(part.of, place, place + tensor.shape[-1], is_slice=True))
+        place += tensor.shape[-1]
+    return found
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
