@@ -22,19 +22,20 @@ Otherwise all layers of attentions gather; if it is then still another run, all 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from itertools import chain
 
 from torch import Tensor
 
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
-from plait.models.sharding.heads import attention_of, head_counts
+from plait.models.sharding.heads import attention_of, head_counts, is_of_heads
 from plait.models.sharding.styles import STYLES, StyleSpec
 from plait.models.sharding.uses import Result, Uses, uses_of
 from plait.models.stages.dataflow import traced_batches
 from plait.plan.sharding import Range, Style
 
-_SMALL = 16  # a layer is replicated if its block has this many times as many weights that need no gather
+_SMALL = 16  # layers are replicated if the linear ones of their block have this many times as many weights
 _MAX_RUNS = 4
 
 
@@ -67,18 +68,22 @@ def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
 def _gathered(
     builder: TPPlanBuilder, layers: Iterable[str], divided: Mapping[str, StyleSpec]
 ) -> dict[str, StyleSpec]:
-    """Return styles of the other layers in blocks, without those that are small."""
-    weights = {name: _num_weights(builder, name) for name in layers}
-    of_blocks: dict[str | None, list[int]] = {}  # the largest, and the sum of the divided ones
-    for name, size in weights.items():
-        largest_and_divided = of_blocks.setdefault(builder.block_of(name), [0, 0])
-        largest_and_divided[0] = max(largest_and_divided[0], size)
-        largest_and_divided[1] += size * (name in divided)
+    """Return styles of the other layers in blocks, without those that are small next to their block."""
+    linear = _linear_weights(builder, layers)
+    weights = {name: _num_weights(builder, name) for name in layers if name not in divided}
     return {
         name: STYLES["colwise_gather_output"]
         for name, size in weights.items()
-        if size and name not in divided and size * _SMALL >= max(of_blocks[builder.block_of(name)])
+        if size and size * _SMALL >= linear[builder.block_of(name)]
     }
+
+
+def _linear_weights(builder: TPPlanBuilder, layers: Iterable[str]) -> Counter[str | None]:
+    """Count the weights of linear layers, by block."""
+    linear = Counter[str | None]()
+    for name in layers:
+        linear[builder.block_of(name)] += _num_weights(builder, name)
+    return linear
 
 
 def _weight_id(builder: TPPlanBuilder, name: str) -> int:
@@ -87,7 +92,8 @@ def _weight_id(builder: TPPlanBuilder, name: str) -> int:
 
 def _num_weights(builder: TPPlanBuilder, name: str) -> int:
     """Return the size of a linear layer's weight; 0 if it has fewer outputs than there are columns."""
-    out_features, in_features, _ = linear_features(builder.modules[name]) or (0, 0, False)
+    features = linear_features(builder.modules[name]) if name in builder.modules else None
+    out_features, in_features, _ = features or (0, 0, False)
     return out_features * in_features if out_features >= builder.cols else 0
 
 
@@ -124,10 +130,12 @@ def _pairs(builder: TPPlanBuilder, uses: Uses, layers: set[str], with_heads: boo
             bad |= sources[name]
     bad |= {source for source, counts in parts.items() if len(counts) > 1}
     of_source = {source: min(counts) for source, counts in parts.items()}
+    linear = _linear_weights(builder, uses.called)
     for name, of_layer in sources.items():
-        members = [(source, of_source[source]) for source in of_layer]
-        widths = [_unit_width(builder, *member, units[name]) for member in (*members, (name, 0))]
-        if not _can_divide([name, *of_layer], widths, units[name], builder, with_heads):
+        members = [*((source, of_source[source]) for source in of_layer), (name, 0)]
+        widths = {of: _unit_width(builder, of, count, units[name]) for of, count in members}
+        is_small = sum(_num_weights(builder, of) for of in widths) * _SMALL < linear[builder.block_of(name)]
+        if is_small or not _can_divide(widths, units[name], builder, with_heads):
             bad |= of_layer
     while True:
         before = len(bad)
@@ -203,17 +211,20 @@ def _multiple(builder: TPPlanBuilder, name: str, width: int) -> int | None:
     return width if width > 1 and attention_of(builder, name) is None else None
 
 
-def _can_divide(
-    names: Iterable[str], widths: Iterable[int], units: int, builder: TPPlanBuilder, with_heads: bool
-) -> bool:
-    """Return whether columns get whole units, and the same ones of every layer."""
+def _can_divide(widths: Mapping[str, int], units: int, builder: TPPlanBuilder, with_heads: bool) -> bool:
+    """Return whether columns get whole units, and the same ones of every layer. `widths`: of a unit."""
     if units < builder.cols:
         return False
-    attentions = [attention_of(builder, name) for name in names]
-    if set(attentions) == {None} and set(widths) == {1}:
+    attentions = {name: path for name in widths if (path := attention_of(builder, name)) is not None}
+    if not attentions and set(widths.values()) == {1}:
         return True
-    counts = [head_counts(builder, path) or (0, 0) for path in attentions if path is not None]
-    return with_heads and all(number % builder.cols == 0 for number in (units, *chain(*counts)))
+    counts = [head_counts(builder, path) or (0, 0) for path in attentions.values()]
+    has_whole_heads = all(number % builder.cols == 0 for number in (units, *chain(*counts)))
+    return (
+        with_heads
+        and has_whole_heads
+        and all(is_of_heads(builder, of, units * widths[of]) for of in attentions)
+    )
 
 
 def _is_repeated(

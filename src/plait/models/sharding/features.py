@@ -250,13 +250,19 @@ def _select(call: _Call, tensor: Tensor, features: Features) -> Features | None:
 def _along(call: _Call, tensor: Tensor, features: Features) -> Features | None:
     """Functions of a dim or several, which are kept or removed."""
     dims = call.arg(1, "dim")
-    if dims is None or dims == [] or not isinstance(call.result, Tensor):
+    if dims is None or dims == []:
         return None
     dims = {dim % tensor.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
     if features.dim in dims:
         return None
-    removed = sum(dim < features.dim for dim in dims) if call.result.ndim < tensor.ndim else 0
+    first = call.result if isinstance(call.result, Tensor) else call.result[0]
+    removed = sum(dim < features.dim for dim in dims) if first.ndim < tensor.ndim else 0
     return replace(features, dim=features.dim - removed)
+
+
+def _as_complex(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+    """Views of pairs in the last dim as complex numbers, and back."""
+    return features if features.dim < max(tensor.ndim, call.result.ndim) - 1 else None
 
 
 def _of_first(
@@ -290,6 +296,7 @@ _RULES: Mapping[str, Callable[[_Call], Followed | None]] = {
             ("slice",): _slice,
             ("split", "split_with_sizes"): _split,
             ("select", "unbind"): _select,
+            ("view_as_complex", "view_as_real"): _as_complex,
             (
                 "_softmax",
                 "_safe_softmax",
@@ -297,6 +304,8 @@ _RULES: Mapping[str, Callable[[_Call], Followed | None]] = {
                 "sum",
                 "mean",
                 "amax",
+                "max",
+                "min",
                 "logsumexp",
                 "cumsum",
                 "squeeze",

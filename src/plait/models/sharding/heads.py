@@ -197,6 +197,15 @@ def _shard_part_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, wid
     return heads.queries(_head_width(width, heads.num_heads, name, heads))
 
 
+def is_of_heads(builder: TPPlanBuilder, name: str, size: int) -> bool:
+    """Return whether a layer's features in an attention, `size` in all, can be sharded by its heads."""
+    try:
+        _shard_part_over_col(builder, name, StyleSpec(Style.COLUMN), size)
+    except PlanError:
+        return False
+    return True
+
+
 def _head_width(size: int, count: int, name: str, heads: Heads) -> int:
     if size % count:
         raise PlanError(

@@ -4,8 +4,8 @@
 What the model computes from a whole tensor, a parameter or the output of a whole layer, depends on a part of
 it: a range of a layer's features, or all of a parameter. Where features meet such a tensor (a rotary key that
 all heads share, a norm's weight), every column computes with features of its own, and the part's gradient is
-a sum over columns. Anywhere else it is complete. A tensor that depends on parts of several is used: what
-follows it is nobody's part.
+a sum over columns. Anywhere else (in a layer, in the residual stream, in the model's result) it is complete,
+and it cannot be both.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -55,7 +55,8 @@ class Part:
         return self.of == other.of and self.start < other.stop and other.start < self.stop
 
 
-_SEVERAL = Part("")  # depends on several, or on nobody knows what
+_SEVERAL = Part("")  # of more, or of what is not traced
+_MAX_PARTS = 4  # layers and parameters on which a tensor depends
 
 
 @dataclass
@@ -70,8 +71,8 @@ class Uses:
     met             parts, and whose features they have met
     kept            parts that are used in any other way
     read_elsewhere  layers and embeddings whose weight is read outside of them
-    operators       that compute outside of layers: name and numbers; of each result its shape, the one that it
-                    had before it was expanded, and features
+    operators       that compute outside of layers: name and numbers; of each result its shape, the one before
+                    it was expanded, and features
     """
 
     called: dict[str, None] = field(default_factory=dict)
@@ -173,8 +174,8 @@ class _Tracer(OperatorsOnMixed):
         self._divisible = {name for name, shape in shapes.items() if shape and shape[0] >= cols} - whole
         self._features: dict[int, Features] = {}  # by tensor
         self._sources: dict[int, set[str]] = {}  # of features anywhere in a storage
-        self._parts: dict[int, Part] = {}  # by tensor
-        self._learned: dict[int, Part] = {}  # by storage, of other tensors in it
+        self._parts: dict[int, Set[Part]] = {}  # by tensor
+        self._learned: dict[int, Set[Part]] = {}  # by storage, of other tensors in it
         self._mutated: set[int] = set()  # storages of several parts
         self._parameters: set[str] = set()  # with features
         self._readers: dict[int, set[str]] = {}  # layers and embeddings, by the storage of a parameter
@@ -196,7 +197,7 @@ class _Tracer(OperatorsOnMixed):
 
     def _add_parameter(self, parameter: Tensor, name: str, reader: str) -> None:
         key = _key(parameter)
-        self._learned[key] = _SEVERAL if reader or key in self._learned else Part(name)
+        self._learned[key] = {_SEVERAL if reader or key in self._learned else Part(name)}
         if reader:
             self._readers.setdefault(key, set()).add(reader)
         elif name in self._divisible:
@@ -232,12 +233,12 @@ class _Tracer(OperatorsOnMixed):
 
     def _parts_of(self, tensors: Iterable[Tensor]) -> set[Part]:
         """The parts on which numbers with gradients depend."""
-        parts = set()
+        found = set[Part]()
         for tensor in tensors:
-            part = self._parts.get(id(tensor), self._learned.get(_key(tensor)))
-            if part is not None and tensor.is_floating_point():
-                parts.add(_SEVERAL if _key(tensor) in self._mutated else part)
-        return parts
+            parts = self._parts.get(id(tensor), self._learned.get(_key(tensor), set()))
+            if parts and (tensor.is_floating_point() or tensor.is_complex()):
+                found |= {_SEVERAL} if _key(tensor) in self._mutated else parts
+        return found
 
     def _enter(self, name: str, is_linear: bool, _: nn.Module, *given: Any) -> None:
         self._running.append(name)
@@ -260,7 +261,7 @@ class _Tracer(OperatorsOnMixed):
         output = call[-1]
         if name in self._whole:
             self._alive.append(output)
-            self._parts[id(output)] = Part(name, 0, output.shape[-1], is_slice=True)
+            self._parts[id(output)] = {Part(name, 0, output.shape[-1], is_slice=True)}
         else:
             self._mark(output, Features(frozenset({(name, 1)}), output.ndim - 1, output.shape[-1]))
 
@@ -280,14 +281,14 @@ class _Tracer(OperatorsOnMixed):
         results = list(tensors_in(result))
         if self._running:
             if any(_key(tensor) in self._learned for tensor in tensors):
-                self._depend(results, _SEVERAL)
+                self._depend(results, {_SEVERAL})
             return result
         if func.overloadpacket in _BLANK:
             self._alive += results
             self._blank |= {_key(tensor): tensor for tensor in results}
         elif self.sources_of(tensors) and self._follow(func, args, kwargs, tensors, result):
             if not self.sources_of(results) <= self._parameters:
-                self._depend(results, _SEVERAL)
+                self._depend(results, {_SEVERAL})
             else:
                 self._follow_parts(func, args, kwargs, tensors, results)
         else:
@@ -367,31 +368,28 @@ class _Tracer(OperatorsOnMixed):
         parts = self._parts_of(tensors)
         if not parts:
             return
-        first = next(iter(parts))
-        is_of_one = _SEVERAL not in parts and len({part.of for part in parts}) == 1
-        if func._schema.is_mutable or not is_of_one:
+        first, *others = parts
+        is_known = _SEVERAL not in parts and len({part.of for part in parts}) <= _MAX_PARTS
+        if func._schema.is_mutable or not is_known:
             self._uses.kept |= parts
-            self._depend(results, _SEVERAL)
+            self._depend(results, {_SEVERAL})
             if func._schema.is_mutable:
                 self._mutated |= {_key(tensor) for tensor in results}
                 self._blank = {key: base for key, base in self._blank.items() if key not in self._mutated}
-        elif len(parts) == 1 and first.is_slice and func.overloadpacket in _SLICES:
+        elif not others and first.is_slice and func.overloadpacket in _SLICES:
             for tensor, part in zip(results, _slices(first, func, args, kwargs, results), strict=True):
-                self._depend([tensor], part)
+                self._depend([tensor], {part})
         else:
-            start, stop = min(part.start for part in parts), max(part.stop for part in parts)
-            self._depend(results, Part(first.of, start, stop))
+            self._depend(results, {replace(part, is_slice=False) for part in parts})
 
-    def _depend(self, results: Iterable[Tensor], part: Part) -> None:
+    def _depend(self, results: Iterable[Tensor], parts: Set[Part]) -> None:
         for tensor in results:
             self._alive += [tensor, tensor.untyped_storage()]
-            self._parts[id(tensor)] = part
-            self._learned.setdefault(_key(tensor), part)
+            self._parts[id(tensor)] = parts
+            self._learned.setdefault(_key(tensor), parts)
 
 
-def _slices(
-    part: Part, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor]
-) -> list[Part]:
+def _slices(part: Part, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor]) -> list[Part]:
     """The parts that slices of a part have."""
     schema = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(schema, args, strict=False)), **kwargs}
