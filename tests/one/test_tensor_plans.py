@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlaitError
 from plait.models import causal_lm_on_meta
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
-from support.derived_models import AttentionBlock, Layers, eager, fused, packed
+from support.derived_models import AttentionBlock, LatentBlock, Layers, eager, fused, packed, sink
 from support.tensor_models import (
     COMMON,
     FAMILIES,
@@ -392,6 +392,7 @@ class Derived(Plain):
 QKV = ("attn.q", "attn.k", "attn.v")
 UP_DOWN = {"up": (24, 72), "down": (72, 24)}
 COLUMN, GATHERED, ROW = (Style.COLUMN, False), (Style.COLUMN, True), (Style.ROW, False)
+LATENT = {"attn.q": COLUMN, "attn.kv_b": COLUMN, "attn.out": ROW}
 DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]] = {
     "packed attention": (
         lambda: Block(24, 6),
@@ -453,6 +454,28 @@ DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]
     ),
     "a parameter for each feature": (
         lambda: Layers(lambda m, x: m.down(m.scale * m.up(x)), **UP_DOWN),
+        {"up": COLUMN, "down": ROW},
+    ),
+    "a key that heads share": (
+        LatentBlock,
+        {**LATENT, "attn.kv_a": (Style.MLA_LATENT, False)},
+    ),
+    "a normed key, in memory that is filled": (
+        lambda: LatentBlock(fills=True),
+        {**LATENT, "attn.kv_a": (Style.MLA_LATENT, False)},
+    ),
+    "a shared key that the stream reads too": (
+        lambda: LatentBlock(reads=True),
+        dict.fromkeys([*LATENT, "attn.kv_a"], GATHERED),
+    ),
+    "a sink for each head": (
+        lambda: AttentionBlock(sink, sinks=6),
+        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
+    ),
+    "small layers": (
+        lambda: Layers(
+            lambda m, x: m.down(m.up(x)) + m.b(m.a(x)), a=(24, 2), b=(2, 24), up=(24, 240), down=(240, 24)
+        ),
         {"up": COLUMN, "down": ROW},
     ),
     "another use of the features": (

@@ -38,9 +38,10 @@ class FewKeys(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    def __init__(self, inside: Callable[..., Tensor]) -> None:
+    def __init__(self, inside: Callable[..., Tensor], sinks: int = 1) -> None:
         super().__init__()
         self.attn = FewKeys(inside)
+        self.attn.sinks = nn.Parameter(torch.randn(sinks))
 
     def forward(self, x_BSh: Tensor) -> Tensor:
         return x_BSh + self.attn(x_BSh)
@@ -52,6 +53,53 @@ def eager(m: FewKeys, q: Tensor, k: Tensor, v: Tensor, scale: float = 0.5) -> Te
     k, v = (t[:, :, None].expand(-1, -1, repeats, -1, -1).flatten(1, 2) for t in (k, v))
     mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     return (q @ k.transpose(2, 3) * scale).masked_fill(~mask, -1e9).softmax(-1) @ v
+
+
+def sink(m: FewKeys, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A learned score for each head, of no key."""
+    k, v = (t.repeat_interleave(m.num_heads // m.num_key_value_heads, 1) for t in (k, v))
+    scores, sinks = q @ k.transpose(2, 3), m.sinks.reshape(1, -1, 1, 1)
+    scores = torch.cat([scores, sinks.expand(scores.shape[0], -1, scores.shape[2], -1)], -1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+class Latent(nn.Module):
+    """The attention of 6 heads with one rotary key for all of them, as DeepSeek's.
+
+    fills: in memory that is filled; the key is normed, and multiplied with more features. reads: the key is
+    in the result, too.
+    """
+
+    def __init__(self, *, fills: bool = False, reads: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.fills, self.reads = 6, fills, reads
+        self.q, self.kv_a, self.kv_b = nn.Linear(24, 36), nn.Linear(24, 12), nn.Linear(8, 48)
+        self.norm, self.key_norm, self.out = nn.LayerNorm(8), nn.LayerNorm(2), nn.Linear(24, 24)
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        more, latent, shared = self.kv_a(x_BSh).split([2, 8, 2], -1)
+        q = self.q(x_BSh).unflatten(-1, (-1, 6)).transpose(1, 2)
+        kv = self.kv_b(self.norm(latent)).unflatten(-1, (-1, 8)).transpose(1, 2)
+        k, v = kv.split([4, 4], -1)
+        shared = self.key_norm(shared) * more if self.fills else shared
+        of_heads = shared[:, None].expand(-1, k.shape[1], -1, -1)
+        if self.fills:
+            keys = k.new_empty((*k.shape[:-1], 6))
+            keys[..., :4].copy_(k)
+            keys[..., 4:] = of_heads
+        else:
+            keys = torch.cat([k, of_heads], -1)
+        found = F.scaled_dot_product_attention(q, keys, v, is_causal=True).transpose(1, 2).flatten(2)
+        return self.out(found) + (shared.mean(-1, keepdim=True) if self.reads else 0)
+
+
+class LatentBlock(nn.Module):
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.attn = Latent(**options)
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        return x_BSh + self.attn(x_BSh)
 
 
 def fused(_: FewKeys, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -186,8 +186,10 @@ class Layer:
             args = tuple(_Sum.apply(a, self.cols, False) if a.is_floating_point() else a for a in args)
             return _Sum.apply(self.inner(_Sum.apply(x, self.cols, False), *args, **kwargs), self.cols, True)
         if cut.style is Style.MLA_LATENT:
-            found, [(start, _)] = self.inner(x), cut.summed
-            return torch.cat([found[..., :start], _Sum.apply(found[..., start:], self.cols, False)], -1)
+            found = self.inner(x).clone()
+            for start, stop in cut.summed:
+                found[..., start:stop] = _Sum.apply(found[..., start:stop].clone(), self.cols, False)
+            return found
         return self._with_whole_features(x, *args, **kwargs)
 
     def _with_whole_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -35,7 +35,9 @@ from plait.models.sharding.uses import Result, Uses, uses_of
 from plait.models.stages.dataflow import traced_batches
 from plait.plan.sharding import Range, Style
 
-_SMALL = 16  # layers are replicated if the linear ones of their block have this many times as many weights
+# Layers are replicated if the linear ones of their block have this many times as many weights: one that would
+# gather, two or more that would sum.
+_SMALL, _TINY = 16, 64
 _MAX_RUNS = 4
 
 
@@ -134,7 +136,7 @@ def _pairs(builder: TPPlanBuilder, uses: Uses, layers: set[str], with_heads: boo
     for name, of_layer in sources.items():
         members = [*((source, of_source[source]) for source in of_layer), (name, 0)]
         widths = {of: _unit_width(builder, of, count, units[name]) for of, count in members}
-        is_small = sum(_num_weights(builder, of) for of in widths) * _SMALL < linear[builder.block_of(name)]
+        is_small = sum(_num_weights(builder, of) for of in widths) * _TINY < linear[builder.block_of(name)]
         if is_small or not _can_divide(widths, units[name], builder, with_heads):
             bad |= of_layer
     while True:

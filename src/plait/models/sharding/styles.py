@@ -85,7 +85,8 @@ UNSUPPORTED: Mapping[str, str] = {
 
 
 def parse_style(text: str, where: str) -> StyleSpec:
-    """Parse `style[:parts][/multiple]`, `local:attribute,attribute` or `mla_kv_a_proj:start-stop`.
+    """Parse `style[:parts][/multiple]`, `local:attribute,attribute` or
+    `replicated_with_grad_allreduce:start-stop,start-stop`.
 
     Raises ModelError.
     """
@@ -108,10 +109,9 @@ def parse_style(text: str, where: str) -> StyleSpec:
     spec = STYLES[key]
     if key == "local" and detail:
         spec = replace(spec, attributes=tuple(name.strip() for name in detail.split(",")))
-    elif detail and spec.style is Style.MLA_LATENT:
-        start, _, stop = detail.partition("-")
-        first = 0 if start == "0" else _parse_number(start, text, where)
-        spec = replace(spec, summed=((first, _parse_number(stop, text, where)),))
+    elif detail and spec.style is Style.PER_HEAD_NORM:
+        summed = tuple(_parse_range(of_range, text, where) for of_range in detail.split(","))
+        spec = StyleSpec(Style.MLA_LATENT, summed=summed)
     elif detail:
         spec = replace(spec, parts=_parse_number(detail, text, where))
     return replace(spec, multiple=_parse_number(multiple, text, where)) if multiple else spec
@@ -122,11 +122,16 @@ def style_text(spec: StyleSpec) -> str:
     if spec.attributes:
         return f"local:{','.join(spec.attributes)}"
     if spec.summed:
-        return "mla_kv_a_proj:{}-{}".format(*spec.summed[0])
+        return f"replicated_with_grad_allreduce:{','.join(f'{start}-{stop}' for start, stop in spec.summed)}"
     plain, parts = replace(spec, multiple=None), f":{spec.parts}"
     forms = ((plain, ""), (replace(plain, parts=2), parts), (replace(plain, parts=1), parts))
     text = next(key + end for form, end in forms for key, known in STYLES.items() if known == form)
     return f"{text}/{spec.multiple}" if spec.multiple else text
+
+
+def _parse_range(given: str, text: str, where: str) -> Range:
+    start, _, stop = given.partition("-")
+    return 0 if start == "0" else _parse_number(start, text, where), _parse_number(stop, text, where)
 
 
 def _parse_number(digits: str, text: str, where: str) -> int:
