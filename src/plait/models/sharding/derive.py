@@ -6,13 +6,17 @@ A linear layer may be sharded over its outputs in two ways.
 - `colwise_gather_output`: the layer's output is all-gathered, and everything around the layer stays as it is.
   It is right in any code that calls the layer as a module, whatever the code does with the output.
 - `colwise`, without a gather, if every use of the output keeps features apart (features.py), up to linear
-  layers, which are then `rowwise`: the feed-forward and the attention of most models. Any other use (a norm,
-  a sum with the residual stream, the model's result) ends the search, and the layers gather. So does a
-  number that all features are multiplied with and that depends on a parameter: its gradient would be a sum
-  over columns.
+  layers, which are then `rowwise`: the feed-forward and the attention of most models. Parameters with a
+  number for each feature are sharded with them. Any other use (a norm, a sum with the residual stream, the
+  model's result) ends the search.
 
-Layers that the run does not call, or whose weight is read outside of them, are replicated, and so are those
-that are small next to the block's largest.
+What features meet may be the same for all of them and depend on a parameter, or on a layer whose output is
+whole: then its gradient is a sum over columns (uses.py [Note: parts]). Whether a layer is whole is known after
+a run. So the model runs again with the layers whole that ended the search, and others may get further.
+
+Layers that end the search gather, unless they are small next to their block, or to what is divided in their
+region: these are replicated, and so are layers that the run does not call, or whose weight is read outside of
+them.
 
 [Note: the same run on shards]
 Code may contain numbers of heads and widths. So the model runs once more with the weights of one column, and
@@ -23,7 +27,7 @@ Otherwise all layers of attentions gather; if it is then still another run, all 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from itertools import chain
 
 from torch import Tensor
@@ -70,22 +74,25 @@ def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
 def _gathered(
     builder: TPPlanBuilder, layers: Iterable[str], divided: Mapping[str, StyleSpec]
 ) -> dict[str, StyleSpec]:
-    """Return styles of the other layers in blocks, without those that are small next to their block."""
-    linear = _linear_weights(builder, layers)
+    """Return styles of the other layers in blocks, without small ones and the rest of what is divided."""
+    of_blocks = _weights(builder, layers, builder.block_of)
+    of_regions = _weights(builder, [name for name in layers if name in divided], builder.region_of)
     weights = {name: _num_weights(builder, name) for name in layers if name not in divided}
     return {
         name: STYLES["colwise_gather_output"]
         for name, size in weights.items()
-        if size and size * _SMALL >= linear[builder.block_of(name)]
+        if size * _SMALL >= of_blocks[builder.block_of(name)] and size > of_regions[builder.region_of(name)]
     }
 
 
-def _linear_weights(builder: TPPlanBuilder, layers: Iterable[str]) -> Counter[str | None]:
-    """Count the weights of linear layers, by block."""
-    linear = Counter[str | None]()
+def _weights(
+    builder: TPPlanBuilder, layers: Iterable[str], key: Callable[[str], str | None]
+) -> Counter[str | None]:
+    """Count the weights of linear layers, by block or region."""
+    weights = Counter[str | None]()
     for name in layers:
-        linear[builder.block_of(name)] += _num_weights(builder, name)
-    return linear
+        weights[key(name)] += _num_weights(builder, name)
+    return weights
 
 
 def _weight_id(builder: TPPlanBuilder, name: str) -> int:
@@ -132,7 +139,7 @@ def _pairs(builder: TPPlanBuilder, uses: Uses, layers: set[str], with_heads: boo
             bad |= sources[name]
     bad |= {source for source, counts in parts.items() if len(counts) > 1}
     of_source = {source: min(counts) for source, counts in parts.items()}
-    linear = _linear_weights(builder, uses.called)
+    linear = _weights(builder, uses.called, builder.block_of)
     for name, of_layer in sources.items():
         members = [*((source, of_source[source]) for source in of_layer), (name, 0)]
         widths = {of: _unit_width(builder, of, count, units[name]) for of, count in members}
