@@ -1,5 +1,8 @@
 """The tensor plans of transformers: all their styles, and every causal language model that has a plan."""
 
+import runpy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from plait.models.sharding.families import FAMILIES as BUILT_IN
 from plait.models.sharding.styles import STYLES, UNSUPPORTED
 from plait.plan.sharding import TPPlan
 from support.tensor_models import plan_of
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_word_of_transformers_is_known_or_refused() -> None:
@@ -77,3 +82,11 @@ def on_meta(kind: str) -> PreTrainedModel | None:
         except Exception:  # whatever a family's own code raises
             continue
     return None
+
+
+def test_derived_plans_send_what_the_models_own_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare_tensor_plans.py", "llama", "deepseek_v3"])
+    runpy.run_path(str(ROOT / "tools" / "compare_tensor_plans.py"), run_name="__main__")
+    assert "2 of 2 derived plans send no more" in capsys.readouterr().out
