@@ -301,8 +301,6 @@ def test_a_region_with_an_ambiguous_input_is_refused(pool: Pool) -> None:
 class Latent(nn.Module):
     """As DeepSeek's: heads read a common latent through cut layers, and a rotary part themselves."""
 
-    qk_rope_head_dim = 2
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.o = _linear(H, 5), _linear(3, F), _linear(F, H)
@@ -321,7 +319,7 @@ def _latent(rows: int, cols: int) -> dict[str, float]:
         nn.Sequential(Latent()),
         torch.randn(2, 3, H, dtype=torch.float64),
         [
-            LayerSharding("0.a", Style.MLA_LATENT, None, hidden),
+            LayerSharding("0.a", Style.MLA_LATENT, None, hidden, summed=((3, 5),)),
             LayerSharding("0.b", Style.COLUMN, wide, even("row", 3, rows)),
             LayerSharding("0.o", Style.ROW, hidden, wide),
         ],

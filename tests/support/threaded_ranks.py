@@ -163,7 +163,6 @@ class Layer:
 
     cut: LayerSharding
     module: nn.Module
-    parent: nn.Module
     rows: AxisPeers
     cols: AxisPeers
     tokens: str
@@ -187,8 +186,8 @@ class Layer:
             args = tuple(_Sum.apply(a, self.cols, False) if a.is_floating_point() else a for a in args)
             return _Sum.apply(self.inner(_Sum.apply(x, self.cols, False), *args, **kwargs), self.cols, True)
         if cut.style is Style.MLA_LATENT:
-            found, rotary = self.inner(x), self.parent.qk_rope_head_dim
-            return torch.cat([found[..., :-rotary], _Sum.apply(found[..., -rotary:], self.cols, False)], -1)
+            found, [(start, _)] = self.inner(x), cut.summed
+            return torch.cat([found[..., :start], _Sum.apply(found[..., start:], self.cols, False)], -1)
         return self._with_whole_features(x, *args, **kwargs)
 
     def _with_whole_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -230,10 +229,9 @@ def rank_of(model: nn.Module, plan: TPPlan, rows: AxisPeers, cols: AxisPeers, *,
     for cut in plan.layers:
         if cut.style not in (Style.FEATURE_EMBEDDING, Style.PER_HEAD_NORM):
             layer = local.get_submodule(cut.module)
-            around = local.get_submodule(cut.module.rpartition(".")[0])
             region = next((r for r in plan.regions if f"{cut.module}.".startswith(f"{r}.")), None)
             tokens = "whole" if not sequence else "pure" if region in plan.pure else "cut"
-            layer.forward = Layer(cut, layer, around, rows, cols, tokens)
+            layer.forward = Layer(cut, layer, rows, cols, tokens)
     if sequence:
         _shard_tokens(local, plan, cols)
     return local

@@ -135,7 +135,7 @@ class Style(Enum):
     )
     NORM = "norm"  # statistics over a sharded feature dim; see LayerSharding.out
     PER_HEAD_NORM = "head norm"  # normalizes each head: replicated weight, gradient summed over col
-    MLA_LATENT = "latent"  # DeepSeek's kv_a_proj: replicated; all heads share the rotary part of its output
+    MLA_LATENT = "latent"  # DeepSeek's kv_a_proj: replicated, with a part that all heads read: see `summed`
     EXPERTS = "experts"  # a module of expert tensors: full input, output summed over col
     REPLICATE = "whole"  # unchanged, full features
 
@@ -169,6 +169,8 @@ class LayerSharding:
     splits      ROW: the input is full; this rank takes its shard of the features
     head        COLUMN: the output is the logits; they stay sharded over the vocabulary unless full ones are
                 needed
+    summed      ranges of a full output that every column reads with heads or channels of its own, so that their
+                gradient is a sum over columns. A COLUMN layer sums its input's gradient itself
     """
 
     module: str
@@ -179,6 +181,7 @@ class LayerSharding:
     gathers: bool = False
     splits: bool = False
     head: bool = False
+    summed: tuple[Range, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ from plait.models.sharding.styles import (
     style_text,
 )
 from plait.models.transformers_types import input_embedding, is_pretrained_model
-from plait.plan.sharding import DimSharding, LayerSharding, Style, StyleLine, TPPlan, split_width
+from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, StyleLine, TPPlan, split_width
 
 
 def build_tp_plan(
@@ -228,18 +228,25 @@ def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
     elif spec.style is Style.PER_HEAD_NORM:
         add_head_norm(builder, name)
     elif spec.style is Style.MLA_LATENT:
-        path = name.rpartition(".")[0]
-        attention = builder.modules[path]
-        if not isinstance(getattr(attention, "qk_rope_head_dim", None), int):
-            raise ModelError(
-                f"the rotary part of {name}'s output has unknown width",
-                given=f"{type(attention).__name__} without qk_rope_head_dim",
-                expected="an integer qk_rope_head_dim of the attention",
-                hint=replicate_hint(f"{path}.*" if path else "*"),
-            )
-        builder.layers[name] = LayerSharding(name, Style.MLA_LATENT)
+        summed = spec.summed or (_rotary_features(builder, name),)
+        builder.layers[name] = LayerSharding(name, Style.MLA_LATENT, summed=summed)
     elif spec.style is Style.EXPERTS:
         builder.layers[name] = LayerSharding(name, Style.EXPERTS)
+
+
+def _rotary_features(builder: TPPlanBuilder, name: str) -> Range:
+    """The last features of a latent projection, which all heads rotate and read."""
+    path = name.rpartition(".")[0]
+    attention, features = builder.modules[path], linear_features(builder.modules[name])
+    width = getattr(attention, "qk_rope_head_dim", None)
+    if not isinstance(width, int) or features is None:
+        raise ModelError(
+            f"the rotary part of {name}'s output has unknown width",
+            given=f"{type(attention).__name__} without qk_rope_head_dim",
+            expected="an integer qk_rope_head_dim of the attention",
+            hint=replicate_hint(f"{path}.*" if path else "*"),
+        )
+    return features[0] - width, features[0]
 
 
 def _add_vocabulary(builder: TPPlanBuilder, name: str) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from plait.errors import ModelError, nearest
 from plait.models.transformers_types import is_pretrained_model
-from plait.plan.sharding import Style
+from plait.plan.sharding import Range, Style
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class StyleSpec:
     grouped     a packed projection of [kv head][its query heads, key, value]
     multiple    the output is split at multiples of this, a head's width; None: see `models/sharding/heads.py`
     attributes  of the module: numbers that are divided like its heads
+    summed      of a MLA_LATENT layer: see `LayerSharding`; (): what its attention rotates
     """
 
     style: Style | None = None
@@ -36,6 +37,7 @@ class StyleSpec:
     grouped: bool = False
     multiple: int | None = None
     attributes: tuple[str, ...] = ()
+    summed: tuple[Range, ...] = ()
 
 
 _GATHERS = StyleSpec(Style.COLUMN, gathers=True)
@@ -83,7 +85,10 @@ UNSUPPORTED: Mapping[str, str] = {
 
 
 def parse_style(text: str, where: str) -> StyleSpec:
-    """Parse `style[:parts][/multiple]`, or `local:attribute,attribute`. Raises ModelError."""
+    """Parse `style[:parts][/multiple]`, `local:attribute,attribute` or `mla_kv_a_proj:start-stop`.
+
+    Raises ModelError.
+    """
     body, _, multiple = text.partition("/")
     key, _, detail = body.partition(":")
     if key in UNSUPPORTED:
@@ -103,6 +108,10 @@ def parse_style(text: str, where: str) -> StyleSpec:
     spec = STYLES[key]
     if key == "local" and detail:
         spec = replace(spec, attributes=tuple(name.strip() for name in detail.split(",")))
+    elif detail and spec.style is Style.MLA_LATENT:
+        start, _, stop = detail.partition("-")
+        first = 0 if start == "0" else _parse_number(start, text, where)
+        spec = replace(spec, summed=((first, _parse_number(stop, text, where)),))
     elif detail:
         spec = replace(spec, parts=_parse_number(detail, text, where))
     return replace(spec, multiple=_parse_number(multiple, text, where)) if multiple else spec
@@ -112,6 +121,8 @@ def style_text(spec: StyleSpec) -> str:
     """Return the text that `parse_style` reads as this."""
     if spec.attributes:
         return f"local:{','.join(spec.attributes)}"
+    if spec.summed:
+        return "mla_kv_a_proj:{}-{}".format(*spec.summed[0])
     plain, parts = replace(spec, multiple=None), f":{spec.parts}"
     forms = ((plain, ""), (replace(plain, parts=2), parts), (replace(plain, parts=1), parts))
     text = next(key + end for form, end in forms for key, known in STYLES.items() if known == form)

@@ -111,9 +111,9 @@ class _Application:
                 if out is not None and out.group.size > 1:
                     set_forward(module, ParallelNorm(name, forward, out))
             case Style.REPLICATE | Style.MLA_LATENT:
-                tail = self._rotary_width(name) if layer.style is Style.MLA_LATENT else 0
-                if inp is not None or out is not None or tail:
-                    set_forward(module, ReplicatedLayer(name, forward, inp, out, tail, self.groups.col))
+                if inp is not None or out is not None or layer.summed:
+                    summed = layer.summed
+                    set_forward(module, ReplicatedLayer(name, forward, inp, out, summed, self.groups.col))
             case Style.EXPERTS:
                 set_forward(module, ParallelExperts(name, forward, self.groups.col))
             case Style.PER_HEAD_NORM:
@@ -187,18 +187,6 @@ class _Application:
 
     def _sharded_dim(self, dim: DimSharding | None) -> ShardedDim | None:
         return None if dim is None else ShardedDim(dim, self.groups.along(dim.axis))
-
-    def _rotary_width(self, name: str) -> int:
-        parent = self.model.get_submodule(name.rpartition(".")[0])
-        width = getattr(parent, "qk_rope_head_dim", None)
-        if not isinstance(width, int):
-            raise ModelError(
-                f"cannot shard the MLA latent layer {name}: its number of rotary features is unknown",
-                given=f"{type(parent).__name__} without qk_rope_head_dim",
-                expected="an integer qk_rope_head_dim of the attention",
-                hint="a tensor_plan that replicates the attention",
-            )
-        return width
 
     # --- scopes and regions
 

@@ -4,6 +4,7 @@
   copy_to_group              identity    all-reduce  a replicated tensor, used differently on each rank
   reduce_from_group          all-reduce  identity    partial sums become the full value
   differentiable_all_reduce  all-reduce  all-reduce  a statistic that all ranks add to and use
+  copy_ranges_to_group       identity    all-reduce  copy_to_group for some of the features
   gather                     all-gather  own shard   what follows is the same on every rank
   split                      own shard   all-gather  what precedes is the same on every rank
 
@@ -16,6 +17,7 @@ summed elsewhere. A value that is the same on every rank must therefore reach on
 gradient of a gathered tensor, and a copy's contribution to a statistic.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch.autograd.graph import increment_version
 from plait.comm import Group, all_reduce
 from plait.parallel.tensor.groups import ShardedDim
 from plait.parallel.tensor.token_shards import TokenShards
+from plait.plan.sharding import Range
 
 Sharding = ShardedDim | TokenShards  # of features, of tokens
 
@@ -51,12 +54,9 @@ def differentiable_all_reduce(x: Tensor, group: Group) -> Tensor:
     return _AllReduce.apply(x, group, True, True) if group.size > 1 else x
 
 
-def copy_tail_to_group(x: Tensor, width: int, group: Group) -> Tensor:
-    """`copy_to_group` for the last `width` features only."""
-    if group.size == 1:
-        return x
-    head, tail = x.split([x.shape[-1] - width, width], -1)
-    return torch.cat([head, copy_to_group(tail, group)], -1)
+def copy_ranges_to_group(x: Tensor, ranges: Sequence[Range], group: Group) -> Tensor:
+    """`copy_to_group` for some ranges of the features only."""
+    return _CopyRanges.apply(x, ranges, group) if group.size > 1 and ranges else x
 
 
 def gather(shard: Tensor, sharding: Sharding) -> Tensor:
@@ -82,6 +82,23 @@ class _AllReduce(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx = all_reduce_in_place(_contiguous_copy(grad), ctx.group) if ctx.in_backward else grad
         return dx, None, None, None
+
+
+class _CopyRanges(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranges: Sequence[Range], group: Group) -> Tensor:
+        ctx.ranges, ctx.group = ranges, group
+        return x.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx = _contiguous_copy(grad)
+        parts = [dx[..., start:stop] for start, stop in ctx.ranges]
+        summed = all_reduce_in_place(torch.cat(parts, -1), ctx.group, "gradient of shared features")
+        for part, values in zip(parts, summed.split([part.shape[-1] for part in parts], -1), strict=True):
+            part.copy_(values)
+        return dx, None, None
 
 
 class _Gather(Function):

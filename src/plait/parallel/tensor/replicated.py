@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from plait.comm import Group
 from plait.parallel.tensor.functional import (
-    copy_tail_to_group,
+    copy_ranges_to_group,
     copy_to_group,
     gather,
     reduce_from_group,
@@ -18,7 +18,7 @@ from plait.parallel.tensor.functional import (
 from plait.parallel.tensor.groups import ShardedDim
 from plait.parallel.tensor.sequence_forward import map_hidden_input, map_hidden_output
 from plait.parallel.tensor.side_inputs import Arguments
-from plait.plan.sharding import ArgumentSharding, TPPlan
+from plait.plan.sharding import ArgumentSharding, Range, TPPlan
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,16 @@ def slice_head_arguments(model: nn.Module, plan: TPPlan, col: int) -> None:
 class ReplicatedLayer:
     """Forward of a layer with full weights, between layers with sharded features.
 
-    inp   its input's features are sharded like this: they are all-gathered
-    out   the layers that follow take this shard of its output
-    tail  number of last output features that each rank of `col` uses independently: DeepSeek's rotary key,
-          which all heads share, after the latent that COLUMN layers take
+    inp      its input's features are sharded like this: they are all-gathered
+    out      the layers that follow take this shard of its output
+    summed   output features that each rank of `col` uses independently: see `LayerSharding`
     """
 
     name: str
     forward: Callable[..., Any]
     inp: ShardedDim | None
     out: ShardedDim | None
-    tail: int
+    summed: tuple[Range, ...]
     col: Group
 
     @torch.compiler.disable(reason="a replicated layer between sharded ones")
@@ -68,8 +67,8 @@ class ReplicatedLayer:
         if inp is not None:
             args, kwargs = map_hidden_input(lambda x: gather(x, inp), self.name, args, kwargs)
         output = self.forward(module, *args, **kwargs)
-        if self.tail:
-            output = copy_tail_to_group(output, self.tail, self.col)
+        if self.summed:
+            output = copy_ranges_to_group(output, self.summed, self.col)
         return output if out is None else map_hidden_output(lambda y: split(y, out), self.name, output)
 
 
