@@ -162,8 +162,8 @@ def zamba2(config: Any, cols: int) -> Patterns:
 
 
 def _gated_delta_net(config: Any, cols: int, projections: dict[str, str], output: str, norm: str) -> Patterns:
-    """Linear attention by heads of keys, each with its heads of values. `projections`: their parts, and what a
-    head has in each: features of a key (k), of its values (v), a number for each of these (n)."""
+    """Linear attention by heads of keys, each with its heads of values. `projections`: their parts, and what
+    a head has in each: features of a key (k), of its values (v), a number for each of these (n)."""
     mixer, heads = "layers.*.linear_attn", config.linear_num_key_heads
     if cols > heads:
         return _whole(mixer, " ".join(projections), output)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -93,13 +92,14 @@ class UnfusedForward:
 
 def read_own_channels(module: nn.Module, channels: tuple[Range, ...]) -> None:
     """Make a module with all weights read as one with those of some channels."""
+    cls = type(module)
+    properties = {key: property(_OwnChannels(key)) for key in ("weight", "bias")}
+    own_class = _CLASSES.get(cls) or type(cls.__name__, (cls,), properties)
     module.plait_channels = channels  # type: ignore[assignment]
-    module.__class__ = _class_of_own_channels(type(module))
+    module.__class__ = _CLASSES[cls] = own_class
 
 
-@cache
-def _class_of_own_channels(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (cls,), {key: property(_OwnChannels(key)) for key in ("weight", "bias")})
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}  # by original class
 
 
 @dataclass(frozen=True)
