@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from plait.verify.float64 import compute_in_float64
-from support import programs
+from support import mixer_configs, programs
 
 _SIZES = {
     "vocab_size": programs.VOCABULARY,
@@ -90,7 +90,8 @@ OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    }
+    },
+    **mixer_configs.CONFIGS,
 }
 WITH_EXPERTS = ("mixtral", "deepseek_v3")  # neither over rows nor with tokens cut
 _OF_THEIR_OWN = ("gpt2", "gptj")  # families whose sizes have other names
@@ -128,4 +129,5 @@ def builder(family: str) -> Any:
 
 
 def _has_sdpa(config: Any) -> bool:
-    return config.model_type not in ("bloom", "gemma2", "gpt_neo", "gpt_oss", "gptj")
+    without = ("bloom", "gemma2", "gpt_neo", "gpt_oss", "gptj", "mamba", "falcon_mamba", "mamba2")
+    return config.model_type not in without

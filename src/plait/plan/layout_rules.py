@@ -174,15 +174,20 @@ def layer_collectives(layer: LayerSharding, rows: int, cols: int, *, sequence: b
             over_col = [(regather, regather), ("", scatter)]
             if layer.gathers:
                 over_col.append((gather, ""))
+            elif layer.uses is not None:
+                over_col.append((gather, reduce))
             elif layer.head:
                 over_col = [("", reduce)]
         case Style.ROW:
             over_row = [("", reduce)]
             over_col = [(scatter, gather if layer.splits else regather)]
+            if layer.summed:
+                over_col = [(reduce, reduce)]
         case Style.VOCABULARY:
             over_col = [(reduce, "")]
         case Style.NORM:
-            over_row = [(reduce, reduce)]
+            pairs = [(reduce, reduce)]
+            over_row, over_col = ([], pairs) if layer.out and layer.out.axis == "col" else (pairs, [])
         case Style.EXPERTS:
             over_col = [(reduce, reduce)]
     words: list[list[str]] = [[], []]

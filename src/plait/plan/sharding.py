@@ -137,6 +137,7 @@ class Style(Enum):
     PER_HEAD_NORM = "head norm"  # normalizes each head: replicated weight, gradient summed over col
     MLA_LATENT = "latent"  # DeepSeek's kv_a_proj: replicated, with a part that all heads read: see `summed`
     EXPERTS = "experts"  # a module of expert tensors: full input, output summed over col
+    DEPTHWISE = "depthwise"  # a convolution of each channel separately: channels over col
     REPLICATE = "whole"  # unchanged, full features
 
 
@@ -169,8 +170,10 @@ class LayerSharding:
     splits      ROW: the input is full; this rank takes its shard of the features
     head        COLUMN: the output is the logits; they stay sharded over the vocabulary unless full ones are
                 needed
-    summed      ranges of a full output that every column reads with heads or channels of its own, so that their
-                gradient is a sum over columns. A COLUMN layer sums its input's gradient itself
+    summed      ranges of a full output that every column reads with heads or channels of its own, so that
+                their gradient is a sum over columns. A COLUMN layer sums its input's gradient itself
+    uses        features that each column's code reads, if these are others than `out`. COLUMN: the others are
+                gathered, and their gradients summed; DEPTHWISE: every column has all weights
     """
 
     module: str
@@ -182,6 +185,7 @@ class LayerSharding:
     splits: bool = False
     head: bool = False
     summed: tuple[Range, ...] = ()
+    uses: DimSharding | None = None
 
 
 @dataclass(frozen=True)

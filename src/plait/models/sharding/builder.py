@@ -92,6 +92,9 @@ class TPPlanBuilder:
     def inside(self, region: str) -> list[str]:
         return [name for name in self.modules if name == region or name.startswith(f"{region}.")]
 
+    def spec_of(self, name: str) -> StyleSpec:
+        return self.specs.get(name, StyleSpec())
+
     def style_of(self, name: str) -> Style | None:
         return self.layers[name].style if name in self.layers else None
 

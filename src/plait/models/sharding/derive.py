@@ -11,8 +11,8 @@ A linear layer may be sharded over its outputs in two ways.
   model's result) ends the search.
 
 What features meet may be the same for all of them and depend on a parameter, or on a layer whose output is
-whole: then its gradient is a sum over columns (uses.py [Note: parts]). Whether a layer is whole is known after
-a run. So the model runs again with the layers whole that ended the search, and others may get further.
+whole: then its gradient is a sum over columns (uses.py [Note: parts]). Only a run shows which layers are
+whole. So the model runs again with those whole that ended the search, and others may get further.
 
 Layers that end the search gather, unless they are small next to their block, or to what is divided in their
 region: these are replicated, and so are layers that the run does not call, or whose weight is read outside of

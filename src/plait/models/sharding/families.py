@@ -9,19 +9,13 @@ from typing import Any
 from torch import nn
 
 from plait.errors import ModelError
+from plait.models.sharding import mixer_families
 from plait.models.sharding.builder import TPPlanBuilder
 from plait.models.sharding.heads import Heads
+from plait.models.sharding.styles import Patterns
+from plait.models.sharding.styles import plan_of_layers as _plan
 from plait.models.transformers_types import is_pretrained_model
 from plait.plan.sharding import ArgumentSharding
-
-Patterns = dict[str, str]
-
-
-def _plan(layer: str, colwise: str, rowwise: str) -> Patterns:
-    """The plan of modules in each layer, whose paths in it are separated by spaces."""
-    styles = {"colwise": colwise, "rowwise": rowwise}
-    return {f"{layer}.{path}": style for style, paths in styles.items() for path in paths.split()}
-
 
 _BLOOM = _plan(
     "h.*", "self_attention.query_key_value mlp.dense_h_to_4h", "self_attention.dense mlp.dense_4h_to_h"
@@ -57,13 +51,6 @@ def _falcon(config: Any, cols: int) -> Patterns:
         "h.*.self_attention.dense": end,
     }
 
-
-# Latent attention, as in transformers' plan for deepseek_v2. Patterns for layers that a configuration does
-# not have are ignored.
-_DEEPSEEK = {
-    **_plan("layers.*.self_attn", "q_proj q_b_proj kv_b_proj", "o_proj"),
-    "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
-}
 
 # Their own plans gather gate and up, which are halves of one matrix: each half can be sharded.
 _PACKED_GATE = {"layers.*.mlp.gate_up_proj": "packed_colwise", "layers.*.mlp.down_proj": "rowwise"}
@@ -101,7 +88,7 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     ),
     "bloom": _bloom,
     "falcon": _falcon,
-    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3": mixer_families.LATENT_ATTENTION,
     "doge": _WHOLE_ATTENTION,
     # It reads numbers of tokens from the device, so no plan can be derived from a run on meta.
     "jetmoe": {"layers.*.self_attention.kv_proj": "colwise_gather_output"},
@@ -111,6 +98,20 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "glm4": _PACKED_GATE,
     "inkling_text": {**_PACKED_EXPERTS, **_SHARED_EXPERTS},
     "inkling2_text": _PACKED_EXPERTS,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), mixer_families.LFM2),
+    **dict.fromkeys(("mamba", "falcon_mamba"), mixer_families.MAMBA),
+    "jamba": mixer_families.JAMBA,
+    "zamba": mixer_families.zamba,
+    "mamba2": mixer_families.mamba2,
+    "bamba": mixer_families.bamba,
+    "granitemoehybrid": mixer_families.granitemoehybrid,
+    "nemotron_h": mixer_families.nemotron_h,
+    "zamba2": mixer_families.zamba2,
+    "qwen3_next": mixer_families.qwen3_next,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), mixer_families.qwen3_5),
+    "olmo_hybrid": mixer_families.olmo_hybrid,
+    "kimi_linear": mixer_families.kimi_linear,
+    "recurrent_gemma": mixer_families.recurrent_gemma,
 }
 
 # Per-head keyword arguments of attention modules, and the dim of the heads.
@@ -123,7 +124,7 @@ def family_plan(model: nn.Module, cols: int) -> Patterns:
     if not is_pretrained_model(model) or kind not in FAMILIES:
         return {}
     family = FAMILIES[kind]
-    return family if isinstance(family, dict) else family(model.config, cols)
+    return family if isinstance(family, dict) else family(model.config.get_text_config(), cols)
 
 
 def add_head_arguments(builder: TPPlanBuilder, heads: Heads) -> None:

@@ -79,7 +79,7 @@ def apply_layout(
 
 def implied_dims(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> Dims:
     """The names of the dims of a layer or parameter with a style; () for one that is not sharded itself."""
-    if spec.attributes or spec.style in (None, Style.REPLICATE):
+    if spec.attributes or spec.sizes or spec.style in (None, Style.REPLICATE):
         return ()
     is_vocabulary = spec.style is Style.VOCABULARY or builder.block_of(name) is None
     is_of_heads = attention_of(builder, name) is not None

@@ -49,6 +49,13 @@ from plait.models.sharding.heads import (
     shard_over_col,
 )
 from plait.models.sharding.layout import LAYOUT, Dims, apply_layout, implied_dims, split_table
+from plait.models.sharding.mixers import (
+    add_depthwise,
+    add_divided_attributes,
+    add_mixer_linear,
+    add_mixer_parameter,
+    add_norm_over_columns,
+)
 from plait.models.sharding.residual import (
     add_residual_layers,
     check_rows,
@@ -220,7 +227,10 @@ def _check_shared(builder: TPPlanBuilder) -> None:
 
 
 def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
-    if spec.style in (Style.COLUMN, Style.ROW):
+    add_divided_attributes(builder, name, spec)
+    if (spec.sizes and spec.style in (Style.COLUMN, Style.ROW)) or spec.is_inner:
+        add_mixer_linear(builder, name, spec)
+    elif spec.style in (Style.COLUMN, Style.ROW):
         check_heads(builder, name, spec)
         add_linear(builder, name, spec, lambda size: shard_over_col(builder, name, spec, size))
     elif spec.style is Style.VOCABULARY:
@@ -230,6 +240,10 @@ def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
     elif spec.style is Style.MLA_LATENT:
         summed = spec.summed or (_rotary_features(builder, name),)
         builder.layers[name] = LayerSharding(name, Style.MLA_LATENT, summed=summed)
+    elif spec.style is Style.DEPTHWISE:
+        add_depthwise(builder, name, spec)
+    elif spec.style is Style.NORM:
+        add_norm_over_columns(builder, name, spec)
     elif spec.style is Style.EXPERTS:
         builder.layers[name] = LayerSharding(name, Style.EXPERTS)
 
@@ -280,6 +294,9 @@ def _add_parameter(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
             "or replicate",
             hint=replicate_hint(name),
         )
+    if spec.sizes:
+        add_mixer_parameter(builder, name, spec)
+        return
     is_column = spec.style is Style.COLUMN
     if not is_column and len(shape) <= 1:
         return  # a bias, added after the sum over columns
@@ -323,7 +340,10 @@ def _add_experts(builder: TPPlanBuilder) -> None:
     """Add modules that own sharded expert tensors, declared or not; check that all their parameters are."""
     for name in builder.modules:
         own = builder.own_parameters(name).values()
-        has_experts = any(of in builder.parameters and len(builder.shapes[of]) == 3 for of in own)
+        has_experts = any(
+            of in builder.parameters and len(builder.shapes[of]) == 3 and not builder.spec_of(of).sizes
+            for of in own
+        )
         if has_experts and name not in builder.layers:
             builder.layers[name] = LayerSharding(name, Style.EXPERTS)
         if builder.style_of(name) is not Style.EXPERTS:
@@ -344,7 +364,7 @@ def _add_head_numbers(builder: TPPlanBuilder) -> None:
     """Add the attributes and arguments of modules whose layers are sharded by heads."""
     seen: set[str] = set()
     for name, layer in builder.layers.items():
-        if layer.style is not Style.COLUMN or layer.gathers or layer.head:
+        if layer.style is not Style.COLUMN or layer.gathers or layer.head or builder.spec_of(name).sizes:
             continue
         heads = find_heads(builder, name)
         if heads is not None and heads.module not in seen:

@@ -31,7 +31,7 @@ def find_regions(builder: TPPlanBuilder) -> tuple[str, ...]:
 
 def pure_regions(builder: TPPlanBuilder, regions: Sequence[str]) -> frozenset[str]:
     """The regions in which no replicated weight can read the region's input."""
-    harmless = (Style.COLUMN, Style.ROW, Style.PER_HEAD_NORM, Style.NORM)
+    harmless = (Style.COLUMN, Style.ROW, Style.PER_HEAD_NORM, Style.NORM, Style.DEPTHWISE)
     return frozenset(
         region
         for region in regions
@@ -59,7 +59,7 @@ def add_residual_layers(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
     ModelError for a parameter whose effect on the features is unknown.
     """
     for name, layer in builder.layers.items():
-        if layer.style in (Style.EXPERTS, Style.MLA_LATENT):
+        if layer.style in (Style.EXPERTS, Style.MLA_LATENT) or layer.summed or layer.uses is not None:
             raise _row_error(builder, name, f"style {layer.style.value}")
     sharded = frozenset(regions)
     widths = {residual_width(builder)} | {

@@ -15,6 +15,9 @@ from plait.errors import ModelError, nearest
 from plait.models.transformers_types import is_pretrained_model
 from plait.plan.sharding import Range, Style
 
+Patterns = dict[str, str]  # styles by patterns of paths
+Sizes = tuple[tuple[int, int], ...]  # (units, features of one) of each part
+
 
 @dataclass(frozen=True)
 class StyleSpec:
@@ -27,6 +30,9 @@ class StyleSpec:
     multiple    the output is split at multiples of this, a head's width; None: see `models/sharding/heads.py`
     attributes  of the module: numbers that are divided like its heads
     summed      of a MLA_LATENT layer: see `LayerSharding`; (): what its attention rotates
+    sizes       units and width of the parts of a dim that packs parts of unequal width: see `mixers.py`
+    divided     attributes of the module, and the sizes that each of them is the sum of
+    is_inner    ROW: the output stays in the region, where every column reads it with channels of its own
     """
 
     style: Style | None = None
@@ -38,6 +44,9 @@ class StyleSpec:
     multiple: int | None = None
     attributes: tuple[str, ...] = ()
     summed: tuple[Range, ...] = ()
+    sizes: Sizes = ()
+    divided: tuple[tuple[str, Sizes], ...] = ()
+    is_inner: bool = False
 
 
 _GATHERS = StyleSpec(Style.COLUMN, gathers=True)
@@ -57,6 +66,9 @@ STYLES: Mapping[str, StyleSpec] = {
     "replicated_with_grad_allreduce": StyleSpec(Style.PER_HEAD_NORM),
     "mla_kv_a_proj": StyleSpec(Style.MLA_LATENT),
     "moe_tp_experts": StyleSpec(Style.EXPERTS),
+    "rowwise_with_grad_allreduce": StyleSpec(Style.ROW, is_inner=True),
+    "depthwise": StyleSpec(Style.DEPTHWISE),
+    "norm_over_columns": StyleSpec(Style.NORM),
     # Replicated modules need no style, and plait decides itself where sequences are sharded.
     "replicate": _REPLICATE,
     "embedding_colwise": _REPLICATE,
@@ -85,11 +97,8 @@ UNSUPPORTED: Mapping[str, str] = {
 
 
 def parse_style(text: str, where: str) -> StyleSpec:
-    """Parse `style[:parts][/multiple]`, `local:attribute,attribute` or
-    `replicated_with_grad_allreduce:start-stop,start-stop`.
-
-    Raises ModelError.
-    """
+    """Parse `style[:parts][/multiple]`, `style:sizes`, `local:attribute,attribute=sizes` or
+    `replicated_with_grad_allreduce:start-stop,start-stop`. Raises ModelError."""
     body, _, multiple = text.partition("/")
     key, _, detail = body.partition(":")
     if key in UNSUPPORTED:
@@ -108,7 +117,11 @@ def parse_style(text: str, where: str) -> StyleSpec:
         )
     spec = STYLES[key]
     if key == "local" and detail:
-        spec = replace(spec, attributes=tuple(name.strip() for name in detail.split(",")))
+        pairs = [name.strip().partition("=") for name in detail.split(",")]
+        divided = tuple((name, _parse_sizes(sizes, where)) for name, _, sizes in pairs if sizes)
+        spec = replace(spec, attributes=tuple(name for name, _, sizes in pairs if not sizes), divided=divided)
+    elif "x" in detail:
+        spec = replace(spec, sizes=_parse_sizes(detail, where))
     elif detail and spec.style is Style.PER_HEAD_NORM:
         summed = tuple(_parse_range(of_range, text, where) for of_range in detail.split(","))
         spec = StyleSpec(Style.MLA_LATENT, summed=summed)
@@ -119,8 +132,11 @@ def parse_style(text: str, where: str) -> StyleSpec:
 
 def style_text(spec: StyleSpec) -> str:
     """Return the text that `parse_style` reads as this."""
-    if spec.attributes:
-        return f"local:{','.join(spec.attributes)}"
+    if spec.attributes or spec.divided:
+        divided = [f"{name}={sizes_text(sizes)}" for name, sizes in spec.divided]
+        return f"local:{','.join([*spec.attributes, *divided])}"
+    if spec.sizes:
+        return f"{style_text(replace(spec, sizes=()))}:{sizes_text(spec.sizes)}"
     if spec.summed:
         return f"replicated_with_grad_allreduce:{','.join(f'{start}-{stop}' for start, stop in spec.summed)}"
     plain, parts = replace(spec, multiple=None), f":{spec.parts}"
@@ -134,13 +150,24 @@ def _parse_range(given: str, text: str, where: str) -> Range:
     return 0 if start == "0" else _parse_number(start, text, where), _parse_number(stop, text, where)
 
 
+def _parse_sizes(text: str, where: str) -> Sizes:
+    pairs = [part.partition("x") for part in text.split("+")]
+    return tuple(
+        (_parse_number(units, text, where), _parse_number(width, text, where)) for units, _, width in pairs
+    )
+
+
+def sizes_text(sizes: Sizes) -> str:
+    return "+".join(f"{units}x{width}" for units, width in sizes)
+
+
 def _parse_number(digits: str, text: str, where: str) -> int:
     if not digits.isdecimal() or int(digits) == 0:
         raise ModelError(
             f"the tensor plan's style for {where} has an invalid number",
             given=text,
-            expected="style:parts/multiple, or local:attribute,attribute",
-            hint="packed_colwise:3/64, or local:num_heads,width",
+            expected="style:parts/multiple, style:sizes, or local:attribute,attribute",
+            hint="packed_colwise:3/64, colwise:32x64+1x128, or local:num_heads,width",
         )
     return int(digits)
 
@@ -172,6 +199,12 @@ def shipped_plan(model: nn.Module) -> dict[str, str]:
         return dict(plan)
     prefix = base_prefix(model)
     return {f"{prefix}{key}": style for key, style in (model.config.base_model_tp_plan or {}).items()}
+
+
+def plan_of_layers(layer: str, colwise: str, rowwise: str) -> Patterns:
+    """The plan of modules in each layer, whose paths in it are separated by spaces."""
+    styles = {"colwise": colwise, "rowwise": rowwise}
+    return {f"{layer}.{path}": style for style, paths in styles.items() for path in paths.split()}
 
 
 def base_prefix(model: nn.Module) -> str:

@@ -22,6 +22,7 @@ from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedd
 from plait.parallel.tensor.functional import split
 from plait.parallel.tensor.groups import ShardedDim, TensorGroups
 from plait.parallel.tensor.linear import HeadOutput, ParallelLinear
+from plait.parallel.tensor.mixers import UnfusedForward, UsedFeatures, read_own_channels
 from plait.parallel.tensor.norm import ParallelNorm
 from plait.parallel.tensor.replicated import ParallelExperts, ReplicatedLayer, slice_head_arguments
 from plait.parallel.tensor.sequence import SequenceShard
@@ -116,6 +117,8 @@ class _Application:
                     set_forward(module, ReplicatedLayer(name, forward, inp, out, summed, self.groups.col))
             case Style.EXPERTS:
                 set_forward(module, ParallelExperts(name, forward, self.groups.col))
+            case Style.DEPTHWISE:
+                self._apply_to_convolution(layer, module)
             case Style.PER_HEAD_NORM:
                 pass  # unchanged: the engine reduces its weight's gradient
 
@@ -164,6 +167,13 @@ class _Application:
 
     # --- layers
 
+    def _apply_to_convolution(self, layer: LayerSharding, module: nn.Module) -> None:
+        if layer.uses is not None:
+            read_own_channels(module, layer.uses.ranges[self.groups.col.rank])
+        name = layer.module.rpartition(".")[0]
+        mixer = self.model.get_submodule(name)
+        set_forward(mixer, UnfusedForward(own_forward(name, mixer)))
+
     def _linear(self, layer: LayerSharding, inp: ShardedDim | None, out: ShardedDim | None) -> ParallelLinear:
         is_column = layer.style is Style.COLUMN
         output_axis, input_grad_axis = ("row", "col") if is_column else ("col", "row")
@@ -182,7 +192,9 @@ class _Application:
             split_input=inp if layer.splits else None,
             gather_output=out if layer.gathers or layer.head else None,
             head=self.head if layer.head else None,
-            sequence_shard=self.sequence_shard if is_open and not is_column else None,
+            sequence_shard=self.sequence_shard if is_open and not is_column and not layer.summed else None,
+            used_output=UsedFeatures(out, layer.uses) if out is not None and layer.uses is not None else None,
+            summed=layer.summed,
         )
 
     def _sharded_dim(self, dim: DimSharding | None) -> ShardedDim | None:

@@ -6,6 +6,7 @@
   differentiable_all_reduce  all-reduce  all-reduce  a statistic that all ranks add to and use
   copy_ranges_to_group       identity    all-reduce  copy_to_group for some of the features
   gather                     all-gather  own shard   what follows is the same on every rank
+  gather_summed              all-gather  all-reduce  what follows is different on each rank
   split                      own shard   all-gather  what precedes is the same on every rank
 
 The first two are f and g of Megatron-LM (Shoeybi et al. 1909.08053, section 3). A group of one rank does not
@@ -62,6 +63,11 @@ def copy_ranges_to_group(x: Tensor, ranges: Sequence[Range], group: Group) -> Te
 def gather(shard: Tensor, sharding: Sharding) -> Tensor:
     """All-gather the full tensor; backward takes the shard. See [Note: shared shards count once]."""
     return _Gather.apply(shard, sharding) if sharding.group.size > 1 else shard
+
+
+def gather_summed(shard: Tensor, sharding: Sharding) -> Tensor:
+    """All-gather the full tensor, which each rank uses differently; backward takes the shard of the sum."""
+    return copy_to_group(_Gather.apply(shard, sharding), sharding.group) if sharding.group.size > 1 else shard
 
 
 def split(full: Tensor, sharding: Sharding) -> Tensor:

@@ -32,13 +32,20 @@ from torch.autograd.function import once_differentiable
 from plait.comm import Group, named_group
 from plait.parallel.float8_products import NOT_TRACED, products_named
 from plait.parallel.linear_ops import PlainProducts, Products, autocast_dtype, bias_gradient
-from plait.parallel.tensor.functional import all_reduce_in_place, gather, split
+from plait.parallel.tensor.functional import (
+    all_reduce_in_place,
+    copy_ranges_to_group,
+    gather,
+    split,
+)
 from plait.parallel.tensor.groups import ShardedDim
+from plait.parallel.tensor.mixers import UsedFeatures
 from plait.parallel.tensor.operators import define, is_traced
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.shared_input import InputView, SharedInput, SharedInputs, weight_of
 from plait.parallel.tensor.token_shards import TokenShards, token_dim
 from plait.parallel.tensor.traced_input import lookup_traced, share_traced
+from plait.plan.sharding import Range
 
 
 @dataclass
@@ -69,6 +76,8 @@ class ParallelLinear:
     split_input         the input is full: this rank takes its features of it
     gather_output       the output is all-gathered, unless `head` keeps it sharded
     sequence_shard      the output is reduce-scattered over tokens instead of all-reduced (sequence parallel)
+    used_output         the features that this rank reads of the output, if not its own
+    summed              ranges of the output that each rank uses differently: see `LayerSharding`
     """
 
     products: Products
@@ -80,6 +89,8 @@ class ParallelLinear:
     gather_output: ShardedDim | None = None
     head: HeadOutput | None = None
     sequence_shard: SequenceShard | None = None
+    used_output: UsedFeatures | None = None
+    summed: tuple[Range, ...] = ()
 
     def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
         num_sequences = None if self.sequence_shard is None else self.sequence_shard.num_flattened(x)
@@ -92,7 +103,7 @@ class ParallelLinear:
             return self._full_output(module, x)
         if not isinstance(self.products, PlainProducts):
             return self._uncompiled_float8_output(module, x)
-        if self.split_input or self.gather_output:
+        if self.split_input or self.gather_output or self.used_output or self.summed:
             return self._uncompiled_output(module, x)
         tokens = None if self.sequence_shard is None else self.sequence_shard.shards_of_full(x)
         sizes = None if tokens is None else tokens.sizes
@@ -100,7 +111,7 @@ class ParallelLinear:
         bias = getattr(module, "bias", None)
         return _traced_linear(x, weight_of(module), bias, *options, self.products.transposed, sizes)
 
-    @torch.compiler.disable(reason="a layer that splits its input or gathers its output")
+    @torch.compiler.disable(reason="a layer that splits its input or gathers or shares its output")
     def _uncompiled_output(self, module: nn.Module, x: Tensor) -> Tensor:
         return self._full_output(module, x)
 
@@ -109,7 +120,9 @@ class ParallelLinear:
         return self._full_output(module, x)
 
     def _full_output(self, module: nn.Module, x: Tensor) -> Tensor:
-        y = self.sharded_output(module, x)
+        y = copy_ranges_to_group(self.sharded_output(module, x), self.summed, self.reduce_group)
+        if self.used_output is not None:
+            return self.used_output(y)
         if self.gather_output is None or (self.head is not None and self.head.keep_sharded):
             return y
         return gather(y, self.gather_output)

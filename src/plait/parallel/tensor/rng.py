@@ -87,7 +87,7 @@ def _stream_scope(layer: LayerSharding, plan: TPPlan, streams: "_RngStreams") ->
     if layer.style is Style.COLUMN:
         return partial(streams.switch_after, ("col",))
     if layer.style in (Style.ROW, Style.EXPERTS):
-        is_full = region is not None and _runs_on_full_sequence(region, plan)
+        is_full = bool(layer.summed) or (region is not None and _runs_on_full_sequence(region, plan))
         return partial(streams.switch_after, ("row",) if is_full else streams.residual)
     return nullcontext
 
