@@ -508,7 +508,7 @@ def test_a_derived_plan_gathers_what_runs_do_not_show_to_be_independent(name: st
     assert differences(model, plan) == {}
 
 
-@pytest.mark.parametrize("kind", ["bert", "mamba"])
+@pytest.mark.parametrize("kind", ["bert", "rwkv"])
 def test_a_derived_plan_of_a_family_computes_what_the_model_does(kind: str) -> None:
     model = real(causal_lm_on_meta({"model_type": kind, **COMMON, "is_decoder": True}))
     plan = plan_of(model, 1, 2)
