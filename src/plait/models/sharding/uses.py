@@ -357,7 +357,7 @@ class _Tracer(OperatorsOnMixed):
         return followed
 
     def _only_of_parameters(self, tensors: Iterable[Tensor]) -> set[str]:
-        """The parameters whose features, and nobody else's, are in one of the tensors."""
+        """The parameters whose features alone are in one of the tensors."""
         of_each = (self.sources_of([tensor]) for tensor in tensors)
         return set[str]().union(*(sources for sources in of_each if sources <= self._parameters))
 
