@@ -485,12 +485,20 @@ def test_a_derived_plan_gathers_what_runs_do_not_show_to_be_independent(name: st
     assert differences(model, plan) == {}
 
 
-@pytest.mark.parametrize("kind", ["bert", "mamba"])
+@pytest.mark.parametrize("kind", ["bert", "rwkv"])
 def test_a_derived_plan_of_a_family_computes_what_the_model_does(kind: str) -> None:
     model = real(causal_lm_on_meta({"model_type": kind, **COMMON, "is_decoder": True}))
     plan = plan_of(model, 1, 2)
     assert sum(layer.style in (Style.COLUMN, Style.ROW) for layer in plan.layers) >= 6
     assert differences(model, plan) == {}
+
+
+def test_channels_of_a_state_space_model_compute_what_the_model_does() -> None:
+    model = real(causal_lm_on_meta({"model_type": "mamba", **COMMON}))
+    for sequence in (False, True):
+        plan = plan_of(model, 1, 3, sequence=sequence)
+        assert {layer.style for layer in plan.layers} > {Style.DEPTHWISE, Style.ROW}
+        assert differences(model, plan, sequence=sequence) == {}
 
 
 @pytest.mark.parametrize(
