@@ -14,6 +14,7 @@ class Layers(nn.Module):
     def __init__(self, forward: Callable[[Any, Tensor], Tensor], **widths: tuple[int, int]) -> None:
         super().__init__()
         self.own_forward, self.norm, self.scale = forward, nn.LayerNorm(72), nn.Parameter(torch.ones(72))
+        self.conv = nn.Conv1d(24, 24, 3, groups=24, padding=2)
         for name, (inp, out) in widths.items():
             setattr(self, name, nn.Linear(inp, out))
 
@@ -104,6 +105,12 @@ class LatentBlock(nn.Module):
 
 def fused(_: FewKeys, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def short_convolution(m: Any, x: Tensor) -> Tensor:
+    """The mixer of LFM2."""
+    gate, scale, x = m.mix(x).transpose(1, 2).chunk(3, 1)
+    return m.out((gate * m.conv(scale * x)[..., : x.shape[-1]]).transpose(1, 2))
 
 
 def packed(m: Any, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from itertools import chain
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import attention_of, head_counts, is_of_heads
@@ -162,9 +162,11 @@ def _pairs(builder: TPPlanBuilder, uses: Uses, layers: set[str], with_heads: boo
     styles = {}
     for name, num_units in columns.items():
         width = _unit_width(builder, name, of_source[name], num_units)
-        styles[name] = StyleSpec(
-            Style.COLUMN, parts=of_source[name], multiple=_multiple(builder, name, width)
-        )
+        owner, multiple = name.rpartition(".")[0], _multiple(builder, name, width)
+        if name in builder.shapes and isinstance(builder.modules[owner], nn.Conv1d):
+            styles[owner] = StyleSpec(Style.DEPTHWISE, multiple=multiple)
+        else:
+            styles[name] = StyleSpec(Style.COLUMN, parts=of_source[name], multiple=multiple)
     for name in rows:
         width = _unit_width(builder, name, 0, units[name])
         styles[name] = StyleSpec(Style.ROW, multiple=_multiple(builder, name, width))
@@ -216,8 +218,12 @@ def _unit_width(builder: TPPlanBuilder, name: str, parts: int, units: int) -> in
 
 
 def _multiple(builder: TPPlanBuilder, name: str, width: int) -> int | None:
-    """Return the number of features at multiples of which to split, if not at an attention's heads."""
-    return width if width > 1 and attention_of(builder, name) is None else None
+    """Return the number of features at multiples of which to split, if not at an attention's heads, or as a
+    width is split anywhere."""
+    is_in_attention = attention_of(builder, name) is not None
+    if name in builder.modules and is_in_attention:
+        return None
+    return width if width > 1 or is_in_attention else None
 
 
 def _can_divide(widths: Mapping[str, int], units: int, builder: TPPlanBuilder, with_heads: bool) -> bool:
@@ -232,7 +238,7 @@ def _can_divide(widths: Mapping[str, int], units: int, builder: TPPlanBuilder, w
     return (
         with_heads
         and has_whole_heads
-        and all(is_of_heads(builder, of, units * widths[of]) for of in attentions)
+        and all(is_of_heads(builder, of, units * widths[of]) for of in attentions if of in builder.modules)
     )
 
 
@@ -249,6 +255,8 @@ def _is_repeated(
     except Exception:  # any error of the model's code, whose views or sums do not fit
         return False
     columns = {name for name, spec in styles.items() if spec.style is Style.COLUMN}
+    for name, spec in styles.items():
+        columns |= {*builder.own_parameters(name).values()} if spec.style is Style.DEPTHWISE else set()
 
     def is_shard(full: Result, result: Result) -> bool:
         shape, expandable, features = full

@@ -175,6 +175,36 @@ def _bmm(call: _Call) -> Followed | None:
     return call.results(joined(placed, first.shape[:1])) if len(placed) == 2 else None
 
 
+def _gather(call: _Call) -> Followed | None:
+    """Elements at the same places for all features."""
+    features, dim = call.features_of(call.args[0]), call.args[1] % call.args[0].ndim
+    [(shape, of_index)] = call.placed([call.args[2]])
+    if features is None or features.dim == dim or of_index is not None or shape[features.dim] != 1:
+        return None
+    return call.results(features)
+
+
+def _mm(call: _Call) -> Followed | None:
+    """A product in which the features are rows of the first matrix, or columns of the second."""
+    first, second = (call.features_of(each) for each in call.args[:2])
+    if first is not None and second is None and first.dim == 0:
+        return call.results(first)
+    return call.results(second) if first is None and second is not None and second.dim == 1 else None
+
+
+def _depthwise(call: _Call) -> Followed | None:
+    """The convolution of each channel of (B, channels, T) with weights of its own, and a bias."""
+    given, groups = call.args[:3], call.arg(8, "groups")
+    found = [f for _, f in call.placed([each for each in given if each is not None]) if f is not None]
+    is_of_each = given[0].shape[1] == given[1].shape[0] == groups and given[0].ndim == given[1].ndim
+    places = [(f.dim, f.outer) for f in found]
+    if not is_of_each or len(found) < sum(each is not None for each in given) or places[0] != (1, 1):
+        return None
+    if any(place != (0, 1) for place in places[1:]):
+        return None
+    return call.results(_union(found))
+
+
 def _attention(call: _Call) -> Followed | None:
     """torch's attention of (B, heads, T, width): a head of keys is used by its queries' heads alone."""
     tensors = call.args[:3]
@@ -249,7 +279,7 @@ def _select(call: _Call, tensor: Tensor, features: Features) -> Features | None:
 
 def _along(call: _Call, tensor: Tensor, features: Features) -> Features | None:
     """Functions of a dim or several, which are kept or removed."""
-    dims = call.arg(1, "dim")
+    dims = call.arg(2 if call.name == "linalg_vector_norm" else 1, "dim")
     if dims is None or dims == []:
         return None
     dims = {dim % tensor.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
@@ -282,6 +312,9 @@ _RULES: Mapping[str, Callable[[_Call], Followed | None]] = {
     **dict.fromkeys(("clone", "_to_copy", "alias", "detach"), _pointwise),
     **dict.fromkeys(("cat", "stack"), _cat),
     "bmm": _bmm,
+    "gather": _gather,
+    "mm": _mm,
+    "convolution": _depthwise,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention": _attention,
@@ -307,6 +340,7 @@ _RULES: Mapping[str, Callable[[_Call], Followed | None]] = {
                 "max",
                 "min",
                 "logsumexp",
+                "linalg_vector_norm",
                 "cumsum",
                 "squeeze",
             ): _along,

@@ -176,9 +176,9 @@ def _shard_part_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, wid
     if spec.gathers or spec.splits or spec.head:
         return one_range_each("col", split_width(width, cols, of=name))
     heads = find_heads(builder, name)
+    if spec.multiple and (heads is None or not heads.is_declared):
+        return one_range_each("col", split(width, cols, spec.multiple, of=name))
     if heads is None:
-        if spec.multiple:
-            return one_range_each("col", split(width, cols, spec.multiple, of=name))
         return one_range_each("col", split_width(width, cols, of=name))
     if spec.grouped:
         if cols > heads.num_kv_heads:

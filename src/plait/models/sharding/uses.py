@@ -128,6 +128,11 @@ def _head_attributes(
 
 
 def _shard_on_meta(builder: TPPlanBuilder, styles: Mapping[str, StyleSpec]) -> None:
+    for name in (name for name, spec in styles.items() if spec.style is Style.DEPTHWISE):
+        module: Any = builder.modules[name]
+        module.groups = -(-module.groups // builder.cols)
+        for key in [key for key, parameter in module._parameters.items() if parameter is not None]:
+            _narrow(module, key, 0, module.groups)
     linear = {name: spec for name, spec in styles.items() if spec.style in (Style.COLUMN, Style.ROW)}
     for name, spec in linear.items():
         if name in builder.shapes:
