@@ -1,46 +1,32 @@
 """From models to tensor plans: pieces cover, columns compute what the whole does, the rest is refused."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from plait.errors import ModelError, PlaitError
 from plait.models import causal_lm_on_meta
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
-from support.derived_models import (
-    AttentionBlock,
-    LatentBlock,
-    Layers,
-    eager,
-    fused,
-    packed,
-    short_convolution,
-    sink,
-)
+from support.derived_models import Block, Derived, Plain
 from support.tensor_models import (
     COMMON,
     FAMILIES,
-    LENGTH,
     coordinates,
-    loss_of,
     plan_of,
     real,
     shard_of,
     small,
 )
-from support.threaded_ranks import replicated_ids, trained
+from support.threaded_ranks import differences
 
 EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
 ONE_ROW = {*EXPERTS, "deepseek_v2 dense"}
 GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]
-TOKENS = torch.randint(3, 101, (2, LENGTH), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(autouse=True)
@@ -106,32 +92,6 @@ def test_rows_and_columns_compute_the_whole_models_loss_and_gradients(name: str)
     for rows, cols, sequence in ((2, 1, False), (3, 2, False), (2, 2, True)):
         plan = plan_of(model, rows, cols, sequence=sequence)
         assert differences(model, plan, sequence=sequence) == {}
-
-
-def differences(model: nn.Module, plan: TPPlan, *, sequence: bool = False) -> dict[str, float]:
-    """Parameters whose gradient is not the whole model's, parts summed as the plan says, and by how much."""
-    model.zero_grad()
-    whole = loss_of(model, TOKENS)
-    whole.backward()
-    ranks = trained(model, plan, TOKENS, sequence=sequence)
-    furthest = max(abs(loss - whole.item()) for loss, _ in ranks.values())
-    found = {"loss": furthest} if furthest > 1e-6 else {}
-    cuts, stays = {cut.name: cut for cut in plan.parameters}, replicated_ids(model, plan)
-    grads = {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-    least = 1e-3 * max(float(grad.abs().max()) for grad in grads.values())
-    for name, grad in grads.items():
-        unsharded = ParamSharding(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
-        cut = unsharded if id(model.get_parameter(name)) in stays else cuts.get(name, unsharded)
-        for row, col in ranks:
-            mine = sum(ranks[row, c][1][name] for c in cut.sharers(plan.cols, col) or (col,))
-            # Norms and rotary tables compute in float32; a bias of keys alone has no gradient.
-            scale = max(float(grad.abs().max()), least)
-            error = float((mine - shard_of(grad, cut, row, col)).abs().max()) / scale
-            if not error < 1e-4:
-                found[name] = error
-    return found
 
 
 def test_gradients_differ_where_parts_are_not_summed() -> None:
@@ -241,52 +201,6 @@ def test_a_users_words_override_the_models_own() -> None:
     assert differences(model, plan) == {}
 
 
-class Attention(nn.Module):
-    """Packed projections, and numbers that it counts itself."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads, self.width = num_heads, width
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x_BSh: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.qkv(x_BSh).split(self.width, -1)
-        )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.proj(mixed.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.attn, self.norm = Attention(width, num_heads), nn.LayerNorm(width)
-        self.fc1, self.fc2 = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
-
-    def forward(self, x_BSh: Tensor) -> Tensor:
-        x_BSh = x_BSh + self.attn(self.norm(x_BSh))
-        return x_BSh + self.fc2(torch.tanh(self.fc1(x_BSh)))
-
-
-class Plain(nn.Module):
-    """No model of transformers."""
-
-    def __init__(self, width: int = 24, num_heads: int = 6) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(101, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(2))
-        self.head = nn.Linear(width, 101)
-        self.double()
-
-    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
-        assert not use_cache
-        x_BSh = self.embed(input_ids)
-        for block in self.blocks:
-            x_BSh = block(x_BSh)
-        return SimpleNamespace(logits=self.head(x_BSh))
-
-
 GIVEN = {
     "embed": "embedding_rowwise",
     "blocks.*.attn.qkv": "packed_colwise:3",
@@ -384,150 +298,6 @@ def test_a_model_without_a_plan_that_does_not_run_on_meta_is_refused() -> None:
         ModelError, match=r"(?s)no tensor plan for this model.*does not run on meta.*use_cache"
     ):
         plan_of(Plain(), 1, 2)
-
-
-# --- plans that are derived
-
-
-class Derived(Plain):
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(2)).double()
-
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        return super().forward(input_ids, use_cache)
-
-
-QKV = ("attn.q", "attn.k", "attn.v")
-UP_DOWN = {"up": (24, 72), "down": (72, 24)}
-COLUMN, GATHERED, ROW = (Style.COLUMN, False), (Style.COLUMN, True), (Style.ROW, False)
-LATENT = {"attn.q": COLUMN, "attn.kv_b": COLUMN, "attn.out": ROW}
-DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]] = {
-    "packed attention": (
-        lambda: Block(24, 6),
-        {"attn.qkv": GATHERED, "attn.proj": GATHERED, "fc1": COLUMN, "fc2": ROW},
-    ),
-    "fused attention of few keys": (
-        lambda: AttentionBlock(fused),
-        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
-    ),
-    "eager attention of few keys": (
-        lambda: AttentionBlock(eager),
-        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
-    ),
-    "attention with norms of each head": (
-        lambda: AttentionBlock(lambda m, q, k, v: eager(m, m.norm(q), m.norm(k), v)),
-        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
-    ),
-    "a norm of some heads": (
-        lambda: AttentionBlock(lambda m, q, k, v: eager(m, m.norm(q), k, v) + m.norm(q.mean((0, 1, 2)))),
-        dict.fromkeys([*QKV, "attn.out"], GATHERED),
-    ),
-    "a learned factor that heads share": (
-        lambda: AttentionBlock(lambda m, q, k, v: eager(m, q * m.norm.weight, k, v)),
-        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
-    ),
-    "a number for each head": (
-        lambda: AttentionBlock(
-            lambda m, q, k, v: eager(m, q * torch.arange(6.0, device=q.device).double()[:, None, None], k, v)
-        ),
-        dict.fromkeys([*QKV, "attn.out"], GATHERED),
-    ),
-    "a scale by the number of heads": (
-        lambda: AttentionBlock(lambda m, q, k, v: eager(m, q, k, v, m.num_heads**-0.5)),
-        dict.fromkeys([*QKV, "attn.out"], GATHERED),
-    ),
-    "heads that are mixed": (
-        lambda: AttentionBlock(lambda m, q, k, v: eager(m, q, k, v).flip(1)),
-        dict.fromkeys([*QKV, "attn.out"], GATHERED),
-    ),
-    "packed heads of another name": (
-        lambda: Layers(packed, mix=(24, 72), out=(24, 24)),
-        {"mix": COLUMN, "out": ROW},
-    ),
-    "a gate": (
-        lambda: Layers(lambda m, x: m.down(F.silu(m.gate(x)) * m.up(x)), gate=(24, 72), **UP_DOWN),
-        {"gate": COLUMN, "up": COLUMN, "down": ROW},
-    ),
-    "a factor of all features, whose gradient is their sum": (
-        lambda: Layers(lambda m, x: m.down(m.up(x) * m.one(x).sigmoid()), one=(24, 1), **UP_DOWN),
-        {"up": COLUMN, "down": ROW, "one": (Style.MLA_LATENT, False)},
-    ),
-    "a mask": (
-        lambda: Layers(lambda m, x: m.down(m.up(x) * (x[..., :1] > 0)), **UP_DOWN),
-        {"up": COLUMN, "down": ROW},
-    ),
-    "a norm between": (
-        lambda: Layers(lambda m, x: m.down(m.norm(m.up(x))), **UP_DOWN),
-        {"up": GATHERED, "down": GATHERED},
-    ),
-    "a parameter for each feature": (
-        lambda: Layers(lambda m, x: m.down(m.scale * m.up(x)), **UP_DOWN),
-        {"up": COLUMN, "down": ROW},
-    ),
-    "a key that heads share": (
-        LatentBlock,
-        {**LATENT, "attn.kv_a": (Style.MLA_LATENT, False)},
-    ),
-    "a normed key, in memory that is filled": (
-        lambda: LatentBlock(fills=True),
-        {**LATENT, "attn.kv_a": (Style.MLA_LATENT, False)},
-    ),
-    "a shared key that the stream reads too": (
-        lambda: LatentBlock(reads=True),
-        dict.fromkeys([*LATENT, "attn.kv_a"], GATHERED),
-    ),
-    "a sink for each head": (
-        lambda: AttentionBlock(sink, sinks=6),
-        dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
-    ),
-    "a gate and a convolution of each channel": (
-        lambda: Layers(short_convolution, mix=(24, 72), out=(24, 24)),
-        {"mix": COLUMN, "conv": (Style.DEPTHWISE, False), "out": ROW},
-    ),
-    "small layers": (
-        lambda: Layers(
-            lambda m, x: m.down(m.up(x)) + m.b(m.a(x)), a=(24, 2), b=(2, 24), up=(24, 240), down=(240, 24)
-        ),
-        {"up": COLUMN, "down": ROW},
-    ),
-    "another use of the features": (
-        lambda: Layers(lambda m, x: m.down(u := m.up(x).relu()) + u.mean(-1, keepdim=True), **UP_DOWN),
-        {"up": GATHERED, "down": GATHERED},
-    ),
-    "a weight that is read by a function": (
-        lambda: Layers(lambda m, x: m.down(m.up(x).relu()) + F.linear(x, m.up.weight)[..., :24], **UP_DOWN),
-        {"down": GATHERED},
-    ),
-    "three in a row": (
-        lambda: Layers(lambda m, x: m.last(m.down(m.up(x).relu()).relu()), last=(24, 24), **UP_DOWN),
-        {"up": COLUMN, "down": ROW, "last": GATHERED},
-    ),
-    "a sum with the input in place": (
-        lambda: Layers(lambda m, x: m.last(x.clone().add_(m.first(x))), first=(24, 24), last=(24, 24)),
-        {"first": GATHERED, "last": GATHERED},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DERIVED)
-def test_a_derived_plan_gathers_what_runs_do_not_show_to_be_independent(name: str) -> None:
-    block, expected = DERIVED[name]
-    model = Derived(block)
-    plan = plan_of(model, 1, 2)
-    layers = {layer.module: (layer.style, layer.gathers) for layer in plan.layers}
-    assert {name: layers.get(f"blocks.1.{name}") for name in expected} == expected
-    assert sum(name.startswith("blocks.1.") for name in layers) == len(expected)
-    for cols in (2, 3):
-        assert differences(model, plan_of(model, 1, cols)) == {}
-
-
-@pytest.mark.parametrize("kind", ["bert", "rwkv"])
-def test_a_derived_plan_of_a_family_computes_what_the_model_does(kind: str) -> None:
-    model = real(causal_lm_on_meta({"model_type": kind, **COMMON, "is_decoder": True}))
-    plan = plan_of(model, 1, 2)
-    assert sum(layer.style in (Style.COLUMN, Style.ROW) for layer in plan.layers) >= 6
-    assert differences(model, plan) == {}
 
 
 def test_channels_of_a_state_space_model_compute_what_the_model_does() -> None:

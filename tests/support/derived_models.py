@@ -1,6 +1,7 @@
-"""Blocks of models that have no tensor plan."""
+"""Models that have no tensor plan, and blocks of them."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,3 +118,58 @@ def packed(m: Any, x: Tensor) -> Tensor:
     """An attention with another name, of as many heads as there are features for."""
     q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in m.mix(x).chunk(3, -1))
     return m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Attention(nn.Module):
+    """Packed projections, and numbers that it counts itself."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.width = num_heads, width
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for part in self.qkv(x_BSh).split(self.width, -1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.attn, self.norm = Attention(width, num_heads), nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x_BSh: Tensor) -> Tensor:
+        x_BSh = x_BSh + self.attn(self.norm(x_BSh))
+        return x_BSh + self.fc2(torch.tanh(self.fc1(x_BSh)))
+
+
+class Plain(nn.Module):
+    """No model of transformers."""
+
+    def __init__(self, width: int = 24, num_heads: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(101, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(2))
+        self.head = nn.Linear(width, 101)
+        self.double()
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        assert not use_cache
+        x_BSh = self.embed(input_ids)
+        for block in self.blocks:
+            x_BSh = block(x_BSh)
+        return SimpleNamespace(logits=self.head(x_BSh))
+
+
+class Derived(Plain):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2)).double()
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        return super().forward(input_ids, use_cache)
