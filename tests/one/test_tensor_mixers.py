@@ -6,6 +6,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models.sharding.styles import parse_style, style_text
+from plait.plan.sharding import Style
 from support import hf_models, mixer_configs
 from support.tensor_models import plan_of
 
@@ -59,6 +60,18 @@ def test_gates_and_heads_are_split_alike_and_states_are_read_whole() -> None:
     assert counts["conv_dim"] == (48, 48, 36)
     grouped = plan_of(hf_models.model_of("grouped_mamba2"), 1, 3)
     assert all(layer.uses is None for layer in grouped.layers)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "qwen3_5_text", "zamba"])
+def test_a_layout_shards_all_of_a_mixer_or_nothing(family: str) -> None:
+    model = hf_models.model_of(family)
+    heads = "" if "mamba" in family else "heads:col "  # a dim that the model has to have
+    everything = plan_of(model, 1, 2, given={"layout": f"{heads}ffn:col vocab:col"})
+    plan = plan_of(model, 1, 2)
+    assert (everything.layers, everything.attributes) == (plan.layers, plan.attributes)
+    vocabulary = plan_of(model, 1, 2, given={"layout": "vocab:col"})
+    assert not vocabulary.attributes
+    assert {layer.style for layer in vocabulary.layers} == {Style.COLUMN, Style.VOCABULARY}
 
 
 def test_more_columns_than_groups_leave_a_mixer_whole() -> None:

@@ -516,6 +516,14 @@ def test_a_derived_plan_of_a_family_computes_what_the_model_does(kind: str) -> N
     assert differences(model, plan) == {}
 
 
+def test_channels_of_a_state_space_model_compute_what_the_model_does() -> None:
+    model = real(causal_lm_on_meta({"model_type": "mamba", **COMMON}))
+    for sequence in (False, True):
+        plan = plan_of(model, 1, 3, sequence=sequence)
+        assert {layer.style for layer in plan.layers} > {Style.DEPTHWISE, Style.ROW}
+        assert differences(model, plan, sequence=sequence) == {}
+
+
 @pytest.mark.parametrize(
     ("changed", "pattern"),
     [

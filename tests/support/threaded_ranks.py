@@ -179,8 +179,9 @@ class Layer:
         if cut.style is Style.ROW:
             x = _gather(x, cut.inp, self.cols, False) if cut.splits else x
             found = self._linear(_Sum.apply(x, self.rows, False))
-            if self.tokens == "whole":
-                return self._biased(_Sum.apply(found, self.cols, True))
+            if self.tokens == "whole" or cut.summed:
+                found = self._biased(_Sum.apply(found, self.cols, True))
+                return _Sum.apply(found, self.cols, False) if cut.summed else found
             return self._biased(_Tokens.apply(found, self.cols, False, True))
         if cut.style is Style.EXPERTS:
             args = tuple(_Sum.apply(a, self.cols, False) if a.is_floating_point() else a for a in args)
@@ -229,7 +230,7 @@ def rank_of(model: nn.Module, plan: TPPlan, rows: AxisPeers, cols: AxisPeers, *,
         setattr(local.get_submodule(module), key, values[cols.rank])
     slice_head_arguments(local, plan, cols.rank)
     for cut in plan.layers:
-        if cut.style not in (Style.FEATURE_EMBEDDING, Style.PER_HEAD_NORM):
+        if cut.style not in (Style.FEATURE_EMBEDDING, Style.PER_HEAD_NORM, Style.DEPTHWISE):
             layer = local.get_submodule(cut.module)
             region = next((r for r in plan.regions if f"{cut.module}.".startswith(f"{r}.")), None)
             tokens = "whole" if not sequence else "pure" if region in plan.pure else "cut"

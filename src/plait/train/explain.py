@@ -112,7 +112,7 @@ def tensor_plan_text(explanation: Explanation) -> str:
         if line.name in layers:
             passes = layer_collectives(layers[line.name], tensor.rows, tensor.cols, sequence=sequence)
         words = [f"{name}: {of_pass}" for name, of_pass in zip(("forward", "backward"), passes, strict=True)]
-        comment = "; ".join([line.dims, *(word for word in words if not word.endswith(": "))])
+        comment = "; ".join(filter(None, [line.dims, *(word for word in words if not word.endswith(": "))]))
         text += f"{pattern:<{widths[0]}} = {style:<{widths[1]}}  # {comment}".rstrip(" #") + "\n"
     return text
 

@@ -79,12 +79,13 @@ def apply_layout(
 
 def implied_dims(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> Dims:
     """The names of the dims of a layer or parameter with a style; () for one that is not sharded itself."""
-    if spec.attributes or spec.sizes or spec.style in (None, Style.REPLICATE):
+    if spec.attributes or (spec.style in (None, Style.REPLICATE) and not spec.divided):
         return ()
     is_vocabulary = spec.style is Style.VOCABULARY or builder.block_of(name) is None
-    is_of_heads = attention_of(builder, name) is not None
+    is_of_heads = attention_of(builder, f"{name}." if spec.divided else name) is not None
     sharded = NamedDim("vocab" if is_vocabulary else "heads" if is_of_heads else "ffn", spec.parts)
-    if spec.style not in (Style.COLUMN, Style.ROW, Style.VOCABULARY):
+    is_of_mixer = spec.sizes and name in builder.shapes
+    if is_of_mixer or spec.style not in (Style.COLUMN, Style.ROW, Style.VOCABULARY):
         return (sharded,)
     dims = (sharded, NamedDim("hidden"))
     features = linear_features(builder.modules[name]) if name in builder.modules else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,17 +37,17 @@ class UsedFeatures:
         full = dict(zip(shared, gather_summed(own, self._gathered).split(sizes, -1), strict=True))
         return torch.cat([full[r] if r in full else pieces[r] for r in self.used.ranges[self.own.coord]], -1)
 
-    @property
+    @cached_property
     def _own_ranges(self) -> tuple[Range, ...]:
         return self.own.sharding.ranges[self.own.coord]
 
-    @property
+    @cached_property
     def _shared(self) -> tuple[Range, ...]:
         """The ranges that every column reads."""
         first, *others = self.used.ranges
         return tuple(found for found in first if all(found in ranges for ranges in others))
 
-    @property
+    @cached_property
     def _gathered(self) -> ShardedDim:
         """How the columns shard these, put one after another."""
         ranges = tuple(
