@@ -308,6 +308,14 @@ def test_channels_of_a_state_space_model_compute_what_the_model_does() -> None:
         assert differences(model, plan, sequence=sequence) == {}
 
 
+def test_channels_of_a_state_space_model_compute_what_the_model_does() -> None:
+    model = real(causal_lm_on_meta({"model_type": "mamba", **COMMON}))
+    for sequence in (False, True):
+        plan = plan_of(model, 1, 3, sequence=sequence)
+        assert {layer.style for layer in plan.layers} > {Style.DEPTHWISE, Style.ROW}
+        assert differences(model, plan, sequence=sequence) == {}
+
+
 @pytest.mark.parametrize(
     ("changed", "pattern"),
     [
