@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.plan import Plan, subtract_traffic
+from plait.errors import ModelError
+from plait.estimate.dry_run import Cluster
+from plait.estimate.explain import explain
+from plait.plan import Plan, subtract_traffic, sum_traffic
+from plait.plan.comm_log import Traffic
 from support import programs
 from support.own_gpt import CUTS, GPT, Block
 from support.pool import Pool
@@ -55,6 +59,26 @@ class SkipGPT(GPT):
         return self.head(self.norm(last(x_BSh + seen)))
 
 
+class ContextBlock(Block):
+    def forward(self, x_BSh: Tensor, context: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x_BSh + context.mean(1, keepdim=True)), context
+
+
+class ContextGPT(GPT):
+    """Blocks pass on a tensor from outside of them, of 7 tokens: half of a sequence of 14."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4, block=ContextBlock)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x_BSh = self.embed(input_ids)
+        context = made = torch.tanh(x_BSh[:, :7])
+        for block in self.blocks:
+            x_BSh, context = block(x_BSh, context)
+        del made  # blocks know the tensor that they pass on while the one from outside is alive
+        return self.head(self.norm(x_BSh))
+
+
 def plain(kind: type[nn.Module], on_meta: bool = False) -> nn.Module:
     torch.manual_seed(4)
     return kind()
@@ -68,11 +92,12 @@ def frozen(on_meta: bool = False) -> nn.Module:
     return model
 
 
-LLAMA = Task(functools.partial(programs.llama, layers=4), functools.partial(programs.batches, length=ODD))
+def task_of(build: Any, length: int = ODD, tensor_plan: dict[str, str] | None = CUTS) -> Task:
+    return Task(build, functools.partial(programs.batches, length=length), tensor_plan=tensor_plan)
 
 
-def task_of(build: Any) -> Task:
-    return Task(build, functools.partial(programs.batches, length=ODD), tensor_plan=CUTS)
+BUILD_LLAMA = functools.partial(programs.llama, layers=4)
+LLAMA, TWO_TOKENS = (task_of(BUILD_LLAMA, length, None) for length in (ODD, 2))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +109,13 @@ def task_of(build: Any) -> Task:
         (LLAMA, "pp=2 tp=2 micro=3 schedule=zbv recompute=selective"),
         (LLAMA, "pp=2 tp=3 micro=2 schedule=gpipe"),
         (LLAMA, "pp=2 tp=2x2 micro=2"),
+        (TWO_TOKENS, "pp=2 tp=3 micro=2"),  # the last column has none
         (task_of(functools.partial(plain, PairGPT)), "pp=2 tp=2 micro=2"),
         (task_of(functools.partial(plain, PairGPT)), "pp=2 chunks=2 tp=2 micro=2 recompute=full"),
         (task_of(functools.partial(plain, SkipGPT)), "pp=2 tp=2 micro=2"),
         (task_of(functools.partial(plain, SkipGPT)), "pp=3 tp=2 micro=2 schedule=gpipe recompute=every=2"),
         (task_of(frozen), "pp=2 tp=2 micro=2 recompute=full"),
+        (task_of(functools.partial(plain, ContextGPT), 14), "pp=2 tp=2 micro=2"),
     ],
 )
 def test_stages_that_exchange_token_shards_train_as_one_process(pool: Pool, task: Task, plan: str) -> None:
@@ -97,29 +124,50 @@ def test_stages_that_exchange_token_shards_train_as_one_process(pool: Pool, task
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, parsed.micro))
 
 
+def _refused(plan: str) -> str:
+    task = task_of(functools.partial(plain, ContextGPT), 16)
+    engine = programs.engine_of(task, f"{plan} precision=fp64")
+    with pytest.raises(ModelError) as caught:
+        engine.step(programs.share_of(task.data(1)[0], engine))
+    return str(caught.value)
+
+
+def test_a_received_tensor_that_may_be_no_shard_is_refused(pool: Pool) -> None:
+    """Whether its gradient is complete on a column is unknown."""
+    messages = pool.run(_refused, 2, "chunks=2 schedule=interleaved tp=2 sp=true micro=1")
+    assert all("unknown whether every rank has the same values" in message for message in messages)
+
+
 def _messages(plan: str) -> tuple[tuple[int, int], ...]:
     """Calls and bytes of this rank's messages between stages in a step: sent, then received."""
-    engine = plait.parallelize(programs.llama(layers=4), f"{plan} precision=fp64")
+    engine = plait.parallelize(BUILD_LLAMA(), f"{plan} precision=fp64")
     batch = programs.share_of(programs.batches(1, length=ODD)[0], engine)
     engine.step(batch)
     before = engine.world.comm_log.read()
     engine.step(batch)
     traffic = subtract_traffic(before, engine.world.comm_log.read())
-    of_op = {op: [c for key, c in traffic.items() if key.op == op] for op in ("send", "receive")}
-    return tuple((sum(c.count for c in found), sum(c.num_bytes for c in found)) for found in of_op.values())
+    return _of_messages(traffic)
 
 
-def test_a_column_sends_its_own_tokens_and_no_more(pool: Pool) -> None:
-    rows, itemsize, micros = programs.SEQUENCES // 3 * 32, 8, 3
-    for rank, messages in enumerate(pool.run(_messages, 4, "pp=2 tp=2 sp=true micro=3")):
-        tokens = 7 if rank % 2 == 0 else 6
-        assert messages == ((micros, micros * rows * tokens * itemsize),) * 2
-    for messages in pool.run(_messages, 4, "pp=2 tp=2 micro=3"):
-        assert messages == ((micros, micros * rows * ODD * itemsize),) * 2
+def _of_messages(traffic: Traffic) -> tuple[tuple[int, int], ...]:
+    of_op = [[c for key, c in traffic.items() if key.op == op] for op in ("send", "receive")]
+    return tuple((sum(c.count for c in found), sum(c.num_bytes for c in found)) for found in of_op)
+
+
+@pytest.mark.parametrize("sp", ["true", "false"])
+def test_a_column_sends_its_own_tokens_and_no_more_as_estimated(pool: Pool, sp: str) -> None:
+    plan, micros, per_token = f"pp=2 tp=2 sp={sp} micro=3", 3, programs.SEQUENCES // 3 * 32 * 8
+    batch = {key: value.chunk(micros)[0] for key, value in programs.batches(1, length=ODD)[0].items()}
+    host = Cluster("host", None, torch.device("cpu"))
+    estimated = explain(BUILD_LLAMA(), f"{plan} precision=fp64", batch, cluster=host)
+    for rank, messages in enumerate(pool.run(_messages, 4, plan)):
+        tokens = ODD if sp == "false" else (7, 6)[rank % 2]
+        assert messages == ((micros, micros * tokens * per_token),) * 2
+        assert messages == _of_messages(sum_traffic(estimated.of_rank(rank).traffic.values()))
 
 
 def _evaluated(plan: str) -> tuple[float, Tensor]:
-    engine = plait.parallelize(programs.llama(layers=4), f"{plan} precision=fp64", seed=3)
+    engine = plait.parallelize(BUILD_LLAMA(), f"{plan} precision=fp64", seed=3)
     [batch] = programs.batches(1, length=ODD)
     return engine.evaluate(batch).loss_sum, engine.outputs(batch, lambda outputs: outputs.logits)
 
