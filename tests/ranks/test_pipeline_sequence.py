@@ -133,7 +133,6 @@ def _refused(plan: str) -> str:
 
 
 def test_a_received_tensor_that_may_be_no_shard_is_refused(pool: Pool) -> None:
-    """Whether its gradient is complete on a column is unknown."""
     messages = pool.run(_refused, 2, "chunks=2 schedule=interleaved tp=2 sp=true micro=1")
     assert all("unknown whether every rank has the same values" in message for message in messages)
 

@@ -183,7 +183,7 @@ class StageRunner:
         return None
 
     def _block_output(self, block_outputs: BlockOutputs, inputs: dict[str, Any], block: str) -> Any:
-        """What a block of an earlier stage returns on this rank, on meta."""
+        """Return the output of an earlier stage's block, as this rank receives it, on meta."""
         output = block_outputs.output_of(block, inputs)
         if self._tokens is None:
             return output

@@ -52,7 +52,7 @@ def apply_tp_plan(
 ) -> HeadOutput:
     """Replace forwards in place, in a model whose parameters are this rank's shards already.
 
-    `sequence_shard`: with it, a rank has its tokens only between the first block's input and the last block's
+    `sequence_shard`: with it, a rank has only its tokens between the first block's input and the last block's
     output.
     `products`: of the sharded linear layers.
     `compile_blocks` is called when everything inside of the blocks is done. What shards and gathers their
