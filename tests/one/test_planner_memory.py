@@ -38,6 +38,7 @@ STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime"
         (LLAMA, "dp=2 tp=4 sp=true zero=2", 0.015),
         (LLAMA, "tp=4 sp=true recompute=selective", 0.06),
         (LLAMA, "tp=2x2 recompute=every=2", 0.015),
+        (LLAMA, "pp=2 tp=4 sp=true micro=4", 0.015),
         (LLAMA, "pp=4 dp=2 micro=8", 0.015),
         (LLAMA, "pp=2 micro=4 schedule=zb-h1", 0.015),
         (LLAMA, "pp=2 micro=4 schedule=zbv", 0.015),

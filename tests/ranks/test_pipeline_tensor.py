@@ -49,9 +49,10 @@ def _estimated(plan: str) -> tuple[Any, Any]:
     return (estimated, engine.memory()), (loss, logits)
 
 
-def test_their_memory_is_estimated_and_they_evaluate_alike(pool: Pool) -> None:
+@pytest.mark.parametrize("plan", ["pp=2 tp=2 micro=3", "pp=2 tp=2 sp=true micro=3"])
+def test_their_memory_is_estimated_and_they_evaluate_alike(pool: Pool, plan: str) -> None:
     [(_, alone)] = pool.run(_estimated, 1, "micro=3")
-    for (estimated, measured), (loss, logits) in pool.run(_estimated, 4, "pp=2 tp=2 micro=3"):
+    for (estimated, measured), (loss, logits) in pool.run(_estimated, 4, plan):
         assert estimated.activations == pytest.approx(measured.activations, rel=0.05)
         assert estimated.parameters == measured.parameters
         assert loss == pytest.approx(alone[0], rel=1e-5)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import plait
 from plait.errors import ModelError
 from plait.parallel.tensor.apply import apply_tp_plan
+from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.sequence_forward import map_hidden_output
 from plait.plan.sharding import TPPlan
 from support.pool import Pool
@@ -228,7 +229,8 @@ def _lengths(how: str) -> None:
     """Two lengths are under way, of which rank 0 has the same number of tokens."""
     model = Chain(how)
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
-    apply_tp_plan(model, TPPlan(1, 2), groups_of(1, 2), blocks, sequence=True)
+    groups = groups_of(1, 2)
+    apply_tp_plan(model, TPPlan(1, 2), groups, blocks, sequence_shard=SequenceShard(groups.col))
     with pytest.raises(ModelError, match=r"blocks\.1 gets tokens .* of unknown length") as caught:
         _two(model)
     assert ("in backward" if how == "lost" else "first block has not run") in str(caught.value)
@@ -243,7 +245,8 @@ def _frozen() -> None:
     model = Chain("marked")
     model.blocks[0].requires_grad_(False)
     blocks = [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
-    apply_tp_plan(model, TPPlan(1, 2), groups_of(1, 2), blocks, sequence=True)
+    groups = groups_of(1, 2)
+    apply_tp_plan(model, TPPlan(1, 2), groups, blocks, sequence_shard=SequenceShard(groups.col))
     assert [output.shape[1] for output in _two(model)] == [5, 6]
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from plait.comm import all_reduce
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.tensor.apply import apply_tp_plan
+from plait.parallel.tensor.sequence import SequenceShard
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 from support.pool import Pool
 from support.tensor_shards import Cuts, DimSharding, even, groups_of, max_difference, own, shard_parameters
@@ -102,7 +103,7 @@ def _gaps(rows: int, cols: int, sequence: bool, how: str) -> dict[str, float]:
     plan, cuts = _plan(rows, cols)
     shard_parameters(model, groups, cuts)
     blocks = [(f"model.layers.{i}", model.model.layers[i]) for i in range(2)]
-    apply_tp_plan(model, plan, groups, blocks, sequence=sequence)
+    apply_tp_plan(model, plan, groups, blocks, sequence_shard=SequenceShard(groups.col) if sequence else None)
     modules = [block for _, block in blocks]
     recompute_blocks(modules, how if how in ("full", "selective") else "none")
     if how == "compiled":

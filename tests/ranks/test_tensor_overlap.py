@@ -347,7 +347,7 @@ def _heads(cols: int) -> dict[str, Any]:
     plan = TPPlan(
         1, cols, (LayerSharding("0", Style.COLUMN, words, head=True),), attributes=(("0", "heads", (3, 4)),)
     )
-    cut = apply_tp_plan(model, plan, groups, [], sequence=False)
+    cut = apply_tp_plan(model, plan, groups, [])
     with cut.keep_logits_sharded():
         piece = model(x).detach()
     start, stop = words.ranges[groups.col.rank][0]

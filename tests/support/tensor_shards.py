@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.comm import Call, Mesh, OpType, Transport, Work, all_reduce, connect
 from plait.parallel.tensor.apply import apply_tp_plan
 from plait.parallel.tensor.groups import TensorGroups
+from plait.parallel.tensor.sequence import SequenceShard
 from plait.plan import Grid
 from plait.plan.sharding import DimSharding, LayerSharding, TPPlan
 
@@ -155,7 +156,8 @@ class Case:
         shard_parameters(module, groups, self.parameters)
         plan = TPPlan(groups.row.size, groups.col.size, tuple(self.layers), **self.plan)
         blocks = [(name, module.get_submodule(name)) for name in self.blocks]
-        apply_tp_plan(module, plan, groups, blocks, sequence=self.sequence)
+        tokens = SequenceShard(groups.col) if self.sequence else None
+        apply_tp_plan(module, plan, groups, blocks, sequence_shard=tokens)
         return module
 
 

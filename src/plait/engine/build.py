@@ -25,6 +25,7 @@ from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linea
 from plait.parallel.tensor.apply import apply_tp_plan
 from plait.parallel.tensor.groups import TensorGroups
 from plait.parallel.tensor.rng import install_rng_streams
+from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, InFlightReductions
 from plait.parallel.zero.materialize import bind_flat_params, init_flat_params, release_unused
@@ -158,8 +159,9 @@ def _build_stage(
     options = {"compile_blocks": compiler} if plan.compile else {}
     products = LayerProducts.build(plan, spec.float8)
     products.convert(part.module, tensor)
+    tokens = SequenceShard(grid.col, tuple(part.earlier.values()), is_sent=not is_last) if plan.sp else None
     head = apply_tp_plan(
-        part.module, tensor, grid, part.blocks, sequence=plan.sp, products=products, **options
+        part.module, tensor, grid, part.blocks, sequence_shard=tokens, products=products, **options
     )
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)
     if plan.sync_batchnorm:
@@ -170,7 +172,7 @@ def _build_stage(
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
-    return StageRunner(part, zero, head, columns, grid.col, groups.tp, spec.loss, is_last=is_last)
+    return StageRunner(part, zero, head, columns, grid.col, groups.tp, spec.loss, tokens, is_last=is_last)
 
 
 def _refuse_forward(*_: object) -> None:

@@ -28,6 +28,8 @@ from plait.models import (
 from plait.parallel.pipeline.split_backward import DeferredBytes
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers
 from plait.parallel.tensor.linear import HeadOutput
+from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.sequence_forward import map_hidden_output
 from plait.parallel.zero.sharded_model import ShardedStage
 
 
@@ -46,11 +48,12 @@ class StageRunner:
         col: Group,
         tp: Group,
         loss: Loss | None,
+        tokens: SequenceShard | None,
         *,
         is_last: bool,
     ) -> None:
         """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `tp`: the ranks
-        that hold shards of the model. `loss`: the user's."""
+        that hold shards of the model. `loss`: the user's. `tokens`: under sequence parallelism."""
         self.activation_bytes: int | None = None
         self.loss_buffers = LossBuffers("")  # measured
         self.estimated_loss_bytes = 0  # by `estimated_bytes`
@@ -62,6 +65,7 @@ class StageRunner:
         self._checked_entries: set[frozenset[str]] = set()  # keys of batches
         self._head = head
         self._user_loss = loss
+        self._tokens = tokens
         self._columns = columns
         self._tp = tp
         self._col = SINGLE_RANK if self._columns is None else col
@@ -70,6 +74,8 @@ class StageRunner:
         """The stage's outputs: those of the model on the last stage."""
         inputs = forward_inputs(self.part.module, micro)
         is_first = not self.part.earlier
+        if self._tokens is not None:
+            received = self._tokens.receive(received)
         with (
             self.zero.unsharder.watch_outside_uses(),
             contextlib.nullcontext() if is_first else receiving(self.part.module, received),
@@ -78,7 +84,7 @@ class StageRunner:
         if not self._is_checked:
             self.part.check_taint(outputs, inputs if is_first else received)
             self._is_checked = True
-        return outputs
+        return outputs if self._tokens is None else self._tokens.message(outputs)
 
     def _forward(self, inputs: Mapping[str, Any], micro: Mapping[str, Tensor]) -> Any:
         try:
@@ -159,7 +165,7 @@ class StageRunner:
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self.part.earlier:
                 assert block_outputs is not None, "a stage without its meta model"
-                output_of = partial(block_outputs.output_of, inputs=inputs)
+                output_of = partial(self._block_output, block_outputs, inputs)
                 received = receiving(meta_module, self.part.received_from(output_of))
 
             buffers = LossBuffers(device.type)
@@ -175,6 +181,13 @@ class StageRunner:
                 self.estimated_loss_bytes = buffers.peak_bytes
                 return kept_bytes, deferred.total
         return None
+
+    def _block_output(self, block_outputs: BlockOutputs, inputs: dict[str, Any], block: str) -> Any:
+        """Return the output of an earlier stage's block, as this rank receives it, on meta."""
+        output = block_outputs.output_of(block, inputs)
+        if self._tokens is None:
+            return output
+        return map_hidden_output(self._tokens.shard, block, output)
 
 
 @contextlib.contextmanager

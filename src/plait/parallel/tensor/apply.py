@@ -30,6 +30,7 @@ from plait.parallel.tensor.sequence_forward import (
     Region,
     SequenceParallelBlock,
     SequenceParallelRegion,
+    begin_with_received,
     check_outer_modules,
 )
 from plait.parallel.tensor.shared_input import SharedInputs
@@ -45,22 +46,21 @@ def apply_tp_plan(
     groups: TensorGroups,
     blocks: Sequence[tuple[str, nn.Module]],
     *,
-    sequence: bool,
+    sequence_shard: SequenceShard | None = None,
     products: LayerProducts = PLAIN,
     compile_blocks: Callable[[], None] = lambda: None,
 ) -> HeadOutput:
     """Replace forwards in place, in a model whose parameters are this rank's shards already.
 
-    `sequence`: between the first block's input and the last block's output a rank has its tokens only.
+    `sequence_shard`: with it, a rank has only its tokens between the first block's input and the last block's
+    output.
     `products`: of the sharded linear layers.
     `compile_blocks` is called when everything inside of the blocks is done. What shards and gathers their
     inputs and outputs stays outside of compiled code, because it keeps records of autograd's graph.
     Returns the head's output mode. Raises ModelError for a module that cannot be sharded as planned.
     """
     assert (groups.row.size, groups.col.size) == (plan.rows, plan.cols), "groups of another grid"
-    application = _Application(
-        model, plan, groups, [name for name, _ in blocks], sequence and groups.col.size > 1, products
-    )
+    application = _Application(model, plan, groups, [name for name, _ in blocks], sequence_shard, products)
     for layer in plan.layers:
         application.apply_to_layer(layer)
     application.apply_to_regions()
@@ -82,15 +82,19 @@ class _Application:
     plan: TPPlan
     groups: TensorGroups
     block_names: list[str]
-    is_sequence_parallel: bool
+    sequence_or_none: SequenceShard | None
     products: LayerProducts
     head: HeadOutput = field(default_factory=HeadOutput)
 
     def __post_init__(self) -> None:
         self.shared_inputs = {"row": SharedInputs(self.groups.row), "col": SharedInputs(self.groups.col)}
-        self.sequence_shard = SequenceShard(self.groups.col)
+        self.sequence_shard = self.sequence_or_none or SequenceShard(self.groups.col)
         self.side_inputs = SideInputs(self.sequence_shard)
         self.regions = self._regions() if self.is_sequence_parallel else {}
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        return self.sequence_or_none is not None and self.groups.col.size > 1
 
     def apply_to_layer(self, layer: LayerSharding) -> None:
         name, module = layer.module, self.model.get_submodule(layer.module)
@@ -163,6 +167,7 @@ class _Application:
             set_forward(
                 block, SequenceParallelBlock(name, forward, sequence, side_inputs, index == 0, is_last)
             )
+        begin_with_received(self.model, sequence)
         check_outer_modules(self.model, self.block_names, sequence)
 
     # --- layers

@@ -18,6 +18,17 @@ is unknown, which is an error.
 
 The residual stream is sharded from the first block's input to the last block's output of a forward; not while
 a block is recomputed in backward, and no longer when a new forward of the model begins.
+
+[Note: token shards between stages]
+Stages of a pipeline cut the residual stream between two blocks, where every column has its own tokens. So a
+stage sends its shard as it is, and the next stage begins with it: each column sends 1 / col of the tokens to
+the same column of the next stage, nothing is gathered or split, and a collective in addition, which ranks
+could start in different orders, is not needed. The full length is sent with the shard: as a number it is part
+of the output's description, which is sent once for each shape of a micro-batch.
+The gradient that returns is exact: between blocks a column's gradient of its own tokens is complete, and it
+has no others. A stage's other received tensors are what blocks of earlier stages returned, as if these were
+its own: they depend on a block's input, and are not side inputs from outside of the blocks. So outputs of
+earlier blocks that are sent along (skip connections) hold this rank's tokens too.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +39,9 @@ from torch import Tensor
 
 from plait.comm import Group
 from plait.errors import ModelError
+from plait.models.tensors import tensors_in
 from plait.models.weak_map import WeakTensorMap
+from plait.parallel.tensor.functional import split
 from plait.parallel.tensor.token_shards import TokenShards, token_dim
 
 _MARK = "plait: length of the full sequence"
@@ -39,6 +52,8 @@ class SequenceShard:
     """Sharding of the running block's tokens. See [Note: token shards]."""
 
     group: Group
+    earlier: tuple[str, ...] = ()  # blocks of earlier stages, which return what the stage receives
+    is_sent: bool = False  # the last block's output goes to another stage
     full_length: int = 0  # T; this and the next three are set by the running block
     begin_seq_nr: int = 0  # autograd's sequence number when the first block began
     num_sequences: int = 1  # in the tokens that a block flattens
@@ -50,10 +65,27 @@ class SequenceShard:
     )
     _graphless_marks: WeakTensorMap[tuple[int, int]] = field(default_factory=WeakTensorMap)
 
-    def enter(self, name: str, x: Tensor, *, is_full: bool) -> None:
-        """Begin a block with input `x`: this rank's tokens or, in the first block, all of them."""
+    def message(self, output: Any) -> Any:
+        """Return what a stage sends. See [Note: token shards between stages]."""
+        return (self.full_length, output) if self.is_sent else output
+
+    def receive(self, message: Any) -> Any:
+        """Return the previous stage's output, before a forward."""
+        if self.earlier:
+            self.full_length, message = message
+        return message
+
+    def begin_received(self, output: Any) -> None:
+        """Begin the blocks of a stage with what it received: outputs of earlier blocks."""
+        self.is_sharded = True
+        for tensor in tensors_in(output):
+            self.mark(tensor)
+
+    def enter(self, name: str, x: Tensor, *, is_first: bool) -> None:
+        """Begin a block with input `x`: this rank's tokens or, in the model's first block, all of them.
+        `is_first`: of the stage."""
         self.num_sequences = x.shape[0] if x.dim() > 2 else 1
-        if is_full:
+        if is_first and not self.earlier:
             self.full_length, self.begin_seq_nr = x.shape[token_dim(x)], torch.autograd._get_sequence_nr()
             self.is_sharded = not _in_backward()
             return
@@ -70,6 +102,9 @@ class SequenceShard:
                 expected="blocks in their order, each with the previous one's output as input",
                 hint="recompute=none, or sp=false",
             )
+        if is_first and not _in_backward():
+            self.begin_seq_nr = torch.autograd._get_sequence_nr()
+            self.mark(x)
 
     def mark(self, x: Tensor) -> None:
         """Mark a block's output, or the first block's sharded input, with the full length."""
@@ -105,6 +140,11 @@ class SequenceShard:
         if not self.own_length:  # an empty shard does not show the number of sequences
             return self._shards(self.num_sequences if x_BtH.dim() == 2 else 1)
         return self._shards(self._num_runs(x_BtH, self.own_length, "a rank's shard"))
+
+    def shard(self, x_BTH: Tensor) -> Tensor:
+        """Return this rank's tokens of full sequences, whose length becomes the running one."""
+        self.full_length = x_BTH.shape[token_dim(x_BTH)]
+        return split(x_BTH, self.shards_of_full(x_BTH))
 
     def shards_of_full(self, x_BTH: Tensor) -> TokenShards:
         return self._shards(self._num_runs(x_BTH, self.full_length, "the full sequence"))

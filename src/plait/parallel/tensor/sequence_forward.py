@@ -50,6 +50,13 @@ def check_outer_modules(model: nn.Module, blocks: Sequence[str], sequence_shard:
             _check_not_sharded(name, module, sequence_shard)
 
 
+def begin_with_received(model: nn.Module, sequence_shard: SequenceShard) -> None:
+    """Register hooks that begin the blocks of a stage where the blocks of earlier ones would have ended."""
+    for name in sequence_shard.earlier:
+        block = model.get_submodule(name)
+        block.register_forward_hook(lambda *call: sequence_shard.begin_received(call[-1]))
+
+
 def _check_not_sharded(name: str, module: nn.Module, sequence_shard: SequenceShard) -> None:
     def check(*_: Any) -> None:
         if sequence_shard.is_sharded:
@@ -65,7 +72,8 @@ def _check_not_sharded(name: str, module: nn.Module, sequence_shard: SequenceSha
 
 @dataclass(frozen=True)
 class SequenceParallelBlock:
-    """Forward of a block whose input and output hold this rank's tokens."""
+    """Forward of a block whose input and output hold this rank's tokens. `is_first`, `is_last`: of the stage;
+    see [Note: token shards between stages] in sequence.py."""
 
     name: str
     forward: Callable[..., Any]
@@ -81,11 +89,12 @@ class SequenceParallelBlock:
     @torch.compiler.disable
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         def enter(x: Tensor) -> Tensor:
-            self.sequence_shard.enter(self.name, x, is_full=self.is_first)
-            if not self.is_first:
+            self.sequence_shard.enter(self.name, x, is_first=self.is_first)
+            if self.is_first:
+                self.side_inputs.clear()
+            if not self.is_first or self.sequence_shard.earlier:
                 return x
-            self.side_inputs.clear()
-            x_BtH = split(x, self.sequence_shard.shards_of_full(x))
+            x_BtH = self.sequence_shard.shard(x)
             self.sequence_shard.mark(x_BtH)
             return x_BtH
 
@@ -102,7 +111,7 @@ class SequenceParallelBlock:
             self.sequence_shard.exit()
 
         def exit_block(x: Tensor) -> Tensor:
-            if self.is_last:
+            if self.is_last and not self.sequence_shard.is_sent:
                 return gather(x, self.sequence_shard.shards_of_own(x))
             self.sequence_shard.mark(x)
             return x

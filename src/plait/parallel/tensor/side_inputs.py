@@ -6,7 +6,8 @@ blocks is a partial sum on every column. Blocks get a copy of it whose backward 
 for all blocks. A region that is not pure reduces by itself, and gets the original.
 
 A tensor is from outside if it is an argument of the first block, or if autograd recorded it before that block
-began. Of tensors made later, one that depends on a block's input and is as long as this rank's shard holds
+began, and if it does not depend on what a stage received ([Note: token shards between stages] in
+sequence.py). Of other tensors, one that depends on a block's input and is as long as this rank's shard holds
 this rank's tokens, and is passed unchanged. For all others it is undecidable whether columns hold equal
 values.
 """
@@ -50,16 +51,18 @@ class SideInputs:
         """Return the tensor that a block gets for `x`."""
         if not _has_gradient(x) or self.original(x) is not None:
             return x
-        if is_first or x.grad_fn is None or x.grad_fn._sequence_nr() < self._sequence_shard.begin_seq_nr:
+        copy = self._copies.get(x)
+        if copy is not None:
+            return copy
+        depends, begin = depends_on_block_input(x), self._sequence_shard.begin_seq_nr
+        if not depends and (is_first or x.grad_fn is None or x.grad_fn._sequence_nr() < begin):
             self.is_used = True
-            copy = self._copies.get(x)
-            if copy is None:
-                copy = copy_to_group(x, self._sequence_shard.group)
-                self._copies.put(x, copy)
-                self._originals.put(copy, weakref.ref(x))
+            copy = copy_to_group(x, self._sequence_shard.group)
+            self._copies.put(x, copy)
+            self._originals.put(copy, weakref.ref(x))
             return copy
         own_length = self._sequence_shard.own_length
-        if depends_on_block_input(x) and x.dim() > 1 and x.shape[token_dim(x)] == own_length:
+        if depends and x.dim() > 1 and x.shape[token_dim(x)] == own_length:
             return x
         raise _undecidable(name, x)
 
