@@ -144,6 +144,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "whisper": {**_HALVES, "max_source_positions": 16, "max_target_positions": 64, "num_mel_bins": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8},
     "granitemoehybrid": {**_MAMBA, "layer_types": ("mamba", "attention")},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "got_ocr2": {
         "text_config": _TEXT,
         "vision_config": {**_VISION, "mlp_dim": 48, "output_channels": 8, "image_size": 32},

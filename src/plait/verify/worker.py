@@ -17,6 +17,7 @@ from plait.engine.engine import Engine
 from plait.engine.reference import Tolerances, relative_errors
 from plait.engine.spec import validate
 from plait.errors import ModelError, PlaitError, PlanError
+from plait.models import vocabulary_size
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan, Traffic, subtract_traffic
@@ -259,8 +260,8 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
 def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, Tensor]:
     if spec.batch is not None:
         return spec.batch(step, case.samples)
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(vocabulary, int):
+    vocabulary = vocabulary_size(model)
+    if vocabulary is None:
         raise ModelError(
             "the inputs of this model are unknown",
             given=f"{type(model).__name__}, which has no config.vocab_size",
