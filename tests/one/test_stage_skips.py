@@ -120,6 +120,21 @@ def test_values_of_a_batch_decide_what_a_model_computes_while_it_is_split() -> N
     assert_stages_compute_the_same(model, stages, batch, squares)
 
 
+def test_values_that_a_model_computes_do_not_keep_it_from_being_split() -> None:
+    """Numbers of tokens of experts, read on the host, as in JetMoE."""
+
+    class Counted(Towers):
+        def forward(self, x: Tensor) -> Tensor:
+            experts = x.sum(-1).argsort().flatten() % 2
+            sizes = [int(size) for size in torch.stack([1 - experts, experts]).sum(1).tolist()]
+            parts = x.flatten(0, 1)[experts.argsort()].split(sizes)
+            return super().forward(torch.cat([parts[0] * 2, parts[1]]).view_as(x))
+
+    model, batch = Counted(), {"x": torch.randn(2, 6, WIDTH)}
+    _, stages = stages_by_hand.stages_of(model, 3, batch=batch)
+    assert_stages_compute_the_same(model, stages, batch, squares)
+
+
 def test_an_evaluation_calls_the_modules_of_torchs_transformer_encoder_whose_weights_are_shards() -> None:
     """Its fused kernel would read the weights of stages that another rank has."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
