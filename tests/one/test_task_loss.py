@@ -100,7 +100,9 @@ def test_default_loss_of_a_language_model_is_its_own(name: str, model_type: str)
     assert_own_loss(small_model(name, model_type), tokens())
 
 
-@pytest.mark.parametrize("options", [{}, {"ngram": 3, "eps": 0.1}, {"ngram": 1}, {"disable_ngram_loss": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"ngram": 3, "eps": 0.1}, {"ngram": 1}, {"disable_ngram_loss": True}]
+)
 @pytest.mark.parametrize("name", ["ProphetNetForCausalLM", "ProphetNetForConditionalGeneration"])
 def test_default_loss_over_ngrams_is_the_models_own(name: str, options: dict[str, Any]) -> None:
     assert_own_loss(small_model(name, "prophetnet", **options), tokens())

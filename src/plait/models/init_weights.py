@@ -7,9 +7,9 @@ parameters (not its children's) are replaced by real ones in float32, initialize
 copies what it needs, and dropped: one module is materialized at a time. Before each module the generator is
 seeded with a hash of (seed, the module's name), so a module's values depend on no other module, on no rank
 and on no plan. Buffers of a meta model are allocated for good; their module's own initialization fills them.
-Parameters and buffers are poisoned first (NaN, the least integer). A parameter that no initialization set gets
-the values of its constructor, if they were recorded (construction.py). Otherwise, and for buffers, an error names
-it, instead of training garbage.
+Parameters and buffers are poisoned first (NaN, the least integer). A parameter that no initialization set
+gets the values of its constructor, if they were recorded (construction.py). Otherwise, and for buffers, an
+error names it, instead of training garbage.
 
 [Note: modules that initialize other modules' parameters]
 The tensors that a module's initialization accesses are recorded. If it accesses parameters that are on meta

@@ -147,8 +147,8 @@ def check_attends_backwards(model: "PreTrainedModel") -> None:
 def _language_modeling(
     name: str, family: str, loss_type: str | None, *, is_encoder_decoder: bool
 ) -> Task | None:
-    """The task of a language model, by its family or by transformers' tables: some class names do not contain the task, and
-    those of decoders do not show whether the loss shifts the labels."""
+    """The task of a language model, by its family or by transformers' tables: some class names do not contain
+    the task, and those of decoders do not show whether the loss shifts the labels."""
     from transformers.models.auto import modeling_auto
 
     encoder_decoders = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES

@@ -305,7 +305,9 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
 
 # Entries of a batch besides tokens, and their shapes in a sample, by the type of the model's configuration.
 _INPUTS: dict[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
-    "git": lambda config: {"pixel_values": (3, config.vision_config.image_size, config.vision_config.image_size)},
+    "git": lambda config: {
+        "pixel_values": (3, config.vision_config.image_size, config.vision_config.image_size)
+    },
     "mllama_text_model": lambda config: {"cross_attention_states": (5, config.hidden_size)},
 }
 

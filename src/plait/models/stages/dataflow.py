@@ -151,7 +151,10 @@ def traced_batches(model: nn.Module, batch: Mapping[str, Tensor] | None) -> Iter
 def _with_values(model: nn.Module, batch: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """The batch to run the model with on the CPU, with values of integers."""
     *_, traced = traced_batches(model, batch)
-    return {key: torch.zeros_like(value, device="cpu") if value.is_meta else value for key, value in traced.items()}
+    return {
+        key: torch.zeros_like(value, device="cpu") if value.is_meta else value
+        for key, value in traced.items()
+    }
 
 
 def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, flow: Dataflow) -> None:
@@ -244,7 +247,9 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def _of_zeros(tensor: Tensor) -> Tensor:
     """A buffer's values, or zeros; a parameter of one zero, expanded."""
     if not isinstance(tensor, nn.Parameter):
-        return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+        return (
+            torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+        )
     zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     return nn.Parameter(zeros, tensor.requires_grad)
 
