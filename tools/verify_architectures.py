@@ -5,8 +5,8 @@ docs/architectures.md.
 
 Writes the part of the page with one of the two tables. Needs the machine for half an hour or more (`other`: a
 quarter). The results are kept as JSON under build/, and a second call continues from them: kinds in that file
-are not run again, unless they are named. If there is no such file and kinds are named, the verified ones of
-the others are read from the page.
+are not run again, unless they are named. If there is no such file and kinds are named, the results of the
+others are read from the page, as far as their plans are verified, or refused for a reason in FACTS.
 """
 
 import datetime
@@ -176,17 +176,20 @@ def main() -> None:
 
 
 def _read(table: Table, text: str) -> dict[str, Found]:
-    """Return the verified kinds of a table of the page."""
+    """Return the results in a table of the page, except those whose errors are not facts."""
     before, _, other = text.partition(f"\n{OTHER_HEADING}\n")
     part = other if table is OTHER else before
     dates = re.findall(r"\d{4}-\d\d-\d\d", part)
     kinds = {" | ".join(say(kind) for say in table.columns.values()): kind for kind in table.kinds}
     rows = [line.strip("| ").rsplit(" | ", len(PLANS)) for line in part.splitlines()]
-    return {
-        kinds[row[0]]: Found(dates[0], row[1:])
-        for row in rows
-        if row[0] in kinds and all(re.fullmatch(r"~?\de[-+]\d+", cell) for cell in row[1:])
-    }
+    found = {}
+    for columns, *cells in rows:
+        kind = kinds.get(columns, "")
+        refused = [plan for plan, cell in zip(PLANS, cells, strict=False) if cell == Outcome.REFUSED.value]
+        known = all(re.fullmatch(r"~?\de[-+]\d+|refused", cell) for cell in cells)
+        if kind and known and (kind in FACTS or not refused):
+            found[kind] = Found(dates[0], cells, dict.fromkeys(refused, FACTS.get(kind, "")))
+    return found
 
 
 def _verified(table: Table, kinds: Sequence[str]) -> dict[str, Found]:

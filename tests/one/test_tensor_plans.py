@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlaitError
 from plait.models import causal_lm_on_meta
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
+from plait.verify import parse_source
 from support.derived_models import (
     AttentionBlock,
     LatentBlock,
@@ -91,6 +92,22 @@ def test_columns_compute_the_whole_models_loss_and_gradients(name: str) -> None:
     model = real(small(name))
     for cols in (2, 3, 4):
         assert differences(model, plan_of(model, 1, cols)) == {}
+
+
+@pytest.mark.filterwarnings("ignore")  # the family's own
+def test_columns_compute_a_model_of_bytes_that_reads_where_patches_end() -> None:
+    config = dict(parse_source("blt", layers=2).config)
+    for key in ("encoder_config", "decoder_config", "patcher_config"):
+        config[key] = {**config[key], "vocab_size": COMMON["vocab_size"]}
+    model = real(causal_lm_on_meta({**config, "vocab_size": COMMON["vocab_size"]}))
+    plan = plan_of(model, 1, 2)
+    assert {name.split(".")[1] for layer in plan.layers if (name := layer.module).endswith("q_proj")} == {
+        "patcher",
+        "local_encoder",
+        "global_transformer",
+        "local_decoder",
+    }
+    assert differences(model, plan) == {}
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in EXPERTS])
