@@ -265,7 +265,7 @@ def _part(table: Table, found: dict[str, Found]) -> str:
     lines += _errors(table, built)
     reasons = {kind: of_kind.reason.replace("|", "/") for kind, of_kind in found.items() if kind not in built}
     if reasons:
-        lines += ["", "## Not built small", "", "| reason | model types |", "|---|---|"]
+        lines += ["", "## Types that cannot be built here", "", "| reason | model types |", "|---|---|"]
     for reason in _by_frequency(reasons.values()):
         lines.append(f"| {reason} | {', '.join(kind for kind in reasons if reasons[kind] == reason)} |")
     return "\n".join([*lines, ""])
