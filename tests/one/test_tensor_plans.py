@@ -30,13 +30,12 @@ from support.tensor_models import (
     FAMILIES,
     LENGTH,
     coordinates,
-    loss_of,
     plan_of,
     real,
     shard_of,
     small,
 )
-from support.threaded_ranks import replicated_ids, trained
+from support.threaded_ranks import differences_on
 
 EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
 ONE_ROW = {*EXPERTS, "deepseek_v2 dense"}
@@ -126,29 +125,7 @@ def test_rows_and_columns_compute_the_whole_models_loss_and_gradients(name: str)
 
 
 def differences(model: nn.Module, plan: TPPlan, *, sequence: bool = False) -> dict[str, float]:
-    """Parameters whose gradient is not the whole model's, parts summed as the plan says, and by how much."""
-    model.zero_grad()
-    whole = loss_of(model, TOKENS)
-    whole.backward()
-    ranks = trained(model, plan, TOKENS, sequence=sequence)
-    furthest = max(abs(loss - whole.item()) for loss, _ in ranks.values())
-    found = {"loss": furthest} if furthest > 1e-6 else {}
-    cuts, stays = {cut.name: cut for cut in plan.parameters}, replicated_ids(model, plan)
-    grads = {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
-    least = 1e-3 * max(float(grad.abs().max()) for grad in grads.values())
-    for name, grad in grads.items():
-        unsharded = ParamSharding(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
-        cut = unsharded if id(model.get_parameter(name)) in stays else cuts.get(name, unsharded)
-        for row, col in ranks:
-            mine = sum(ranks[row, c][1][name] for c in cut.sharers(plan.cols, col) or (col,))
-            # Norms and rotary tables compute in float32; a bias of keys alone has no gradient.
-            scale = max(float(grad.abs().max()), least)
-            error = float((mine - shard_of(grad, cut, row, col)).abs().max()) / scale
-            if not error < 1e-4:
-                found[name] = error
-    return found
+    return differences_on(model, plan, TOKENS, sequence=sequence)
 
 
 def test_gradients_differ_where_parts_are_not_summed() -> None:

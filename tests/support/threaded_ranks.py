@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.models import blocks_of
 from plait.parallel.tensor.replicated import slice_head_arguments
-from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, TPPlan, split
+from plait.plan.sharding import DimSharding, LayerSharding, ParamSharding, Range, Style, TPPlan, split
 from support.tensor_models import LENGTH, coordinates, loss_of, shard_of
 
 Gradients = dict[str, Tensor]
@@ -275,3 +275,31 @@ def trained(
         if error is not None and not isinstance(error, threading.BrokenBarrierError):
             raise error
     return {rank: future.result() for rank, future in futures.items()}
+
+
+def differences_on(
+    model: nn.Module, plan: TPPlan, tokens: Tensor, *, sequence: bool = False
+) -> dict[str, float]:
+    """Parameters whose gradient is not the whole model's, parts summed as the plan says, and by how much."""
+    model.zero_grad()
+    whole = loss_of(model, tokens)
+    whole.backward()
+    ranks = trained(model, plan, tokens, sequence=sequence)
+    furthest = max(abs(loss - whole.item()) for loss, _ in ranks.values())
+    found = {"loss": furthest} if furthest > 1e-6 else {}
+    cuts, stays = {cut.name: cut for cut in plan.parameters}, replicated_ids(model, plan)
+    grads = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    least = 1e-3 * max(float(grad.abs().max()) for grad in grads.values())
+    for name, grad in grads.items():
+        unsharded = ParamSharding(name, (None,) * grad.ndim, name in cuts and cuts[name].partial)
+        cut = unsharded if id(model.get_parameter(name)) in stays else cuts.get(name, unsharded)
+        for row, col in ranks:
+            mine = sum(ranks[row, c][1][name] for c in cut.sharers(plan.cols, col) or (col,))
+            # Norms and rotary tables compute in float32; a bias of keys alone has no gradient.
+            scale = max(float(grad.abs().max()), least)
+            error = float((mine - shard_of(grad, cut, row, col)).abs().max()) / scale
+            if not error < 1e-4:
+                found[name] = error
+    return found
