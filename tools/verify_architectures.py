@@ -5,11 +5,13 @@ docs/architectures.md.
 
 Writes the part of the page with one of the two tables. Needs the machine for half an hour or more (`other`: a
 quarter). The results are kept as JSON under build/, and a second call continues from them: kinds in that file
-are not run again.
+are not run again, unless they are named. If there is no such file and kinds are named, the results of the
+others are read from the page, as far as their plans are verified, or refused for a reason in FACTS.
 """
 
 import datetime
 import json
+import re
 import sys
 import tempfile
 import warnings
@@ -17,10 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
+from causal_kinds import KINDS as CAUSAL_KINDS
 from other_kinds import KINDS as OTHER_KINDS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -38,24 +40,54 @@ LAYERS, SAMPLES, STEPS, LENGTH = 4, 8, 3, 16
 ROUGH = 1e-6  # for families whose own kernels compute in float32
 
 
+# What is true of the models of which plans are refused, or that are not built, instead of the error.
+FACTS = {
+    "hrm_text": "it calls each block several times in a forward, so its blocks have no order of stages",
+    "reformer": "it is reversible: one autograd function runs all blocks, and computes their activations "
+    "again from the output of the last one, so it cannot be divided into stages",
+    "gemma3n": "its image encoder is built by the package timm, which is not installed; its language model, "
+    "gemma3n_text, is in the table",
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "transformers {transformers} builds none: an assistant computes no keys and values, but reads those "
+        "of the model that it assists; its layers' configuration raises an error if none computes them",
+    ),
+    "albert": "its layers are one block, called several times, which cannot be divided into stages",
+    **dict.fromkeys(("resnet", "plain_resnet", "unet"), "tp shards linear layers, and its blocks have none"),
+    "lstm": "nn.LSTM is one module that runs all layers: it has no blocks, nor linear layers in them",
+}
+
+NOTES = {
+    "git": "with an image in each sample: its own loss leaves out an image's positions",
+    "mllama": "with the vision model's output: without it, cross-attention blocks are not called",
+    "musicgen, musicgen_melody": "built from the configuration of their decoder, with the cross entropy of "
+    "all codebooks, in `tools/causal_kinds.py`: AutoModelForCausalLM does not build them",
+    "rwkv": "with `rescale_every = 0`: else it changes its weights in eval mode, an error under every plan",
+}
+
+
 @dataclass(frozen=True)
 class Found:
-    """The verdicts of a model type in the order of PLANS and their date, or why it cannot be built small."""
+    """The results of a model type in the order of PLANS and their date, or why it cannot be built small.
+
+    cells       the largest differences, or outcomes
+    errors      of plans that are not verified: the outcome's reason, by plan
+    """
 
     date: str
-    verdicts: list[Verdict] = field(default_factory=list)
+    cells: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
     reason: str = ""
 
     @property
     def is_whole(self) -> bool:
-        return all(verdict.outcome is Outcome.SAME for verdict in self.verdicts)
-
-    def to_values(self) -> dict[str, Any]:
-        return {**vars(self), "verdicts": [verdict.to_values() for verdict in self.verdicts]}
+        return not self.errors
 
     @classmethod
-    def from_values(cls, values: dict[str, Any]) -> "Found":
-        return cls(**{**values, "verdicts": [Verdict.from_values(v) for v in values["verdicts"]]})
+    def of(cls, date: str, kind: str, verdicts: Sequence[Verdict]) -> "Found":
+        pairs = zip(PLANS, verdicts, strict=True)
+        errors = {plan: _reason(kind, v) for plan, v in pairs if v.outcome is not Outcome.SAME}
+        return cls(date, [_cell(verdict) for verdict in verdicts], errors)
 
 
 @dataclass(frozen=True)
@@ -94,12 +126,16 @@ Results of `plait verify` on {{date}} for the causal language models of transfor
 {_MADE_SMALL}
 
 {{built}} of {{asked}} model types build small and run. **{{whole}} are verified under all {len(PLANS)}
-plans**; another table has the errors of the others. This page is written by
+plans**; [another table](#refused-plans) says why the others are not. This page is written by
 `python tools/verify_architectures.py docs/architectures.md causal`, and
 [the part on other kinds](#other-kinds) with `other`.""",
     sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     {"model type": str},
-    lambda kind: parse_source(kind, layers=LAYERS),
+    lambda kind: (
+        ModelSource(build=f"causal_kinds:{kind}", folder=str(TOOLS))
+        if kind in CAUSAL_KINDS
+        else parse_source(kind, layers=LAYERS)
+    ),
     lambda _: "",
 )
 OTHER = Table(
@@ -122,19 +158,38 @@ The loss is the model's own where it has one. Plans of models with BatchNorm hav
 
 def main() -> None:
     page, table = Path(sys.argv[1]), {"causal": CAUSAL, "other": OTHER}[sys.argv[2]]
-    kinds = sys.argv[3:] or table.kinds
+    named = sys.argv[3:]
     warnings.simplefilter("ignore")  # raised by the families themselves
-    kept = json.loads(table.kept.read_text()) if table.kept.exists() else {}
-    found = {kind: Found.from_values(values) for kind, values in kept.items()}
-    left = [kind for kind in kinds if kind not in found]
+    if table.kept.exists():
+        found = {kind: Found(**values) for kind, values in json.loads(table.kept.read_text()).items()}
+    else:
+        found = _read(table, page.read_text()) if named else {}
+    left = named or [kind for kind in table.kinds if kind not in found]
     table.kept.parent.mkdir(exist_ok=True)
     for start in range(0, len(left), AT_ONCE):
         found |= _verified(table, left[start : start + AT_ONCE])
-        write_json(table.kept, {kind: of_kind.to_values() for kind, of_kind in found.items()})
+        write_json(table.kept, {kind: vars(of_kind) for kind, of_kind in found.items()})
     part = _part(table, {kind: found[kind] for kind in table.kinds if kind in found})
     before, _, other = page.read_text().partition(f"\n{OTHER_HEADING}\n")
     parts = [part, f"{OTHER_HEADING}\n{other}"] if table is CAUSAL else [before, part]
     page.write_text("\n".join(parts))
+
+
+def _read(table: Table, text: str) -> dict[str, Found]:
+    """Return the results in a table of the page, except those whose errors are not facts."""
+    before, _, other = text.partition(f"\n{OTHER_HEADING}\n")
+    part = other if table is OTHER else before
+    dates = re.findall(r"\d{4}-\d\d-\d\d", part)
+    kinds = {" | ".join(say(kind) for say in table.columns.values()): kind for kind in table.kinds}
+    rows = [line.strip("| ").rsplit(" | ", len(PLANS)) for line in part.splitlines()]
+    found = {}
+    for columns, *cells in rows:
+        kind = kinds.get(columns, "")
+        refused = [plan for plan, cell in zip(PLANS, cells, strict=False) if cell == Outcome.REFUSED.value]
+        known = all(re.fullmatch(r"~?\de[-+]\d+|refused", cell) for cell in cells)
+        if kind and known and (kind in FACTS or not refused):
+            found[kind] = Found(dates[0], cells, dict.fromkeys(refused, FACTS.get(kind, "")))
+    return found
 
 
 def _verified(table: Table, kinds: Sequence[str]) -> dict[str, Found]:
@@ -143,7 +198,8 @@ def _verified(table: Table, kinds: Sequence[str]) -> dict[str, Found]:
         try:
             sources[kind] = table.source(kind)
         except ModelError as error:
-            found[kind] = Found(today, reason=_cause(error).removeprefix(f"{kind}: "))
+            reason = FACTS.get(kind) or _cause(error).removeprefix(f"{kind}: ")
+            found[kind] = Found(today, reason=reason.format(transformers=transformers.__version__))
     jobs = [
         _job(source, f"{plan} {table.options(kind)}", None)
         for kind, source in sources.items()
@@ -155,7 +211,7 @@ def _verified(table: Table, kinds: Sequence[str]) -> dict[str, Found]:
         if verdict.outcome is Outcome.SAME:
             verdicts[number] = verdict
     for number, kind in enumerate(sources):
-        found[kind] = Found(today, verdicts[number * len(PLANS) : (number + 1) * len(PLANS)])
+        found[kind] = Found.of(today, kind, verdicts[number * len(PLANS) : (number + 1) * len(PLANS)])
     return found
 
 
@@ -183,7 +239,7 @@ def _run(jobs: list[Case]) -> list[Verdict]:
 
 
 def _part(table: Table, found: dict[str, Found]) -> str:
-    built = {kind: of_kind for kind, of_kind in found.items() if of_kind.verdicts}
+    built = {kind: of_kind for kind, of_kind in found.items() if of_kind.cells}
     titles = [*table.columns, *(f"`{plan}`" for plan in PLANS)]
     lines = [
         table.heading,
@@ -202,12 +258,14 @@ def _part(table: Table, found: dict[str, Found]) -> str:
         f"|{'---|' * len(titles)}",
     ]
     for kind, of_kind in built.items():
-        cells = [*(say(kind) for say in table.columns.values()), *map(_cell, of_kind.verdicts)]
+        cells = [*(say(kind) for say in table.columns.values()), *of_kind.cells]
         lines.append(f"| {' | '.join(cells)} |")
+    if table is CAUSAL:
+        lines += ["", *(f"- {kinds}: {note}." for kinds, note in NOTES.items())]
     lines += _errors(table, built)
     reasons = {kind: of_kind.reason.replace("|", "/") for kind, of_kind in found.items() if kind not in built}
     if reasons:
-        lines += ["", "## Not built small", "", "| reason | model types |", "|---|---|"]
+        lines += ["", "## Types that cannot be built here", "", "| reason | model types |", "|---|---|"]
     for reason in _by_frequency(reasons.values()):
         lines.append(f"| {reason} | {', '.join(kind for kind in reasons if reasons[kind] == reason)} |")
     return "\n".join([*lines, ""])
@@ -216,16 +274,15 @@ def _part(table: Table, found: dict[str, Found]) -> str:
 def _errors(table: Table, built: dict[str, Found]) -> list[str]:
     name = [*table.columns.values()][-1]
     errors = [
-        (_reason(verdict), f"`{plan}`", name(kind))
+        (reason, f"`{plan}`", name(kind))
         for kind, of_kind in built.items()
-        for plan, verdict in zip(PLANS, of_kind.verdicts, strict=False)
-        if verdict.outcome is not Outcome.SAME
+        for plan, reason in of_kind.errors.items()
     ]
     if not errors:
         return []
     level = "#" * (table.heading.count("#") + 1)
-    title = "Errors" if table is CAUSAL else "Errors of other kinds"
-    lines = ["", f"{level} {title}", "", "| error | plans | models |", "|---|---|---|"]
+    title = "Refused plans" if table is CAUSAL else "Refused plans of other kinds"
+    lines = ["", f"{level} {title}", "", "| reason | plans | models |", "|---|---|---|"]
     for reason in _by_frequency(reason for reason, _, _ in errors):
         plans = sorted({plan for other, plan, _ in errors if other == reason})
         kinds = sorted({kind for other, _, kind in errors if other == reason})
@@ -243,8 +300,11 @@ def _cell(verdict: Verdict) -> str:
     return verdict.outcome.value
 
 
-def _reason(verdict: Verdict) -> str:
-    """Return the reason without model-specific details, to group models that share it."""
+def _reason(kind: str, verdict: Verdict) -> str:
+    """Return the fact about the model, or the error without details of the model, to group those that share
+    it."""
+    if verdict.outcome is Outcome.REFUSED and kind in FACTS:
+        return FACTS[kind]
     if verdict.outcome is Outcome.DIFFERS:
         return f"differs by {verdict.max_error:.0e}; farthest: {verdict.worst_parameters[0].name}"
     return verdict.message.split("\n")[0].replace("|", "/")

@@ -189,6 +189,32 @@ def test_evaluation_changes_nothing_that_training_sees() -> None:
         assert watched.model.training
 
 
+class _Rescaling(nn.Linear):
+    """Divides its weight in place before its first forward in eval mode, as RWKV does."""
+
+    is_rescaled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and not self.is_rescaled:
+            with torch.no_grad():
+                self.weight.div_(2)
+            self.is_rescaled = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_forward_that_changes_weights_in_eval_mode_is_refused(zero: int) -> None:
+    def squares(outputs: Any, _: Any) -> tuple[Tensor, int]:
+        return outputs.square().sum(), outputs.numel()
+
+    engine = plait.parallelize(nn.Sequential(_Rescaling(8, 8)), f"dp=1 zero={zero}", loss=squares)
+    batch = {"input": torch.ones(2, 8)}
+    assert engine.step(batch).num_tokens == 16
+    with pytest.raises(ModelError, match="forward changes a parameter in eval mode") as caught:
+        engine.evaluate(batch)
+    assert caught.value.given == "0.weight"
+
+
 class _Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()

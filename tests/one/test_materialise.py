@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from plait.errors import ModelError
 from plait.models import causal_lm_on_meta, initialize_weights, seeded_rng
+from plait.models.construction import RecordedConstruction
 
 CPU = torch.device("cpu")
 SEED = 7
@@ -51,6 +52,47 @@ def test_values_that_only_a_constructor_sets_are_kept_on_meta() -> None:
     assert torch.equal(model.get_buffer(f"{name}eps"), one_process.get_buffer(f"{name}eps"))
 
 
+def test_values_that_transformers_leaves_to_constructors_are_those_of_one_process() -> None:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    gpt = causal_lm_on_meta({"model_type": "openai-gpt", **sizes})
+    values = drawn(gpt)["transformer.h.1.mlp.c_fc.weight"]
+    assert values.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(values, drawn(gpt, seed=SEED + 1)["transformer.h.1.mlp.c_fc.weight"])
+    assert not drawn(gpt)["transformer.h.1.mlp.c_fc.bias"].any()
+    reformer = {"axial_pos_embds": False, "attn_layers": ["local"], "hash_seed": 1, "is_decoder": True}
+    assert not drawn(causal_lm_on_meta({"model_type": "reformer", **reformer}))["lm_head.bias"].any()
+
+
+class _Constructed(nn.Module):
+    def __init__(self, way: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 2), 3.0))
+        way(self.weight.data)
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        (lambda w: w, 3.0),
+        (lambda w: w.mul_(2).add_(1), 7.0),
+        (lambda w: nn.init.constant_(w, 5.0), 5.0),
+        (lambda w: w[0].zero_(), None),
+        (lambda w: w.t().zero_(), None),
+        (lambda w: w.copy_(torch.arange(8.0).view(4, 2)), None),
+    ],
+    ids=["created", "changed", "by nn.init", "a row", "a view", "by a tensor"],
+)
+def test_a_constructor_is_repeated_if_it_is_known_completely(way: Any, expected: float | None) -> None:
+    with torch.device("meta"), RecordedConstruction() as recorded:
+        model = nn.Sequential(_Constructed(way))
+    recorded.attach(model)
+    if expected is None:
+        with pytest.raises(ModelError, match="without an initial value"):
+            drawn(model)
+    else:
+        assert (drawn(model)["0.weight"] == expected).all()
+
+
 def test_parameters_that_a_constructor_draws_are_on_meta() -> None:
     before = torch.get_rng_state()
     model = causal_lm_on_meta({"model_type": "diffllama", **COMMON, "num_key_value_heads": 2})
@@ -64,7 +106,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def drawn(model: nn.Module) -> dict[str, Tensor]:
+def drawn(model: nn.Module, seed: int = SEED) -> dict[str, Tensor]:
     """The tensors of `initialize_weights`; the last call for a name wins, and the tensors are reused."""
     values: dict[str, Tensor] = {}
 
@@ -72,7 +114,7 @@ def drawn(model: nn.Module) -> dict[str, Tensor]:
         values[name] = whole.clone()
         whole.fill_(float("nan"))
 
-    initialize_weights(model, SEED, CPU, store)
+    initialize_weights(model, seed, CPU, store)
     return values
 
 

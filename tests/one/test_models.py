@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MusicgenDecoderConfig, MusicgenForCausalLM, PreTrainedModel
 
 from plait.api import parallelize
 from plait.comm import connect
@@ -178,6 +178,17 @@ def test_flops_of_a_llama_token_follow_the_formula() -> None:
 def test_a_tied_head_counts_as_the_product_that_it_is() -> None:
     tied = causal_lm_on_meta({**small("llama").config.to_dict(), "tie_word_embeddings": True})
     assert FlopFacts.from_model(tied) == FlopFacts.from_model(small("llama"))
+
+
+def test_a_model_may_have_several_heads() -> None:
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": 64, "pad_token_id": 64, "bos_token_id": 64}
+    config = MusicgenDecoderConfig(**sizes, **ids, num_codebooks=2, max_position_embeddings=64)
+    model = MusicgenForCausalLM(config)
+    tables = sum(table.weight.numel() for table in model.model.decoder.embed_tokens)
+    assert (
+        FlopFacts.from_model(model).matmul_parameters == sum(p.numel() for p in model.parameters()) - tables
+    )
 
 
 def test_a_configuration_is_read_from_a_directory_and_weights_are_loaded(tmp_path: Path) -> None:

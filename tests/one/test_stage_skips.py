@@ -10,6 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 import plait
 from plait.errors import ModelError
 from plait.models import blocks_of
+from plait.verify import parse_source
 from plait.verify.float64 import compute_in_float64
 from support import stages_by_hand
 from support.stages_by_hand import max_difference
@@ -118,6 +119,35 @@ def test_values_of_a_batch_decide_what_a_model_computes_while_it_is_split() -> N
     batch = {"x": torch.randn(2, 6, WIDTH), "sizes": torch.tensor([[2, 3], [1, 6]])}
     _, stages = stages_by_hand.stages_of(model, 3, batch=batch)
     assert_stages_compute_the_same(model, stages, batch, squares)
+
+
+def test_values_that_a_model_computes_do_not_keep_it_from_being_split() -> None:
+    """Numbers of tokens of experts, read on the host, as in JetMoE."""
+
+    class Counted(Towers):
+        def forward(self, x: Tensor) -> Tensor:
+            experts = x.sum(-1).argsort().flatten() % 2
+            sizes = [int(size) for size in torch.stack([1 - experts, experts]).sum(1).tolist()]
+            parts = x.flatten(0, 1)[experts.argsort()].split(sizes)
+            return super().forward(torch.cat([parts[0] * 2, parts[1]]).view_as(x))
+
+    model, batch = Counted(), {"x": torch.randn(2, 6, WIDTH)}
+    _, stages = stages_by_hand.stages_of(model, 3, batch=batch)
+    assert_stages_compute_the_same(model, stages, batch, squares)
+
+
+@pytest.mark.filterwarnings("ignore")  # families' own
+@pytest.mark.parametrize("family", ["jetmoe", "blt"])
+def test_stages_of_families_that_read_computed_values_compute_the_same(family: str) -> None:
+    model = parse_source(family, layers=2).spec().build_reference(torch.float64).train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    ids = torch.randint(3, 64, (2, 12), generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    _, stages = stages_by_hand.stages_of(model, 2, batch=batch)
+    assert_stages_compute_the_same(model, stages, batch, lambda outputs, _: outputs.logits.square().sum())
 
 
 def test_an_evaluation_calls_the_modules_of_torchs_transformer_encoder_whose_weights_are_shards() -> None:

@@ -37,6 +37,15 @@ _BART = {
 }
 _T5 = {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48, "decoder_start_token_id": 0}
 _DISTILBERT = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+_PROPHETNET = {
+    "num_hidden_layers": None,  # its configuration does not take it
+    "use_cache": False,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 2,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "decoder_start_token_id": 0,
+}
 _OTHER_SIZES: dict[str, dict[str, Any]] = {
     "bart": _BART,
     "mbart": _BART,
@@ -44,13 +53,15 @@ _OTHER_SIZES: dict[str, dict[str, Any]] = {
     "m2m_100": _BART,
     "t5": _T5,
     "distilbert": _DISTILBERT,
+    "prophetnet": _PROPHETNET,
 }
 
 
 def small_model(name: str, model_type: str, **options: Any) -> Any:
     sizes = {**_SMALL, **_OTHER_SIZES.get(model_type, {}), **options}
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **sizes)
+    given = {key: size for key, size in sizes.items() if size is not None}
+    config = transformers.AutoConfig.for_model(model_type, **given)
     return getattr(transformers, name)(config).eval()
 
 
@@ -87,6 +98,21 @@ def assert_own_loss(model: Any, batch: Mapping[str, Tensor]) -> None:
 )
 def test_default_loss_of_a_language_model_is_its_own(name: str, model_type: str) -> None:
     assert_own_loss(small_model(name, model_type), tokens())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"ngram": 3, "eps": 0.1}, {"ngram": 1}, {"disable_ngram_loss": True}]
+)
+@pytest.mark.parametrize("name", ["ProphetNetForCausalLM", "ProphetNetForConditionalGeneration"])
+def test_default_loss_over_ngrams_is_the_models_own(name: str, options: dict[str, Any]) -> None:
+    assert_own_loss(small_model(name, "prophetnet", **options), tokens())
+
+
+def test_positions_of_an_image_before_the_tokens_have_no_labels() -> None:
+    vision = {**_SMALL, "num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+    model = small_model("GitForCausalLM", "git", vision_config=vision)
+    generator = torch.Generator().manual_seed(2)
+    assert_own_loss(model, {**tokens(), "pixel_values": torch.randn(3, 3, 16, 16, generator=generator)})
 
 
 def test_a_decoder_with_inputs_of_its_own_keeps_them() -> None:

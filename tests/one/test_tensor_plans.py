@@ -12,6 +12,7 @@ from torch import nn
 from plait.errors import ModelError, PlaitError
 from plait.models import causal_lm_on_meta
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
+from plait.verify import parse_source
 from support.derived_models import Block, Derived, Plain
 from support.tensor_models import (
     COMMON,
@@ -77,6 +78,22 @@ def test_columns_compute_the_whole_models_loss_and_gradients(name: str) -> None:
     model = real(small(name))
     for cols in (2, 3, 4):
         assert differences(model, plan_of(model, 1, cols)) == {}
+
+
+@pytest.mark.filterwarnings("ignore")  # the family's own
+def test_columns_compute_a_model_of_bytes_that_reads_where_patches_end() -> None:
+    config = dict(parse_source("blt", layers=2).config)
+    for key in ("encoder_config", "decoder_config", "patcher_config"):
+        config[key] = {**config[key], "vocab_size": COMMON["vocab_size"]}
+    model = real(causal_lm_on_meta({**config, "vocab_size": COMMON["vocab_size"]}))
+    plan = plan_of(model, 1, 2)
+    assert {name.split(".")[1] for layer in plan.layers if (name := layer.module).endswith("q_proj")} == {
+        "patcher",
+        "local_encoder",
+        "global_transformer",
+        "local_decoder",
+    }
+    assert differences(model, plan) == {}
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in EXPERTS])
@@ -298,14 +315,6 @@ def test_a_model_without_a_plan_that_does_not_run_on_meta_is_refused() -> None:
         ModelError, match=r"(?s)no tensor plan for this model.*does not run on meta.*use_cache"
     ):
         plan_of(Plain(), 1, 2)
-
-
-def test_channels_of_a_state_space_model_compute_what_the_model_does() -> None:
-    model = real(causal_lm_on_meta({"model_type": "mamba", **COMMON}))
-    for sequence in (False, True):
-        plan = plan_of(model, 1, 3, sequence=sequence)
-        assert {layer.style for layer in plan.layers} > {Style.DEPTHWISE, Style.ROW}
-        assert differences(model, plan, sequence=sequence) == {}
 
 
 def test_channels_of_a_state_space_model_compute_what_the_model_does() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.verify import ModelSource, ModelSpec, parse_source
+from plait.verify import Case, ModelSource, ModelSpec, check, parse_source
 
 BIG = {
     "model_type": "mistral",
@@ -52,6 +52,22 @@ def test_every_kind_is_made_small_by_its_name(kind: str) -> None:
     assert model.config.model_type == kind
     assert model.config.num_hidden_layers == 4
     assert sum(p.numel() for p in model.parameters()) < 3_000_000
+
+
+@pytest.mark.filterwarnings("ignore")  # families' own
+@pytest.mark.parametrize(
+    ("kind", "entries"),
+    [("git", {"pixel_values": (3, 16, 16)}), ("mllama", {"cross_attention_states": (5, 32)}), ("fuyu", {})],
+)
+def test_a_batch_has_what_a_kind_needs_besides_tokens(kind: str, entries: dict[str, Any]) -> None:
+    case = Case(parse_source(kind, layers=2), "pp=2", "float64", 1, 4, 16, 0)
+    spec = case.source.spec()
+    model = spec.build(torch.float64)
+    example = case.example(spec, model)
+    assert (example is None) == (not entries)
+    shapes = {key: tuple(value.shape[1:]) for key, value in (example or {}).items()}
+    assert shapes == ({"input_ids": (16,), "labels": (16,), **entries} if entries else {})
+    check(case)  # all blocks are called
 
 
 @pytest.mark.filterwarnings("ignore")  # families' own

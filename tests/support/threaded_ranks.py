@@ -279,12 +279,14 @@ def trained(
     return {rank: future.result() for rank, future in futures.items()}
 
 
-def differences(model: nn.Module, plan: TPPlan, *, sequence: bool = False) -> dict[str, float]:
+def differences(
+    model: nn.Module, plan: TPPlan, tokens: Tensor = TOKENS, *, sequence: bool = False
+) -> dict[str, float]:
     """Parameters whose gradient is not the whole model's, parts summed as the plan says, and by how much."""
     model.zero_grad()
-    whole = loss_of(model, TOKENS)
+    whole = loss_of(model, tokens)
     whole.backward()
-    ranks = trained(model, plan, TOKENS, sequence=sequence)
+    ranks = trained(model, plan, tokens, sequence=sequence)
     furthest = max(abs(loss - whole.item()) for loss, _ in ranks.values())
     found = {"loss": furthest} if furthest > 1e-6 else {}
     cuts, stays = {cut.name: cut for cut in plan.parameters}, replicated_ids(model, plan)

@@ -59,9 +59,12 @@ def choose_loss(
             expected="the loss over tokens alone",
             hint="output_router_logits=False, or loss= with the auxiliary term in it",
         )
-    if task in (Task.CAUSAL_LM, Task.ALIGNED_LM):
-        shift = task is Task.CAUSAL_LM
-        return partial(token_loss, shift=shift, group=group, columns=columns, buffers=buffers)
+    if task is Task.NGRAM_LM:
+        return partial(ngram_loss, base.config, group=group, columns=columns, buffers=buffers)
+    if task in (Task.CAUSAL_LM, Task.IMAGE_LM, Task.ALIGNED_LM):
+        of_language = image_token_loss if task is Task.IMAGE_LM else token_loss
+        shift = task is not Task.ALIGNED_LM
+        return partial(of_language, shift=shift, group=group, columns=columns, buffers=buffers)
     if task is Task.QUESTION_ANSWERING:
         return answer_loss
     return (
@@ -84,14 +87,55 @@ def token_loss(
     logits; see `choose_loss` for sharded ones. Raises ModelError for labels that are missing, have another
     shape than the logits, or are outside the vocabulary.
     """
-    logits_BSV, labels_BS = outputs.logits, _labels(batch)
+    return _summed(outputs.logits, _labels(batch), shift, group, columns, buffers)
+
+
+def image_token_loss(outputs: Any, batch: Mapping[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """`token_loss` of the last positions, as many as labels: those of an image are before them."""
+    labels_BS = _labels(batch)
+    return _summed(outputs.logits[:, -labels_BS.shape[1] :], labels_BS, **options)
+
+
+def ngram_loss(
+    config: Any, outputs: Any, batch: Mapping[str, Tensor], **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of ProphetNet's n-grams, summed: each label is the target of `ngram` positions, of which
+    n - 1 are in `logits_ngram` (B, n - 1, S, V); smoothed by `config.eps`."""
+    labels_BS, smoothing = _labels(batch), config.eps
+    total, count = _summed(outputs.logits, labels_BS, False, **options, label_smoothing=smoothing)
+    if config.disable_ngram_loss:
+        return total, count
+    for n in range(config.ngram - 1):
+        logits_BSV = outputs.logits_ngram[:, n]
+        total = total + _summed(logits_BSV, labels_BS, False, **options, label_smoothing=smoothing)[0]
+    return total, count * config.ngram
+
+
+def _summed(
+    logits_BSV: Tensor,
+    labels_BS: Tensor,
+    shift: bool,
+    group: Group,
+    columns: Sequence[tuple[int, int]] | None,
+    buffers: LossBuffers | None,
+    *,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     _check_shape(labels_BS, logits_BSV.shape[:-1], "one per position of the logits")
     if shift:
         labels_BS = F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]
     targets = labels_BS.reshape(-1)
     columns = columns or [(0, logits_BSV.shape[-1])]
     logits_TV = logits_BSV.flatten(0, 1)
-    total = cross_entropy(logits_TV, targets, group, columns, ignore_index=IGNORED_LABEL, buffers=buffers)
+    total = cross_entropy(
+        logits_TV,
+        targets,
+        group,
+        columns,
+        ignore_index=IGNORED_LABEL,
+        label_smoothing=label_smoothing,
+        buffers=buffers,
+    )
     return total, (targets != IGNORED_LABEL).sum()
 
 

@@ -22,7 +22,7 @@ from plait.models import Task, input_embedding, label_keys, pretrained_base, tas
 P = ParamSpec("P")
 R = TypeVar("R")
 _IDS = (torch.int64, torch.int32)
-_OF_TOKENS = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
+_OF_TOKENS = (Task.CAUSAL_LM, Task.IMAGE_LM, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
 
 
 class _Lock(Protocol):

@@ -93,14 +93,14 @@ class MicrobatchRunner:
                 remaining -= 1
                 on_loss(loss, count)
 
-        with self.eval_mode(), torch.no_grad():
+        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
             schedule = forwards_only(self._schedule, len(micros) + len(padding))
             self._run(schedule, [*micros, *padding], on_own_loss, None)
 
     def outputs(self, micro: Micro, pick: Callable[[Any], Any] | None) -> Any:
         """The result of `pick` on the model's outputs (None: all of them), on every rank of the pipeline."""
         collected: list[Any] = []
-        with self.eval_mode(), torch.no_grad():
+        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
             self._run(forwards_only(self._schedule, 1), [micro], collected.append, None, of_outputs=True)
             return self._broadcast_from_last(lambda: self._picked(collected[0], pick))
 
@@ -109,6 +109,24 @@ class MicrobatchRunner:
         picked = outputs if pick is None else pick(outputs)
         check_replicated(named_tensors(picked), self._parts.context.groups.tp)
         return picked
+
+    @contextmanager
+    def _weights_unchanged(self) -> Iterator[None]:
+        """Raise ModelError if the model's forward changes a parameter: sharded ones would lose the change."""
+        before = self._versions()
+        yield
+        changed = [name for name, version in self._versions().items() if version != before[name]]
+        if changed:
+            raise ModelError(
+                "the model's forward changes a parameter in eval mode",
+                given=", ".join(changed[:2]),
+                expected="a forward that leaves all weights as they are",
+                hint="an option of the model that does: for RWKV, config.rescale_every = 0",
+            )
+
+    def _versions(self) -> dict[str, int]:
+        units = [unit for stage in self._parts.stages.values() for unit in stage.zero.units]
+        return {name: parameter._version for unit in units for name, parameter in unit.parameters.items()}
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

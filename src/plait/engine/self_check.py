@@ -23,7 +23,7 @@ from plait.engine.engine import Engine
 from plait.engine.loss import Loss, choose_loss
 from plait.engine.reference import Tolerances, copy_with_values, relative_errors, run_with, sum_gradients
 from plait.errors import ConfigError, ModelError
-from plait.models import copy_to_meta
+from plait.models import copy_to_meta, vocabulary_size
 from plait.parallel.float8 import Float8Layers, LayerProducts
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan
@@ -129,8 +129,8 @@ class SelfCheck:
 
 def _random_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Two short sequences of random tokens. Raises ModelError for a model without a vocabulary."""
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(vocabulary, int):
+    vocabulary = vocabulary_size(model)
+    if vocabulary is None:
         raise ModelError(
             "a probe needs inputs, and this model's are unknown",
             given=type(model).__name__,

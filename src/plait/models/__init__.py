@@ -45,6 +45,7 @@ from plait.models.transformers_types import (
     is_model_output_class,
     is_pretrained_model,
     linear_forwards,
+    vocabulary_size,
 )
 
 __all__ = [
@@ -95,6 +96,7 @@ __all__ = [
     "split_stage",
     "task_of",
     "unit_facts",
+    "vocabulary_size",
     "watch_activations",
     "with_layout",
     "without_warnings",

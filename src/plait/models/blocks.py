@@ -161,8 +161,8 @@ class FlopFacts:
         """Embedding tables (tokens, positions) take part in no matrix product, unless tied to the head."""
         tables = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
         head = model.get_output_embeddings() if is_pretrained_model(model) else None
-        if head is not None:
-            tables.pop(id(head.weight), None)
+        for parameter in () if head is None else head.parameters():  # a list, if it has several heads
+            tables.pop(id(parameter), None)
         total = sum(p.numel() for p in model.parameters())
         config = getattr(model, "config", None)
         heads = config_int(config, "num_attention_heads", "n_head")

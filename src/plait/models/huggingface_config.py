@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.overrides import TorchFunctionMode
 
 from plait.errors import ModelError, shown, unknown_key_hint
 from plait.fileio import read_json
 from plait.models.activation_memory import running_on_meta
+from plait.models.construction import RecordedConstruction
 from plait.models.init_weights import with_parameters_on_meta
 
 if TYPE_CHECKING:
@@ -203,8 +203,7 @@ def _build(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreT
     architecture = _architecture(values) if of_architecture else None
     if architecture is not None and isinstance(config, architecture.config_class or ()):
         _check_flash(config, architecture)
-        with _construction():
-            return with_parameters_on_meta(architecture._from_config(config))  # as the class below calls it
+        return _on_meta(lambda: architecture._from_config(config))  # as the class below calls it
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
             "the configuration is not of a causal language model",
@@ -213,26 +212,17 @@ def _build(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreT
             hint="model_type = 'llama'",
         )
     _check_flash(config, AutoModelForCausalLM._model_mapping[type(config)])
-    with _construction():
-        return with_parameters_on_meta(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    return _on_meta(lambda: AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
 
-@contextmanager
-def _construction() -> Iterator[None]:
-    """Build on meta inside the context, except for scalars: the same ones in every process."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), _limited_modules(), _ScalarsWithValues():
+def _on_meta(build: Callable[[], "PreTrainedModel"]) -> "PreTrainedModel":
+    """Build a model on meta, with constants that are the same in every process."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), _limited_modules():
         torch.default_generator.manual_seed(0)
-        yield
-
-
-class _ScalarsWithValues(TorchFunctionMode):
-    """Create scalars on the CPU instead of on meta: constants, which no initialization knows."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor and args and isinstance(args[0], int | float):
-            kwargs = {"device": "cpu"} | kwargs
-        return func(*args, **kwargs)
+        with RecordedConstruction() as recorded:
+            model = build()
+        recorded.attach(model)
+        return with_parameters_on_meta(model)
 
 
 def _check_flash(config: "PretrainedConfig", model_class: Any) -> None:

@@ -7,8 +7,9 @@ parameters (not its children's) are replaced by real ones in float32, initialize
 copies what it needs, and dropped: one module is materialized at a time. Before each module the generator is
 seeded with a hash of (seed, the module's name), so a module's values depend on no other module, on no rank
 and on no plan. Buffers of a meta model are allocated for good; their module's own initialization fills them.
-Parameters and buffers are poisoned first (NaN, the least integer): values that no initialization set raise an
-error that names them, instead of being trained as garbage.
+Parameters and buffers are poisoned first (NaN, the least integer). A parameter that no initialization set
+gets the values of its constructor, if they were recorded (construction.py). Otherwise, and for buffers, an
+error names it, instead of training garbage.
 
 [Note: modules that initialize other modules' parameters]
 The tensors that a module's initialization accesses are recorded. If it accesses parameters that are on meta
@@ -40,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from plait.errors import ModelError
+from plait.models.construction import repeat_construction
 from plait.models.transformers_types import is_pretrained_model
 
 _Store = Callable[[str, Tensor], None]  # (name, values)
@@ -105,6 +107,7 @@ def initialize_weights(
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(device)):
         try:
             initializer.init_subtree(model, "", _init_fn_of(model))
+            initializer.use_constructors()
         finally:
             initializer.bind(initializer.parameters)
     if (name := next(initializer.uninitialized(), None)) is not None:
@@ -165,6 +168,7 @@ class _ModelInitializer:
         self._log: list[tuple[_InitStep, Set[str]]] = []  # with the parameters that each accessed
         self._accesses: dict[str, list[int]] = {name: [] for name in self.parameters}  # indices in the log
         self._has_value: set[str] = set()
+        self._from_constructor: set[str] = set()
         self._modules = list(_modules_without(model, skip))
         own = {p for module in self._modules for p in module._parameters.values() if p is not None}
         self._own = {self._name_of[parameter] for parameter in own}
@@ -185,6 +189,16 @@ class _ModelInitializer:
                 module._buffers[key] = allocated = _poisoned(torch.empty_like(buffer, device=self.device))
                 self._buffers.add(allocated)
         self._initialize(_InitStep(module, name, apply))
+
+    def use_constructors(self) -> None:
+        """Give parameters that have no value the one that their constructor gave them, if it is known, and
+        what initializations make of it."""
+        for name in [name for name in self.uninitialized() if name in self.parameters]:
+            self._from_constructor.add(name)
+            values = self._values_of({name}, {})[name]
+            if not _is_poisoned(values):
+                self._has_value.add(name)
+                self.store(name, values.detach())
 
     def bind(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Assign these to the model's modules under their names."""
@@ -291,6 +305,9 @@ class _ModelInitializer:
         values = _poisoned(torch.empty(meta.shape, dtype=dtype, device=self.device))
         if (constructed := getattr(meta, _CONSTRUCTED, None)) is not None:
             values.copy_(constructed)
+        if name in self._from_constructor:
+            _seed(self.device, "constructed", self.seed, name)
+            repeat_construction(meta, values)
         real = nn.Parameter(values, requires_grad=meta.requires_grad)
         _set_attributes(real, self._original_attributes[name])
         return real

@@ -24,11 +24,15 @@ class Task(Enum):
     """A task whose loss is a sum over targets.
 
     CAUSAL_LM   each position predicts the label of the next one
+    IMAGE_LM    the same, with positions of an image before the first label's, which predict nothing
+    NGRAM_LM    each position predicts its own label, and other logits the labels of its n-gram
     ALIGNED_LM  each position predicts its own label: masked and encoder-decoder language models
     The others are classifications, of a sequence, its tokens, or the start and end of an answer in it.
     """
 
     CAUSAL_LM = "causal language model"
+    IMAGE_LM = "causal language model that puts images before the tokens"
+    NGRAM_LM = "language model of n-grams"
     ALIGNED_LM = "masked or sequence-to-sequence language model"
     SEQUENCE_CLASSIFICATION = "sequence classification"
     TOKEN_CLASSIFICATION = "token classification"
@@ -50,7 +54,7 @@ _TASKS = {
 
 # Families whose own loss does not shift the labels, as in the decoders of encoder-decoder families.
 _ALIGNED_DECODERS = ("cpmant", "trocr", "whisper", "xlnet")
-_OTHER_LOSS = ("prophetnet",)  # predicts several tokens per position
+_OF_FAMILIES = {"git": Task.IMAGE_LM, "prophetnet": Task.NGRAM_LM}
 
 
 def task_of(model: nn.Module) -> Task | None:
@@ -95,7 +99,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
         check_present(model, inputs, batch)
         return inputs
     inputs["use_cache"] = False
-    has_decoder = _is_encoder_decoder(base) and task_of(model) is Task.ALIGNED_LM
+    has_decoder = _is_encoder_decoder(base) and task_of(model) in (Task.ALIGNED_LM, Task.NGRAM_LM)
     if (
         has_decoder
         and "labels" in batch
@@ -143,13 +147,13 @@ def check_attends_backwards(model: "PreTrainedModel") -> None:
 def _language_modeling(
     name: str, family: str, loss_type: str | None, *, is_encoder_decoder: bool
 ) -> Task | None:
-    """The task of a language model, by transformers' tables: some class names do not contain the task, and
-    those of decoders do not show whether the loss shifts the labels."""
+    """The task of a language model, by its family or by transformers' tables: some class names do not contain
+    the task, and those of decoders do not show whether the loss shifts the labels."""
     from transformers.models.auto import modeling_auto
 
     encoder_decoders = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    if family in _OTHER_LOSS:
-        return None
+    if family in _OF_FAMILIES:
+        return _OF_FAMILIES[family]
     if is_encoder_decoder:
         is_known = loss_type == "ForConditionalGeneration" or name in encoder_decoders.values()
         return Task.ALIGNED_LM if is_known else None

@@ -26,6 +26,14 @@ def input_embedding(model: "PreTrainedModel") -> nn.Module | None:
         return None
 
 
+def vocabulary_size(model: nn.Module) -> int | None:
+    """The number of token ids, by the model's configuration or the one of its text model; None if unknown."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if is_pretrained_config(config) else None
+    sizes = [getattr(holder, "vocab_size", None) for holder in (config, text)]
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
 def is_pretrained_config(value: object) -> TypeGuard["PreTrainedConfig"]:
     return isinstance(value, _loaded_class("configuration_utils", "PreTrainedConfig"))
 

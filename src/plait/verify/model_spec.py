@@ -151,6 +151,14 @@ def random_tokens(vocabulary: int, seed: int, step: int, samples: int, length: i
     return {"input_ids": ids, "labels": ids.masked_fill(masked, IGNORED_LABEL)}
 
 
+def random_numbers(
+    shapes: Mapping[str, tuple[int, ...]], seed: int, step: int, samples: int
+) -> dict[str, Tensor]:
+    """Return entries of normally distributed numbers, of these shapes in each sample."""
+    generator = torch.Generator().manual_seed(1013 * seed + step)
+    return {key: torch.randn(samples, *shape, generator=generator) for key, shape in shapes.items()}
+
+
 def _module(built: object) -> nn.Module:
     if isinstance(built, nn.Module):
         return built

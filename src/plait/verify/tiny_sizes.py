@@ -4,6 +4,7 @@ The latter have other names, belong to nested configurations, or have to fit eac
 configurations.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 NUM_HEADS = 4
@@ -144,6 +145,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "whisper": {**_HALVES, "max_source_positions": 16, "max_target_positions": 64, "num_mel_bins": 8},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8},
     "granitemoehybrid": {**_MAMBA, "layer_types": ("mamba", "attention")},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "got_ocr2": {
         "text_config": _TEXT,
         "vision_config": {**_VISION, "mlp_dim": 48, "output_channels": 8, "image_size": 32},
@@ -173,6 +175,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
         "shape_vocab_size": 64,
         "shape_embed_dim": 8,
     },
+    "rwkv": {"rescale_every": 0},  # otherwise evaluation changes weights in place
     "zaya": {"num_experts_per_tok": 1},
     "dbrx": {
         "d_model": 32,
@@ -300,6 +303,14 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "xlnet": {"d_inner": 48, "d_head": 8},
 }
 
+# Entries of a batch besides tokens, and their shapes in a sample, by the type of the model's configuration.
+_INPUTS: dict[str, Callable[[Any], dict[str, tuple[int, ...]]]] = {
+    "git": lambda config: {
+        "pixel_values": (3, config.vision_config.image_size, config.vision_config.image_size)
+    },
+    "mllama_text_model": lambda config: {"cross_attention_states": (5, config.hidden_size)},
+}
+
 # Common sizes that a type does not have, and does not take.
 NOT_OF_TYPE = {
     "prophetnet": ("num_hidden_layers",),
@@ -312,6 +323,13 @@ def sizes_of_type(model_type: str, layers: int) -> dict[str, Any]:
     """Return the particular sizes of a type, {} for most."""
     sizes: dict[str, Any] = _resolve(_OF_TYPE.get(model_type, {}), layers)
     return sizes
+
+
+def inputs_of(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a sample's entries besides tokens, of types that need them."""
+    config = getattr(model, "config", None)
+    find = _INPUTS.get(getattr(config, "model_type", ""))
+    return {} if find is None else find(config)
 
 
 def _resolve(value: Any, layers: int) -> Any:

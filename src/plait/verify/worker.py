@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.api import parallelize
 from plait.comm import World
@@ -17,12 +17,13 @@ from plait.engine.engine import Engine
 from plait.engine.reference import Tolerances, relative_errors
 from plait.engine.spec import validate
 from plait.errors import ModelError, PlaitError, PlanError
+from plait.models import vocabulary_size
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan, Traffic, subtract_traffic
 from plait.plan.plan import FLOAT8
 from plait.verify.locate import locate_mismatches
-from plait.verify.model_spec import ModelSource, ModelSpec, random_tokens
+from plait.verify.model_spec import ModelSource, ModelSpec, random_numbers, random_tokens
 from plait.verify.result import (
     DEPENDS_ON_DIVISION,
     MAX_SHOWN,
@@ -32,6 +33,7 @@ from plait.verify.result import (
     rounding_noise,
     step_error,
 )
+from plait.verify.tiny_sizes import inputs_of
 from plait.verify.trajectory import ADAMW, CLIP_NORM, Step, Trajectory, train_reference
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"} | {name: name for name in FLOAT8}
@@ -66,9 +68,10 @@ class Case:
         """The relative error that is allowed in addition to rounding."""
         return TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
 
-    def example(self, spec: ModelSpec) -> Mapping[str, Tensor] | None:
-        """A batch of the user's, to trace the model with; None: trace with token ids."""
-        return None if spec.batch is None else spec.batch(0, self.samples)
+    def example(self, spec: ModelSpec, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """A batch to trace the model with; None: trace with token ids."""
+        has_others = spec.batch is not None or inputs_of(model)
+        return _batch(self, spec, 0, model) if has_others else None
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Case":
@@ -90,13 +93,14 @@ def check(case: Case) -> tuple[ModelSpec, LayerProducts]:
             hint=f"the plan of one island: dp={plan.shard_degree}, and no local_steps",
         )
     plan.check_no_servers("plait verify")
+    model = spec.build(torch.float32)
     valid = validate(
-        spec.build(torch.float32),
+        model,
         plan,
         tensor_plan=spec.tensor_plan,
         blocks=spec.blocks,
         loss=spec.loss,
-        example_batch=case.example(spec),
+        example_batch=case.example(spec, model),
     )
     return spec, LayerProducts.build(valid.plan, valid.float8)
 
@@ -210,9 +214,9 @@ class Comparator:
 
 
 def _engine(case: Case, spec: ModelSpec, world: World, folder: Path) -> Engine:
-    plan = Plan.parse(case.plan)
+    plan, model = Plan.parse(case.plan), spec.build(case.precision.compute)
     return parallelize(
-        spec.build(case.precision.compute),
+        model,
         plan,
         optimizer=torch.optim.AdamW,
         optimizer_args=ADAMW,
@@ -220,7 +224,7 @@ def _engine(case: Case, spec: ModelSpec, world: World, folder: Path) -> Engine:
         loss=spec.loss,
         blocks=spec.blocks,
         tensor_plan=spec.tensor_plan,
-        example_batch=case.example(spec),
+        example_batch=case.example(spec, model),
         offload_dir=folder if plan.offload == "disk" else None,
         seed=case.seed,
         world=world,
@@ -259,15 +263,16 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
 def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, Tensor]:
     if spec.batch is not None:
         return spec.batch(step, case.samples)
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(vocabulary, int):
+    vocabulary = vocabulary_size(model)
+    if vocabulary is None:
         raise ModelError(
             "the inputs of this model are unknown",
             given=f"{type(model).__name__}, which has no config.vocab_size",
             expected="config.vocab_size, for random tokens",
             hint="a function that returns plait.verify.ModelSpec(model=..., batch=..., loss=...)",
         )
-    return random_tokens(vocabulary, case.seed, step, case.samples, case.length)
+    tokens = random_tokens(vocabulary, case.seed, step, case.samples, case.length)
+    return tokens | random_numbers(inputs_of(model), case.seed, step, case.samples)
 
 
 def _run_reference(

@@ -74,6 +74,13 @@ _WHOLE_EXPERTS = dict.fromkeys(
     "replicate",
 )
 
+# Its code reads where patches of bytes end, so no plan can be derived from a run on meta.
+_BLT = _plan(
+    "*.layers.*",
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
+    "self_attn.o_proj mlp.down_proj",
+)
+
 
 FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "gpt2": {"h.*.attn.c_attn": "packed_colwise:3", **_plan("h.*", "mlp.c_fc", "attn.c_proj mlp.c_proj")},
@@ -87,6 +94,7 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
         "decoder.layers.*", "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1", "self_attn.out_proj fc2"
     ),
     "bloom": _bloom,
+    "blt": _BLT,
     "falcon": _falcon,
     "deepseek_v3": mixer_families.LATENT_ATTENTION,
     "doge": _WHOLE_ATTENTION,

@@ -21,7 +21,10 @@ computed but not returned (a dict that blocks write into), the model cannot be s
 [Note: values in a traced batch]
 A model may read values of its batch on the host, such as the sizes of images. So if the run on meta fails, it
 is repeated with the values of the batch's integers: operators compute with values while all their tensors
-have them, and on meta from there on.
+have them, and on meta from there on. A model may also read what it has computed: how many tokens each expert
+has, where patches of bytes end. So if that fails too, the last run is on the CPU, with zeros for weights,
+which take no memory. What flows where must not depend on the values; `StageForward` and `DataflowCheck` raise
+an error where it does.
 """
 
 import contextlib
@@ -43,6 +46,7 @@ from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
 
 TOKENS = (2, 8)  # batch and sequence of the run
+_MAX_PARAMETERS_OF_ZEROS = 10**10  # of a run on the CPU: some ten seconds
 
 
 @dataclass
@@ -106,17 +110,23 @@ def trace_dataflow(
 ) -> Dataflow:
     """Run the model and the loss on meta, as far as possible. `batch`: an example; None: token ids. The model
     is not changed."""
-    flow = Dataflow([])
-    for traced in traced_batches(model, batch):
+    attempts = [(traced, _on_meta) for traced in traced_batches(model, batch)]
+    if sum(parameter.numel() for parameter in model.parameters()) <= _MAX_PARAMETERS_OF_ZEROS:
+        attempts.append((_with_values(model, batch), _of_zeros))
+    best: Dataflow | None = None
+    for traced, make in attempts:
         flow = Dataflow([set() for _ in range(len(blocks) + 1)])
         try:
-            with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+            with _borrowed(model, make), torch.random.fork_rng(devices=[]), torch.no_grad():
                 _run(model, blocks, traced, loss, flow)
             if flow.loss_error is None:
                 return flow
         except Exception as error:  # any error of the model's code without values
             flow.error = error
-    return flow
+        if best is None or (best.error is not None and flow.error is None):
+            best = flow
+    assert best is not None, "there are attempts"
+    return best
 
 
 def traced_batches(model: nn.Module, batch: Mapping[str, Tensor] | None) -> Iterator[dict[str, Tensor]]:
@@ -136,6 +146,15 @@ def traced_batches(model: nn.Module, batch: Mapping[str, Tensor] | None) -> Iter
     }
     yield on_meta
     yield {k: on_meta[k] if v.is_floating_point() or v.is_meta else v.cpu() for k, v in batch.items()}
+
+
+def _with_values(model: nn.Module, batch: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The batch to run the model with on the CPU, with values of integers."""
+    *_, traced = traced_batches(model, batch)
+    return {
+        key: torch.zeros_like(value, device="cpu") if value.is_meta else value
+        for key, value in traced.items()
+    }
 
 
 def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, flow: Dataflow) -> None:
@@ -181,10 +200,14 @@ def _traced_class(cls: Any, enter: Callable[[], None], leave: Callable[[Any], An
     return type(cls.__name__, (cls,), {**names, "__call__": call})
 
 
-@contextlib.contextmanager
-def borrowed_on_meta(model: nn.Module) -> Iterator[None]:
+def borrowed_on_meta(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Replace the model's parameters and buffers by ones on meta inside the context. See [Note: run on
     borrowed modules]."""
+    return _borrowed(model, _on_meta)
+
+
+@contextlib.contextmanager
+def _borrowed(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
     attributes = [(module, dict(vars(module))) for module in model.modules()]
     contents = [
         (value, _copied(value))
@@ -192,15 +215,15 @@ def borrowed_on_meta(model: nn.Module) -> Iterator[None]:
         for value in values.values()
         if isinstance(value, list | dict | set | deque)
     ]
-    on_meta: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
     for module, _ in attributes:
         registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in registered:
             for key, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in on_meta:
-                    on_meta[id(tensor)] = _on_meta(tensor)
+                if tensor is not None and id(tensor) not in made:
+                    made[id(tensor)] = make(tensor)
                 if tensor is not None:
-                    tensors[key] = on_meta[id(tensor)]
+                    tensors[key] = made[id(tensor)]
     try:
         yield
     finally:
@@ -219,6 +242,16 @@ def _copied(value: Any) -> Any:
 def _on_meta(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _of_zeros(tensor: Tensor) -> Tensor:
+    """A buffer's values, or zeros; a parameter of one zero, expanded."""
+    if not isinstance(tensor, nn.Parameter):
+        return (
+            torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+        )
+    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    return nn.Parameter(zeros, tensor.requires_grad)
 
 
 @dataclass(frozen=True)
