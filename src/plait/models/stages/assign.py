@@ -46,7 +46,7 @@ def plan_stages(
     counts = given or _balance(model, len(blocks), gaps_of, num_stages, ranks)
     stops = [sum(counts[: stage + 1]) for stage in range(num_stages)]
     ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
-    check_returned(flow, ranges)
+    check_flow(flow, ranges)
     stages = {name: sorted({stage_of_gap(ranges, gap) for gap in gaps}) for name, gaps in gaps_of.items()}
     homes = {name: users[0] for name, users in stages.items()}
     gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow)
@@ -91,15 +91,25 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
         )
 
 
-def check_returned(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
-    """Raise ModelError if a block needs what a block of an earlier stage has computed but not returned."""
+def check_flow(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
+    """Raise ModelError if a block needs what a block of an earlier stage has computed but not returned, or its
+    graph."""
     num_blocks = len(flow.into) - 1
+    stages = "stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges)
+    for earlier, later in sorted(flow.gradients):
+        if any(earlier < start <= later for start, _ in ranges):
+            raise ModelError(
+                "a gradient that the forward or the loss computes passes through blocks of several stages",
+                given=f"torch.autograd.grad through blocks {earlier} to {min(later, num_blocks - 1)}; {stages}",
+                expected="gradients through blocks of one stage: its graph ends at what it receives",
+                hint="no pipeline",
+            )
     for earlier, later in sorted(flow.unreturned):
         if any(earlier < start <= later for start, _ in ranges):
             raise bypassing(
                 (earlier, later),
                 num_blocks,
-                given="stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges),
+                given=stages,
                 expected="stages that receive only what blocks of earlier stages return",
                 hint="no pipeline, or blocks that return what later ones need"
                 if earlier == 0 and later >= num_blocks - 1
