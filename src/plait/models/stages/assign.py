@@ -48,6 +48,7 @@ def plan_stages(
     ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
     check_flow(flow, ranges)
     stages = {name: sorted({stage_of_gap(ranges, gap) for gap in gaps}) for name, gaps in gaps_of.items()}
+    _check_registered(model, indices, ranges, stages)
     homes = {name: users[0] for name, users in stages.items()}
     gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow)
     first_names: dict[int, str] = {}
@@ -179,6 +180,30 @@ def _gaps_by_tensor(
         if not gaps or flow.error is not None:
             gaps |= outside.get(name, set())
     return gaps_of
+
+
+def _check_registered(
+    model: nn.Module,
+    indices: Mapping[str, int],
+    ranges: Sequence[tuple[int, int]],
+    stages: Mapping[str, Sequence[int]],
+) -> None:
+    """Raise ModelError for a parameter that a stage reads, but that is registered in others' blocks only."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[str, set[int]] = {}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        index = indices[full.rpartition(".")[0]]
+        is_in_block = 0 <= index < ranges[-1][1]
+        own = {stage_of_gap(ranges, index)} if is_in_block else range(len(ranges))
+        owners.setdefault(names[id(parameter)], set()).update(own)
+    for name, users in stages.items():
+        for stage in sorted({*users} - owners[name]):
+            raise ModelError(
+                "a block's parameter is read outside of the block, on another stage",
+                given=f"{name} of stage {min(owners[name])}, on stage {stage}",
+                expected="parameters that the model also registers where it reads them",
+                hint=f"self.shared = the parameter {name}, read as self.shared; or no pipeline",
+            )
 
 
 def _balance(
