@@ -39,6 +39,7 @@ from plait.models.task import (
     label_keys,
     pretrained_base,
     task_of,
+    without_cache,
 )
 from plait.models.transformers_types import (
     input_embedding,
@@ -98,4 +99,5 @@ __all__ = [
     "watch_activations",
     "with_layout",
     "without_warnings",
+    "without_cache",
 ]

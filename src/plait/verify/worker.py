@@ -68,7 +68,7 @@ class Case:
 
     def example(self, spec: ModelSpec) -> Mapping[str, Tensor] | None:
         """A batch of the user's, to trace the model with; None: trace with token ids."""
-        return None if spec.batch is None else spec.batch(0, self.samples)
+        return None if spec.batch is None else spec.make_batch(0, self.samples)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Case":
@@ -258,7 +258,7 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
 
 def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, Tensor]:
     if spec.batch is not None:
-        return spec.batch(step, case.samples)
+        return spec.make_batch(step, case.samples)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ModelError(

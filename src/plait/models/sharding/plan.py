@@ -64,6 +64,7 @@ from plait.models.sharding.residual import (
     mark_partial_grads,
     pure_regions,
 )
+from plait.models.batch_entries import forward_names
 from plait.models.sharding.styles import (
     StyleSpec,
     layer_pattern,
@@ -108,12 +109,13 @@ def build_tp_plan(
     _add_head_numbers(builder)
     add_undeclared_head_norms(builder)
     add_activations(builder)
+    takes_tokens = "input_ids" in (forward_names(model) or ("input_ids",))
     if not builder.layers or (given is None and not any(map(builder.block_of, builder.layers))):
         raise ModelError(
             "there is no tensor plan for this model",
             given=type(model).__name__ + (f", {failure}" if failure else ""),
             expected="a model with a plan, linear layers in blocks, or tensor_plan = {path: style}",
-            hint=_example_plan(builder),
+            hint=_example_plan(builder) if takes_tokens or batch else "example_batch=batch: its own inputs",
         )
     _check_shared(builder)
     regions = find_regions(builder)
