@@ -1,4 +1,4 @@
-"""Gradients that a forward or a loss takes itself: right within a stage, refused through blocks of several."""
+"""Gradients that a forward or a loss takes: right within a stage, refused through blocks of several."""
 
 import copy
 from collections.abc import Callable

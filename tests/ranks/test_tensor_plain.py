@@ -133,7 +133,9 @@ def test_blocks_that_are_linear_layers_one_with_a_computed_weight_train_as_one_p
 ) -> None:
     task = Task(layers)
     ours = pool.run(programs.train_task, num_ranks(plan), task, f"{plan} precision=fp64")[0]
-    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 3 if "micro" in plan else 1))
+    programs.assert_same(
+        ours, programs.one_process_task(task, ours.first_weights, 3 if "micro" in plan else 1)
+    )
 
 
 def test_heads_that_do_not_divide_are_cut_unevenly(pool: Pool) -> None:

@@ -98,6 +98,6 @@ __all__ = [
     "unit_facts",
     "watch_activations",
     "with_layout",
-    "without_warnings",
     "without_cache",
+    "without_warnings",
 ]

@@ -81,7 +81,7 @@ def label_keys(model: nn.Module) -> tuple[str, ...]:
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the arguments of the model's forward: the entries that it takes except the labels, and
-    those of `without_cache` for a model of transformers. See [Note: entries of a batch] in `batch_entries.py`.
+    those of `without_cache` for a model of transformers. See [Note: entries of a batch].
 
     The decoder of an encoder-decoder receives the labels shifted to the right, as by the model itself,
     unless the batch has its inputs. Raises ModelError if an argument is missing.
@@ -106,8 +106,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
 
 
 def without_cache(base: nn.Module) -> dict[str, Any]:
-    """Return `use_cache=False` if the forward of a model of transformers takes it: autoencoders and vocoders do
-    not."""
+    """Return `use_cache=False` if the forward of a model of transformers takes it: not an autoencoder's."""
     return {"use_cache": False} if takes_keyword(base, "use_cache") else {}
 
 

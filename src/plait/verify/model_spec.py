@@ -60,7 +60,7 @@ class ModelSpec:
                     "a batch is not a dict of tensors",
                     given=f"{name}: a {type(value).__name__}",
                     expected="a dict of tensors with the samples along dim 0",
-                    hint="a module around the model, whose forward takes the tensors and builds other arguments",
+                    hint="a module around the model, whose forward takes tensors and builds the arguments",
                 )
         return batch
 

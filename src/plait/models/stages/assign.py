@@ -93,15 +93,15 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
 
 
 def check_flow(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
-    """Raise ModelError if a block needs what a block of an earlier stage has computed but not returned, or its
-    graph."""
+    """Raise ModelError if a block needs the graph of a block of an earlier stage, or what it has computed but
+    not returned."""
     num_blocks = len(flow.into) - 1
     stages = "stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges)
     for earlier, later in sorted(flow.gradients):
         if any(earlier < start <= later for start, _ in ranges):
             raise ModelError(
-                "a gradient that the forward or the loss computes passes through blocks of several stages",
-                given=f"torch.autograd.grad through blocks {earlier} to {min(later, num_blocks - 1)}; {stages}",
+                "torch.autograd.grad in the forward or the loss passes through blocks of several stages",
+                given=f"a gradient through blocks {earlier} to {min(later, num_blocks - 1)}; {stages}",
                 expected="gradients through blocks of one stage: its graph ends at what it receives",
                 hint="no pipeline",
             )

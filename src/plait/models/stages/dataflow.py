@@ -342,8 +342,8 @@ class _Tracer(OperatorsOnMixed):
 
 
 class _GradientCalls(TorchFunctionMode):
-    """Records calls of torch.autograd.grad, and returns tensors of the same shapes and sources: the run on meta
-    has no graph."""
+    """Records calls of torch.autograd.grad, and returns tensors of the same shapes and sources: the run on
+    meta has no graph."""
 
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
