@@ -62,7 +62,7 @@ def parallelize(
     blocks          the repeated modules, or their classes. None: of the largest ModuleList
     tensor_plan     {"*.fc1": "colwise"}; with layout="ffn:col", {"*.fc1": "ffn hidden"}. None: model's own
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
-    example_batch   under pp, for inputs other than input_ids: shows where parameters outside blocks are used
+    example_batch   under pp and tp, for inputs other than input_ids: shows where parameters are used
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
 

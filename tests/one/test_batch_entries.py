@@ -102,6 +102,19 @@ def test_entries_that_transformers_would_swallow_are_refused_unless_the_loss_rea
     assert not plait.parallelize(programs.llama(), "dp=1", loss=loss, **options).step(batch).skipped
 
 
+def test_a_transformers_model_without_a_cache_is_called_without_it() -> None:
+    config = transformers.EncodecConfig(
+        target_bandwidths=[24.0], num_filters=4, hidden_size=8, upsampling_ratios=[4, 2], codebook_size=16
+    )
+
+    def loss(outputs: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return (outputs.audio_values - batch["labels"]).square().sum(), outputs.audio_values.numel()
+
+    engine = plait.parallelize(transformers.EncodecModel(config), "dp=1", loss=loss)
+    wave = torch.randn(2, 1, 64)
+    assert not engine.step({"input_values": wave, "labels": wave}).skipped
+
+
 def test_a_forward_that_takes_any_keyword_receives_every_entry() -> None:
     class Open(Net):
         def forward(self, **entries: Tensor) -> Tensor:  # type: ignore[override]

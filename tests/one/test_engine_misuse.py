@@ -327,3 +327,24 @@ def test_the_shape_of_a_micro_batch_is_checked(engine: Engine, shape: Any) -> No
 def test_a_plan_given_to_parallelize_is_a_plan_or_its_text() -> None:
     with pytest.raises(PlanError, match="a plan is text"):
         parallelize(llama(), None)  # type: ignore[arg-type]
+
+
+def test_complex_parameters_are_refused_if_they_are_trained() -> None:
+    class Spectral(nn.Module):
+        def __init__(self, *, trained: bool) -> None:
+            super().__init__()
+            values = torch.randn(4, dtype=torch.complex64)
+            self.weight = nn.Parameter(values, requires_grad=trained)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).real * self.scale
+
+    def loss(outputs: Tensor, _: Any) -> tuple[Tensor, int]:
+        return outputs.square().sum(), outputs.numel()
+
+    with pytest.raises(ModelError, match="a complex parameter cannot be trained") as error:
+        parallelize(Spectral(trained=True), "dp=1", loss=loss)
+    assert "weight, complex64" in str(error.value)
+    engine = parallelize(Spectral(trained=False), "dp=1", loss=loss)
+    assert not engine.step({"x": torch.ones(2, 4)}).skipped

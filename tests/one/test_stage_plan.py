@@ -1,5 +1,6 @@
 """How a model's blocks are assigned to stages, and which plans are refused before."""
 
+import copy
 import itertools
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import plait
 from plait.errors import ModelError, PlanError
 from plait.models import Chain, blocks_of, causal_lm_on_meta, plan_stages
 from plait.plan.stages import StageAssignment
@@ -146,3 +148,35 @@ def test_keys_that_layers_share_keep_their_layers_on_one_stage() -> None:
     assert "blocks 2 to 4 on one stage" in str(message.value)
     cut = planned(model, 2, given=(2, 4))
     assert cut.stages_with("model.embed_tokens_per_layer.weight") == (0, 1)
+
+
+class TiedDecoder(nn.Module):
+    """Its decoder multiplies with the encoder's weights, transposed."""
+
+    def __init__(self, *, registers: bool) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        weights = [layer.weight for layer in reversed(self.encoder)]
+        self.weights = nn.ParameterList(weights) if registers else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.encoder:
+            x = torch.tanh(layer(x))
+        for weight in self.weights or [layer.weight for layer in reversed(self.encoder)]:
+            x = x @ weight
+        return x
+
+
+def test_a_blocks_weight_read_on_another_stage_is_refused_unless_it_is_registered_there() -> None:
+    def loss(outputs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+        return (outputs - batch["x"]).square().sum(), outputs.numel()
+
+    batch, plan = {"x": torch.randn(4, 8)}, "schedule=interleaved chunks=2 micro=2 precision=fp64"
+    with pytest.raises(ModelError, match="parameter is read outside of the block, on another stage") as error:
+        plait.parallelize(TiedDecoder(registers=False), plan, loss=loss, example_batch=batch)
+    assert "encoder.0.weight of stage 0, on stage 1" in str(error.value)
+    model = TiedDecoder(registers=True)
+    alone = plait.parallelize(copy.deepcopy(model), "micro=2 precision=fp64", loss=loss)
+    staged = plait.parallelize(model, plan, loss=loss, example_batch=batch)
+    for _ in range(2):
+        assert staged.step(batch).loss == pytest.approx(alone.step(batch).loss, rel=1e-12)

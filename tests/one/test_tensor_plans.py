@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from plait.errors import ModelError, PlaitError
-from plait.models import causal_lm_on_meta
+from plait.models import blocks_of, build_tp_plan, causal_lm_on_meta
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
 from plait.verify import parse_source
 from support.derived_models import Block, Derived, Plain
@@ -317,12 +317,15 @@ def test_a_model_without_a_plan_that_does_not_run_on_meta_is_refused() -> None:
         plan_of(Plain(), 1, 2)
 
 
-def test_channels_of_a_state_space_model_compute_what_the_model_does() -> None:
-    model = real(causal_lm_on_meta({"model_type": "mamba", **COMMON}))
-    for sequence in (False, True):
-        plan = plan_of(model, 1, 3, sequence=sequence)
-        assert {layer.style for layer in plan.layers} > {Style.DEPTHWISE, Style.ROW}
-        assert differences(model, plan, sequence=sequence) == {}
+def test_a_model_with_other_inputs_than_tokens_is_refused_with_a_hint_to_an_example() -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    with pytest.raises(ModelError, match="no tensor plan for this model") as error:
+        plan_of(model, 1, 2)
+    assert "example_batch=batch" in str(error.value.hint)
+    plan = build_tp_plan(
+        model, 1, 2, sequence=False, blocks=blocks_of(model), batch={"input": torch.ones(4, 8)}
+    )
+    assert [layer.module for layer in plan.layers] == ["0", "2"]
 
 
 @pytest.mark.parametrize(

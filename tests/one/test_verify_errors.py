@@ -17,6 +17,10 @@ from plait.cli.main import app
             ["--model", "support.verify_models:no_model", "--plan", "dp=2"],
             "ModelError: the function did not return a model",
         ),
+        (
+            ["--model", "support.verify_models:nested_batch", "--plan", "pp=2"],
+            "ModelError: a batch is not a dict of tensors",
+        ),
         (["--model", "llama"], "ConfigError: verify needs one plan, a file of plans, or all plans"),
         (["--model", "llama", "--plan", "dp=2", "--ranks", "4"], "PlanError: the plan's degrees do not"),
         (["--model", "mixtral", "--plan", "tp=2 sp=true"], "Error: "),

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import plait
 from plait.errors import PlaitError
@@ -102,6 +103,39 @@ def test_a_custom_gpt_without_a_plan_gets_one_with_the_same_numbers(pool: Pool) 
     task = Task(gpt)
     ours = pool.run(_trained, 4, task, "tp=2 pp=2 micro=2 precision=fp64", None)[0]
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 2))
+
+
+class Layers(nn.Module):
+    """Its blocks are linear layers, one of which computes its weight from other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 32
+        self.tokens = nn.Embedding(programs.VOCABULARY, width)
+        normed = parametrizations.weight_norm(nn.Linear(2 * width, 2 * width))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), normed, nn.GELU(), nn.Linear(2 * width, width)
+        )
+        self.head = nn.Linear(width, programs.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.tokens(input_ids)))
+
+
+def layers(on_meta: bool = False) -> nn.Module:
+    torch.manual_seed(4)
+    return Layers()
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 tp=2 micro=3"])
+def test_blocks_that_are_linear_layers_one_with_a_computed_weight_train_as_one_process(
+    pool: Pool, plan: str
+) -> None:
+    task = Task(layers)
+    ours = pool.run(programs.train_task, num_ranks(plan), task, f"{plan} precision=fp64")[0]
+    programs.assert_same(
+        ours, programs.one_process_task(task, ours.first_weights, 3 if "micro" in plan else 1)
+    )
 
 
 def test_heads_that_do_not_divide_are_cut_unevenly(pool: Pool) -> None:

@@ -31,7 +31,7 @@ def test_a_right_plan_is_found_right(pool: Pool, num_ranks: int, plan: str) -> N
     assert bool(verdict.traffic) == (num_ranks > 1)
 
 
-@pytest.mark.parametrize("build", ["pair", "with_values", "llama", "of_numbers"])
+@pytest.mark.parametrize("build", ["pair", "with_values", "llama", "of_numbers", "random_features"])
 def test_models_of_a_users_own_are_verified(pool: Pool, build: str) -> None:
     verdict = verdict_of(
         pool, 4, ModelSource(build=f"support.verify_models:{build}"), "pp=2 dp=2 zero=3 micro=2"

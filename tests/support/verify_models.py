@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,8 +72,31 @@ def with_values() -> ModelSpec:
 
 
 def of_every_build_another() -> ModelSpec:
-    build = functools.partial(pipeline_models.pair, layers=2, on_meta=False)
+    def build() -> nn.Module:
+        torch.seed()
+        return pipeline_models.pair(layers=2, on_meta=False)
+
     return ModelSpec(build, _tokens, programs.summed_loss)
+
+
+class _RandomFeatures(nn.Module):
+    """Random weights and a random buffer, which its code does not seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("directions", torch.randn(8, 8))
+        self.blocks = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.blocks(torch.sin(input @ self.directions))
+
+
+def random_features() -> ModelSpec:
+    return replace(of_numbers(), model=_RandomFeatures)
+
+
+def nested_batch() -> ModelSpec:
+    return replace(of_numbers(), batch=lambda _, samples: {"input": {"x": torch.ones(samples, 8)}})
 
 
 def llama() -> nn.Module:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.engine.batch import on_device
 from plait.engine.loss import Loss, choose_loss
-from plait.models import forward_inputs, forward_names
+from plait.models import forward_inputs, forward_names, without_cache
 
 _TIMES_NOISE = 4.0
 
@@ -42,7 +42,7 @@ def run_with(loss: Loss) -> Run:
 
 def run_with_own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
     """Run a Hugging Face model with its labels, for the mean loss that it computes itself."""
-    outputs = model(**batch, use_cache=False)
+    outputs = model(**batch, **without_cache(model))
     _, count = choose_loss(model, None)(outputs, batch)
     return outputs.loss * count, count
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.loss import Loss
-from plait.errors import ConfigError, PlanError, ScheduleError, shown
+from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
 from plait.models import Blocks, blocks_of, build_tp_plan, plan_stages
 from plait.optim.requirements import DEFAULT_GROUPS
 from plait.parallel.float8 import Float8Layers, check_device
@@ -77,6 +77,7 @@ def validate(
         )
     if device is not None:
         _check_device(plan, device)
+    _check_dtypes(model)
     named_blocks = _find_blocks(model, plan, blocks, example_batch)
     schedule, groups = _schedule(plan), _groups(param_groups)
     tensor = _tensor_plan(model, plan, named_blocks, tensor_plan, example_batch)
@@ -159,6 +160,18 @@ def _check_fp16(device: torch.device) -> None:
             expected="products and attention in float16, forward and backward",
             hint="precision=bf16",
         ) from error
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Raise ModelError for complex parameters that are trained: units are real."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ModelError(
+                "a complex parameter cannot be trained",
+                given=f"{name}, {str(parameter.dtype).removeprefix('torch.')}",
+                expected="real parameters; frozen ones may be complex",
+                hint="nn.Parameter(torch.view_as_real(values)), and torch.view_as_complex of it in forward",
+            )
 
 
 def _find_blocks(

@@ -39,6 +39,7 @@ from plait.models.task import (
     label_keys,
     pretrained_base,
     task_of,
+    without_cache,
 )
 from plait.models.transformers_types import (
     input_embedding,
@@ -99,5 +100,6 @@ __all__ = [
     "vocabulary_size",
     "watch_activations",
     "with_layout",
+    "without_cache",
     "without_warnings",
 ]

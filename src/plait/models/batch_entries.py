@@ -30,6 +30,12 @@ def forward_names(model: nn.Module) -> frozenset[str] | None:
     return _arguments(model)[0]
 
 
+def takes_keyword(model: nn.Module, name: str) -> bool:
+    """Return whether forward can be called with this keyword: it names it, or has `**kwargs`."""
+    names, _, has_kwargs = _arguments(model)
+    return has_kwargs or names is None or name in names
+
+
 def check_present(model: nn.Module, inputs: Collection[str], batch: Collection[str]) -> None:
     """Raise ModelError unless forward's arguments without defaults are among the inputs from the batch."""
     missing = [name for name in _arguments(model)[1] if name not in inputs]
@@ -92,8 +98,11 @@ class RecordedBatch(dict[str, Tensor]):
             )
 
 
-def _arguments(model: nn.Module) -> tuple[frozenset[str] | None, tuple[str, ...]]:
-    """The names that forward takes (None: any), and those of them without a default."""
+# The names that forward takes (None: any), those of them without a default, and whether it has `**kwargs`.
+_Arguments = tuple[frozenset[str] | None, tuple[str, ...], bool]
+
+
+def _arguments(model: nn.Module) -> _Arguments:
     while isinstance(model, Chain):
         model = next(model.children())
     kind = type(model)
@@ -103,22 +112,22 @@ def _arguments(model: nn.Module) -> tuple[frozenset[str] | None, tuple[str, ...]
 
 
 # Weak: a class keeps the globals of its module alive, and an engine may be among them.
-_ARGUMENTS: WeakKeyDictionary[type[nn.Module], tuple[frozenset[str] | None, tuple[str, ...]]] = (
-    WeakKeyDictionary()
-)
+_ARGUMENTS: WeakKeyDictionary[type[nn.Module], _Arguments] = WeakKeyDictionary()
 
 
-def _arguments_of(forward: Callable[..., Any]) -> tuple[frozenset[str] | None, tuple[str, ...]]:
+def _arguments_of(forward: Callable[..., Any]) -> _Arguments:
     if forward is nn.Module.forward:
-        return None, ()
+        return None, (), True
     _, *parameters = inspect.signature(forward).parameters.values()
     named = [parameter for parameter in parameters if parameter.kind in _NAMED]
     names = {parameter.name for parameter in named}
     required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
+    has_kwargs = False
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
+            has_kwargs = True
             declared = [vars(kind).get("__annotations__") for kind in typing.get_args(parameter.annotation)]
             if not declared or None in declared:
-                return None, required
+                return None, required, has_kwargs
             names = names.union(*declared)
-    return frozenset(names - {*_OF_MODELS_LOSS}), required
+    return frozenset(names - {*_OF_MODELS_LOSS}), required, has_kwargs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.batch_entries import check_present, forward_names
+from plait.models.batch_entries import check_present, forward_names, takes_keyword
 from plait.models.transformers_types import is_pretrained_model
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def label_keys(model: nn.Module) -> tuple[str, ...]:
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the arguments of the model's forward: the entries that it takes except the labels, and
-    `use_cache=False` for a model of transformers. See [Note: entries of a batch] in `batch_entries.py`.
+    those of `without_cache` for a model of transformers. See [Note: entries of a batch].
 
     The decoder of an encoder-decoder receives the labels shifted to the right, as by the model itself,
     unless the batch has its inputs. Raises ModelError if an argument is missing.
@@ -98,7 +98,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
     if base is None:
         check_present(model, inputs, batch)
         return inputs
-    inputs["use_cache"] = False
+    inputs |= without_cache(base)
     has_decoder = _is_encoder_decoder(base) and task_of(model) in (Task.ALIGNED_LM, Task.NGRAM_LM)
     if (
         has_decoder
@@ -107,6 +107,11 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
     ):
         inputs["decoder_input_ids"] = _shifted_right(base, batch)
     return inputs
+
+
+def without_cache(base: nn.Module) -> dict[str, Any]:
+    """Return `use_cache=False` if the forward of a model of transformers takes it: not an autoencoder's."""
+    return {"use_cache": False} if takes_keyword(base, "use_cache") else {}
 
 
 def _shifted_right(base: "PreTrainedModel", batch: Mapping[str, Tensor]) -> Tensor:

@@ -35,7 +35,7 @@ BatchFn = Callable[[int, int], Mapping[str, Tensor]]
 class ModelSpec:
     """A model to verify. A user's function may return one if the model alone is not enough.
 
-    model      builds a new model at each call, with the same weights, or on meta
+    model      builds a new model at each call, with the same weights (torch is seeded before), or on meta
     batch      (step, samples) -> a dict of tensors with that many samples along dim 0; None: random tokens,
                for models with a vocabulary
     loss, blocks, tensor_plan    as in `plait.parallelize`
@@ -48,6 +48,21 @@ class ModelSpec:
     blocks: Blocks | None = None
     tensor_plan: Mapping[str, str] | None = None
     reference: Callable[[], nn.Module] | None = None
+
+    def make_batch(self, step: int, samples: int) -> Mapping[str, Tensor]:
+        """Return the user's batch. Raises ModelError unless it is a dict of tensors."""
+        assert self.batch is not None, "a spec without batches"
+        batch = self.batch(step, samples)
+        entries = batch.items() if isinstance(batch, Mapping) else [("batch", batch)]
+        for name, value in entries:
+            if not isinstance(value, Tensor) or not isinstance(batch, Mapping):
+                raise ModelError(
+                    "a batch is not a dict of tensors",
+                    given=f"{name}: a {type(value).__name__}",
+                    expected="a dict of tensors with the samples along dim 0",
+                    hint="a module around the model, whose forward takes tensors and builds the arguments",
+                )
+        return batch
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Build the model for ranks: without dropout, which would depend on the plan; all in `dtype`."""
@@ -65,7 +80,8 @@ class ModelSpec:
         return copy_with_values(model, zeros, dict(model.named_buffers()), dtype, cpu)
 
     def _build(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
-        with default_dtype(torch.promote_types(dtype, torch.float32)):
+        with default_dtype(torch.promote_types(dtype, torch.float32)), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # random weights and buffers of the user's are the same in each build
             model = _without_dropout(_module(_call(build)))
             if dtype == torch.float64:
                 for parameter in model.parameters():  # some constructors state float32

@@ -45,7 +45,8 @@ def summary_line(verdict: Verdict) -> str:
     """Return the verdict as one line, for one plan of many."""
     error = f"{verdict.max_error:.1e}" if verdict.outcome in (Outcome.SAME, Outcome.DIFFERS) else ""
     reason = verdict.message.splitlines()[0] if verdict.message else ""
-    return f"{verdict.outcome.value:8} {verdict.model}  {verdict.plan}  {error}{reason}".rstrip()
+    parts = (f"{verdict.outcome.value:8} {verdict.model}", verdict.plan, error, reason)
+    return "  ".join(part for part in parts if part)
 
 
 def _steps(verdict: Verdict) -> Table:

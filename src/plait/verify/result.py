@@ -12,8 +12,8 @@ from plait.verify.trajectory import Step, Trajectory
 
 MAX_SHOWN = 10  # parameters that are listed
 DEPENDS_ON_DIVISION = (
-    "numbers depend on how the batch is divided: batch statistics, or a loss that is not a sum over samples; "
-    "one process that divides it in the same way matches the ranks "
+    "numbers depend on how the batch is divided: batch statistics, other buffers that a forward updates, or "
+    "a loss that is not a sum over samples; one process that divides it in the same way matches the ranks "
     "(batch statistics: micro=1 with sync_batchnorm=true; a contrastive loss: plait.all_gather)"
 )
 

@@ -262,7 +262,7 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
 
 def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, Tensor]:
     if spec.batch is not None:
-        return spec.batch(step, case.samples)
+        return spec.make_batch(step, case.samples)
     vocabulary = vocabulary_size(model)
     if vocabulary is None:
         raise ModelError(

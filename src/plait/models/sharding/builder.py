@@ -123,7 +123,10 @@ def repeat_per_part(sharding: DimSharding, width: int, parts: int) -> DimShardin
 
 
 def linear_features(module: nn.Module) -> tuple[int, int, bool] | None:
-    """(output features, input features, whether its weight is transposed); None if it is not linear."""
+    """(output features, input features, whether its weight is transposed); None if it is not linear,
+    or if its weight is computed from other parameters (weight_norm)."""
+    if module._parameters.get("weight") is None:
+        return None
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features, False
     if is_conv1d(module):

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.models.batch_entries import forward_names
 from plait.models.sharding.builder import (
     TPPlanBuilder,
     add_linear,
@@ -113,7 +114,7 @@ def build_tp_plan(
             "there is no tensor plan for this model",
             given=type(model).__name__ + (f", {failure}" if failure else ""),
             expected="a model with a plan, linear layers in blocks, or tensor_plan = {path: style}",
-            hint=_example_plan(builder),
+            hint=_example_plan(builder, batch),
         )
     _check_shared(builder)
     regions = find_regions(builder)
@@ -173,8 +174,10 @@ def _derive(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> str:
     return ""
 
 
-def _example_plan(builder: TPPlanBuilder) -> str:
-    """Return an example plan for two consecutive layers of the model's blocks."""
+def _example_plan(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> str:
+    """Return an example plan for two consecutive layers of the model's blocks, or what deriving one needs."""
+    if batch is None and "input_ids" not in (forward_names(builder.model) or ("input_ids",)):
+        return "example_batch=batch: its own inputs"
     block = builder.blocks[0] if builder.blocks else ""
     inside = [name for name in builder.modules if name.startswith(f"{block}.")] if block else []
     layers = [name for name in inside if linear_features(builder.modules[name])][-2:]

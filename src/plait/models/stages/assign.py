@@ -46,8 +46,9 @@ def plan_stages(
     counts = given or _balance(model, len(blocks), gaps_of, num_stages, ranks)
     stops = [sum(counts[: stage + 1]) for stage in range(num_stages)]
     ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
-    check_returned(flow, ranges)
+    check_flow(flow, ranges)
     stages = {name: sorted({stage_of_gap(ranges, gap) for gap in gaps}) for name, gaps in gaps_of.items()}
+    _check_registered(model, indices, ranges, stages)
     homes = {name: users[0] for name, users in stages.items()}
     gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow)
     first_names: dict[int, str] = {}
@@ -91,15 +92,25 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
         )
 
 
-def check_returned(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
-    """Raise ModelError if a block needs what a block of an earlier stage has computed but not returned."""
+def check_flow(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
+    """Raise ModelError if a block needs the graph of a block of an earlier stage, or what it has computed but
+    not returned."""
     num_blocks = len(flow.into) - 1
+    stages = "stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges)
+    for earlier, later in sorted(flow.gradients):
+        if any(earlier < start <= later for start, _ in ranges):
+            raise ModelError(
+                "torch.autograd.grad in the forward or the loss passes through blocks of several stages",
+                given=f"a gradient through blocks {earlier} to {min(later, num_blocks - 1)}; {stages}",
+                expected="gradients through blocks of one stage: its graph ends at what it receives",
+                hint="no pipeline",
+            )
     for earlier, later in sorted(flow.unreturned):
         if any(earlier < start <= later for start, _ in ranges):
             raise bypassing(
                 (earlier, later),
                 num_blocks,
-                given="stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges),
+                given=stages,
                 expected="stages that receive only what blocks of earlier stages return",
                 hint="no pipeline, or blocks that return what later ones need"
                 if earlier == 0 and later >= num_blocks - 1
@@ -169,6 +180,30 @@ def _gaps_by_tensor(
         if not gaps or flow.error is not None:
             gaps |= outside.get(name, set())
     return gaps_of
+
+
+def _check_registered(
+    model: nn.Module,
+    indices: Mapping[str, int],
+    ranges: Sequence[tuple[int, int]],
+    stages: Mapping[str, Sequence[int]],
+) -> None:
+    """Raise ModelError for a parameter that a stage reads, but that is registered in others' blocks only."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[str, set[int]] = {}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        index = indices[full.rpartition(".")[0]]
+        is_in_block = 0 <= index < ranges[-1][1]
+        own = {stage_of_gap(ranges, index)} if is_in_block else range(len(ranges))
+        owners.setdefault(names[id(parameter)], set()).update(own)
+    for name, users in stages.items():
+        for stage in sorted({*users} - owners[name]):
+            raise ModelError(
+                "a block's parameter is read outside of the block, on another stage",
+                given=f"{name} of stage {min(owners[name])}, on stage {stage}",
+                expected="parameters that the model also registers where it reads them",
+                hint=f"self.shared = the parameter {name}, read as self.shared; or no pipeline",
+            )
 
 
 def _balance(

@@ -18,6 +18,11 @@ Stages pass on the output of their last block, and outputs of earlier blocks tha
 connections, a decoder's blocks that read the encoder's output). If a block reads what an earlier one has
 computed but not returned (a dict that blocks write into), the model cannot be split between the two.
 
+[Note: gradients in a forward]
+A forward may call torch.autograd.grad, for forces or a penalty. In one process that gradient passes through
+all blocks between its inputs and the call. On a stage the graph ends at what it has received: the gradient
+would lack these blocks' part, without an error. So those blocks have to be on the stage of the call.
+
 [Note: values in a traced batch]
 A model may read values of its batch on the host, such as the sizes of images. So if the run on meta fails, it
 is repeated with the values of the batch's integers: operators compute with values while all their tensors
@@ -37,6 +42,7 @@ from typing import Any
 import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from plait.models.activation_memory import DeviceKernelsOnMeta, OperatorsOnMeta
@@ -57,6 +63,7 @@ class Dataflow:
                 those that flow into the result or the loss
     skips       (k, g): block g reads the output of block k other than through the output of g - 1
     unreturned  (k, g): block g reads what block k has computed, but not returned
+    gradients   (k, g): a gradient that block g, or code after it, takes passes through block k
     changing    names of the blocks' attributes that their forwards set
     calls       the numbers of the blocks in the order of their calls
     error       the exception that ended the run: the other fields are incomplete
@@ -66,6 +73,7 @@ class Dataflow:
     into: list[set[str]]
     skips: set[tuple[int, int]] = field(default_factory=set)
     unreturned: set[tuple[int, int]] = field(default_factory=set)
+    gradients: set[tuple[int, int]] = field(default_factory=set)
     changing: set[str] = field(default_factory=set)
     calls: list[int] = field(default_factory=list)
     error: Exception | None = None
@@ -163,7 +171,8 @@ def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, 
     # nonzero and masks: on meta, as if every condition were true.
     config: Any = torch.fx.experimental._config
     assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
-    with _traced(blocks, tracer), assumed, DeviceKernelsOnMeta(torch.device("cpu")), tracer:
+    kernels, gradients = DeviceKernelsOnMeta(torch.device("cpu")), _GradientCalls(tracer)
+    with _traced(blocks, tracer), assumed, kernels, gradients, tracer:
         result = model(**forward_inputs(model, batch))
         tracer.inside = len(blocks)
         tracer.read(tracer.sources_of(result))
@@ -336,6 +345,19 @@ class _Tracer(OperatorsOnMixed):
                 flow = self._flow
                 (flow.skips if source.is_result else flow.unreturned).add((source.block, self.inside))
 
+    def differentiate(self, inputs: Sequence[Tensor]) -> None:
+        """Record a gradient with respect to these. See [Note: gradients in a forward]."""
+        here = self.inside
+        if here is None:  # code outside of blocks, which also runs on later stages
+            here = len(self._flow.into) - 1 if self._flow.calls else 0
+        for tensor in inputs:
+            sources = self.sources_of(tensor)
+            computed = [source.block + 1 for source in sources if isinstance(source, _Computed)]
+            readers = {gap for name in sources if isinstance(name, str) for gap in self._flow.gaps_of(name)}
+            first = max(computed, default=min(readers, default=here if sources else 0))
+            if first < here:
+                self._flow.gradients.add((first, here))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = _tensors((args, kwargs or {}))
         keys = {_key(tensor) for tensor in tensors}
@@ -350,6 +372,26 @@ class _Tracer(OperatorsOnMixed):
             if _key(value) not in views:
                 self.add(value, sources)
         return result
+
+
+class _GradientCalls(TorchFunctionMode):
+    """Records calls of torch.autograd.grad, and returns tensors of the same shapes and sources: the run on
+    meta has no graph."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.autograd.grad:
+            return func(*args, **(kwargs or {}))
+        outputs, inputs = args[:2]
+        inputs = _tensors([inputs])
+        self._tracer.differentiate(inputs)
+        gradients = tuple(torch.empty_like(tensor) for tensor in inputs)
+        for gradient in gradients:
+            self._tracer.add(gradient, self._tracer.sources_of((outputs, inputs)))
+        return gradients
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.stages.assign import bypassing, check_returned, untraceable
+from plait.models.stages.assign import bypassing, check_flow, untraceable
 from plait.models.stages.dataflow import Dataflow, trace_dataflow
 from plait.models.task import label_keys
 from plait.plan.stages import StageAssignment, stage_of_gap
@@ -52,7 +52,7 @@ class DataflowCheck:
         flow = trace_dataflow(self.meta_model, self._blocks, batch, loss)
         if (error := flow.error or flow.loss_error) is not None:
             raise untraceable(error)
-        check_returned(flow, self._assignment.blocks)
+        check_flow(flow, self._assignment.blocks)
         self._check_carried(flow)
         self._check_parameters(flow)
         unexpected = flow.changing - self._assignment.changing

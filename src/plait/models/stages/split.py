@@ -61,6 +61,8 @@ class StageModule:
             module = self.module.get_submodule(name)
         except AttributeError:  # it is inside another stage's block
             return False
+        if isinstance(module, PassThrough):
+            return False
         return include_placeholders or not any(True for _ in placeholders(module))
 
     def tp_plan(self, plan: TPPlan) -> TPPlan:

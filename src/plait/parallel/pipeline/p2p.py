@@ -64,7 +64,7 @@ class Outbox:
                 "a stage's output depends on more than the shapes of its micro-batch",
                 given=f"{packed}{structures if packed.specs == known.specs else ''}",
                 expected=f"{known}, as for earlier micro-batches of the same shapes",
-                hint="blocks whose output shapes follow from their input shapes",
+                hint="blocks whose output shapes follow from those of their inputs; blocks=Class for others",
             )
         self.send_tensors(tensors)
 
