@@ -1,7 +1,9 @@
 """Compiled blocks on a tensor-parallel grid: one graph, the numbers of uncompiled ones, and errors that
 name what cannot be compiled."""
 
+import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,15 +33,17 @@ def _trained(plan: str, steps: int = 2) -> tuple[list[float], dict[str, Tensor],
     return numbers, engine.full_gradients(), engine.full_parameters()
 
 
-def _compared(plans: list[str]) -> Any:
-    """By plan: graphs that were compiled for it, graph breaks, and how far it is from its uncompiled run."""
+def _compared(plans: dict[str, str]) -> Any:
+    """By plan: graphs that were compiled for it, graph breaks, and how far it is from its uncompiled run.
+    `plans`: with their compilers, of which `aot_eager` needs no C++, which takes most of the time."""
     compile_blocks([], torch.device("cpu"))  # its check compiles a graph
     torch._dynamo.reset()
     found = {}
-    for plan in plans:
+    for plan, compiler in plans.items():
         counters = torch._dynamo.utils.counters
         counters.clear()
-        numbers, *tensors = _trained(f"{plan} compile=true")
+        with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=compiler)):
+            numbers, *tensors = _trained(f"{plan} compile=true")
         num_graphs, num_breaks = counters["stats"]["unique_graphs"], counters["graph_break"].total()
         plain, *expected = _trained(plan)
         gaps = [
@@ -52,9 +56,20 @@ def _compared(plans: list[str]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("sp", [pytest.param("false", marks=pytest.mark.sweep), "true"])
-def test_blocks_of_a_grid_share_one_graph_and_give_the_uncompiled_numbers(pool: Pool, sp: str) -> None:
-    plans = [f"tp=2 sp={sp} recompute={how}" for how in ("none", "full", "selective")]
+@pytest.mark.parametrize(
+    ("sp", "compiler"),
+    [
+        ("true", "aot_eager"),
+        pytest.param("true", "inductor", marks=pytest.mark.sweep),
+        pytest.param("false", "inductor", marks=pytest.mark.sweep),
+    ],
+)
+def test_blocks_of_a_grid_share_one_graph_and_give_the_uncompiled_numbers(
+    pool: Pool, sp: str, compiler: str
+) -> None:
+    """As users compile them, with recompute in the graph."""
+    compilers = {"none": compiler, "full": compiler, "selective": "inductor"}
+    plans = {f"tp=2 sp={sp} recompute={how}": name for how, name in compilers.items()}
     for found in pool.run(_compared, 2, plans, timeout_s=240.0):
         graphs = [num_graphs for num_graphs, _, _ in found.values()]
         assert max(graphs) == 1, found
@@ -62,9 +77,10 @@ def test_blocks_of_a_grid_share_one_graph_and_give_the_uncompiled_numbers(pool: 
         assert max(gap for _, _, gap in found.values()) < 1e-5, found
 
 
-def test_compiled_blocks_of_a_grid_train_the_same_with_sharded_parameters(pool: Pool) -> None:
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
+def test_compiled_blocks_of_a_grid_train_the_same_with_sharded_parameters(pool: Pool, compiler: str) -> None:
     plan = "dp=2 tp=2 sp=true zero=3 recompute=selective"
-    for found in pool.run(_compared, 4, [plan], timeout_s=240.0):
+    for found in pool.run(_compared, 4, {plan: compiler}, timeout_s=240.0):
         num_graphs, num_breaks, gap = found[plan]
         assert (num_graphs, num_breaks) == (1, 0)
         assert gap < 1e-5

@@ -87,10 +87,11 @@ def environment() -> dict[str, str]:
 PLAIT = (sys.executable, "-m", "plait")  # for `entry`
 
 
-def start(*words: object, entry: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start(*words: object, entry: Sequence[str] = (), script: str = "") -> subprocess.Popen[str]:
     """Start `plait words...` as the leader of its own process group, like a shell; with `entry`, that command
-    instead of `plait`."""
-    return _start(subprocess.Popen if entry else warm.Popen, [*entry, *map(str, words)])
+    instead of `plait`; with `script`, that Python file, which need not import libraries."""
+    forked = functools.partial(warm.Popen, script=Path(script)) if script else warm.Popen
+    return _start(subprocess.Popen if entry else forked, [*entry, *map(str, words)])
 
 
 def start_torchrun(*words: object) -> subprocess.Popen[str]:
