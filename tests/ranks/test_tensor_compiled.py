@@ -1,9 +1,7 @@
 """Compiled blocks on a tensor-parallel grid: one graph, the numbers of uncompiled ones, and errors that
 name what cannot be compiled."""
 
-import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +11,10 @@ import plait
 from plait.errors import PlanError
 from plait.parallel.compile import compile_blocks
 from support import hf_models, programs
+from support.compilers import compiles
 from support.pool import Pool
 
+HOWS = ("none", "full", "selective")
 LAYERS, LENGTH = 3, 33  # an odd length: ranks have different numbers of tokens
 
 
@@ -33,16 +33,17 @@ def _trained(plan: str, steps: int = 2) -> tuple[list[float], dict[str, Tensor],
     return numbers, engine.full_gradients(), engine.full_parameters()
 
 
-def _compared(plans: dict[str, str]) -> Any:
+def _compared(plans: dict[str, bool]) -> Any:
     """By plan: graphs that were compiled for it, graph breaks, and how far it is from its uncompiled run.
-    `plans`: with their compilers, of which `aot_eager` needs no C++, which takes most of the time."""
-    compile_blocks([], torch.device("cpu"))  # its check compiles a graph
+    `plans`: and whether they are compiled in C++."""
+    with compiles(in_cpp=any(plans.values())):
+        compile_blocks([], torch.device("cpu"))  # its check compiles a graph
     torch._dynamo.reset()
     found = {}
-    for plan, compiler in plans.items():
+    for plan, in_cpp in plans.items():
         counters = torch._dynamo.utils.counters
         counters.clear()
-        with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=compiler)):
+        with compiles(in_cpp=in_cpp):
             numbers, *tensors = _trained(f"{plan} compile=true")
         num_graphs, num_breaks = counters["stats"]["unique_graphs"], counters["graph_break"].total()
         plain, *expected = _trained(plan)
@@ -57,19 +58,17 @@ def _compared(plans: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("sp", "compiler"),
+    ("sp", "in_cpp"),
     [
-        ("true", "aot_eager"),
-        pytest.param("true", "inductor", marks=pytest.mark.sweep),
-        pytest.param("false", "inductor", marks=pytest.mark.sweep),
+        ("true", ("selective",)),
+        pytest.param("true", HOWS, marks=pytest.mark.sweep),
+        pytest.param("false", HOWS, marks=pytest.mark.sweep),
     ],
 )
 def test_blocks_of_a_grid_share_one_graph_and_give_the_uncompiled_numbers(
-    pool: Pool, sp: str, compiler: str
+    pool: Pool, sp: str, in_cpp: tuple[str, ...]
 ) -> None:
-    """As users compile them, with recompute in the graph."""
-    compilers = {"none": compiler, "full": compiler, "selective": "inductor"}
-    plans = {f"tp=2 sp={sp} recompute={how}": name for how, name in compilers.items()}
+    plans = {f"tp=2 sp={sp} recompute={how}": how in in_cpp for how in HOWS}
     for found in pool.run(_compared, 2, plans, timeout_s=240.0):
         graphs = [num_graphs for num_graphs, _, _ in found.values()]
         assert max(graphs) == 1, found
@@ -77,10 +76,10 @@ def test_blocks_of_a_grid_share_one_graph_and_give_the_uncompiled_numbers(
         assert max(gap for _, _, gap in found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
-def test_compiled_blocks_of_a_grid_train_the_same_with_sharded_parameters(pool: Pool, compiler: str) -> None:
+@pytest.mark.parametrize("in_cpp", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_compiled_blocks_of_a_grid_train_the_same_with_sharded_parameters(pool: Pool, in_cpp: bool) -> None:
     plan = "dp=2 tp=2 sp=true zero=3 recompute=selective"
-    for found in pool.run(_compared, 4, {plan: compiler}, timeout_s=240.0):
+    for found in pool.run(_compared, 4, {plan: in_cpp}, timeout_s=240.0):
         num_graphs, num_breaks, gap = found[plan]
         assert (num_graphs, num_breaks) == (1, 0)
         assert gap < 1e-5
