@@ -29,10 +29,11 @@ CASES = "torch.testing._internal.distributed.distributed_test"
 
 @dataclass(frozen=True)
 class Variant:
-    """Class under test: torch's own, or plait's with a transport."""
+    """Class under test: torch's own, or plait's with a transport; and the compiler of cases that compile."""
 
     which: str  # torch, plait or unsynced
     transport: str = "auto"
+    compiler: str = "inductor"  # aot_eager: the graphs are made and split, and run without C++
 
     def __str__(self) -> str:
         return f"plait {self.transport}" if self.which == "plait" else self.which
@@ -100,11 +101,12 @@ def _run_on_ranks(module: ModuleType, gates: Gates, name: str, variant: Variant,
     dist.init_process_group(
         "gloo", case.init_method, timedelta(seconds=timeout_s), world_size=world_size, rank=case.rank
     )
-    outcome = _call(module, method, _class_under_test(variant, keep_devices=True))
-    if outcome.status == "skipped" and gates.can_open(outcome.reason):
-        with cpu_for_gpus(gates, num_gpus=world_size):
-            retried = _call(module, method, _class_under_test(variant, keep_devices=False))
-        outcome = replace(retried, ran_on="stand-in")
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=variant.compiler)):
+        outcome = _call(module, method, _class_under_test(variant, keep_devices=True))
+        if outcome.status == "skipped" and gates.can_open(outcome.reason):
+            with cpu_for_gpus(gates, num_gpus=world_size):
+                retried = _call(module, method, _class_under_test(variant, keep_devices=False))
+            outcome = replace(retried, ran_on="stand-in")
     return outcome
 
 

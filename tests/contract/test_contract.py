@@ -29,19 +29,20 @@ def runners() -> Iterator[Runners]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "transport"),
+    ("world_size", "transport", "compiler"),
     [
-        (2, "auto"),
-        pytest.param(2, "group", marks=pytest.mark.sweep),
-        pytest.param(3, "auto", marks=pytest.mark.sweep),
-        pytest.param(3, "group", marks=pytest.mark.sweep),
+        (2, "auto", "aot_eager"),
+        pytest.param(2, "auto", "inductor", marks=pytest.mark.sweep),
+        pytest.param(2, "group", "inductor", marks=pytest.mark.sweep),
+        pytest.param(3, "auto", "inductor", marks=pytest.mark.sweep),
+        pytest.param(3, "group", "inductor", marks=pytest.mark.sweep),
     ],
 )
 def test_plaits_class_passes_the_tests_that_torchs_passes(
-    runners: Runners, world_size: int, transport: str
+    runners: Runners, world_size: int, transport: str, compiler: str
 ) -> None:
     runner = runners(world_size)
-    results = run_all(runner, runner.names(), Variant("plait", transport))
+    results = run_all(runner, runner.names(), Variant("plait", transport, compiler))
     assert not (messages := unexpected_outcomes(results, world_size, transport)), "\n\n".join(messages)
     passed = [it for it in results if it.status == "passed" and not is_unit(it.name)]
     assert len(passed) >= MIN_PASSED
