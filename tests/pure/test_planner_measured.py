@@ -55,6 +55,12 @@ def test_a_measured_host_is_a_cluster_of_its_ranks(tmp_path: Path) -> None:
         cluster(f"{path}:4")
 
 
+def test_a_link_whose_bytes_took_no_time_is_a_copy_through_memory(tmp_path: Path) -> None:
+    """As when noise exceeds what larger messages take."""
+    lines = (("send-receive", 2, 1e-5, 0.0),)
+    assert cluster(f"{_profile(tmp_path, _cpu(2, 2, collectives=lines))}:2").device.link_bytes_per_s == 3e9
+
+
 def _step_s(folder: Path, plan: str, speed: DeviceSpeed) -> float:
     return price(
         MODEL, Plan.parse(plan), cluster(f"{_profile(folder, speed)}:{speed.num_ranks}"), WORK

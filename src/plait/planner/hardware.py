@@ -8,8 +8,8 @@ __all__ = ["Device", "device", "devices", "measured_device"]
 
 def measured_device(speed: DeviceSpeed) -> Device:
     """Return a device with measured speeds; power and rent are the table's, if it has this device.
-    A link that was not measured is the table's, or a copy through memory."""
-    links = [1 / byte_s for kind, _, _, byte_s in speed.collectives if kind == "send-receive"]
+    A link that was not measured, or whose bytes took no time, is the table's, or a copy through memory."""
+    links = [1 / byte_s for kind, _, _, byte_s in speed.collectives if kind == "send-receive" and byte_s]
     known = device_of_driver(speed.name)
     through_memory = speed.memory_bytes_per_s / 2
     return Device(
