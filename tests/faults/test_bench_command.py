@@ -12,6 +12,7 @@ from plait.cli.main import app
 from plait.plan.cost_model import COLLECTIVES
 from plait.plan.device_speed import OPERATORS
 from plait.plan.host_profile import ProfileEntry, load
+from support import small_device
 from support.cli_runs import finish, start, start_torchrun
 from support.pages import values_of
 
@@ -60,12 +61,13 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
 
 def test_devices_are_measured_and_the_best_plans_run_on_them(tmp_path: Path) -> None:
     profile = tmp_path / "host.json"
-    out, _ = finish(start("bench", "device", "--ranks", "2", "--rounds", "1", "--profile", profile))
+    words = ("bench", "device", "--ranks", "2", "--rounds", "1", "--profile", profile)
+    out, _ = finish(start(*words, script=small_device.__file__))
     assert f"saved: {profile}, for --cluster this:2" in out
     found = load(profile).devices[2]
     assert (found.num_ranks, found.kind) == (2, "cpu")
     assert 1e8 < found.peak_flops["fp32"] < 1e14
-    assert re.search("│ +1024 │", out)
+    assert re.search(f"│ +{small_device.LARGEST_PRODUCT} │", out)
     assert found.operator_rates["fp32"].keys() == set(OPERATORS)
     assert {row[0] for row in found.collectives} >= {"scattered sum", "unshard", "foreign all-reduce"}
 

@@ -58,7 +58,7 @@ def test_a_hanging_rank_is_named_and_its_stack_shows_where(recipe: Path, tmp_pat
     run = tmp_path / "run"
     prepare(recipe, sets=words(run))
     began_s = time.monotonic()
-    with two_ranks(RANK, tmp_path / "meet", str(run), kind) as ranks:
+    with two_ranks(RANK, tmp_path / "meet", str(run), kind, is_warm=True) as ranks:
         said = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [1, 1]
     assert time.monotonic() - began_s < 20 + HANG_S + ERROR_S

@@ -12,8 +12,9 @@ from unittest import mock
 
 import pytest
 
-from support.cli_runs import ROOT
+from support.cli_runs import ROOT, warm_python
 from support.pool import Pool
+from support.small_device import small_device
 
 BENCHMARKS = ROOT / "benchmarks"
 HELPERS = {
@@ -42,13 +43,15 @@ FOLDERS = {"checkpoint": "--folder", "read_windows": "--dir"}
 RUNS = ["data_parallel --ddp", *sorted(p.stem for p in BENCHMARKS.glob("*.py") if p.stem not in HELPERS)]
 
 
-def run(name: str, words: list[str]) -> None:
-    """Be a rank of a benchmark, or its only process."""
+def run(name: str, words: list[str], python: Path, variables: dict[str, str]) -> None:
+    """Be a rank of a benchmark, or its only process. `python`: what it starts, with these variables."""
     program = BENCHMARKS / f"{name}.py"
     sys.path.insert(0, str(BENCHMARKS))
     with (
+        small_device(),
         mock.patch.object(sys, "argv", [str(program), *words]),
-        mock.patch.dict(os.environ),
+        mock.patch.object(sys, "executable", str(python)),
+        mock.patch.dict(os.environ, variables),
         warnings.catch_warnings(),
     ):
         for variable in () if name in RANKS else RANK_VARIABLES:
@@ -66,7 +69,7 @@ def test_a_benchmark_runs_and_writes_its_rows(pool: Pool, benchmark: str, tmp_pa
     folder = [FOLDERS[name], str(tmp_path)] if name in FOLDERS else []
     found = tmp_path / "rows.json"
     words = [*words, "--smallest", "--json", str(found), *folder]
-    pool.run(run, RANKS.get(name, 1), name, words)
+    pool.run(run, RANKS.get(name, 1), name, words, *warm_python())
     if name != "offload":  # it measures a GPU's memory
         assert json.loads(found.read_text())["rows"]
 

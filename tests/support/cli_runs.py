@@ -87,10 +87,11 @@ def environment() -> dict[str, str]:
 PLAIT = (sys.executable, "-m", "plait")  # for `entry`
 
 
-def start(*words: object, entry: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start(*words: object, entry: Sequence[str] = (), script: str = "") -> subprocess.Popen[str]:
     """Start `plait words...` as the leader of its own process group, like a shell; with `entry`, that command
-    instead of `plait`."""
-    return _start(subprocess.Popen if entry else warm.Popen, [*entry, *map(str, words)])
+    instead of `plait`; with `script`, that Python file, which need not import libraries."""
+    forked = functools.partial(warm.Popen, script=Path(script)) if script else warm.Popen
+    return _start(subprocess.Popen if entry else forked, [*entry, *map(str, words)])
 
 
 def start_torchrun(*words: object) -> subprocess.Popen[str]:
@@ -129,12 +130,18 @@ def _start(
 
 
 @contextmanager
-def two_ranks(program: str, meet: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run a program in two processes as the ranks of one world, with a rendezvous file; killed at the end."""
+def two_ranks(
+    program: str, meet: Path, *words: str, is_warm: bool = False
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run a program in two processes as the ranks of one world, with a rendezvous file; killed at the end.
+    `is_warm`: they need not import libraries, and do not end by Python's own exit."""
     shared = {"WORLD_SIZE": "2", "PLAIT_RENDEZVOUS_FILE": str(meet)}
+    script = meet.with_suffix(".py")
+    script.write_text(program)
+    popen = functools.partial(warm.Popen, script=script) if is_warm else subprocess.Popen
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", program, *words],
+        popen(
+            [*words] if is_warm else [sys.executable, "-W", "error", str(script), *words],
             env=environment() | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
