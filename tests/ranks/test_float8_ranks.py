@@ -7,21 +7,19 @@ becomes 1e-3.
 
 import functools
 import warnings
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import nn
 
 from plait.errors import PlanError
 from plait.parallel import float8_products
 from plait.plan import Plan
 from support import float8, programs
+from support.compilers import compiles
 from support.pool import Pool
 
 BOUND = 1e-8  # scales are float32 numbers
-COMPILE = torch.compile
 PRECISIONS = ("fp8", "fp8-rowwise")
 
 
@@ -78,17 +76,11 @@ def test_ranks_that_do_not_agree_on_scales_train_another_function(pool: Pool, pr
 # --- compiled
 
 
-def compile_graphs(forward: Any, *, options: Any = None, fullgraph: bool = False) -> Any:
-    """`torch.compile` without C++, which takes most of its time and which float8 layers are no part of."""
-    return COMPILE(forward, fullgraph=fullgraph, backend="aot_eager")
-
-
 def compiled_and_not(plan: str, hidden: int, in_cpp: bool) -> tuple[float, str]:
     """How far gradients of the compiled model are from those of the uncompiled one, and the warnings."""
-    compiles = COMPILE if in_cpp else compile_graphs
     task = programs.Task(functools.partial(programs.llama, hidden=hidden, ffn=96), steps=1)
     expected = train(task, plan)
-    with warnings.catch_warnings(record=True) as caught, mock.patch.object(torch, "compile", compiles):
+    with warnings.catch_warnings(record=True) as caught, compiles(in_cpp=in_cpp):
         warnings.simplefilter("always", UserWarning)
         found = train(task, f"{plan} compile=true")
     text = "\n".join(str(warning.message) for warning in caught)

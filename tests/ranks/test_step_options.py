@@ -60,6 +60,7 @@ def _compiled(plans: list[str]) -> Any:
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_compiled_blocks_train_as_uncompiled_ones_at_every_stage(pool: Pool, how: str) -> None:
     plans = [f"dp=2 zero={stage} recompute={how}" for stage in (0, 1, 3)]
+    pool.run(_compiled, 1, [f"micro=2 recompute={how} compile=true"], timeout_s=240.0)  # once for both ranks
     found = pool.run(_compiled, 2, [f"{plan} compile=true" for plan in plans], timeout_s=240.0)[0]
     for (results, gradients, weights), (plain, *tensors) in zip(
         found, pool.run(_compiled, 2, plans)[0], strict=True

@@ -1,5 +1,5 @@
 """Compiled blocks on a tensor-parallel grid: one graph, the numbers of uncompiled ones, and errors that
-name what cannot be compiled."""
+name what cannot be compiled. C++ takes most of the time: one graph is compiled in it; all, in the sweep."""
 
 from typing import Any
 
@@ -11,8 +11,10 @@ import plait
 from plait.errors import PlanError
 from plait.parallel.compile import compile_blocks
 from support import hf_models, programs
+from support.compilers import compiles
 from support.pool import Pool
 
+HOWS = ("none", "full", "selective")
 LAYERS, LENGTH = 3, 33  # an odd length: ranks have different numbers of tokens
 
 
@@ -31,15 +33,17 @@ def _trained(plan: str, steps: int = 2) -> tuple[list[float], dict[str, Tensor],
     return numbers, engine.full_gradients(), engine.full_parameters()
 
 
-def _compared(plans: list[str]) -> Any:
+def _compared(plans: list[str], in_cpp: bool) -> Any:
     """By plan: graphs that were compiled for it, graph breaks, and how far it is from its uncompiled run."""
-    compile_blocks([], torch.device("cpu"))  # its check compiles a graph
+    with compiles(in_cpp=in_cpp):
+        compile_blocks([], torch.device("cpu"))  # its check compiles a graph
     torch._dynamo.reset()
     found = {}
     for plan in plans:
         counters = torch._dynamo.utils.counters
         counters.clear()
-        numbers, *tensors = _trained(f"{plan} compile=true")
+        with compiles(in_cpp=in_cpp):
+            numbers, *tensors = _trained(f"{plan} compile=true")
         num_graphs, num_breaks = counters["stats"]["unique_graphs"], counters["graph_break"].total()
         plain, *expected = _trained(plan)
         gaps = [
@@ -52,19 +56,30 @@ def _compared(plans: list[str]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("sp", [pytest.param("false", marks=pytest.mark.sweep), "true"])
-def test_blocks_of_a_grid_share_one_graph_and_give_the_uncompiled_numbers(pool: Pool, sp: str) -> None:
-    plans = [f"tp=2 sp={sp} recompute={how}" for how in ("none", "full", "selective")]
-    for found in pool.run(_compared, 2, plans, timeout_s=240.0):
+@pytest.mark.parametrize(
+    ("sp", "hows", "in_cpp"),
+    [
+        ("true", HOWS, False),
+        ("true", ("none",), True),
+        pytest.param("true", HOWS, True, marks=pytest.mark.sweep),
+        pytest.param("false", HOWS, True, marks=pytest.mark.sweep),
+    ],
+)
+def test_blocks_of_a_grid_share_one_graph_and_give_the_uncompiled_numbers(
+    pool: Pool, sp: str, hows: tuple[str, ...], in_cpp: bool
+) -> None:
+    plans = [f"tp=2 sp={sp} recompute={how}" for how in hows]
+    for found in pool.run(_compared, 2, plans, in_cpp, timeout_s=240.0):
         graphs = [num_graphs for num_graphs, _, _ in found.values()]
         assert max(graphs) == 1, found
-        assert [num_breaks for _, num_breaks, _ in found.values()] == [0, 0, 0]
+        assert [num_breaks for _, num_breaks, _ in found.values()] == [0] * len(hows)
         assert max(gap for _, _, gap in found.values()) < 1e-5, found
 
 
-def test_compiled_blocks_of_a_grid_train_the_same_with_sharded_parameters(pool: Pool) -> None:
+@pytest.mark.parametrize("in_cpp", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_compiled_blocks_of_a_grid_train_the_same_with_sharded_parameters(pool: Pool, in_cpp: bool) -> None:
     plan = "dp=2 tp=2 sp=true zero=3 recompute=selective"
-    for found in pool.run(_compared, 4, [plan], timeout_s=240.0):
+    for found in pool.run(_compared, 4, [plan], in_cpp, timeout_s=240.0):
         num_graphs, num_breaks, gap = found[plan]
         assert (num_graphs, num_breaks) == (1, 0)
         assert gap < 1e-5
