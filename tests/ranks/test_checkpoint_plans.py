@@ -95,14 +95,24 @@ def check_same(found: Any, expected: Any) -> None:
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-9)
 
 
-@pytest.mark.parametrize("words", PLANS)
-def test_a_checkpoint_of_any_plan_goes_on_under_this_one(pool: Pool, saved: Any, words: str) -> None:
-    """All ordered pairs of plans: to 1e-9 of one process that never stopped, to the bit of itself."""
+@pytest.mark.parametrize(
+    ("words", "steps_back"),
+    [
+        *((words, (0, 1, 4, 7, 10)) for words in PLANS),
+        *(pytest.param(words, tuple(range(len(PLANS))), marks=pytest.mark.sweep) for words in PLANS),
+    ],
+)
+def test_a_checkpoint_of_any_plan_goes_on_under_this_one(
+    pool: Pool, saved: Any, words: str, steps_back: tuple[int, ...]
+) -> None:
+    """To 1e-9 of one process that never stopped, to the bit of itself. From as many plans in the circle, so
+    that each strand goes on from each other; the sweep has all ordered pairs."""
     alone = saved("tied_llama", PLANS[0])[1]
-    checkpoints = [saved("tied_llama", source)[0] for source in PLANS]
-    own = checkpoints[PLANS.index(words)]
+    sources = [PLANS[PLANS.index(words) - back] for back in steps_back]
+    checkpoints = [saved("tied_llama", source)[0] for source in sources]
+    own = checkpoints[0]
     ranks = pool.run(_goes_on, ranks_of(words), "tied_llama", _fp64(words), checkpoints, own, timeout_s=180)
-    for source, found in zip(PLANS, ranks[0], strict=True):
+    for source, found in zip(sources, ranks[0], strict=True):
         check_same(found, alone)
         if source == words:
             whole = saved("tied_llama", words)[1]
@@ -110,14 +120,23 @@ def test_a_checkpoint_of_any_plan_goes_on_under_this_one(pool: Pool, saved: Any,
             assert trainings.differing(found[1], whole[1]) == trainings.differing(found[2], whole[2]) == []
 
 
-@pytest.mark.parametrize("model", [pytest.param("pair", marks=pytest.mark.quick), "frozen", "gpt2"])
+@pytest.mark.parametrize(
+    ("model", "num_sources"),
+    [
+        pytest.param("pair", 2, marks=pytest.mark.quick),
+        ("frozen", 2),
+        ("gpt2", 2),
+        *(pytest.param(model, 5, marks=pytest.mark.sweep) for model in ("pair", "frozen", "gpt2")),
+    ],
+)
 def test_shared_blocks_frozen_weights_and_packed_projections_are_saved_once(
-    pool: Pool, saved: Any, model: str
+    pool: Pool, saved: Any, model: str, num_sources: int
 ) -> None:
     plans = ("micro=2", PLANS[4], PLANS[9], *((PLANS[10], PLANS[6]) if model == "gpt2" else ()))
     alone = saved(model, plans[0])[1]
-    checkpoints = [saved(model, source)[0] for source in plans]
-    for words in plans:
+    for at, words in enumerate(plans):
+        sources = [plans[at - back] for back in range(1, 1 + min(num_sources, len(plans)))]
+        checkpoints = [saved(model, source)[0] for source in sources]
         for found in pool.run(_goes_on, ranks_of(words), model, _fp64(words), checkpoints)[0]:
             check_same(found, alone)
 

@@ -3,7 +3,6 @@
 Expected results are computed by torch from all ranks' inputs, which are seeded by rank.
 """
 
-import random
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ from plait.comm import (
     start_reduce_scatter,
     start_scatter,
 )
-from support.covering import combined
+from support.covering import covering
 
 SMALL_BYTES, CHUNK_BYTES = 32 << 10, 256 << 10  # PL_SMALL and PL_CHUNK of native/group.h
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -204,15 +203,10 @@ def sizes(verb: str, dtype: torch.dtype, ranks: int) -> list[int]:
 
 def in_pairs(ranks: int, seed: int) -> list[Case]:
     """A few cases that cover every pair of options."""
-    cases = product(ranks)
-    random.Random(seed).shuffle(cases)
-    seen: set[frozenset[tuple[str, str]]] = set()
-    chosen = []
-    for case in cases:
-        where = str(sizes(case.verb, case.dtype, ranks).index(case.numel))
-        options = {"verb": case.verb, "dtype": str(case.dtype), "op": case.op, "size": where}
-        pairs = combined(options | {"place": case.place, "starts": str(case.starts)}, 2)
-        if not pairs <= seen:
-            seen |= pairs
-            chosen.append(case)
-    return chosen
+    found = {}
+    for case in product(ranks):
+        size = str(sizes(case.verb, case.dtype, ranks).index(case.numel))
+        options = {"verb": case.verb, "dtype": str(case.dtype), "op": case.op, "size": size}
+        options |= {"place": case.place, "starts": str(case.starts)}
+        found[tuple(options.items())] = case
+    return [found[tuple(chosen.items())] for chosen in covering([dict(each) for each in found], seed=seed)]
