@@ -1,34 +1,42 @@
-"""All tests, in two halves at the same time: those on a pool of ranks, and those of one process or real jobs.
+"""All tests, in three streams at the same time: those on a pool of ranks; those of commands and pages, which
+are real jobs; and those of one process.
 
-Each half leaves processors idle that the other can use. The second one's report comes when the first's has
-ended, and each ends with its slowest tests. Exits with the first code that is not 0. Arguments go to both.
+Jobs wait for time limits and for processes, and leave processors idle that the others use. The report of the
+first stream, which takes longest, is shown as it comes, and those of the others after it; each ends with its
+slowest tests. Exits with the first code that is not 0. Arguments go to all.
 """
 
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-RANKS = [TESTS / "ranks"]
-NO_TESTS = 5  # pytest's exit code when the arguments select none of a half
+STREAMS = (("ranks",), ("docs", "faults"))  # and all other folders
+NO_TESTS = 5  # pytest's exit code when the arguments select none of a stream
 
 
 def main() -> int:
-    others = sorted(path for path in TESTS.iterdir() if path not in RANKS and any(path.glob("test_*.py")))
+    streams = [[TESTS / name for name in names] for names in STREAMS]
+    folders = sorted(path for path in TESTS.iterdir() if any(path.glob("test_*.py")))
+    streams.append([path for path in folders if not any(path in stream for stream in streams)])
     command = [sys.executable, "-m", "pytest", "--durations=10", *sys.argv[1:]]
-    with tempfile.TemporaryFile() as report:
-        ranks = subprocess.Popen([*command, *map(str, RANKS)], stdout=report, stderr=subprocess.STDOUT)
-        try:
-            codes = [subprocess.call([*command, *map(str, others)]), ranks.wait()]
-        finally:
-            ranks.kill()
-        report.seek(0)
-        sys.stdout.flush()
-        sys.stdout.buffer.write(report.read())
-    if codes.count(NO_TESTS) == 1:
-        codes.remove(NO_TESTS)
-    return codes[0] or codes[-1]
+    with ExitStack() as stack:
+        reports = [None, *(stack.enter_context(tempfile.TemporaryFile()) for _ in streams[1:])]
+        running = []
+        for stream, report in zip(streams, reports, strict=True):
+            words = [*command, *map(str, stream)]
+            errors = subprocess.STDOUT if report else None
+            running.append(subprocess.Popen(words, stdout=report, stderr=errors))
+            stack.callback(running[-1].kill)
+        codes = [process.wait() for process in running]
+        for report in filter(None, reports):
+            report.seek(0)
+            sys.stdout.buffer.write(report.read())
+            sys.stdout.flush()
+    failures = [code for code in codes if code not in (0, NO_TESTS)]
+    return failures[0] if failures else min(codes)
 
 
 if __name__ == "__main__":
