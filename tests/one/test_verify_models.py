@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
+from plait.models import blocks_of, build_tp_plan
 from plait.verify import Case, ModelSource, ModelSpec, check, parse_source
 
 BIG = {
@@ -97,6 +98,14 @@ def test_verified_models_have_no_dropout_and_compute_in_float64() -> None:
     assert model(x).dtype == torch.float64
     assert type(model).__name__ == "_Drops"
     assert ModelSpec(_Drops).build(torch.float32)(x.float()).dtype == torch.float32
+
+
+def test_blocks_that_are_linear_layers_are_sharded() -> None:
+    spec = ModelSpec(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+    model = spec.build(torch.float64)
+    batch = {"input": torch.zeros(2, 4, dtype=torch.float64)}
+    plan = build_tp_plan(model, 1, 2, sequence=False, blocks=blocks_of(model), batch=batch)
+    assert [layer.module for layer in plan.layers] == ["0", "2"]
 
 
 def test_models_on_meta_get_values_for_one_process() -> None:

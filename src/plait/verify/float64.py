@@ -24,13 +24,15 @@ from plait.models import is_pretrained_model
 def compute_in_float64(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Make the model and its blocks compute in float64 throughout if their parameters are float64. In place.
 
-    Blocks separately, as they may run again in backward.
+    Blocks separately, as they may run again in backward. Those that are one layer of torch's state no dtype,
+    and stay as they are: tensor parallelism knows a linear layer by its forward.
     """
     if is_pretrained_model(model):
         model.set_experts_implementation("eager")  # torch's grouped matmul does not support float64
     for module in (model, *blocks):
         cls = type(module)
-        if cls not in _FLOAT64_CLASSES.values():  # a builder may return the same module twice
+        is_layer = cls.__module__.startswith("torch.nn.") and not list(module.children())
+        if not is_layer and cls not in _FLOAT64_CLASSES.values():  # a builder may return a module twice
             module.__class__ = _FLOAT64_CLASSES[cls] = _FLOAT64_CLASSES.get(cls) or _float64_class(cls)
 
 
