@@ -141,8 +141,8 @@ MIXTRAL = (
             ["ModelError", "unknown style for model.layers.0.mlp.up_proj", "colwize", "try     : colwise"],
         ),
         (
-            ["--plan", "tp=2 sp=true", *sets('model.config={model_type="mamba", hidden_size=32}')],
-            ["ModelError", "backbone.layers.0.mixer may need all tokens", "tp=1x2 without sp"],
+            ["--plan", "tp=2 sp=true", *sets('model.config={model_type="rwkv", hidden_size=32}')],
+            ["ModelError", "may need all tokens", "tp=1x2 without sp"],
         ),
         (["--plan", "tp=2 sp=true", *sets(MIXTRAL)], ["ModelError", "layers.0.mlp", "tp=1x2 without sp"]),
         (["--plan", "tp=2x2", *sets(MIXTRAL)], ["ModelError", "layers.0.mlp.experts", "try     : tp=1x4"]),
