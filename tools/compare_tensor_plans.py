@@ -60,7 +60,7 @@ def _model(kind: str) -> nn.Module | None:
     """Build a model of the type on meta, as wide as its configuration allows."""
     few: dict[str, Any] = {"model_type": kind, "num_hidden_layers": LAYERS}
     small = sizes_of_type(kind, LAYERS)
-    lists = {key: value for key, value in small.items() if isinstance(value, list | tuple)}
+    lists = {key: value for key, value in small.items() if isinstance(value, list | tuple) or "layers" in key}
     for config in (few, few | lists, few | small, None):
         try:
             return causal_lm_on_meta(config or parse_source(kind, layers=LAYERS).config)
