@@ -1,6 +1,6 @@
 """Derived tensor plans: what runs on meta show, and that columns compute what the whole model does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,15 +23,6 @@ from support.derived_models import (
 )
 from support.tensor_models import COMMON, plan_of, real
 from support.threaded_ranks import differences
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_column() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 QKV = ("attn.q", "attn.k", "attn.v")
 UP_DOWN = {"up": (24, 72), "down": (72, 24)}

@@ -1,6 +1,5 @@
 """From models to tensor plans: pieces cover, columns compute what the whole does, the rest is refused."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +27,6 @@ from support.threaded_ranks import differences
 EXPERTS = {"mixtral", "deepseek_v2", "deepseek_v3"}  # no sequence parallelism
 ONE_ROW = {*EXPERTS, "deepseek_v2 dense"}
 GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_a_column() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

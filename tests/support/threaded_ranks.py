@@ -5,8 +5,9 @@ The embedding, the head and norms over rows get full features here, and keep ful
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -270,13 +271,23 @@ def trained(
                 exchange.abort()
             raise
 
-    with ThreadPoolExecutor(plan.rows * plan.cols) as threads:
+    with _one_thread_each(), ThreadPoolExecutor(plan.rows * plan.cols) as threads:
         futures = {(row, col): threads.submit(run, row, col) for row, col in coordinates(plan)}
     for future in futures.values():
         error = future.exception()
         if error is not None and not isinstance(error, threading.BrokenBarrierError):
             raise error
     return {rank: future.result() for rank, future in futures.items()}
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def differences(
