@@ -160,11 +160,13 @@ def main() -> None:
     page, table = Path(sys.argv[1]), {"causal": CAUSAL, "other": OTHER}[sys.argv[2]]
     named = sys.argv[3:]
     warnings.simplefilter("ignore")  # raised by the families themselves
-    if table.kept.exists():
+    is_continued = table.kept.exists()
+    if is_continued:
         found = {kind: Found(**values) for kind, values in json.loads(table.kept.read_text()).items()}
     else:
         found = _read(table, page.read_text()) if named else {}
-    left = named or [kind for kind in table.kinds if kind not in found]
+    missing = [kind for kind in table.kinds if kind not in found]
+    left = named if named and is_continued else [*dict.fromkeys([*named, *missing])]
     table.kept.parent.mkdir(exist_ok=True)
     for start in range(0, len(left), AT_ONCE):
         found |= _verified(table, left[start : start + AT_ONCE])
