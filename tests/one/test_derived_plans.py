@@ -104,12 +104,16 @@ DERIVED: dict[str, tuple[Callable[[], nn.Module], dict[str, tuple[Style, bool]]]
         dict.fromkeys([*LATENT, "attn.kv_a"], GATHERED),
     ),
     "a sink for each head": (
-        lambda: AttentionBlock(sink, sinks=6),
+        lambda: AttentionBlock(sink, 6),
         dict.fromkeys(QKV, COLUMN) | {"attn.out": ROW},
     ),
     "a gate and a convolution of each channel": (
         lambda: Layers(short_convolution, mix=(24, 72), out=(24, 24)),
         {"mix": COLUMN, "conv": (Style.DEPTHWISE, False), "out": ROW},
+    ),
+    "a matrix for each head": (
+        lambda: AttentionBlock(lambda m, q, k, v: eager(m, q * m.sinks, k, v), 6, 1, 4),
+        dict.fromkeys([*QKV, "attn.out"], GATHERED),
     ),
     "small layers": (
         lambda: Layers(

@@ -138,6 +138,45 @@ def test_blocks_that_are_linear_layers_one_with_a_computed_weight_train_as_one_p
     )
 
 
+class Convolution(nn.Module):
+    """A mixer of channels of one's own, whose numbers are others in evaluation."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
+        self.conv = nn.Conv1d(width, width, 3, groups=width, padding=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, x = self.mix(x).transpose(1, 2).chunk(2, 1)
+        found = gate * self.conv(x)[..., : x.shape[-1]] * (0.5 if self.training else 1.0)
+        return self.out(found.transpose(1, 2))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(programs.VOCABULARY, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(Convolution(32)) for _ in range(2))
+        self.head = nn.Linear(32, programs.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def convolutions(on_meta: bool = False) -> nn.Module:
+    torch.manual_seed(4)
+    return Convolutions()
+
+
+def test_channels_of_a_convolution_of_ones_own_train_as_one_process(pool: Pool) -> None:
+    task = Task(convolutions)
+    ours = pool.run(programs.train_task, 2, task, "tp=2 precision=fp64")[0]
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
+
+
 def test_heads_that_do_not_divide_are_cut_unevenly(pool: Pool) -> None:
     task = Task(three_heads)
     ours = pool.run(_trained, 2, task, "tp=2 precision=fp64", CUTS)[0]

@@ -40,10 +40,10 @@ class FewKeys(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    def __init__(self, inside: Callable[..., Tensor], sinks: int = 1) -> None:
+    def __init__(self, inside: Callable[..., Tensor], *sinks: int) -> None:
         super().__init__()
         self.attn = FewKeys(inside)
-        self.attn.sinks = nn.Parameter(torch.randn(sinks))
+        self.attn.sinks = nn.Parameter(torch.randn(*sinks or (1,)))
 
     def forward(self, x_BSh: Tensor) -> Tensor:
         return x_BSh + self.attn(x_BSh)

@@ -174,6 +174,7 @@ class LayerSharding:
                 their gradient is a sum over columns. A COLUMN layer sums its input's gradient itself
     uses        features that each column's code reads, if these are others than `out`. COLUMN: the others are
                 gathered, and their gradients summed; DEPTHWISE: every column has all weights
+    fused       DEPTHWISE: while training, the module around it would call one kernel for several layers
     """
 
     module: str
@@ -186,6 +187,7 @@ class LayerSharding:
     head: bool = False
     summed: tuple[Range, ...] = ()
     uses: DimSharding | None = None
+    fused: bool = False
 
 
 @dataclass(frozen=True)

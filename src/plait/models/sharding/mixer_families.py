@@ -31,7 +31,7 @@ def _channels(mixer: str) -> Patterns:
     """The first Mamba: a channel reads the inputs and outputs of states that all channels compute."""
     return {
         f"{mixer}.in_proj": "packed_colwise",
-        f"{mixer}.conv1d": "depthwise",
+        f"{mixer}.conv1d": "fused_depthwise",
         f"{mixer}.x_proj": "rowwise_with_grad_allreduce",
         **dict.fromkeys((f"{mixer}.{key}_layernorm" for key in ("dt", "b", "c")), _HEAD_NORM),
         # Its forward is not called: the mixer reads its weight and its bias.
@@ -79,7 +79,7 @@ def _mamba2(mixer: str, cols: int, heads: int, width: int, groups: int, state: i
         {
             "": _local(counts),
             "in_proj": f"colwise:{x}+{x}+{states}+{states}+{numbers}",
-            "conv1d": f"depthwise:{x}+{states}+{states}",
+            "conv1d": f"fused_depthwise:{x}+{states}+{states}",
             **dict.fromkeys(("dt_bias", "A_log", "D"), f"colwise:{numbers}"),
             **({"norm": f"norm_over_columns:{x}"} if groups == 1 else {"norm.weight": f"colwise:{x}"}),
             "out_proj": f"rowwise:{x}",

@@ -91,7 +91,9 @@ def add_depthwise(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
         used = used_sizes(builder, name, spec.sizes, channels)
     else:
         used = shard_over_col(builder, name, spec, channels)
-    builder.layers[name] = LayerSharding(name, Style.DEPTHWISE, uses=used if is_full else None)
+    builder.layers[name] = LayerSharding(
+        name, Style.DEPTHWISE, uses=used if is_full else None, fused=spec.fused
+    )
     for full_name in own.values():
         rest = [None] * (len(builder.shapes[full_name]) - 1)
         builder.shard_parameter(full_name, (None if is_full else used, *rest), partial=is_full)

@@ -32,6 +32,7 @@ class StyleSpec:
     summed      of a MLA_LATENT layer: see `LayerSharding`; (): what its attention rotates
     sizes       units and width of the parts of a dim that packs parts of unequal width: see `mixers.py`
     divided     attributes of the module, and the sizes that each of them is the sum of
+    fused       as in `LayerSharding`
     is_inner    ROW: the output stays in the region, where every column reads it with channels of its own
     """
 
@@ -47,6 +48,7 @@ class StyleSpec:
     sizes: Sizes = ()
     divided: tuple[tuple[str, Sizes], ...] = ()
     is_inner: bool = False
+    fused: bool = False
 
 
 _GATHERS = StyleSpec(Style.COLUMN, gathers=True)
@@ -68,6 +70,7 @@ STYLES: Mapping[str, StyleSpec] = {
     "moe_tp_experts": StyleSpec(Style.EXPERTS),
     "rowwise_with_grad_allreduce": StyleSpec(Style.ROW, is_inner=True),
     "depthwise": StyleSpec(Style.DEPTHWISE),
+    "fused_depthwise": StyleSpec(Style.DEPTHWISE, fused=True),
     "norm_over_columns": StyleSpec(Style.NORM),
     # Replicated modules need no style, and plait decides itself where sequences are sharded.
     "replicate": _REPLICATE,

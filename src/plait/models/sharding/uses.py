@@ -175,8 +175,7 @@ class _Tracer(OperatorsOnMixed):
     def __init__(self, builder: TPPlanBuilder, uses: Uses, whole: Set[str]) -> None:
         super().__init__()
         self._uses, self._whole = uses, whole
-        shapes, cols = builder.shapes, builder.cols
-        self._divisible = {name for name, shape in shapes.items() if shape and shape[0] >= cols} - whole
+        self._divisible = {name for name in builder.shapes if _can_shard(builder, name)} - whole
         self._features: dict[int, Features] = {}  # by tensor
         self._sources: dict[int, set[str]] = {}  # of features anywhere in a storage
         self._parts: dict[int, Set[Part]] = {}  # by tensor
@@ -392,6 +391,12 @@ class _Tracer(OperatorsOnMixed):
             self._alive += [tensor, tensor.untyped_storage()]
             self._parts[id(tensor)] = parts
             self._learned.setdefault(_key(tensor), parts)
+
+
+def _can_shard(builder: TPPlanBuilder, name: str) -> bool:
+    """Return whether there is a style for shards of a parameter's first dim."""
+    shape, owner = builder.shapes[name], builder.modules[name.rpartition(".")[0]]
+    return 0 < len(shape) <= (3 if isinstance(owner, nn.Conv1d) else 2) and shape[0] >= builder.cols
 
 
 def _slices(part: Part, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor]) -> list[Part]:

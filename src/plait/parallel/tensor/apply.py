@@ -175,9 +175,10 @@ class _Application:
     def _apply_to_convolution(self, layer: LayerSharding, module: nn.Module) -> None:
         if layer.uses is not None:
             read_own_channels(module, layer.uses.ranges[self.groups.col.rank])
-        name = layer.module.rpartition(".")[0]
-        mixer = self.model.get_submodule(name)
-        set_forward(mixer, UnfusedForward(own_forward(name, mixer)))
+        if layer.fused:
+            name = layer.module.rpartition(".")[0]
+            mixer = self.model.get_submodule(name)
+            set_forward(mixer, UnfusedForward(own_forward(name, mixer)))
 
     def _linear(self, layer: LayerSharding, inp: ShardedDim | None, out: ShardedDim | None) -> ParallelLinear:
         is_column = layer.style is Style.COLUMN
