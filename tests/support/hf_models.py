@@ -67,12 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 6,
-        "v_head_dim": 5,
+        **mixer_configs.LATENT,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 20,

@@ -28,7 +28,7 @@ _NEMOTRON = {
     "topk_group": 1,
 }
 
-_LATENT = {
+LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 12,
     "kv_lora_rank": 10,
@@ -88,7 +88,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": _DELTA,
     "kimi_linear": {
         **_LAYERS,
-        **_LATENT,
+        **LATENT,
         **_EXPERTS,
         "linear_num_heads": 4,
         "linear_head_dim": 6,
