@@ -1,11 +1,14 @@
 """Figures of measured collectives: the lectures' formulas next to measured times."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from plait.bench.collectives import Measurement, Row
 from plait.bench.figures import collectives_figures, draw_figures
+from plait.bench.report import tables
 from plait.pages.figures import Curve, Figure
 
 RANKS, BANDWIDTH = 5, 1e9
@@ -43,6 +46,18 @@ def test_a_chain_is_compared_with_its_formula_by_size_and_by_segments() -> None:
 def test_without_a_measured_message_no_formula_is_drawn() -> None:
     found = figures(*(row("all-reduce", size, 1.0, "ring") for size in SIZES))
     assert [curve.name for curve in found["all-reduce by algorithm"].curves] == ["all-reduce, ring"]
+
+
+def test_named_algorithms_alone_have_no_table_of_fits_and_no_word_is_cut_at_80_columns() -> None:
+    rows = [row("all-reduce", size, 1.0, "two-level") for size in SIZES]
+    measurement = Measurement((*rows,), "gloo", "cpu", RANKS, 1, "float32", 1, 1.0)
+    [times] = tables(measurement)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(times)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count(" two-level ") == len(SIZES)
+    assert "…" not in text
 
 
 def test_the_total_of_60_million_parameters_is_that_of_all_calls() -> None:

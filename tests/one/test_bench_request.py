@@ -52,6 +52,10 @@ def test_each_collective_has_its_algorithms_and_ranks_that_they_need() -> None:
     assert request.algorithms_of("all-gather", 3) == ("auto",)
     assert request.algorithms_of("broadcast", 3) == ("auto", "chain:8")
     assert request.algorithms_of("gather", 4) == ("auto",)
+    without_auto = Request(COLLECTIVES, (1,), algorithms=("chain:8",))
+    assert without_auto.algorithms_of("broadcast", 3) == ("chain:8",)
+    assert without_auto.algorithms_of("all-reduce", 3) == ()
+    assert without_auto.algorithms_of("send-receive", 3) == ("auto",), "formulas need its line"
     with pytest.raises(ConfigError, match="unknown value of --algorithm"):
         parse_algorithms("rings")
 
@@ -64,6 +68,7 @@ def test_algorithms_that_cannot_be_measured_are_an_error() -> None:
     with pytest.raises(ConfigError, match="no requested collective has a requested algorithm") as caught:
         check_algorithms(request, 3, "cpu")
     assert "all-gather: ring, halving" in str(caught.value)
+    check_algorithms(Request(("gather",), (1,), algorithms=("auto", "ring")), 3, "cpu")
 
 
 def test_memory_needed_is_that_of_all_ranks_and_storages() -> None:

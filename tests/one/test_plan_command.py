@@ -77,6 +77,19 @@ def test_mistakes_are_errors_of_the_command(config: str, arguments: tuple[str, .
     assert fact in text
 
 
+@pytest.mark.parametrize("command", ["walls", "figures", "bill"])
+def test_no_name_or_number_of_a_table_is_cut_at_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, text = run(command)
+    assert code == 0, text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for word in {"walls": ["h100-nvl", "dgx-a100"], "bill": ["405B", "19,394"], "figures": ["zero=3"]}[command]:
+        assert re.search(rf"[│┃ ]{re.escape(word)}[│┃ ]", text), word
+
+
 def test_a_plan_that_the_planner_picks_is_explained(config: str) -> None:
     _, text = run("--model", config, *WORK, "--top", "1", "--pin", "pp=2", "--json", "-")
     plan = json.loads(text)["plans"][0]["plan"]

@@ -38,11 +38,18 @@ def step_seconds(
 
 
 def run_steps(
-    config: Mapping[str, Any], plan: Plan, *, sequence: int, batch: int, steps: int = STEPS
+    config: Mapping[str, Any],
+    plan: Plan,
+    *,
+    sequence: int,
+    batch: int,
+    steps: int = STEPS,
+    threads: int | None = None,
 ) -> "list[Step]":
-    """Return the steps that `step_seconds` chooses from."""
+    """Return the steps that `step_seconds` chooses from. `threads`: of a rank; None: the host's cores, divided
+    by the ranks."""
     causal_lm_on_meta(dict(config))  # imported here, its code need not be imported by every rank
-    rows = launch(_steps, plan.num_ranks, dict(config), plan, sequence, batch, steps)
+    rows = launch(_steps, plan.num_ranks, dict(config), plan, sequence, batch, steps, threads)
     return [Step(*row) for row in rows]
 
 
@@ -67,8 +74,10 @@ def speed_of_ranks(num_ranks: int, rounds: int = 3) -> DeviceSpeed:
 
 
 def _steps(
-    config: dict[str, Any], plan: Plan, sequence: int, batch: int, steps: int
+    config: dict[str, Any], plan: Plan, sequence: int, batch: int, steps: int, threads: int | None
 ) -> list[tuple[float, float, float]]:
+    if threads is not None:
+        torch.set_num_threads(threads)
     engine = parallelize(causal_lm_on_meta(config), plan, clip_norm=1.0)
     world: World = engine.world
     generator = torch.Generator().manual_seed(engine.data_rank)

@@ -74,7 +74,7 @@ def tables(measurement: Measurement) -> list[Table]:
         for curve, error in figure.errors().items()
     ]
     formulas = table("formulas of algorithms", ("", "curve", "mean error"), errors, left=("", "curve"))
-    return [times, fits, *([formulas] if errors else [])]
+    return [each for each in (times, fits, formulas) if each.row_count]
 
 
 def to_json(measurement: Measurement) -> dict[str, Any]:

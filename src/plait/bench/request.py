@@ -68,8 +68,11 @@ class Request:
             )
 
     def algorithms_of(self, collective: str, num_ranks: int) -> tuple[str, ...]:
-        """The requested algorithms of a collective of `num_ranks`."""
-        known = ALGORITHMS_OF.get(collective, ())
+        """The requested algorithms of a collective of `num_ranks`; a collective without named ones has only the
+        transport's own."""
+        if collective not in ALGORITHMS_OF:
+            return ("auto",)
+        known = ALGORITHMS_OF[collective]
         if collective != "all-reduce" and not is_power_of_two(num_ranks):
             known = tuple(name for name in known if name != "halving")
         return tuple(name for name in self.algorithms if name == "auto" or name.split(":")[0] in known)
@@ -125,8 +128,8 @@ def check_algorithms(request: Request, num_ranks: int, device: str) -> None:
             expected="CPU ranks for a named algorithm; NCCL selects its own",
             hint="no --algorithm, or --transport gloo",
         )
-    if not any(request.algorithms_of(each, num_ranks) for each in request.collectives):
-        known = [each for each in request.collectives if each in ALGORITHMS_OF]
+    known = [each for each in request.collectives if each in ALGORITHMS_OF]
+    if "auto" not in request.algorithms and not any(request.algorithms_of(each, num_ranks) for each in known):
         raise ConfigError(
             "no requested collective has a requested algorithm",
             given=f"--algorithm {','.join(named)}, {num_ranks} ranks, {', '.join(request.collectives)}",

@@ -2,6 +2,11 @@
 
 A family is a plan's text with `{n}`, such as `dp={n} zero=1`. Weak scaling keeps the sequences per rank,
 strong scaling those of a step. Efficiency is tokens per second and rank, by those of the fewest ranks.
+
+[Note: threads of a rank]
+Local ranks divide the host's cores between them. If one rank had all cores and each of n ranks a part, the
+efficiency would compare threads, not plans. All plans of a family run with the threads of the most ranks: fewer
+ranks leave cores idle, as fewer devices would. An efficiency far above 100 % is then an error of measurement.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +14,13 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Literal
 
+import torch
 from rich.table import Table
 
 from plait.bench.ddp_request import MODELS, check_positions
 from plait.bench.plans import Step, run_steps, typical_step
 from plait.bench.report import report_json
+from plait.comm.launch import num_cpus
 from plait.errors import ConfigError, PlanError, ProfileError
 from plait.pages.figures import Axis, Curve, Figure, figure_values
 from plait.plan import Plan
@@ -22,9 +29,10 @@ from plait.planner.families import format_seconds
 from plait.planner.model_shape import ModelShape
 from plait.planner.price import price
 from plait.planner.workload import Workload
-from plait.tables import table
+from plait.tables import counted, table
 
 Kind = Literal["weak", "strong"]
+_HIGHEST = 1.10  # efficiency that caches and noise explain
 
 
 @dataclass(frozen=True)
@@ -71,10 +79,19 @@ class ScalingRequest:
         """The family's plan. Raises PlanError."""
         return Plan.parse(self.family.replace("{n}", str(number)))
 
+    @property
+    def most(self) -> int:
+        """Ranks of the largest plan that runs here."""
+        return max(self.plan(number).num_ranks for number in self.measured)
+
+    @property
+    def threads(self) -> int:
+        """Threads of every rank; at most OMP_NUM_THREADS. See [Note: threads of a rank]."""
+        return min(max(1, num_cpus() // self.most), torch.get_num_threads())
+
     def batch(self, kind: Kind, plan: Plan) -> int:
         """Sequences of a step."""
-        most = max(self.plan(number).num_ranks for number in self.measured)
-        return self.sequences * (plan.num_ranks if kind == "weak" else most)
+        return self.sequences * (plan.num_ranks if kind == "weak" else self.most)
 
 
 @dataclass(frozen=True)
@@ -108,6 +125,7 @@ def measure_scaling(request: ScalingRequest, report: Callable[[str], None]) -> l
                         sequence=request.length,
                         batch=request.batch(kind, plan),
                         steps=request.steps,
+                        threads=request.threads,
                     )
                 )
     return list(_points(request, {key: typical_step(steps).seconds for key, steps in runs.items()}))
@@ -124,8 +142,9 @@ def _points(request: ScalingRequest, measured: dict[tuple[Kind, int], float]) ->
 
 
 def _predicted(request: ScalingRequest, plan: Plan, batch: int) -> float | None:
-    """Seconds of a step on the machines, or on this host as it was measured; None if either has no price."""
-    name = f"{request.machines or 'this'}:{plan.num_ranks}" + ("gpus" if request.machines else "")
+    """Seconds of a step on the machines, or on this host as it was measured with the most ranks at work; None
+    if either has no price."""
+    name = f"{request.machines}:{plan.num_ranks}gpus" if request.machines else f"this:{request.most}"
     model = ModelShape.from_config(MODELS[request.model])
     try:
         return price(model, plan, cluster(name), Workload(request.length, batch)).step_s
@@ -150,8 +169,9 @@ def efficiencies(points: Sequence[Point], *, predicted: bool) -> dict[Point, flo
 def scaling_tables(request: ScalingRequest, points: Sequence[Point]) -> list[Table]:
     """Return a table of measured and one of predicted steps."""
     work = f"{request.model} Llama, {request.length:,} tokens a sequence"
+    threads = f"{counted(request.threads, 'thread')} per rank"
     titles = {
-        False: f"{request.family}, {work}: measured",
+        False: f"{request.family}, {work}: measured, {threads}",
         True: f"predicted on {request.machines or 'this machine'}",
     }
     return [
@@ -169,12 +189,15 @@ def _table(request: ScalingRequest, points: Sequence[Point], title: str, *, pred
             f"{point.batch:,}",
             format_seconds((point.predicted_s if predicted else point.step_s) or 0.0),
             f"{point.tokens_per_s(request.length, predicted=predicted) or 0.0:,.0f}",
-            f"{share:.0%}",
+            f"{share:.0%}" + (" (!)" if not predicted and share > _HIGHEST else ""),
         )
         for point, share in efficiencies(points, predicted=predicted).items()
     ]
     headings = ("", "ranks", "batch", "step", "tokens/s", "efficiency")
-    return table(title, headings, rows, caption="efficiency: tokens/s per rank, by those of the fewest ranks")
+    caption = "efficiency: tokens/s per rank, by those of the fewest ranks"
+    if any(row[-1].endswith("(!)") for row in rows):
+        caption += f"\n(!): above {_HIGHEST:.0%}, an error of measurement: try more --steps and --rounds"
+    return table(title, headings, rows, caption=caption)
 
 
 def scaling_json(request: ScalingRequest, points: Sequence[Point]) -> dict[str, Any]:
@@ -183,10 +206,11 @@ def scaling_json(request: ScalingRequest, points: Sequence[Point]) -> dict[str, 
     rows = [
         asdict(point)
         | {"efficiency": shares[False].get(point), "predicted_efficiency": shares[True].get(point)}
+        | {"is_error": shares[False].get(point, 0.0) > _HIGHEST}
         for point in points
     ]
     figures = figure_values(scaling_figures(request, points))
-    return report_json("scaling", asdict(request) | {"points": rows} | figures)
+    return report_json("scaling", asdict(request) | {"threads": request.threads, "points": rows} | figures)
 
 
 def scaling_figures(request: ScalingRequest, points: Sequence[Point]) -> list[Figure]:

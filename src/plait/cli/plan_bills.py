@@ -142,13 +142,20 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
     if not isinstance(figure, Figure):
         return table(figure.title, figure.headings, [[*map(cell, row)] for row in figure.rows])
     unit, names = figure.y.unit, dict(figure.names)
-    columns = [{x: shown(*point) for x, *point in each.points} for each in figure.curves]
-    places = sorted({x for each in columns for x in each})
-    rows = [[cell(x), names.get(x, ""), *(each.get(x, "") for each in columns)] for x in places]
+    columns = {each.name: {x: shown(*point) for x, *point in each.points} for each in figure.curves}
+    expected = {each.name: each.expected for each in figure.curves if each.expected}
+
+    def beside(name: str, x: float) -> str:
+        published = columns.get(expected.get(name, ""), {}).get(x)
+        return columns[name].get(x, "") + (f" [{published}]" if published else "")
+
+    drawn = [name for name in columns if name not in expected.values()]
+    places = sorted({x for each in columns.values() for x in each})
+    rows = [[cell(x), *([names[x]] if names else []), *(beside(name, x) for name in drawn)] for x in places]
     errors = ", ".join(f"{name} {error:.1%}" for name, error in figure.errors().items())
-    headings = (figure.x.name, "", *(each.name for each in figure.curves))
-    caption = f"mean error: {errors}" if errors else ""
-    return table(f"{figure.title}: {figure.y.name}", headings, rows, caption=caption)
+    headings = (figure.x.name, *([""] if names else []), *drawn)
+    captions = ["[ ]: published"] * bool(expected) + [f"mean error: {errors}"] * bool(errors)
+    return table(f"{figure.title}: {figure.y.name}", headings, rows, caption="; ".join(captions))
 
 
 def read_count(flag: str, text: str) -> float:
@@ -189,7 +196,7 @@ def _published() -> "Table":
             (
                 each.name,
                 f"{found.flops:.3g}",
-                each.device.name,
+                each.device.name.partition("-")[0],
                 _interval(low / 1e3, high / 1e3),
                 f"{each.hours / 1e3:,.0f}",
                 f"{energy_watt_hours(each.hours, each.device) / 1e6:,.0f}",

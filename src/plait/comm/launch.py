@@ -517,7 +517,7 @@ def _run_agent(
 def _rank_environment(num_ranks: int, rendezvous_dir: Path) -> dict[str, str]:
     defaults = {
         **loopback_sockets(os.environ),
-        "OMP_NUM_THREADS": str(max(1, _num_cpus() // num_ranks)),
+        "OMP_NUM_THREADS": str(max(1, num_cpus() // num_ranks)),
         # glibc returns blocks of some MB to the kernel after each use; a training step needs the same
         # ones again, and pays for every page. Keeping them makes a step on CPU a tenth faster.
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -536,7 +536,7 @@ def _rank_environment(num_ranks: int, rendezvous_dir: Path) -> dict[str, str]:
     }
 
 
-def _num_cpus() -> int:
+def num_cpus() -> int:
     """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -141,10 +141,11 @@ def machines() -> list[Listing]:
         tree = fat_tree(sizes[-1], ports)
         trees.append((ports, *sizes, tree.num_switches, tree.links, tree.bisection_links))
     devices: list[tuple[str | float, ...]] = []
-    for each in map(device, _DEVICES):
+    for name in _DEVICES:
+        each = device(name)
         peak = each.peak_flops.get("bf16", each.peak_flops["fp16"])
         rates = [rate / 1e9 for rate in (each.sheet_bytes, each.memory_bytes_per_s, each.link_bytes_per_s)]
-        devices.append((each.name, *rates, peak / 1e12, each.watts, each.dollars_per_hour))
+        devices.append((name, *rates, peak / 1e12, each.watts, each.dollars_per_hour))
     hosts = [
         (name, each.host_size, each.device.name, each.network_bytes_per_s * 8 / 1e9, each.rails)
         for name in _HOSTS
@@ -176,7 +177,7 @@ def _trainings() -> list[Figure]:
             bills.append((x, (low * high) ** 0.5, low, high))
         axes = f"{title} of published trainings", Axis("ZFLOP", log=10), Axis(unit, log=10)
         curves = Curve("reported", tuple(reported), "dots"), Curve("bill", tuple(bills), "dots")
-        names = tuple((x, f"{each.name}, {each.device.name}") for x, each in sorted(known.items()))
+        names = tuple((x, f"{each.name}, {each.device.name.partition('-')[0]}") for x, each in sorted(known.items()))
         note = "The vertical line is the interval of utilization; its point is the geometric mean."
         figures.append(Figure(*axes, curves, names, "planner/data/trainings.toml", note))
     return figures
