@@ -1,6 +1,6 @@
-"""Offload: under a cap on GPU memory, the largest model that trains without it, and one 8 times larger with.
+"""Offload: under a cap on GPU memory, the largest model that trains without it, and one 10 times larger with.
 
-    python benchmarks/offload.py [--cap-gib 2] [--times 8] [--json FILE]
+    python benchmarks/offload.py [--cap-gib 2] [--times 10] [--json FILE]
 
 The model is a Llama that grows by layers. Both plans compute in bf16 and recompute blocks in backward; what
 they differ in is `offload=cpu`. Each trial is a process of its own, so that one that ran out of memory leaves
@@ -170,7 +170,7 @@ def compare(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--cap-gib", type=float, default=2.0, help="what the GPU is taken to have")
-    parser.add_argument("--times", type=float, default=8.0, help="how much larger the offloaded model is")
+    parser.add_argument("--times", type=float, default=10.0, help="how much larger the offloaded model is")
     parser.add_argument("--batch", type=int, default=1, help="sequences per step")
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--steps", type=int, default=4)

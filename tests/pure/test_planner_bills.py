@@ -22,6 +22,8 @@ def test_the_walls_are_those_of_the_lectures() -> None:
     assert values["one device, 2 PFLOP/s (with sparsity)"] / 86_400 / 365.25 == pytest.approx(5.0, rel=0.01)
     assert values["memory: 175 B weights in fp32"] == 700e9
     assert values["of an H100"] == 80e9
+    assert values["memory: 7.5 B weights in fp16"] == 15e9
+    assert values["with Adam in mixed precision"] == 120e9, "of 7.5 B"
     assert values["communication: 128 copies, one iteration"] == 89.6e12
     assert values["embedding: 64,000 x 5,120 in fp32"] == 1250 * 2**20
     assert round(values["with its gradient"] / 2**30, 1) == 2.4
@@ -39,6 +41,19 @@ def test_reported_hours_of_published_trainings_are_within_the_interval(name: str
     low, high = published.bill().hours
     assert low <= published.hours <= high
     assert high / low < 2
+
+
+def test_two_months_of_opt_are_within_its_bill_with_the_time_that_it_lost() -> None:
+    """34 days of work (2302.13971, table 15) in two months of 992 A100 (2205.01068, section 2.5)."""
+    opt, months = training("OPT-175B"), 992 * 61 * 24
+    low, high = opt.bill().hours
+    assert high < months, "without lost time"
+    lost = 1 - opt.hours / months
+    assert lost == pytest.approx(0.44, abs=0.01)
+    found = bill(opt.parameters, opt.tokens, opt.device, 992, lost=lost)
+    assert found.hours[0] <= months <= found.hours[1]
+    assert found.hours == (pytest.approx(low / (1 - lost)), pytest.approx(high / (1 - lost)))
+    assert found.days[0] <= 61 <= found.days[1]
 
 
 def test_energy_is_that_of_published_reports() -> None:

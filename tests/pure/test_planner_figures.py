@@ -3,7 +3,7 @@
 import pytest
 
 from plait.pages.figures import Axis, Curve, Figure
-from plait.planner.figures import Entry, entries, published_figures
+from plait.planner.figures import Entry, entries, offloaded, published_figures
 
 ERRORS = {  # a curve's mean error in docs/figures.md, and a little
     "zero=0": 0.001,
@@ -15,6 +15,8 @@ ERRORS = {  # a curve's mean error in docs/figures.md, and a little
     "epoch, predicted": 0.32,
     "Megatron-LM, predicted": 0.04,
     "BLOOM, predicted": 0.065,
+    "OPT, predicted": 0.08,
+    "NCCL on 8 V100, predicted": 0.15,
 }
 
 
@@ -43,6 +45,31 @@ def test_models_of_figures_have_their_published_sizes(known: list[Entry]) -> Non
     for each in known:
         assert each.run.model.num_params / 1e9 == pytest.approx(each.billions, rel=0.02, abs=0.06), each.name
         assert each.price.memory.total < each.run.cluster.device.sheet_bytes, each.name
+
+
+def test_offload_trains_ten_times_the_parameters_on_one_gpu() -> None:
+    """As in DeepSpeed's figure: a V100 of 32 GB trains 1.3 B parameters, and with offload 13 B."""
+    rows = {row[:2]: row[2:] for row in offloaded().rows}
+    assert [(size, states, row[1]) for (size, states), row in rows.items()] == [
+        ("1.3", "on it", "yes"),
+        ("1.3", "on the host", "yes"),
+        ("13", "on it", "no"),
+        ("13", "on the host", "yes"),
+    ]
+    host_gib = rows["13", "on the host"][2]
+    assert isinstance(host_gib, float)
+    assert 250 < host_gib < 350, "24 bytes per parameter"
+    assert rows["13", "on it"][2] == 0
+
+
+def test_all_reduces_of_60_million_parameters_level_off_at_millions_per_call(known: list[Entry]) -> None:
+    [figure] = [each for each in published_figures(known) if each.title.startswith("All-reduces")]
+    assert isinstance(figure, Figure)
+    for curve in figure.curves:
+        totals = [y for _, y, *_ in curve.points]
+        assert totals == sorted(totals, reverse=True)
+        assert totals[0] > 900 * totals[-1], "one call a thousand parameters"
+        assert totals[-2] < 1.2 * totals[-1], "16 M parameters per call"
 
 
 def test_a_trillion_parameters_take_84_days(known: list[Entry]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from plait.errors import ConfigError
 from plait.plan.devices import device_of_driver
 from plait.planner.cluster import Cluster, cluster, fat_tree, max_endpoints, preset_names
+from plait.planner.figures import machines
 from plait.planner.hardware import device, devices
 
 
@@ -48,11 +49,20 @@ def test_figures_are_those_of_the_lectures_tables() -> None:
     assert h100.memory_bytes_per_s == 3350e9
     assert 2 * h100.link_bytes_per_s == 900e9  # NVSwitch, both ways
     assert 2 * h100.host_bytes_per_s == 128e9  # PCIe 5 x16, both ways
+    # The data sheet's bandwidth; the lecture has 3.35 TB/s, that of an H100 SXM, and from it a ratio of 1.4.
     assert (nvl.sheet_bytes, nvl.memory_bytes_per_s) == (94e9, 3938e9)
     assert (h200_nvl.sheet_bytes, h200_nvl.memory_bytes_per_s) == (141e9, 4800e9)
     assert nvl.peak_flops["bf16"] == h200_nvl.peak_flops["bf16"] == 835.5e12
     assert cluster("dgx-a100").network_bytes_per_s * 8 == 1.6e12
     assert cluster("hgx-h100").network_bytes_per_s * 8 == 3.2e12
+    [bridges] = [each for each in machines() if "bridges" in each.title]
+    pair, four, ratio = ((row[1], row[2], row[4], row[5]) for row in bridges.rows)
+    assert (pair, four) == ((2, 188, 600, 600), (4, 564, 900, 1800))
+    assert (ratio[1], ratio[3]) == (3, 3)
+    assert round(4800 / 3350, 1) == 1.4
+    for name, of in (("h100-nvl-pair", nvl), ("h200-nvl-four", h200_nvl)):
+        hosts = cluster(f"{name}:1")
+        assert (hosts.domain_size, hosts.device.link_bytes_per_s) == (of.bridged, of.bridge_bytes_per_s)
 
 
 def test_every_device_has_plausible_figures_and_their_source() -> None:

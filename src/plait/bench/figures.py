@@ -18,8 +18,8 @@ from plait.bench.collectives import Measurement, Row
 from plait.bench.request import format_bytes, split_algorithm
 from plait.pages.figures import Axis, Curve, Figure
 from plait.plan.cost_model import Link, algorithm_s, bus_bandwidth, fit
+from plait.planner.figures import PARAMETERS
 
-PARAMETERS = 60_000_000  # of Li et al. 2020 (2006.15704), figure 2
 _num_bytes = attrgetter("num_bytes")
 _SIZE, _TIME = Axis("size of the full tensor", "bytes", 2), Axis("time", "seconds", 10)
 

@@ -69,6 +69,9 @@ def bill(
     mfu: Annotated[
         float | None, typer.Option(help="Utilization of the peak, 0 to 1. Default: an interval.")
     ] = None,
+    lost: Annotated[
+        float, typer.Option(help="Share of the hours that failures and restarts take, 0 to below 1.")
+    ] = 0.0,
     json: Json = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
@@ -87,13 +90,15 @@ def bill(
         )
     if mfu is not None and not 0 < mfu <= 1:
         raise ConfigError("--mfu is out of range", given=mfu, expected="above 0, at most 1", hint="--mfu 0.4")
+    if not 0 <= lost < 1:
+        raise ConfigError("--lost is out of range", given=lost, expected="0 to below 1", hint="--lost 0.4")
     from plait.planner.bills import FACILITY
     from plait.planner.bills import bill as bill_of
     from plait.planner.cluster import cluster as cluster_of
 
     on = cluster_of(cluster)
     numbers = read_count("--params", parameters), read_count("--tokens", tokens)
-    found = bill_of(*numbers, on.device, on.num_devices, None if mfu is None else (mfu, mfu))
+    found = bill_of(*numbers, on.device, on.num_devices, None if mfu is None else (mfu, mfu), lost)
     print_line(f"{on}: {_shown(found.flops, 'FLOP')}")
     if on.topology == "tree":
         tree = on.tree()
@@ -101,6 +106,8 @@ def bill(
         print_line(f"  {'network':<13}{sizes}, bisection {_shown(on.bisection_bytes_per_s, 'B/s')}")
     for name, text in _lines(found).items():
         print_line(f"  {name:<13}{text}")
+    if lost:
+        print_line(f"  {'of it lost':<13}{lost:.0%} of the hours, to failures and restarts")
     price = f"{on.device.dollars_per_hour:g} $/h and {on.device.watts:g} W"
     print_line(f"Assumed: {price} a device, {FACILITY:g} x for the facility; 6 FLOP per parameter and token.")
     if json is not None:
@@ -151,9 +158,15 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
 
     drawn = [name for name in columns if name not in expected.values()]
     places = sorted({x for each in columns.values() for x in each})
-    rows = [[cell(x), *([names[x]] if names else []), *(beside(name, x) for name in drawn)] for x in places]
+    own = {x: [name for name in drawn if x in columns[name]] for x in places}
+    if names and max(map(len, own.values())) == 1:  # curves of few points each: one column for all
+        rows = [[cell(x), names[x], name, beside(name, x)] for x in places for name in own[x]]
+        headings = figure.x.name, "", "", figure.y.name
+    else:
+        labels = {x: [names[x]] if names else [] for x in places}
+        rows = [[cell(x), *labels[x], *(beside(name, x) for name in drawn)] for x in places]
+        headings = figure.x.name, *([""] if names else []), *drawn
     errors = ", ".join(f"{name} {error:.1%}" for name, error in figure.errors().items())
-    headings = (figure.x.name, *([""] if names else []), *drawn)
     captions = ["[ ]: published"] * bool(expected) + [f"mean error: {errors}"] * bool(errors)
     return table(f"{figure.title}: {figure.y.name}", headings, rows, caption="; ".join(captions))
 

@@ -29,6 +29,8 @@ class Device:
     dollars_per_hour   what an hour of it costs to rent: an assumption that users replace
     matmul_fraction    of the peak, the most that measured products reach
     warp_fraction      of that, the most that matrix instructions of single warps reach
+    bridged            devices that NVLink bridges join at most; `bridge_bytes_per_s`: of one of them to the
+                       others, per direction. Only clusters that say so have bridges
     sheet_bytes        memory as the data sheet gives it
     link_kind          the kind of `link_bytes_per_s`, for people
     source             of the figures
@@ -51,6 +53,8 @@ class Device:
     warp_fraction: float = 1.0
     sheet_bytes: float = 0.0
     link_kind: str = ""
+    bridged: int = 0
+    bridge_bytes_per_s: float = 0.0
     source: str = ""
     product_rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
     operator_rates: Mapping[str, Mapping[str, tuple[tuple[float, float], ...]]] = field(
@@ -124,5 +128,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         warp_fraction=entry.get("warps", Device.warp_fraction),
         sheet_bytes=entry["gigabytes"] * 1e9,
         link_kind=entry["link_kind"],
+        bridged=entry.get("bridged", 0),
+        bridge_bytes_per_s=entry.get("bridge", 0) * 1e9,
         source=entry["source"],
     )

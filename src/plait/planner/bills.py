@@ -3,7 +3,8 @@
 [Note: the interval of a bill]
 Without a plan, the utilization is not known. Trainings from the A100 on report 30 to 55 % of the data
 sheet's peak over their whole duration (the runs of `data/trainings.toml`); those on V100, before fused
-attention, 20 to 35 %. A bill is the interval between both; `plait plan` prices a plan.
+attention, 20 to 35 %. A bill is the interval between both; `plait plan` prices a plan. Time lost to failures
+and restarts is not in it unless its share of the whole is given: OPT-175B worked 34 days of two months.
 """
 
 import functools
@@ -77,13 +78,14 @@ def bill(
     on: Device,
     num_devices: int = 1,
     utilization: tuple[float, float] | None = None,
+    lost: float = 0.0,
 ) -> Bill:
     """Return the bill of a training. `utilization`: lowest and highest, else see [Note: the interval of a
-    bill]."""
+    bill]. `lost`: the share of the hours in which nothing is trained."""
     precision = "bf16" if "bf16" in on.peak_flops else "fp16"
     worst, best = utilization or (_UTILIZATION if precision == "bf16" else _FIRST_UTILIZATION)
     flops = training_flops(parameters, tokens)
-    hours = flops / on.peak_flops[precision] / _HOUR_S
+    hours = flops / on.peak_flops[precision] / _HOUR_S / (1 - lost)
     return Bill(flops, on, num_devices, (hours / best, hours / worst))
 
 
@@ -148,6 +150,8 @@ def walls() -> tuple[Wall, ...]:
         Wall("memory: 175 B weights in fp32", "175 B x 4 bytes", weights, "B"),
         Wall("  of an H100", "data sheet", h100.sheet_bytes, "B"),
         Wall("  with Adam in mixed precision", "175 B x 16 bytes", zero_bytes(parameters, 1, 0), "B"),
+        Wall("memory: 7.5 B weights in fp16", "7.5 B x 2 bytes", 2 * 7.5e9, "B"),
+        Wall("  with Adam in mixed precision", "7.5 B x 16 bytes", zero_bytes(7.5e9, 1, 0), "B"),
         Wall("communication: 128 copies, one iteration", "128 x 700 GB", copies * weights, "B"),
         Wall("  a ring all-reduce, per copy", "2 x 127 / 128 x 700 GB", sent, "B"),
         Wall("  over one link of 800 Gb/s", "the same / 100 GB/s", sent / link, "s"),

@@ -4,17 +4,23 @@
 """
 
 import csv
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 
 from plait.pages.figures import Axis, Curve, Figure, Listing, Point
+from plait.plan import Plan
 from plait.planner.bills import trainings, walls, zero_bytes
 from plait.planner.cluster import cluster, fat_tree, max_endpoints
+from plait.planner.communication import Group, Links, collective_s
 from plait.planner.hardware import device
-from plait.planner.price import Price
+from plait.planner.model_shape import ModelShape
+from plait.planner.price import Price, price
 from plait.planner.runs import Run, read_runs
+from plait.planner.workload import Workload
 from plait.tables import counted
 
 _PUBLISHED = Path(__file__).parent / "data" / "figures.csv"
@@ -24,6 +30,17 @@ _DEVICES = ("v100", "a100", "h100", "h100-nvl", "h200-nvl", "h200", "b200")
 _HOSTS = ("dgx-1", "dgx-2", "dgx-a100", "jean-zay", "dgx-h100", "dgx-h200", "dgx-b200")
 _ZERO_RANKS = 64  # of the table of ZeRO's paper
 _ZERO_GB = (120.0, 31.4, 16.6, 1.9)  # 1910.02054, figure 1
+PARAMETERS = 60_000_000  # of 2006.15704, figure 2
+_CALLS = [1 << power for power in range(10, 26, 2)]
+_NCCL = 61e-6, 135e9  # seconds, bus bytes/s: fitted to vTrain's tables of 8 V100, "trace/*/AR_GPU8_LUT"
+_GLOO_S = ((1 << 10, 741.0), (1 << 14, 41.0), (1 << 18, 4.2), (1 << 22, 0.62), (1 << 24, 0.62))
+_DEEPSPEED = ((1007.96, 165.4), (2062.0, 157.0))  # its page of 2022-07-26: 1,024 A100, 8 x 1,024 tokens each
+_GPT = {
+    "1.3": "layers=24 hidden=2048 heads=16 vocab=50257 tied=true",  # 2005.14165, table 2.1
+    "13": "layers=40 hidden=5120 heads=40 vocab=50257 tied=true",
+}
+_OFFLOAD = "dp=1 zero=3 micro=8 precision=fp16 offload=cpu recompute=full"
+_BRIDGED = ("h100-nvl", "h200-nvl")
 
 
 Measure = tuple[Axis, Callable[["Entry"], float]]
@@ -83,15 +100,24 @@ def published_figures(known: Sequence[Entry]) -> list[Figure | Listing]:
     days = Axis("days"), lambda each: each.price.step_s * _EPOCH_STEPS / _DAY_S
     scaling = [each for each in known if each.figure in ("model parallel", "model and data parallel")]
     epochs = [each for each in known if each.figure == "epoch"]
-    models = [each for each in known if each.figure in ("Megatron-LM", "BLOOM")]
+    models = [each for each in known if each.figure in ("Megatron-LM", "BLOOM", "OPT")]
+    throughput = _compared("Throughput from one to a thousand billion parameters on A100", models, size, rate)
+    deepspeed = Curve("DeepSpeed, published", _DEEPSPEED, "dots")
     return [
         _walls(),
         _zero(),
+        offloaded(),
+        _all_reduces(),
         *machines(),
         *_trainings(),
         _compared("Weak scaling of GPT-2 on V100", scaling, ranks, share),
         _compared("Days of an epoch of GPT-2 on V100", epochs, size, days),
-        _compared("Throughput from one to a thousand billion parameters on A100", models, size, rate),
+        replace(
+            throughput,
+            curves=(*throughput.curves, deepspeed),
+            names=(*throughput.names, *((x, "1,024 GPUs, zero=3") for x, _ in _DEEPSPEED)),
+            note=f"{throughput.note} DeepSpeed's runs keep activations on the host: not predicted.",
+        ),
     ]
 
 
@@ -133,6 +159,62 @@ def _zero() -> Figure:
     return Figure(title, *axes, tuple(curves), source="1910.02054, figure 1", note=note)
 
 
+def offloaded() -> Listing:
+    """Return the memory of a model without, and of one ten times larger with its states on the host."""
+    on, work, gib = cluster("v100:1gpus"), Workload(sequence=1024, batch=8), 2**30
+    rows = []
+    for size, plan in product(_GPT, ("dp=1 micro=8 precision=fp16 recompute=full", _OFFLOAD)):
+        found = price(ModelShape.parse(_GPT[size]), Plan.parse(plan), on, work)
+        fits = "yes" if found.memory_high_bytes < on.device.memory_bytes else "no"
+        device_gib, host_gib = found.memory_high_bytes / gib, found.memory.host / gib
+        rows.append((size, "on the host" if "offload" in plan else "on it", device_gib, fits, host_gib))
+    title = f"Largest GPT on one V100 of {on.device.memory_bytes / gib:.1f} GiB: fp16, 8 x 1,024 tokens"
+    headings = "10^9 parameters", "states", "GiB of it, upper end", "fits", "GiB of the host"
+    source = "DeepSpeed's training page: without offload up to 1.4 B parameters on one GPU, with it 13 B"
+    return Listing(title, headings, tuple(rows), source, f"On the host: {_OFFLOAD}")
+
+
+def _all_reduces() -> Figure:
+    """Total time of all-reducing 60 M parameters by the size of a call: predicted and published for NCCL,
+    measured for Gloo."""
+    links, group = Links.of(host := cluster("dgx-1:1"), host.constants), Group(8, 1, 8)
+    start_s, bus_bytes_per_s = _NCCL
+
+    def total(call_s: Callable[[float], float]) -> tuple[Point, ...]:
+        return tuple((size, math.ceil(PARAMETERS / size) * call_s(4.0 * size)) for size in _CALLS)
+
+    published = total(lambda size: start_s + 2 * 7 / 8 * size / bus_bytes_per_s)
+    predicted = total(lambda size: collective_s("all-reduce", links, group, size))
+    names = "NCCL on 8 V100, published", "NCCL on 8 V100, predicted", "Gloo, 4 CPU ranks, measured"
+    curves = (
+        Curve(names[0], published, "dots"),
+        Curve(names[1], predicted, "dashed", names[0]),
+        Curve(names[2], _GLOO_S),
+    )
+    title = f"All-reduces of {PARAMETERS // 10**6} M parameters in fp32"
+    axes = Axis("parameters per call", log=10), Axis("total time, s", "seconds", 10)
+    source = (
+        "2006.15704, figure 2, is this figure on other machines; NCCL: vTrain's tables; Gloo: docs/figures.md"
+    )
+    return Figure(title, *axes, curves, source=source, note="Calls one after the other, over NVLink or Gloo.")
+
+
+def _bridges() -> Listing:
+    """The pools of devices that NVLink bridges join, and the ratios of the second to the first."""
+    pools = []
+    for each in map(device, _BRIDGED):
+        both = 2 * each.bridge_bytes_per_s  # ways
+        numbers = (each.sheet_bytes, each.memory_bytes_per_s, both, both * each.bridged / 2)
+        pools.append([each.bridged, *(number / 1e9 for number in (each.bridged * numbers[0], *numbers[1:]))])
+    one, other = pools
+    rows = [(f"{name}, {pool[0]:.0f} joined", *pool) for name, pool in zip(_BRIDGED, pools, strict=True)]
+    rows.append(("ratio", *(b / a for a, b in zip(one, other, strict=True))))
+    headings = "", "devices", "pool, GB", "memory, GB/s", "bridge, GB/s both ways", "all bridges, GB/s"
+    return Listing(
+        "Devices joined by NVLink bridges", headings, tuple(rows), "data sheets, plan/devices.toml"
+    )
+
+
 def machines() -> list[Listing]:
     """Return tables of fat trees, devices and hosts."""
     trees = []
@@ -159,6 +241,7 @@ def machines() -> list[Listing]:
     return [
         Listing(title, levels, tuple(trees)),
         Listing("Devices", device_headings, tuple(devices), source),
+        _bridges(),
         Listing("Hosts", host_headings, tuple(hosts), source),
     ]
 
@@ -177,7 +260,9 @@ def _trainings() -> list[Figure]:
             bills.append((x, (low * high) ** 0.5, low, high))
         axes = f"{title} of published trainings", Axis("ZFLOP", log=10), Axis(unit, log=10)
         curves = Curve("reported", tuple(reported), "dots"), Curve("bill", tuple(bills), "dots")
-        names = tuple((x, f"{each.name}, {each.device.name.partition('-')[0]}") for x, each in sorted(known.items()))
+        names = tuple(
+            (x, f"{each.name}, {each.device.name.partition('-')[0]}") for x, each in sorted(known.items())
+        )
         note = "The vertical line is the interval of utilization; its point is the geometric mean."
         figures.append(Figure(*axes, curves, names, "planner/data/trainings.toml", note))
     return figures
