@@ -263,3 +263,34 @@ def test_a_large_search_is_no_slower_than_the_published_plan() -> None:
     )
     assert best.step_s <= published.step_s
     assert best.memory_high_bytes <= machine.device.memory_bytes
+
+
+def test_tensor_parallelism_pays_from_some_30_billion_parameters_on() -> None:
+    """The table of docs/hybrid.md: Llamas on 128 DGX A100, 4 M tokens a step; the best plan without `tp` and
+    the best with."""
+    hosts, work = cluster("dgx-a100:128"), Workload(2048, 2048)
+    layers, best = "layers={} hidden={} heads={} ffn={} vocab=32000 gated=true", dict[int, Sequence[float]]()
+    for billions, shape, plans in (
+        (7, (32, 4096, 32, 11008), ("dp=1024 zero=1", "dp=512 tp=2 sp=true zero=1")),
+        (13, (40, 5120, 40, 13824), ("dp=1024 zero=3 shard=512", "dp=512 tp=2 sp=true zero=2")),
+        (33, (60, 6656, 52, 17920), _THIRTY_THREE),
+        (65, (80, 8192, 64, 22016), ("dp=1024 zero=3 micro=2 recompute=selective", _SIXTY_FIVE)),
+    ):
+        model = ModelShape.parse(layers.format(*shape))
+        assert round(model.num_params / 1e9) == billions
+        found = [price(model, Plan.parse(f"{plan} precision=bf16"), hosts, work) for plan in plans]
+        assert all(each.memory_high_bytes < hosts.device.memory_bytes for each in found)
+        best[billions] = [each.step_s for each in found]
+        if billions == 33:
+            [fastest] = search(model, hosts, work, top=1, pins="pp=1").best
+            assert fastest.price.step_s == pytest.approx(best[33][0])
+    assert {billions: round(with_tp / without, 2) for billions, (without, with_tp) in best.items()} == {
+        7: 1.05,
+        13: 1.02,
+        33: 1.02,
+        65: 0.98,
+    }
+
+
+_THIRTY_THREE = "dp=1024 zero=3 recompute=selective", "dp=512 tp=2 sp=true zero=3 recompute=selective"
+_SIXTY_FIVE = "pp=8 dp=64 tp=2 schedule=dualpipev sp=true zero=1 micro=32"

@@ -5,8 +5,8 @@ strong scaling those of a step. Efficiency is tokens per second and rank, by tho
 
 [Note: threads of a rank]
 Local ranks divide the host's cores between them. If one rank had all cores and each of n ranks a part, the
-efficiency would compare threads, not plans. All plans of a family run with the threads of the most ranks: fewer
-ranks leave cores idle, as fewer devices would. An efficiency far above 100 % is then an error of measurement.
+efficiency would compare threads, not plans. All plans of a family run with the threads of the most ranks:
+fewer ranks leave cores idle, as they leave devices. An efficiency far above 100 % is an error of measurement.
 """
 
 from collections.abc import Callable, Iterator, Sequence
