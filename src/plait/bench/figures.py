@@ -17,8 +17,7 @@ from matplotlib.figure import Figure as Canvas
 from plait.bench.collectives import Measurement, Row
 from plait.bench.request import format_bytes, split_algorithm
 from plait.pages.figures import Axis, Curve, Figure
-from plait.plan.cost_model import Link, algorithm_s, bus_bandwidth, fit
-from plait.planner.figures import PARAMETERS
+from plait.plan.cost_model import FIGURE_PARAMETERS, Link, algorithm_s, bus_bandwidth, fit
 
 _num_bytes = attrgetter("num_bytes")
 _SIZE, _TIME = Axis("size of the full tensor", "bytes", 2), Axis("time", "seconds", 10)
@@ -30,13 +29,13 @@ def collectives_figures(found: Measurement) -> list[Figure]:
     rows = [row for row in found.rows if row.num_bytes]
     own = [row for row in rows if row.algorithm == "auto"]
     numel = {row: row.num_bytes // getattr(torch, found.dtype).itemsize for row in rows}
-    sums = [row for row in rows if row.collective == "all-reduce" and numel[row] <= PARAMETERS]
+    sums = [row for row in rows if row.collective == "all-reduce" and numel[row] <= FIGURE_PARAMETERS]
 
     def bus_gb_per_s(row: Row) -> float:
         return bus_bandwidth(row.collective, row.num_bytes, found.num_ranks, row.median_s) / 1e9
 
     def total_s(row: Row) -> float:
-        return math.ceil(PARAMETERS / numel[row]) * row.median_s
+        return math.ceil(FIGURE_PARAMETERS / numel[row]) * row.median_s
 
     figures = [
         Figure("Collectives", _SIZE, _TIME, _curves(own)),
@@ -47,7 +46,7 @@ def collectives_figures(found: Measurement) -> list[Figure]:
             for figure in _algorithms(found, [row for row in rows if row.collective == collective])
         ),
         Figure(
-            f"All-reduces of {PARAMETERS // 10**6} M parameters",
+            f"All-reduces of {FIGURE_PARAMETERS // 10**6} M parameters",
             Axis("parameters per call", log=10),
             Axis("total time", "seconds", 10),
             _curves(sums, total_s, numel.__getitem__),

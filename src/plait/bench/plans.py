@@ -46,8 +46,8 @@ def run_steps(
     steps: int = STEPS,
     threads: int | None = None,
 ) -> "list[Step]":
-    """Return the steps that `step_seconds` chooses from. `threads`: of a rank; None: the host's cores, divided
-    by the ranks."""
+    """Return the steps that `step_seconds` chooses from. `threads`: of a rank; None: the host's cores by
+    the ranks."""
     causal_lm_on_meta(dict(config))  # imported here, its code need not be imported by every rank
     rows = launch(_steps, plan.num_ranks, dict(config), plan, sequence, batch, steps, threads)
     return [Step(*row) for row in rows]

@@ -68,8 +68,7 @@ class Request:
             )
 
     def algorithms_of(self, collective: str, num_ranks: int) -> tuple[str, ...]:
-        """The requested algorithms of a collective of `num_ranks`; a collective without named ones has only the
-        transport's own."""
+        """The requested algorithms of a collective of `num_ranks`; if it has none, the transport's own."""
         if collective not in ALGORITHMS_OF:
             return ("auto",)
         known = ALGORITHMS_OF[collective]

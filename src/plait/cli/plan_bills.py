@@ -161,11 +161,11 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
     own = {x: [name for name in drawn if x in columns[name]] for x in places}
     if names and max(map(len, own.values())) == 1:  # curves of few points each: one column for all
         rows = [[cell(x), names[x], name, beside(name, x)] for x in places for name in own[x]]
-        headings = figure.x.name, "", "", figure.y.name
+        headings = [figure.x.name, "", "", figure.y.name]
     else:
         labels = {x: [names[x]] if names else [] for x in places}
         rows = [[cell(x), *labels[x], *(beside(name, x) for name in drawn)] for x in places]
-        headings = figure.x.name, *([""] if names else []), *drawn
+        headings = [figure.x.name, *([""] if names else []), *drawn]
     errors = ", ".join(f"{name} {error:.1%}" for name, error in figure.errors().items())
     captions = ["[ ]: published"] * bool(expected) + [f"mean error: {errors}"] * bool(errors)
     return table(f"{figure.title}: {figure.y.name}", headings, rows, caption="; ".join(captions))

@@ -34,6 +34,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
 }
 TRANSPORTS = ("auto", "host", "gloo", "nccl")
 COLLECTIVES = tuple(_BUS_FACTORS)
+FIGURE_PARAMETERS = 60_000_000  # whose all-reduces by size of a call are drawn: 2006.15704, figure 2
 
 
 def algorithm_bandwidth(num_bytes: int, seconds: float) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from plait.pages.figures import Axis, Curve, Figure, Listing, Point
 from plait.plan import Plan
+from plait.plan.cost_model import FIGURE_PARAMETERS
 from plait.planner.bills import trainings, walls, zero_bytes
 from plait.planner.cluster import cluster, fat_tree, max_endpoints
 from plait.planner.communication import Group, Links, collective_s
@@ -30,7 +31,6 @@ _DEVICES = ("v100", "a100", "h100", "h100-nvl", "h200-nvl", "h200", "b200")
 _HOSTS = ("dgx-1", "dgx-2", "dgx-a100", "jean-zay", "dgx-h100", "dgx-h200", "dgx-b200")
 _ZERO_RANKS = 64  # of the table of ZeRO's paper
 _ZERO_GB = (120.0, 31.4, 16.6, 1.9)  # 1910.02054, figure 1
-PARAMETERS = 60_000_000  # of 2006.15704, figure 2
 _CALLS = [1 << power for power in range(10, 26, 2)]
 _NCCL = 61e-6, 135e9  # seconds, bus bytes/s: fitted to vTrain's tables of 8 V100, "trace/*/AR_GPU8_LUT"
 _GLOO_S = ((1 << 10, 741.0), (1 << 14, 41.0), (1 << 18, 4.2), (1 << 22, 0.62), (1 << 24, 0.62))
@@ -162,7 +162,7 @@ def _zero() -> Figure:
 def offloaded() -> Listing:
     """Return the memory of a model without, and of one ten times larger with its states on the host."""
     on, work, gib = cluster("v100:1gpus"), Workload(sequence=1024, batch=8), 2**30
-    rows = []
+    rows: list[tuple[str | float, ...]] = []
     for size, plan in product(_GPT, ("dp=1 micro=8 precision=fp16 recompute=full", _OFFLOAD)):
         found = price(ModelShape.parse(_GPT[size]), Plan.parse(plan), on, work)
         fits = "yes" if found.memory_high_bytes < on.device.memory_bytes else "no"
@@ -181,7 +181,7 @@ def _all_reduces() -> Figure:
     start_s, bus_bytes_per_s = _NCCL
 
     def total(call_s: Callable[[float], float]) -> tuple[Point, ...]:
-        return tuple((size, math.ceil(PARAMETERS / size) * call_s(4.0 * size)) for size in _CALLS)
+        return tuple((size, math.ceil(FIGURE_PARAMETERS / size) * call_s(4.0 * size)) for size in _CALLS)
 
     published = total(lambda size: start_s + 2 * 7 / 8 * size / bus_bytes_per_s)
     predicted = total(lambda size: collective_s("all-reduce", links, group, size))
@@ -191,7 +191,7 @@ def _all_reduces() -> Figure:
         Curve(names[1], predicted, "dashed", names[0]),
         Curve(names[2], _GLOO_S),
     )
-    title = f"All-reduces of {PARAMETERS // 10**6} M parameters in fp32"
+    title = f"All-reduces of {FIGURE_PARAMETERS // 10**6} M parameters in fp32"
     axes = Axis("parameters per call", log=10), Axis("total time, s", "seconds", 10)
     source = (
         "2006.15704, figure 2, is this figure on other machines; NCCL: vTrain's tables; Gloo: docs/figures.md"
@@ -207,7 +207,7 @@ def _bridges() -> Listing:
         numbers = (each.sheet_bytes, each.memory_bytes_per_s, both, both * each.bridged / 2)
         pools.append([each.bridged, *(number / 1e9 for number in (each.bridged * numbers[0], *numbers[1:]))])
     one, other = pools
-    rows = [(f"{name}, {pool[0]:.0f} joined", *pool) for name, pool in zip(_BRIDGED, pools, strict=True)]
+    rows: list[tuple[str | float, ...]] = [(name, *pool) for name, pool in zip(_BRIDGED, pools, strict=True)]
     rows.append(("ratio", *(b / a for a, b in zip(one, other, strict=True))))
     headings = "", "devices", "pool, GB", "memory, GB/s", "bridge, GB/s both ways", "all bridges, GB/s"
     return Listing(
