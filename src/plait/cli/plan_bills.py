@@ -152,7 +152,7 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
     columns = {each.name: {x: shown(*point) for x, *point in each.points} for each in figure.curves}
     expected = {each.name: each.expected for each in figure.curves if each.expected}
 
-    def beside(name: str, x: float) -> str:
+    def at_place(name: str, x: float) -> str:
         published = columns.get(expected.get(name, ""), {}).get(x)
         return columns[name].get(x, "") + (f" [{published}]" if published else "")
 
@@ -160,11 +160,11 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
     places = sorted({x for each in columns.values() for x in each})
     own = {x: [name for name in drawn if x in columns[name]] for x in places}
     if names and max(map(len, own.values())) == 1:  # curves of few points each: one column for all
-        rows = [[cell(x), names[x], name, beside(name, x)] for x in places for name in own[x]]
+        rows = [[cell(x), names[x], name, at_place(name, x)] for x in places for name in own[x]]
         headings = [figure.x.name, "", "", figure.y.name]
     else:
         labels = {x: [names[x]] if names else [] for x in places}
-        rows = [[cell(x), *labels[x], *(beside(name, x) for name in drawn)] for x in places]
+        rows = [[cell(x), *labels[x], *(at_place(name, x) for name in drawn)] for x in places]
         headings = [figure.x.name, *([""] if names else []), *drawn]
     errors = ", ".join(f"{name} {error:.1%}" for name, error in figure.errors().items())
     captions = ["[ ]: published"] * bool(expected) + [f"mean error: {errors}"] * bool(errors)
