@@ -33,6 +33,7 @@ from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_optim import check_groups, states_per_element
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
 from plait.plan.communicators import num_communicators
+from plait.plan.devices import Device
 from plait.plan.estimate.memory import MASTER_BYTES
 from plait.plan.estimate.servers import ServerTraffic, server_memory, server_traffic, worker_memory
 from plait.plan.estimate.traffic import RankFacts, exchange_traffic, scratch_bytes, step_traffic
@@ -70,7 +71,8 @@ class Explanation:
     """A model under a plan. `bubble`: idle fraction of all ranks' time, for equal stages and a backward that
     takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor; `float8`: layers of the
     blocks that multiply in float8, and those that do not; `shard_map`: boxes of every tensor; `servers`:
-    bytes per step of a plan with parameter servers, whose grid is that of one worker."""
+    bytes per step of a plan with parameter servers, whose grid is that of one worker; `hardware`: the ranks'
+    device, if it was given."""
 
     plan: Plan
     grid: Grid
@@ -85,9 +87,14 @@ class Explanation:
     shard_map: ShardMap
     tensor: TPPlan
     servers: ServerTraffic | None = None
+    hardware: Device | None = None
 
     def of_rank(self, rank: int) -> RankClass:
         return next(of_class for of_class in self.rank_classes if rank in of_class.ranks)
+
+    def fullest(self) -> RankClass:
+        """The class of ranks with the most bytes on their devices."""
+        return max(self.rank_classes, key=lambda of_class: of_class.memory.total)
 
 
 def explain(
@@ -113,6 +120,8 @@ def explain(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
     cluster = cluster or Cluster("host", None, torch.device("cpu"))
+    if cluster.hardware is not None:
+        cluster.hardware.check_precision(plan.precision)
     if not micro:
         raise _no_tensors()
     spec = validate(
@@ -149,6 +158,7 @@ def explain(
         view.shard_map,
         spec.tensor,
         servers,
+        cluster.hardware,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from plait.errors import ConfigError, nearest, shown
+from plait.errors import ConfigError, PlanError, nearest, shown
 from plait.fileio import parse_toml, read_text
 
 _TABLE = Path(__file__).with_name("devices.toml")
@@ -32,6 +32,7 @@ class Device:
     sheet_bytes        memory as the data sheet gives it
     link_kind          the kind of `link_bytes_per_s`, for people
     source             of the figures
+    kind               of torch.device: cuda or cpu
     product_rates      measured: by precision, FLOP/s of products of so many FLOPs, in ascending order; where
                        given, they replace peaks and fractions
     operator_rates     measured: by precision and operator, as in `DeviceSpeed`
@@ -52,11 +53,22 @@ class Device:
     sheet_bytes: float = 0.0
     link_kind: str = ""
     source: str = ""
+    kind: str = "cuda"
     product_rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
     operator_rates: Mapping[str, Mapping[str, tuple[tuple[float, float], ...]]] = field(
         default_factory=dict, hash=False
     )
     collectives: tuple[tuple[str, int, float, float], ...] = ()
+
+    def check_precision(self, precision: str) -> None:
+        """Raise PlanError if the device cannot compute in the precision of a plan."""
+        if precision not in self.peak_flops:
+            raise PlanError(
+                "the device does not compute in this precision",
+                given=f"precision={precision} on {self.name}",
+                expected=" or ".join(self.peak_flops),
+                hint="precision=bf16" if "bf16" in self.peak_flops else "precision=fp32",
+            )
 
 
 def device(name: str) -> Device:
@@ -125,4 +137,5 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         sheet_bytes=entry["gigabytes"] * 1e9,
         link_kind=entry["link_kind"],
         source=entry["source"],
+        kind=entry.get("kind", Device.kind),
     )
