@@ -1,5 +1,6 @@
 """Commands and imports load only the libraries that they need, so that they answer at once."""
 
+import ast
 import json
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import plait
 from support import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +121,34 @@ def test_plait_and_its_plan_load_no_heavy_library() -> None:
     modules = loaded_by_program("import plait\nplait.Plan.parse('dp=2')\nplait.PlaitError")
     assert "plait" in modules
     assert not modules.intersection(HEAVY)
+
+
+def test_completion_and_help_show_the_public_names() -> None:
+    loaded_by_program(
+        """
+import plait, pydoc, rlcompleter
+assert set(plait.__all__) <= set(dir(plait)) and "importlib" not in dir(plait)
+assert rlcompleter.Completer({"plait": plait}).complete("plait.paral", 0).startswith("plait.parallelize")
+assert "parallelize(model" in pydoc.render_doc(plait, renderer=pydoc.plaintext)
+"""
+    )
+
+
+def test_a_type_checker_sees_the_public_names_and_no_getattr() -> None:
+    """With a module's `__getattr__`, it would take a misspelled name for one of the package."""
+    defined = ast.parse(Path(plait.__file__).read_text()).body
+    names = {node.name for node in defined if isinstance(node, ast.FunctionDef)}
+    guarded = [node for node in defined if isinstance(node, ast.If)]
+    imported = {
+        name.name
+        for node in guarded
+        for part in node.body
+        if isinstance(part, ast.ImportFrom)
+        for name in part.names
+    }
+    assert "__getattr__" not in names
+    assert [ast.unparse(node.test) for node in guarded] == ["TYPE_CHECKING", "not TYPE_CHECKING"]
+    assert imported == set(plait.__all__) - {"__version__"}
 
 
 def test_a_plain_module_trains_without_transformers() -> None:
