@@ -21,6 +21,7 @@ from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.plan.devices import Device
 from plait.plan.devices import device as find_device
+from plait.train.saved_recipe import check_is_run
 
 if TYPE_CHECKING:
     from plait.estimate.explain import Explanation
@@ -211,6 +212,7 @@ def _explain_model(
 
 def explain_run(path: Path, host_size: int | None) -> "tuple[Explanation, Measurements]":
     """Explain the plan that the run used, next to its measurements. Raises RunError."""
+    check_is_run(path)
     from plait.train.explain import cluster_from_run, explain_recipe
     from plait.train.measurements import read_measured
     from plait.train.run_dir import RunDir

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.data import tokenizer as tokenizers
-from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.config import INDEX, DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, open_store
-from plait.data.index import INDEX, TOKENIZER, DatasetSpec, Index, SourceStats
+from plait.data.index import TOKENIZER, DatasetSpec, Index, SourceStats
 from plait.data.readers import ReadOptions, read_chunks
 from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_part
 from plait.data.sources import Shard, list_shards

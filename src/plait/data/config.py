@@ -11,6 +11,7 @@ FilePath = Annotated[Path, AfterValidator(check_path)]
 Source = Annotated[str, AfterValidator(check_path)]
 MAX_COUNT = 2**53  # of anything in a recipe: numbers that JSON, floats and tensors have exactly
 
+INDEX = "index.json"  # in a directory of tokens, once they are complete
 MAX_WORKERS = 1024
 END_OF_DOCUMENT = "<|end|>"
 BYTES_AND_END = 257  # a byte-level vocabulary: all bytes, and the end of a document

@@ -13,11 +13,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait.data import tokenizer as tokenizers
-from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.config import INDEX, DataConfig, TokenizerConfig
 from plait.errors import DataError, unreadable
 from plait.fileio import json_hash, read_json
 
-INDEX = "index.json"
 TOKENIZER = "tokenizer"
 MAX_INDEX_BYTES = 1 << 28
 MAX_UINT16_VOCAB = 1 << 16

@@ -57,7 +57,8 @@ def fit_text(explanation: Explanation, hardware: Device) -> str:
     known = "" if row.memory.activations is not None else ", without activations, whose size is unknown"
     return (
         f"{'fits' if used <= size else 'does not fit'}: {_describe_ranks(row.ranks)} needs "
-        f"{format_bytes(used)} of the {format_bytes(int(size))} that programs can use on {hardware.name}{known}"
+        f"{format_bytes(used)} of the {format_bytes(int(size))} "
+        f"that programs can use on {hardware.name}{known}"
     )
 
 
