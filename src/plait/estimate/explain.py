@@ -120,8 +120,7 @@ def explain(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     model = model if isinstance(model, nn.Module) else Chain(model)
     cluster = cluster or Cluster("host", None, torch.device("cpu"))
-    if cluster.hardware is not None:
-        cluster.hardware.check_precision(plan.precision)
+    cluster.check_precision(plan.precision)
     if not micro:
         raise _no_tensors()
     spec = validate(
@@ -138,9 +137,8 @@ def explain(
     groups = GroupOptimizer.of_groups(optimizer, dict(optimizer_args or {}), spec.groups)
     check_groups(groups, plan)
     view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, groups)
-    schedule = spec.schedule
+    schedule, servers = spec.schedule, None
     num_parameters, classes = view.shard_map.num_parameters, tuple(view.rank_classes())
-    servers = None
     if plan.num_servers:
         servers = server_traffic(plan, num_parameters)
         classes = _with_servers(plan, classes[0], num_parameters, max(states_per_element(groups)))

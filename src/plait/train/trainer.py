@@ -137,6 +137,8 @@ class Trainer:
                 world.store.set(RESUMED, str(newest.path))
         elif run.dir.metrics.exists():
             self._warnings.append("no checkpoint yet: the run starts from the beginning")
+        if newest is None and run.store.index.skipped:
+            self._warnings.append(f"left out of the data, as it is not text: {run.store.index.skipped}")
 
     def _restore_progress(self, saved: Checkpoint) -> None:
         """Set the progress to that of a checkpoint which the engine has loaded."""
@@ -396,7 +398,8 @@ class Trainer:
         memory = largest_memory(self._recipe, self._engine)
         if self._console is None:
             return
-        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory))
+        skipped = self._run.store.index.skipped
+        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory, skipped))
         if self._step:
             is_complete = self._step >= self._config.steps
             done = ": training is complete (raise run.steps to go on)" if is_complete else ""
