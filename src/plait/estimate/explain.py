@@ -118,11 +118,10 @@ def explain(
     ConfigError where `parallelize` would; whether a GPU can train in fp16 is tried where there is one.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    model = model if isinstance(model, nn.Module) else Chain(model)
-    cluster = cluster or Cluster("host", None, torch.device("cpu"))
-    cluster.check_precision(plan.precision)
+    cluster = (cluster or Cluster("host", None, torch.device("cpu"))).checked(plan.precision)
     if not micro:
         raise _no_tensors()
+    model = model if isinstance(model, nn.Module) else Chain(model)
     spec = validate(
         model,
         plan.of_worker if plan.num_servers else plan,
@@ -137,7 +136,7 @@ def explain(
     groups = GroupOptimizer.of_groups(optimizer, dict(optimizer_args or {}), spec.groups)
     check_groups(groups, plan)
     view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, groups)
-    schedule, servers = spec.schedule, None
+    servers, num_stages = None, spec.schedule.num_stages
     num_parameters, classes = view.shard_map.num_parameters, tuple(view.rank_classes())
     if plan.num_servers:
         servers = server_traffic(plan, num_parameters)
@@ -148,9 +147,9 @@ def explain(
         cluster.transport,
         type(model).__name__,
         num_parameters,
-        schedule.num_stages,
+        num_stages,
         tuple(next(iter(micro.values())).shape),
-        simulate(schedule, Durations.uniform(schedule.num_stages)).bubble_fraction,
+        simulate(spec.schedule, Durations.uniform(num_stages)).bubble_fraction,
         classes,
         spec.float8,
         view.shard_map,
