@@ -1,4 +1,7 @@
-"""plait trains PyTorch models that have outgrown one device."""
+"""plait trains PyTorch models that have outgrown one device.
+
+`parallelize(model, plan)` returns an `Engine`; `launch(function, ranks)` runs a function on local ranks.
+"""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -59,7 +62,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'plait' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # a type checker that saw it would take any name for one of the package
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'plait' has no attribute {name!r}")
+        globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "importlib", "_HOMES"})

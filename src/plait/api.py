@@ -55,7 +55,8 @@ def parallelize(
     model           any nn.Module, unmodified, or a list (see `Chain`). Values: rank 0's; on meta, from `seed`
     plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
-    param_groups    as in torch, or with an `optimizer` of their own. None: no decay for norms and biases
+    param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases are not decayed,
+                    unlike with torch's AdamW(model.parameters()): [{"params": [*model.parameters()]}]
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk

@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 class PlaitError(Exception):
-    """An error that the user can fix. `str()` gives a message of up to four lines.
+    """An error that the user can fix. `str()` gives a message of up to four parts, of one line or several.
 
     `fact` states the problem in the user's terms; `given` the value received; `expected` a valid value;
     `hint` what to try. Errors of the package have all four, except where nothing is given or right, as listed
@@ -46,7 +46,8 @@ class PlaitError(Exception):
         lines = [_shortened(self.fact)]
         for label, value in (("given", self.given), ("expected", self.expected), ("try", self.hint)):
             if value is not None:
-                lines.append(f"  {label:<8}: {_shortened(value)}")
+                text = _shortened(value).replace("\n", "\n" + " " * 12)
+                lines.append(f"  {label:<8}: {text}")
         return printable("\n".join(lines))
 
     def message(self) -> str:
@@ -73,6 +74,10 @@ class ConfigError(PlaitError):
 
 class DataError(PlaitError):
     """An unusable corpus, tokenizer, token file or trace."""
+
+
+class ContentError(DataError):
+    """A file or row of a corpus that is not text, or does not have any."""
 
 
 def unreadable(what: object, error: OSError) -> DataError:

@@ -11,6 +11,9 @@ if __name__ == "__main__":
     page = connection.Connection(int(sys.argv.pop()))
     sys.path[0] = os.getcwd()  # noqa: PTH109
     warnings.simplefilter("error")
+    warnings.filterwarnings(
+        "ignore", ".*is_gradient_checkpointing", FutureWarning
+    )  # of transformers, in peft
     while True:
         try:
             name, text = page.recv()

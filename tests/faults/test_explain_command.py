@@ -60,6 +60,26 @@ def test_the_tables_show_the_plans_costs(recipe: Path, tmp_path: Path) -> None:
     assert gather["leaves"] == gather["bytes"] // 2  # of two ranks
 
 
+def test_ranks_on_a_named_device_are_explained_without_one(recipe: Path, tmp_path: Path) -> None:
+    file, config = tmp_path / "plan.json", tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config.write_text(json.dumps({"model_type": "llama", "vocab_size": 256, **sizes}))
+    for words in ((recipe,), ("--model", config, "--sequence", "32")):
+        out = typed(*words, "--plan", "dp=2 zero=3", "--device", "h100", "--json", file).output
+        assert rows(out, "transport") == [["nccl, on h100-sxm-80gb"]]
+        assert rows(out, "parameters", "all-gather"), "GPUs share no memory"
+        assert re.search(r"^fits: each of ranks 0-1 needs 1\.\d GiB of the 79\.1 GiB", out, re.MULTILINE)
+        found: Any = json.loads(file.read_text())
+        assert found["device"]["fits"]
+        assert found["alike"][0]["memory"]["runtime"] > 2**30 > found["alike"][0]["memory"]["allocator"] > 0
+    out = typed(
+        "--model", config, "--plan", "dp=2", "--device", "l40s", "--sequence", "2", "--batch", "8000000"
+    ).output
+    assert re.search(r"^does not fit: each of ranks 0-1 needs .* of the 44\.4 GiB", out, re.MULTILINE)
+    out = typed(recipe, "--plan", "dp=2 zero=3", "--device", "epyc").output
+    assert rows(out, "transport") == [["host, on epyc-9654"]]
+
+
 def test_mistakes_are_errors(recipe: Path, tmp_path: Path) -> None:
     for words, fact in (
         ((), "explain needs one recipe, one model or one run"),
@@ -74,6 +94,10 @@ def test_mistakes_are_errors(recipe: Path, tmp_path: Path) -> None:
         (("--run", tmp_path / "none"), "the run does not exist"),
         (("--run", tmp_path), "not a run directory"),
         (("--run", tmp_path, "--plan", "dp=2"), "a run is explained as it was"),
+        (("--run", tmp_path, "--device", "h100"), "a run is explained as it was"),
+        ((recipe, "--device", "h101"), "unknown device"),
+        ((recipe, "--device", "v100", "--plan", "precision=bf16"), "does not compute in this precision"),
+        (("--model", recipe, "--plan", "dp=2"), f"plait explain {recipe} --plan"),
     ):
         assert fact in typed(*words, code=2).stderr
 

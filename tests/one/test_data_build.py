@@ -1,5 +1,6 @@
 """Text becomes tokens once, whole, the same on any number of processes, and survives being killed."""
 
+import gzip
 import json
 import os
 import signal
@@ -283,6 +284,50 @@ def test_bad_text_in_another_process_is_the_same_error(tmp_path: Path) -> None:
     assert str(error.value.given).startswith("byte 3000 (0xff)")
     assert not list(data.dir.glob("**/*.tmp"))
     assert not (data.dir / "index.json").exists()
+
+
+def corpus_with_bad_files(folder: Path) -> None:
+    for number in range(6):
+        (folder / f"good-{number}.txt").write_text(f"text number {number} " * 20)
+    for number in range(25):
+        (folder / f"latin-{number:02}.txt").write_bytes(b"caf\xe9")
+    (folder / "packed.txt").write_bytes(gzip.compress(b"text"))
+    (folder / "rows.jsonl").write_text('{"text": "a row"}\n' + '{"txt": 1}\n' * 3 + "no JSON\n")
+
+
+def test_all_bad_files_are_in_one_error(tmp_path: Path) -> None:
+    corpus_with_bad_files(tmp_path)
+    with pytest.raises(DataError, match="27 files are not text") as caught:
+        build(config(tmp_path, "*.*"), TRAINED, progress=False)
+    message = str(caught.value)
+    assert "latin-00.txt is not UTF-8: byte 3 (0xe9)" in message
+    assert "... (7 more)" in message
+    assert "data.errors" in caught.value.hint
+    for number in range(25):
+        (tmp_path / f"latin-{number:02}.txt").unlink()
+    with pytest.raises(DataError) as caught:
+        build(config(tmp_path, "*.*"), TRAINED, progress=False)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert [line.rpartition("/")[2] for line in lines[1:3]] == [
+        "packed.txt is compressed: gzip data",
+        "rows.jsonl contains a row without 'text': line 2: 'txt' (and 3 more rows)",
+    ]
+
+
+@pytest.mark.parametrize("build_workers", [0, 2])
+def test_bad_files_and_rows_are_left_out_and_counted(tmp_path: Path, build_workers: int) -> None:
+    corpus_with_bad_files(tmp_path)
+    data = config(tmp_path, "*.txt", "*.jsonl", errors="skip", build_workers=build_workers)
+    store = build(data, TRAINED, progress=False)
+    texts = texts_of(store.train, store) + texts_of(store.validation, store)
+    assert sorted(texts) == ["a row", *(f"text number {number} " * 20 for number in range(6))]
+    assert [(each.skipped_files, each.skipped_rows) for each in store.index.sources] == [(26, 0), (0, 4)]
+    assert store.index.skipped == "26 files, 4 rows"
+    assert build(data, TRAINED, progress=False).digest == store.digest
+    with pytest.raises(DataError, match="were built with other errors"):
+        build(config(tmp_path, "*.txt", "*.jsonl"), TRAINED, progress=False)
+    with pytest.raises(DataError, match="25 files are not text"):
+        build(config(tmp_path, "latin*", dir=tmp_path / "none", errors="skip"), TRAINED, progress=False)
 
 
 def test_two_builds_at_once_make_one_set_of_tokens(

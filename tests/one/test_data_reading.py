@@ -202,6 +202,7 @@ def test_a_character_cut_off_at_the_end_of_a_file_is_not_utf8(tmp_path: Path) ->
         (b"[" * 100_000, "contains a line that is not JSON", "line 2"),
         (b'["a"]', "contains a row that is not an object", "line 2: a list"),
         (b'{"txet": "a"}', "contains a row without 'text'", "line 2: 'txet'"),
+        (b'{"messages": []}', "contains a row that is a conversation", "line 2: 'messages'"),
         (b'{"text": null}', "contains a row whose 'text' is not text", "line 2: a NoneType"),
         (b'{"text": "\\ud800"}', "contains a row with an unpaired surrogate", "line 2"),
         (b'{"text": "\xff"}', "is not UTF-8", "byte 25 (0xff)"),

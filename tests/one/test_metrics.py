@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -72,6 +73,14 @@ def test_every_step_is_in_the_file_and_every_second_on_the_screen(tmp_path: Path
     assert "step 4/12" in lines[1]
     assert "loss 6.5000" in lines[1], "the mean since the last line"
     assert "5,000 tok/s mfu 25.0%" in lines[1]
+
+
+def test_the_time_left_is_a_mean_over_more_steps_than_a_line(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    with Metrics(RunDir(tmp_path), Console(file=shown, width=200), 0, 1000, 10) as metrics:
+        for step in range(1, 101):
+            metrics.step(replace(facts(step), seconds=11.0 if step > 90 else 1.0))
+    assert shown.getvalue().splitlines()[-1].endswith("00:30:00 left"), "900 steps of 2 s, not of 11"
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:

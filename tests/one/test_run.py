@@ -7,10 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
+from plait.comm import World
 from plait.errors import ConfigError, PlanError, RunError
+from plait.train.metrics import read_metrics
 from plait.train.prepare import discard_unused, prepare
 from plait.train.run_dir import RunDir, is_later_attempt
+from plait.train.trainer import train
 from support import checkpoints
 
 RECIPE = """
@@ -119,6 +123,19 @@ def test_a_recipe_that_was_edited_stops_a_resume_and_set_does_not(recipe: Path) 
     (run.tokenizer / "tokenizer.json").write_text("{}")
     with pytest.raises(RunError, match="tokenizer is damaged"):
         prepare(run.path, resume=True)
+
+
+def test_a_resumed_run_says_that_its_schedule_was_stretched(recipe: Path) -> None:
+    sets = ["run.steps=3", "schedule.name=cosine", "data.workers=0"]
+    run, alone = prepare(recipe, sets=sets).dir, World.alone(torch.device("cpu"))
+    train(run.read_recipe(), alone)
+    for change in ([], ["run.steps=8"], []):
+        prepare(run.path, sets=change, resume=True)
+        train(run.read_recipe(), alone)
+    warnings = [record for record in read_metrics(run.metrics) if "warning" in record]
+    assert warnings == [{"step": 3, "warning": "the schedule now ends at step 8: lr 2.5e-04 -> 6.9e-04"}], (
+        "once, at the change"
+    )
 
 
 def test_a_folder_to_offload_to_is_found_again_from_elsewhere(

@@ -1,5 +1,6 @@
 """Commands and imports load only the libraries that they need, so that they answer at once."""
 
+import ast
 import json
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import plait
 from support import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +98,21 @@ def test_an_unknown_option_is_refused_without_a_heavy_library(command: str) -> N
         (("data", "build", "recipes/tiny.toml", "--set", "data.seqence=5"), "data.sequence"),
         (("bench", "collectives", "--collective", "all-gathr"), "all-gather"),
         (("bench", "ddp", "--caps", "1X"), "--caps"),
+        (("train", "recipes/tiny.toml", "--plan", "dp=3"), "run.batch=3"),
+        (("train", "recipes/tiny.toml", "--plan", "dp=2", "--ranks", "4"), "4"),
+        (
+            ("train", "recipes/tiny.toml", "--set", "data.dir=runs/new", "--set", 'data.sources=["no.txt"]'),
+            "no.txt is missing",
+        ),
+        (("generate", "runs/nope"), "the run does not exist"),
+        (("export", "runs/nope", "exported"), "the run does not exist"),
+        (("report", "docs"), "not a run directory"),
+        (("compare", "runs/nope", "docs"), "the run does not exist"),
+        (("explain", "--run", "runs/nope"), "the run does not exist"),
+        (("evaluate", "runs/nope", "README.md"), "the model does not exist"),
+        (("evaluate", "docs", "nofile.txt"), "nofile.txt is missing"),
+        (("checkpoint", "show", "runs/nope"), "runs/nope, which does not exist"),
+        (("checkpoint", "verify", "runs/nope"), "runs/nope, which does not exist"),
         (("schedule", "zb-h2", "--pp", "2", "--micro", "4"), "zb-h1"),
         (("schedule", "1f1b", "--pp", "2", "--micro", "4", "--png", "a.gif"), ".png"),
     ],
@@ -119,6 +136,34 @@ def test_plait_and_its_plan_load_no_heavy_library() -> None:
     modules = loaded_by_program("import plait\nplait.Plan.parse('dp=2')\nplait.PlaitError")
     assert "plait" in modules
     assert not modules.intersection(HEAVY)
+
+
+def test_completion_and_help_show_the_public_names() -> None:
+    loaded_by_program(
+        """
+import plait, pydoc, rlcompleter
+assert set(plait.__all__) <= set(dir(plait)) and "importlib" not in dir(plait)
+assert rlcompleter.Completer({"plait": plait}).complete("plait.paral", 0).startswith("plait.parallelize")
+assert "parallelize(model" in pydoc.render_doc(plait, renderer=pydoc.plaintext)
+"""
+    )
+
+
+def test_a_type_checker_sees_the_public_names_and_no_getattr() -> None:
+    """With a module's `__getattr__`, it would take a misspelled name for one of the package."""
+    defined = ast.parse(Path(plait.__file__).read_text()).body
+    names = {node.name for node in defined if isinstance(node, ast.FunctionDef)}
+    guarded = [node for node in defined if isinstance(node, ast.If)]
+    imported = {
+        name.name
+        for node in guarded
+        for part in node.body
+        if isinstance(part, ast.ImportFrom)
+        for name in part.names
+    }
+    assert "__getattr__" not in names
+    assert [ast.unparse(node.test) for node in guarded] == ["TYPE_CHECKING", "not TYPE_CHECKING"]
+    assert imported == set(plait.__all__) - {"__version__"}
 
 
 def test_a_plain_module_trains_without_transformers() -> None:

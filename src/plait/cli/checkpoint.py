@@ -50,6 +50,7 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Read every byte. If one differs from what was written, print where, and exit with code 2."""
+    _check_exists(location)
     from plait.checkpoint.checkpoint import open_checkpoint
     from plait.checkpoint.diff import find_checkpoints
     from plait.plan import format_bytes
@@ -85,6 +86,7 @@ def show(
 ) -> None:
     """Show the step, the facts, the tensors and the files of a checkpoint. Reads only the manifest."""
     check_outputs({"--json": json})
+    _check_exists(location)
     from plait.checkpoint.diff import Contents
 
     found = _newest(location)
@@ -119,6 +121,7 @@ def diff(
 ) -> None:
     """Compare full tensors, saved under any two plans. Exit code 1 if one differs."""
     check_outputs({"--json": json})
+    _check_exists(one, other)
     from plait.checkpoint.diff import compare
 
     left, right = _newest(one), _newest(other)
@@ -149,6 +152,7 @@ def convert(
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Write the weights as a Hugging Face directory, one tensor at a time."""
+    _check_exists(location)
     from plait.checkpoint.huggingface import SHARD_BYTES
     from plait.train.export import convert as write
     from plait.train.run_dir import RunDir
@@ -158,6 +162,18 @@ def convert(
     run = RunDir(found.path.absolute().parent.parent)
     write(found, out, dtype, shard_bytes=limit, config=config, run=run if run.recipe.is_file() else None)
     print_line(out)
+
+
+def _check_exists(*locations: Path) -> None:
+    """Raise CheckpointError for a missing path, before torch is imported."""
+    for location in locations:
+        if not location.exists():
+            raise CheckpointError(
+                "not a checkpoint",
+                given=f"{location}, which does not exist",
+                expected="a directory such as step-00000120, or that of a run",
+                hint=f"ls {location.absolute().parent}",
+            )
 
 
 def _newest(location: Path) -> "Checkpoint":

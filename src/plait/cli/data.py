@@ -32,4 +32,6 @@ def build(
     store = build_tokens(values.data, values.tokenizer, force=force)
     print_line(f"{values.data.dir}: {store.train.num_tokens:,} training tokens,", end=" ")
     print_line(f"{store.validation.num_tokens:,} validation tokens, vocabulary {store.index.vocab_size:,}")
+    if store.index.skipped:
+        print_line(f"left out, as it is not text: {store.index.skipped}")
     print_line(f"content {store.digest}")

@@ -10,8 +10,10 @@ import typer
 
 from plait.cli.common import Debug, Json, check_outputs, report_errors, write_json_output
 from plait.cli.multirank import check_ranks, first_rank_first, report_once
+from plait.data.sources import list_source
 from plait.launchers import adopt_ranks
 from plait.plan import Plan
+from plait.train.saved_recipe import check_is_folder_of_model
 
 if TYPE_CHECKING:
     from plait.train.evaluate import EvaluationRequest
@@ -54,6 +56,9 @@ def evaluate(
         Plan.parse(plan).check_no_servers("plait evaluate")
         if adopt_ranks():
             check_ranks(ranks)
+        check_is_folder_of_model(model)
+        if not data.startswith("hf:"):
+            list_source(data)  # raises for a missing file
     from plait.train.evaluate import EvaluationRequest
 
     own_tokenizer = None if tokenizer is None else str(tokenizer)

@@ -19,12 +19,19 @@ from plait.cli.common import (
 )
 from plait.errors import ConfigError
 from plait.plan import Plan
+from plait.plan.devices import Device
+from plait.plan.devices import device as find_device
+from plait.train.saved_recipe import check_is_run
 
 if TYPE_CHECKING:
     from plait.estimate.explain import Explanation
     from plait.train.measurements import Measurements
 
 LAYOUT_HELP = 'Layout rules of tensor parallelism, e.g. "heads:col ffn:col".'
+DEVICE_HELP = (
+    "Explain ranks on such devices, e.g. h100-sxm-80gb, and say whether the plan fits their memory. This "
+    "machine need not have one. Default: this machine's kind of device."
+)
 MODEL_HELP = "A model_type of transformers, a config.json, a folder with one, or module:function."
 
 
@@ -50,6 +57,7 @@ def explain(
     sequence: Annotated[
         int | None, typer.Option(min=2, help="With --model: tokens per sequence. Default: 2048.")
     ] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help=DEVICE_HELP, show_default=False)] = None,
     rank: Annotated[
         int | None, typer.Option(help="Show the collectives of this rank.", show_default=False)
     ] = None,
@@ -62,22 +70,18 @@ def explain(
 ) -> None:
     """Show memory, communication and pipeline bubble of a plan on every rank, without starting a rank."""
     check_outputs({"--json": json, "--html": html})
-    _check_source({"a recipe": recipe, "--model": model, "--run": run}, {"--plan": plan, "--set": sets})
-    if model is None and (batch, sequence, layout) != (None, None, None):
-        raise ConfigError(
-            "--batch, --sequence and --layout are for --model",
-            given="a recipe or a run, which has its own",
-            expected="the batch, the sequence and the layout of the recipe",
-            hint="--set run.batch=8 --set data.sequence=128 --set model.tensor_plan.layout=heads:col",
-        )
+    sources: dict[str, object] = {"a recipe": recipe, "--model": model, "--run": run}
+    overrides: dict[str, object] = {"--plan": plan, "--set": sets, "--device": device}
+    _check_source(sources, overrides, (batch, sequence, layout))
+    hardware = None if device is None else find_device(device)
     measured = None
     if run is not None:
         explanation, measured = explain_run(run, host_size)
     elif model is not None:
-        explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size, layout)
+        explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size, layout, hardware)
     else:
         assert recipe is not None, "one of the three sources is given"
-        explanation = _explain_recipe(recipe, plan, sets, host_size)
+        explanation = _explain_recipe(recipe, plan, sets, host_size, hardware)
 
     import rich
 
@@ -97,8 +101,11 @@ def _write_page(path: Path, explanation: "Explanation", measured: "Measurements 
     write_page(path, "explain", title, page_values(explanation, measured))
 
 
-def _check_source(sources: dict[str, object], overrides: dict[str, object]) -> None:
-    """Raise ConfigError unless there is one source, which may be changed by what is to change it."""
+def _check_source(
+    sources: dict[str, object], overrides: dict[str, object], of_model: tuple[object, ...]
+) -> None:
+    """Raise ConfigError unless there is one source, which may be changed by what is to change it. `of_model`:
+    values of options that are for `--model`."""
     names = [name for name, value in sources.items() if value is not None]
     if len(names) != 1:
         raise ConfigError(
@@ -116,10 +123,21 @@ def _check_source(sources: dict[str, object], overrides: dict[str, object]) -> N
             expected="--run alone, whose plan and recipe are those of the run",
             hint=f"plait explain --run {run}, or a recipe without --run",
         )
+    if names != ["--model"] and any(value is not None for value in of_model):
+        raise ConfigError(
+            "--batch, --sequence and --layout are for --model",
+            given="a recipe or a run, which has its own",
+            expected="the batch, the sequence and the layout of the recipe",
+            hint="--set run.batch=8 --set data.sequence=128 --set model.tensor_plan.layout=heads:col",
+        )
 
 
 def _explain_recipe(
-    path: Path, plan: str | None, sets: list[str] | None, host_size: int | None
+    path: Path,
+    plan: str | None,
+    sets: list[str] | None,
+    host_size: int | None,
+    hardware: Device | None,
 ) -> "Explanation":
     if path.is_dir():
         raise ConfigError(
@@ -135,7 +153,7 @@ def _explain_recipe(
 
     from plait.train.explain import cluster_from_recipe, explain_recipe
 
-    return explain_recipe(recipe, cluster_from_recipe(recipe, host_size))
+    return explain_recipe(recipe, cluster_from_recipe(recipe, host_size, hardware))
 
 
 def _explain_model(
@@ -146,7 +164,15 @@ def _explain_model(
     sequence: int,
     host_size: int | None,
     layout: str | None,
+    hardware: Device | None,
 ) -> "Explanation":
+    if model.endswith(".toml"):
+        raise ConfigError(
+            "a recipe is given without --model",
+            given=f"--model {model}",
+            expected=MODEL_HELP,
+            hint=f"plait explain {model}" + (f' --plan "{plan}"' if plan else ""),
+        )
     if plan is None or sets:
         raise ConfigError(
             "--model is explained under a plan, without a recipe's values",
@@ -168,8 +194,11 @@ def _explain_model(
     else:
         ids = torch.zeros(micro, sequence, dtype=torch.long, device="meta")
         inputs = {"input_ids": ids, "labels": ids}
-    has_gpu = torch.cuda.is_available()
-    cluster = Cluster("nccl" if has_gpu else "host", host_size, torch.device("cuda" if has_gpu else "cpu"))
+    if hardware is not None:
+        cluster = Cluster.of_hardware(hardware, host_size)
+    else:
+        kind, transport = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "host")
+        cluster = Cluster(transport, host_size, torch.device(kind))
     return explain_model(
         spec.model(),
         parsed,
@@ -183,6 +212,7 @@ def _explain_model(
 
 def explain_run(path: Path, host_size: int | None) -> "tuple[Explanation, Measurements]":
     """Explain the plan that the run used, next to its measurements. Raises RunError."""
+    check_is_run(path)
     from plait.train.explain import cluster_from_run, explain_recipe
     from plait.train.measurements import read_measured
     from plait.train.run_dir import RunDir

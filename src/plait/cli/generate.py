@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from plait.cli.common import Debug, Run, print_line, report_errors
+from plait.train.saved_recipe import check_is_run
 
 
 @report_errors
@@ -18,6 +19,7 @@ def generate(
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Generate text with a trained model."""
+    check_is_run(run)
     from plait.train.export import generate as write
     from plait.train.run_dir import RunDir
 

@@ -21,6 +21,7 @@ from plait.cli.common import (
     write_output,
 )
 from plait.errors import ConfigError, RunError
+from plait.train.saved_recipe import check_is_run
 
 if TYPE_CHECKING:
     from plait.train.run_dir import RunDir
@@ -45,6 +46,7 @@ def report(
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Show a finished or training run: curves, memory, timeline, events, sample, configuration."""
+    check_is_run(run)
     from plait.train.run_dir import RunDir
 
     directory = RunDir(run)
@@ -74,6 +76,8 @@ def compare(
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Compare runs: their curves in the same axes, and what differs in their configurations."""
+    for run in runs:
+        check_is_run(run)
     from plait.train.run_dir import RunDir
     from plait.train.run_page import run_values
 

@@ -12,6 +12,7 @@ import typer
 from plait.cli.common import INTERRUPTED, LOST_RANK, Debug, PlanOverride, Run, Sets, print_line, report_errors
 from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
 from plait.cli.streams import outlive_output
+from plait.data.sources import list_source
 from plait.launchers import adopt_ranks
 from plait.plan import Plan
 
@@ -60,10 +61,7 @@ def train(
     sets += [] if trace is None else [f"run.trace={json.dumps(str(trace))}"]
     if adopt_ranks():
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
-    from plait.train.config import read_recipe
-
-    if not resume and not recipe.is_dir():  # errors in it are reported before torch is imported
-        Plan.parse(read_recipe(recipe, sets, plan).plan)
+    _check_before_imports(recipe, sets, plan, ranks, resume)
     from plait.comm.launch import fork_ranks, launch_local
     from plait.server.job import fates_of_ranks
     from plait.train.prepare import prepare
@@ -82,6 +80,28 @@ def train(
             if code and not resume:
                 _discard_unused(prepared.dir, start)
     raise typer.Exit(code)
+
+
+def _check_before_imports(
+    source: Path, sets: list[str], plan: str | None, ranks: int | None, resume: bool
+) -> None:
+    """Report errors that need no torch before it is imported."""
+    from plait.data.config import INDEX
+    from plait.train.config import check_batches, read_recipe
+
+    if resume or source.is_dir():
+        return
+    recipe = read_recipe(source, sets, plan)
+    parsed = Plan.parse(recipe.plan)
+    if ranks is not None or parsed.dp:  # else by the devices
+        num_ranks = ranks or parsed.num_ranks
+        resolved = parsed.resolved(num_ranks)
+        resolved.check_ranks(num_ranks)
+        check_batches(recipe, resolved)
+    if not (recipe.data.dir / INDEX).exists():
+        for name in recipe.data.sources:
+            if not name.startswith("hf:"):
+                list_source(name)
 
 
 @report_errors

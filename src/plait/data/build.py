@@ -11,8 +11,10 @@ processes scale better: reading, JSON and NumPy also run in parallel.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,20 +24,22 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.data import tokenizer as tokenizers
-from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.config import INDEX, DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, open_store
-from plait.data.index import INDEX, TOKENIZER, DatasetSpec, Index, SourceStats
-from plait.data.readers import ReadOptions, read_chunks
+from plait.data.index import TOKENIZER, DatasetSpec, Index, SourceStats
+from plait.data.readers import BadRows, ReadOptions, find_bad, read_chunks
 from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_part
-from plait.data.sources import Shard, list_shards
+from plait.data.sources import Shard, Slice, list_shards, list_source
 from plait.data.workers import Report, write_parts
-from plait.errors import DataError
+from plait.errors import ContentError, DataError
 from plait.fileio import WRITABLE, disk_hint, json_hash, read_json, sync_folder, write_json
-from plait.tables import plain
+from plait.tables import counted, plain
 
 PARALLEL_FROM_BYTES = 64 << 20
 SAMPLE_BYTES = 64 << 20  # text to train a tokenizer on, evenly from all shards
 LOCK = ".lock"
+_MAX_SHOWN = 20  # files that are not text
+_SEARCH_S = 60.0  # for such files, after the first
 
 
 def build(
@@ -80,16 +84,59 @@ class _Build:
     shards: list[Shard]
     console: Console
 
+    def __post_init__(self) -> None:
+        self._listing = _listing_hash(self.shards)  # with the files that are skipped
+        self._bad_files: dict[str, ContentError] = {}
+
     def run(self) -> None:
         unfinished = self.data.dir / UNFINISHED
         unfinished.mkdir(exist_ok=True)
         try:
+            if self.data.errors == "skip":
+                self._leave_out_bad_files()
             settings = self._settings()
             self._write(settings, self._write_all_parts(settings))
-        except BaseException:
+        except BaseException as error:
             if not any(unfinished.glob("part-*.json")):
                 _clear(self.data.dir)  # nothing that a restart could use
+            if isinstance(error, ContentError):
+                raise self._all_bad(error) from error
             raise
+
+    def _leave_out_bad_files(self) -> None:
+        """List the shards again, without the files that are not text. Raises ContentError if none is left."""
+        items = [item for item in self._items() if item.kind in ("text", "jsonl.gz")]  # others: row by row
+        found = find_bad(items, self.data.text_key)
+        self._bad_files = {item.name: error for item, error, rows in found if not rows}
+        for name, error in itertools.islice(self._bad_files.items(), _MAX_SHOWN):
+            self.console.print(plain(f"skipped {name}: {error.given}"))
+        self.shards = list_shards(self.data.sources, without=self._bad_files)
+        if len({shard.source for shard in self.shards}) < len(self.data.sources):
+            raise next(iter(self._bad_files.values()))
+
+    def _items(self) -> Iterator[Slice]:
+        return itertools.chain.from_iterable(map(list_source, self.data.sources))
+
+    def _all_bad(self, first: ContentError) -> ContentError:
+        """Return one error for all files and rows that are not text, as far as they are found in a minute."""
+        self.console.print("looking for other files that are not text", highlight=False)
+        lines, end_s = [], time.monotonic() + _SEARCH_S
+        for _, error, rows in find_bad(self._items(), self.data.text_key):
+            more = f" (and {counted(rows - 1, 'more row')})" if rows > 1 else ""
+            lines.append(f"{error.fact}: {error.given}{more}")
+            if time.monotonic() > end_s:
+                break
+        skip = 'data.errors = "skip" leaves such files and rows out'
+        if len(lines) < 2:
+            first.hint = f"{first.hint}; {skip}"
+            return first
+        others = [f"... ({len(lines) - _MAX_SHOWN} more)"] if len(lines) > _MAX_SHOWN else []
+        return ContentError(
+            f"{len(lines)} files are not text, or have rows that are not",
+            given="\n".join([*lines[:_MAX_SHOWN], *others]),
+            expected=f"text in UTF-8, or JSON lines with text under {self.data.text_key!r}",
+            hint=f"{skip}; or sources without them",
+        )
 
     def _settings(self) -> BuildSettings:
         folder = self.data.dir / TOKENIZER
@@ -102,6 +149,7 @@ class _Build:
             tokenizer_sha256=json_hash(tokenizers.file_hashes(folder)),
             vocab_size=max(loaded.get_vocab().values()) + 1,  # not the number of tokens: ids may have gaps
             text_key=self.data.text_key,
+            errors=self.data.errors,
             seed=self.data.seed,
             end_of_document=loaded.get_vocab()[loaded.eos_token],
             share=share,
@@ -128,7 +176,8 @@ class _Build:
 
     def _sample(self) -> Iterator[str]:
         """Text to train on: the beginning of every shard, at most SAMPLE_BYTES in total."""
-        how = ReadOptions(self.data.text_key, self.data.seed, lambda _: None)
+        bad_rows = BadRows() if self.data.errors == "skip" else None
+        how = ReadOptions(self.data.text_key, self.data.seed, lambda _: None, bad_rows)
         for shard in self.shards:
             left = SAMPLE_BYTES // len(self.shards)
             for chunk in read_chunks(shard, how):
@@ -173,9 +222,9 @@ class _Build:
             max_token=max(part.max_token for part in parts),
             end_of_document=settings.end_of_document,
             tokenizer_files=tokenizers.file_hashes(settings.tokenizer),
-            listing=_listing_hash(self.shards),
+            listing=self._listing,
             sources=[
-                _source_stats(name, [part for part in parts if part.source == number])
+                _source_stats(name, [part for part in parts if part.source == number], self._num_bad(name))
                 for number, name in enumerate(self.data.sources)
             ],
             train=[part.train for part in parts if part.train is not None],
@@ -189,6 +238,10 @@ class _Build:
             if path.name not in part_names:
                 path.unlink(missing_ok=True)
         shutil.rmtree(folder / UNFINISHED)
+
+    def _num_bad(self, source: str) -> int:
+        """Number of files of a source that were left out."""
+        return sum(item.name in self._bad_files for item in list_source(source)) if self._bad_files else 0
 
 
 def _final_threshold(records: Iterable[PartRecord], share: int) -> int:
@@ -205,7 +258,7 @@ def _needs_resplit(record: PartRecord, threshold: int) -> bool:
     return low <= record.lowest < high or low <= record.highest < high
 
 
-def _source_stats(name: str, parts: Sequence[PartRecord]) -> SourceStats:
+def _source_stats(name: str, parts: Sequence[PartRecord], skipped_files: int) -> SourceStats:
     """Statistics of a source. Raises DataError if it has no text."""
     files = [file for part in parts for file in (part.train, part.validation) if file is not None]
     if not files:
@@ -222,6 +275,8 @@ def _source_stats(name: str, parts: Sequence[PartRecord]) -> SourceStats:
         documents=sum(part.documents for part in parts),
         tokens=sum(file.tokens for file in files),
         sha256=hashlib.sha256(hashes.encode()).hexdigest(),
+        skipped_files=skipped_files,
+        skipped_rows=sum(part.skipped_rows for part in parts),
     )
 
 

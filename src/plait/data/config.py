@@ -11,6 +11,7 @@ FilePath = Annotated[Path, AfterValidator(check_path)]
 Source = Annotated[str, AfterValidator(check_path)]
 MAX_COUNT = 2**53  # of anything in a recipe: numbers that JSON, floats and tensors have exactly
 
+INDEX = "index.json"  # in a directory of tokens, once they are complete
 MAX_WORKERS = 1024
 END_OF_DOCUMENT = "<|end|>"
 BYTES_AND_END = 257  # a byte-level vocabulary: all bytes, and the end of a document
@@ -45,6 +46,7 @@ class DataConfig(BaseModel):
     `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `samples`: `windows` of `sequence`
     tokens each, across documents, or `documents`, each truncated to `sequence` tokens and padded to a
     multiple of `pad_to_multiple_of`; `group_by_length` batches are sorted by length together (0: none).
+    `errors`: `raise` at files and rows that are not text, or `skip` them.
     `validation` is a fraction of the documents. `workers` load batches; `build_workers` tokenize (0: this
     process; None: one per core if the corpus is large enough). `verify` hashes the token files at start.
     """
@@ -54,6 +56,7 @@ class DataConfig(BaseModel):
     dir: FilePath
     sources: list[Source] = Field(min_length=1)
     text_key: str = "text"
+    errors: Literal["raise", "skip"] = "raise"
     sequence: int = Field(ge=2, le=MAX_COUNT)
     samples: Literal["windows", "documents"] = "windows"
     pad_to_multiple_of: int = Field(default=1, ge=1, le=MAX_COUNT)

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from plait.data import tokenizer as tokenizers
-from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.config import INDEX, DataConfig, TokenizerConfig
 from plait.errors import DataError, unreadable
 from plait.fileio import json_hash, read_json
+from plait.tables import counted
 
-INDEX = "index.json"
 TOKENIZER = "tokenizer"
 MAX_INDEX_BYTES = 1 << 28
 MAX_UINT16_VOCAB = 1 << 16
@@ -39,13 +39,16 @@ class PartFile(Strict):
 
 
 class SourceStats(Strict):
-    """Statistics of one source. `sha256` is over the hashes of its shards, in order."""
+    """Statistics of one source. `sha256` is over the hashes of its shards, in order. `skipped_files` and
+    `skipped_rows` were not text."""
 
     name: str
     bytes: Count
     documents: Count
     tokens: Count
     sha256: Sha256
+    skipped_files: Count = 0
+    skipped_rows: Count = 0
 
 
 class DatasetSpec(Strict):
@@ -53,6 +56,7 @@ class DatasetSpec(Strict):
 
     sources: list[str]
     text_key: str
+    errors: Literal["raise", "skip"] = "raise"
     validation: float
     seed: int
     tokenizer: dict[str, Any]
@@ -63,6 +67,7 @@ class DatasetSpec(Strict):
         return cls(
             sources=list(data.sources),
             text_key=data.text_key,
+            errors=data.errors,
             validation=float(data.validation),
             seed=data.seed,
             tokenizer=tokenizers.tokenizer_spec(tokenizer),
@@ -96,6 +101,13 @@ class Index(Strict):
     @property
     def item_bytes(self) -> int:
         return 2 if self.dtype == "uint16" else 4
+
+    @property
+    def skipped(self) -> str:
+        """What was not text and is not among the tokens, as text; empty if there is nothing."""
+        files = sum(source.skipped_files for source in self.sources)
+        rows = sum(source.skipped_rows for source in self.sources)
+        return ", ".join(counted(number, noun) for number, noun in ((files, "file"), (rows, "row")) if number)
 
     def digest(self) -> str:
         """Hash of the tokens, their order and their tokenizer, independent of sources and recipe."""

@@ -17,19 +17,20 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from plait.data.sources import HF_ROW_BYTES, Shard, Slice, list_shards, open_dataset
-from plait.errors import DataError, unknown_key_hint, unreadable
+from plait.errors import ContentError, DataError, unknown_key_hint, unreadable
 from plait.fileio import open_regular, parse_json
 
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 28
 ROWS_PER_READ = 64
+_GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,33 @@ class TextChunk:
     num_bytes: int
 
 
+@dataclass
+class BadRows:
+    """Rows that are left out as they are not text: their number, and the error of the first."""
+
+    number: int = 0
+    first: ContentError | None = None
+
+    def add(self, error: ContentError) -> None:
+        self.number += 1
+        self.first = self.first or error
+
+
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Recipe's key and seed; `digest` is called with every byte of the source (a hash's update)."""
+    """Recipe's key and seed; `digest` is called with every byte of the source (a hash's update). `bad_rows`
+    counts rows that are left out; None: they are errors."""
 
     text_key: str
     seed: int
     digest: Callable[[bytes], None]
+    bad_rows: BadRows | None = None
+
+    def leave_out(self, error: ContentError) -> None:
+        """Count a bad row, or raise its error."""
+        if self.bad_rows is None:
+            raise error
+        self.bad_rows.add(error)
 
     def draw(self, content: bytes) -> int:
         """Draw of a document, in [0, 2**64). See [Note: draw]."""
@@ -61,6 +82,22 @@ def read_chunks(shard: Shard, options: ReadOptions) -> Iterator[TextChunk]:
     for item in shard.slices:
         read = _dataset_chunks if item.kind == "hf" else _file_chunks
         yield from read(item, options)
+
+
+def find_bad(items: Iterable[Slice], text_key: str) -> Iterator[tuple[Slice, ContentError, int]]:
+    """Read files or datasets to the end. Yield those that are not text, each with an error and the number of
+    its bad rows; 0: it cannot be read at all."""
+    for item in items:
+        rows = BadRows()
+        try:
+            read = _dataset_chunks if item.kind == "hf" else _file_chunks
+            for _ in read(item, ReadOptions(text_key, 0, lambda _: None, rows)):
+                pass
+        except ContentError as error:
+            yield item, error, 0
+            continue
+        if rows.first is not None:
+            yield item, rows.first, rows.number
 
 
 def read_documents(source: str, text_key: str = "text") -> Iterator[str]:
@@ -88,7 +125,7 @@ def _file_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
             else:
                 yield from _text_chunks(file, start, stop, item, options)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(
+        raise ContentError(
             f"{item.name} is not a complete gzip file",
             given=error,
             expected="a whole file",
@@ -112,7 +149,15 @@ def _text_chunks(
     file: BinaryIO, start: int, stop: int, item: Slice, options: ReadOptions
 ) -> Iterator[TextChunk]:
     file.seek(0)
-    draw = options.draw(_read_chunk(file, item.size, item))
+    first = _read_chunk(file, item.size, item)
+    if first.startswith(_GZIP_MAGIC):
+        raise ContentError(
+            f"{item.name} is compressed",
+            given="gzip data",
+            expected="text, .jsonl or .jsonl.gz",
+            hint=f"gunzip --keep {item.name}",
+        )
+    draw = options.draw(first)
     file.seek(start)
     ends_file = item.stop == item.size
     decoder = codecs.getincrementaldecoder("utf-8")()
@@ -187,19 +232,29 @@ def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> It
         options.digest(line.raw)
         if not line.raw.strip():
             continue
+        is_shown = options.bad_rows is None or options.bad_rows.first is None
+        locate = partial(_line_of, item, line) if is_shown else str  # the former reads the file again
         try:
-            row = parse_json(line.raw.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise _not_utf8(item.name, line.offset + error.start, error) from error
-        except ValueError as error:
-            raise DataError(
-                f"{item.name} contains a line that is not JSON",
-                given=f"{_line_of(item, line)}: {error}",
-                expected=f"an object with the key {options.text_key!r}",
-                hint="correct the line, or remove it",
-            ) from error
-        text = _text_of(row, item.name, partial(_line_of, item, line), options.text_key)
+            row = _row_of(line, item, locate, options.text_key)
+            text = _text_of(row, item.name, locate, options.text_key)
+        except ContentError as error:
+            options.leave_out(error)
+            continue
         yield from _chunk_text(text, options, line.num_bytes)
+
+
+def _row_of(line: _Line, item: Slice, locate: Callable[[], str], text_key: str) -> Any:
+    try:
+        return parse_json(line.raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(item.name, line.offset + error.start, error) from error
+    except ValueError as error:
+        raise ContentError(
+            f"{item.name} contains a line that is not JSON",
+            given=f"{locate()}: {error}",
+            expected=f"an object with the key {text_key!r}",
+            hint="correct the line, or remove it",
+        ) from error
 
 
 def _line_of(item: Slice, line: _Line) -> str:
@@ -214,13 +269,18 @@ def _line_of(item: Slice, line: _Line) -> str:
 
 
 def _text_of(row: Any, name: str, location: Callable[[], str], text_key: str) -> str:
-    def invalid(problem: str, detail: str, expected: str, hint: str) -> DataError:
+    def invalid(problem: str, detail: str, expected: str, hint: str) -> ContentError:
         given = f"{location()}: {detail}"
-        return DataError(f"{name} contains a row {problem}", given=given, expected=expected, hint=hint)
+        return ContentError(f"{name} contains a row {problem}", given=given, expected=expected, hint=hint)
 
     example = json.dumps({text_key: "..."})
     if not isinstance(row, dict):
         raise invalid("that is not an object", f"a {type(row).__name__}", "an object", example)
+    if isinstance(row.get("messages"), list) and not isinstance(row.get(text_key), str):
+        problem, hint = "that is a conversation", "docs/scripts.md, Fine-tuning: conversations in a script"
+        raise invalid(
+            problem, "'messages'", f"text under {text_key!r}: recipes do not support messages", hint
+        )
     if text_key not in row:
         keys = ", ".join(map(repr, row)) or "no keys"
         hint = f"data.text_key = {unknown_key_hint(text_key, map(str, row))}" if row else example
@@ -269,13 +329,17 @@ def _dataset_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
         columns = rows[first : min(first + ROWS_PER_READ, item.stop)]
         for number, values in enumerate(zip(*columns.values(), strict=True), start=first):
             row = dict(zip(columns, values, strict=True))
-            text = _text_of(row, f"hf:{item.name}", partial("row {}".format, number), options.text_key)
+            try:
+                text = _text_of(row, f"hf:{item.name}", partial("row {}".format, number), options.text_key)
+            except ContentError as error:
+                options.leave_out(error)
+                continue
             options.digest(text.encode() + b"\0")
             yield from _chunk_text(text, options, HF_ROW_BYTES)
 
 
-def _not_utf8(name: str, offset: int, error: UnicodeDecodeError) -> DataError:
-    return DataError(
+def _not_utf8(name: str, offset: int, error: UnicodeDecodeError) -> ContentError:
+    return ContentError(
         f"{Path(name)} is not UTF-8",
         given=f"byte {offset} (0x{error.object[error.start]:02x}): {error.reason}",
         expected="text in UTF-8",

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
 from plait.data.index import MAX_UINT16_VOCAB, Count, PartFile, Sha256, Strict
-from plait.data.readers import ReadOptions, TextChunk, read_chunks
+from plait.data.readers import BadRows, ReadOptions, TextChunk, read_chunks
 from plait.data.sources import Shard
 from plait.fileio import json_hash, temp_path, write_json
 
@@ -27,6 +27,7 @@ class PartRecord(Strict):
     threshold: int = Field(ge=0, le=2**64)
     source: Count
     documents: Count
+    skipped_rows: Count = 0
     bytes: Count
     lowest: int = Field(ge=0, lt=2**64)
     highest: int = Field(ge=0, lt=2**64)
@@ -48,6 +49,7 @@ class BuildSettings:
     tokenizer: Path
     tokenizer_sha256: str
     text_key: str
+    errors: Literal["raise", "skip"]
     seed: int
     vocab_size: int
     end_of_document: int
@@ -58,9 +60,12 @@ class BuildSettings:
     def dtype(self) -> Literal["uint16", "uint32"]:
         return "uint16" if self.vocab_size <= MAX_UINT16_VOCAB else "uint32"
 
+    def read_options(self, digest: Callable[[bytes], None], skipped: BadRows) -> ReadOptions:
+        return ReadOptions(self.text_key, self.seed, digest, skipped if self.errors == "skip" else None)
+
     def key(self, shard: Shard) -> str:
         """Hash of a part's inputs: the same key and threshold give the same part."""
-        split = [self.dtype, self.end_of_document, self.share]
+        split = [self.dtype, self.end_of_document, self.share, self.errors]
         return json_hash([1, self.tokenizer_sha256, self.text_key, self.seed, *split, asdict(shard)])
 
 
@@ -123,7 +128,8 @@ def write_part(
     `report` is called with the number of source bytes done since the last call; if it raises, the work ends.
     """
     source_digest = _SourceDigest()
-    chunks = read_chunks(shard, ReadOptions(settings.text_key, settings.seed, source_digest.update))
+    skipped = BadRows()
+    chunks = read_chunks(shard, settings.read_options(source_digest.update, skipped))
     stem = settings.folder / f"part-{number:05d}"
     documents, lowest, highest = 0, 2**64 - 1, 0
     with (
@@ -150,6 +156,7 @@ def write_part(
             threshold=settings.threshold,
             source=shard.source,
             documents=documents,
+            skipped_rows=skipped.number,
             bytes=source_digest.num_bytes,
             lowest=lowest,
             highest=highest,

@@ -8,7 +8,7 @@ import glob
 import itertools
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -54,9 +54,10 @@ class Shard:
     num_bytes: int
 
 
-def list_shards(sources: Sequence[str]) -> list[Shard]:
-    """List all shards of all sources, in the recipe's order. Raises DataError: missing, empty, unreadable."""
-    slices_by_source = [list_source(name) for name in sources]
+def list_shards(sources: Sequence[str], without: Collection[str] = ()) -> list[Shard]:
+    """List all shards of all sources, in the recipe's order, except the files in `without`. Raises DataError:
+    missing, empty, unreadable."""
+    slices_by_source = [[item for item in list_source(name) if item.name not in without] for name in sources]
     total = sum(item.num_bytes for items in slices_by_source for item in items)
     limit = max(MIN_SHARD_BYTES, min(MAX_SHARD_BYTES, total // SHARDS))
     return [
@@ -134,13 +135,6 @@ def _file_slice(path: Path) -> Slice:
     kind: Kind = "jsonl" if path.suffix == ".jsonl" else "text"
     if path.name.endswith(".jsonl.gz"):
         kind = "jsonl.gz"
-    elif path.suffix == ".gz":
-        raise DataError(
-            f"{path} is compressed",
-            given=f"a {path.suffix} file",
-            expected="text, .jsonl or .jsonl.gz",
-            hint=f"gunzip --keep {path}",
-        )
     try:
         status = path.stat()
     except OSError as error:

@@ -36,6 +36,7 @@ from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.sharded_model import Root
 from plait.plan import Grid, Layout, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
+from plait.plan.devices import Device
 from plait.plan.estimate.traffic import StageFacts
 
 META = torch.device("meta")
@@ -43,12 +44,25 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hypothetical ranks: `transport` (host, gloo or nccl), ranks per host (None: all on one) and the
-    device they compute on."""
+    """The hypothetical ranks: `transport` (host, gloo or nccl), ranks per host (None: all on one), the
+    device they compute on, and its entry in the table of devices, if that is given."""
 
     transport: str
     host_size: int | None
     device: torch.device
+    hardware: Device | None = None
+
+    @staticmethod
+    def of_hardware(hardware: Device, host_size: int | None) -> "Cluster":
+        """Ranks on such devices, whatever this machine has."""
+        transport = "nccl" if hardware.kind == "cuda" else "host"
+        return Cluster(transport, host_size, torch.device(hardware.kind), hardware)
+
+    def checked(self, precision: str) -> "Cluster":
+        """Return this cluster. Raises PlanError if the given device cannot compute in this precision."""
+        if self.hardware is not None:
+            self.hardware.check_precision(precision)
+        return self
 
     def mesh(self, grid: Grid, rank: int) -> Mesh:
         """The mesh of a rank, with groups that have no peers."""

@@ -33,6 +33,7 @@ from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_optim import check_groups, states_per_element
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
 from plait.plan.communicators import num_communicators
+from plait.plan.devices import Device
 from plait.plan.estimate.memory import MASTER_BYTES
 from plait.plan.estimate.servers import ServerTraffic, server_memory, server_traffic, worker_memory
 from plait.plan.estimate.traffic import RankFacts, exchange_traffic, scratch_bytes, step_traffic
@@ -70,7 +71,8 @@ class Explanation:
     """A model under a plan. `bubble`: idle fraction of all ranks' time, for equal stages and a backward that
     takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor; `float8`: layers of the
     blocks that multiply in float8, and those that do not; `shard_map`: boxes of every tensor; `servers`:
-    bytes per step of a plan with parameter servers, whose grid is that of one worker."""
+    bytes per step of a plan with parameter servers, whose grid is that of one worker; `hardware`: the ranks'
+    device, if it was given."""
 
     plan: Plan
     grid: Grid
@@ -85,9 +87,14 @@ class Explanation:
     shard_map: ShardMap
     tensor: TPPlan
     servers: ServerTraffic | None = None
+    hardware: Device | None = None
 
     def of_rank(self, rank: int) -> RankClass:
         return next(of_class for of_class in self.rank_classes if rank in of_class.ranks)
+
+    def fullest(self) -> RankClass:
+        """The class of ranks with the most bytes on their devices."""
+        return max(self.rank_classes, key=lambda of_class: of_class.memory.total)
 
 
 def explain(
@@ -111,10 +118,10 @@ def explain(
     ConfigError where `parallelize` would; whether a GPU can train in fp16 is tried where there is one.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    model = model if isinstance(model, nn.Module) else Chain(model)
-    cluster = cluster or Cluster("host", None, torch.device("cpu"))
+    cluster = (cluster or Cluster("host", None, torch.device("cpu"))).checked(plan.precision)
     if not micro:
         raise _no_tensors()
+    model = model if isinstance(model, nn.Module) else Chain(model)
     spec = validate(
         model,
         plan.of_worker if plan.num_servers else plan,
@@ -129,9 +136,8 @@ def explain(
     groups = GroupOptimizer.of_groups(optimizer, dict(optimizer_args or {}), spec.groups)
     check_groups(groups, plan)
     view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, groups)
-    schedule = spec.schedule
+    servers, num_stages = None, spec.schedule.num_stages
     num_parameters, classes = view.shard_map.num_parameters, tuple(view.rank_classes())
-    servers = None
     if plan.num_servers:
         servers = server_traffic(plan, num_parameters)
         classes = _with_servers(plan, classes[0], num_parameters, max(states_per_element(groups)))
@@ -141,14 +147,15 @@ def explain(
         cluster.transport,
         type(model).__name__,
         num_parameters,
-        schedule.num_stages,
+        num_stages,
         tuple(next(iter(micro.values())).shape),
-        simulate(schedule, Durations.uniform(schedule.num_stages)).bubble_fraction,
+        simulate(spec.schedule, Durations.uniform(num_stages)).bubble_fraction,
         classes,
         spec.float8,
         view.shard_map,
         spec.tensor,
         servers,
+        cluster.hardware,
     )
 
 

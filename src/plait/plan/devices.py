@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from plait.errors import ConfigError, nearest, shown
+from plait.errors import ConfigError, PlanError, nearest, shown
 from plait.fileio import parse_toml, read_text
 
 _TABLE = Path(__file__).with_name("devices.toml")
@@ -34,6 +34,7 @@ class Device:
     sheet_bytes        memory as the data sheet gives it
     link_kind          the kind of `link_bytes_per_s`, for people
     source             of the figures
+    kind               of torch.device: cuda or cpu
     product_rates      measured: by precision, FLOP/s of products of so many FLOPs, in ascending order; where
                        given, they replace peaks and fractions
     operator_rates     measured: by precision and operator, as in `DeviceSpeed`
@@ -56,11 +57,22 @@ class Device:
     bridged: int = 0
     bridge_bytes_per_s: float = 0.0
     source: str = ""
+    kind: str = "cuda"
     product_rates: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict, hash=False)
     operator_rates: Mapping[str, Mapping[str, tuple[tuple[float, float], ...]]] = field(
         default_factory=dict, hash=False
     )
     collectives: tuple[tuple[str, int, float, float], ...] = ()
+
+    def check_precision(self, precision: str) -> None:
+        """Raise PlanError if the device cannot compute in the precision of a plan."""
+        if precision not in self.peak_flops:
+            raise PlanError(
+                "the device does not compute in this precision",
+                given=f"precision={precision} on {self.name}",
+                expected=" or ".join(self.peak_flops),
+                hint="precision=bf16" if "bf16" in self.peak_flops else "precision=fp32",
+            )
 
 
 def device(name: str) -> Device:
@@ -131,4 +143,5 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
         bridged=entry.get("bridged", 0),
         bridge_bytes_per_s=entry.get("bridge", 0) * 1e9,
         source=entry["source"],
+        kind=entry.get("kind", Device.kind),
     )

@@ -210,13 +210,7 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     check_is_priced(plan.precision)
-    if plan.precision not in cluster.device.peak_flops:
-        raise PlanError(
-            "the device does not compute in this precision",
-            given=f"precision={plan.precision} on {cluster.device.name}",
-            expected=" or ".join(cluster.device.peak_flops),
-            hint="precision=bf16" if "bf16" in cluster.device.peak_flops else "precision=fp32",
-        )
+    cluster.device.check_precision(plan.precision)
     servers.check_is_priced(plan)
     if plan.local_steps:
         raise PlanError(

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plait.data.config import MAX_COUNT, DataConfig, FilePath, TokenizerConfig
-from plait.errors import ConfigError, nearest, unknown_key_hint
+from plait.errors import ConfigError, PlanError, nearest, unknown_key_hint
 from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_keys
+from plait.plan import Plan
 from plait.plan.loss_scaling import LossScaling
 from plait.train.saved_recipe import SavedRecipe
 
@@ -202,6 +203,19 @@ class Recipe(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
     sample: SampleConfig = SampleConfig()
+
+
+def check_batches(recipe: Recipe, plan: Plan) -> None:
+    """Raise PlanError unless every batch of the recipe divides over the plan's ranks and micro-batches."""
+    sizes = {"run.batch": recipe.run.batch}
+    if recipe.batch_ramp is not None:
+        sizes |= {"batch_ramp.start": recipe.batch_ramp.start, "batch_ramp.step": recipe.batch_ramp.step}
+    for key, size in sizes.items():
+        try:
+            plan.check_batch(size)
+        except PlanError as error:  # name the recipe's key
+            given, hint = (str(text).replace("batch", key, 1) for text in (error.given, error.hint))
+            raise PlanError(error.fact, given=given, expected=error.expected, hint=hint) from error
 
 
 def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -> Recipe:

@@ -46,6 +46,7 @@ from plait.train.export import newest_checkpoint, recorded_config
 from plait.train.metrics import perplexity
 from plait.train.model import initial_model
 from plait.train.run_dir import RunDir
+from plait.train.saved_recipe import check_is_folder_of_model
 
 
 @dataclass(frozen=True)
@@ -124,19 +125,11 @@ class ModelFiles:
     def find(cls, model: str, tokenizer: str | None) -> "ModelFiles":
         """Find a model's files. Raises RunError or CheckpointError for another kind of path."""
         path, given_tokenizer = Path(model), Path(tokenizer) if tokenizer else None
+        check_is_folder_of_model(path)
         if (path / "config.json").is_file():
             return cls(path, None, given_tokenizer or path)
-        if RunDir(path).recipe.is_file():
-            saved = newest_checkpoint(RunDir(path))
-        elif path.is_dir():
-            saved = open_checkpoint(path)
-        else:
-            raise RunError(
-                "the model does not exist",
-                given=path,
-                expected="the directory of a run, a checkpoint, or a Hugging Face folder",
-                hint=f"ls {path.absolute().parent}",
-            )
+        is_run = RunDir(path).recipe.is_file()
+        saved = newest_checkpoint(RunDir(path)) if is_run else open_checkpoint(path)
         run = RunDir(saved.path.absolute().parent.parent)
         if tokenizer is None and not run.tokenizer.is_dir():
             raise RunError(

@@ -18,6 +18,7 @@ from plait.estimate.explain import Explanation, RankClass, explain
 from plait.parallel.float8 import Float8Layers
 from plait.plan import AXES, CommCount, CommKey, Plan, format_bytes, used_categories
 from plait.plan.comm_log import sum_traffic, to_rows
+from plait.plan.devices import Device
 from plait.plan.estimate.servers import ServerTraffic
 from plait.plan.estimate.traffic import ring_bytes
 from plait.plan.layout_rules import layer_collectives
@@ -29,6 +30,7 @@ from plait.train.optimizer import check_optimizer_args, optimizer_class, param_g
 from plait.train.report import memory_table
 
 _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one
+_MAX_CATEGORIES = 8  # of memory, as columns
 _STAGE_MESSAGE = re.compile(r"(activations|gradients) from stage rank")
 _PURPOSE = {
     "layers": "tp layers",
@@ -43,6 +45,26 @@ def print_explanation(
     explanation: Explanation, measured: Measurements | None, console: Console, *, rank: int | None = None
 ) -> None:
     """Print all tables; with `rank`, the traffic of that rank only."""
+    _print_tables(explanation, measured, console, rank)
+    if explanation.hardware is not None:
+        console.print(fit_text(explanation, explanation.hardware), highlight=False, soft_wrap=True)
+
+
+def fit_text(explanation: Explanation, hardware: Device) -> str:
+    """Say whether the estimated memory of every rank fits the device."""
+    row = explanation.fullest()
+    used, size = row.memory.total, hardware.memory_bytes
+    known = "" if row.memory.activations is not None else ", without activations, whose size is unknown"
+    return (
+        f"{'fits' if used <= size else 'does not fit'}: {_describe_ranks(row.ranks)} needs "
+        f"{format_bytes(used)} of the {format_bytes(int(size))} "
+        f"that programs can use on {hardware.name}{known}"
+    )
+
+
+def _print_tables(
+    explanation: Explanation, measured: Measurements | None, console: Console, rank: int | None
+) -> None:
     console.print(plan_table(explanation, measured))
     if explanation.tensor.lines:
         console.print(tensor_plan_text(explanation), highlight=False, markup=False, soft_wrap=True)
@@ -78,6 +100,10 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         "micro-batch": f"{shape}, {plan.micro} per step on each data rank",
         "transport": explanation.transport,
     }
+    if explanation.hardware is not None:
+        facts["transport"] += f", on {explanation.hardware.name}"
+    elif explanation.transport == "host" and plan.num_ranks > 1 and measured is None:
+        facts["transport"] += ": CPU ranks that share memory (--device h100 explains ranks with GPUs)"
     if plan.is_float8:
         facts["float8"] = _float8_text(explanation.float8)
     if plan.pp > 1:
@@ -144,15 +170,19 @@ def shards_table(explanation: Explanation) -> Table:
 
 
 def memory_by_class_table(explanation: Explanation) -> Table:
-    """Return the estimated bytes by category, with a row per class of equal ranks."""
+    """Return the estimated bytes by category, with a row per class of equal ranks; with a column per class
+    where categories would be too many columns for a terminal, as they are for GPUs."""
     classes = explanation.rank_classes
     on_device, elsewhere = used_categories(*(row.memory for row in classes))
     names = (*on_device, "total", *elsewhere)
-    rows = (
+    rows = [("ranks", *names)]
+    rows += [
         (format_ranks(row.ranks), *(format_bytes(getattr(row.memory, name)) for name in names))
         for row in classes
-    )
-    return table("memory per rank", ("ranks", *names), rows, left=("ranks",), padding=0)
+    ]
+    if len(names) > _MAX_CATEGORIES and len(classes) < len(names):
+        rows = list(zip(*rows, strict=True))
+    return table("memory per rank", rows[0], rows[1:], left=("ranks",), padding=0)
 
 
 def _blocks(row: RankClass) -> str:
@@ -262,12 +292,16 @@ def _describe_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {format_ranks(ranks)}"
 
 
-def cluster_from_recipe(recipe: Recipe, host_size: int | None = None) -> Cluster:
-    """Return the cluster that the recipe would run on, judged by this machine.
+def cluster_from_recipe(
+    recipe: Recipe, host_size: int | None = None, hardware: Device | None = None
+) -> Cluster:
+    """Return the cluster that the recipe would run on: of such devices, or judged by this machine.
 
     device=auto means CUDA if available; CPU ranks use shared memory. `host_size`: ranks per host; None: all
     on one host.
     """
+    if hardware is not None:
+        return Cluster.of_hardware(hardware, host_size)
     run = recipe.run
     is_cuda = run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available())
     by_device = "nccl" if is_cuda else "host"
@@ -346,6 +380,10 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
     if explanation.float8.names:
         others = dict(explanation.float8.others)
         values["float8"] = {"layers": sorted(explanation.float8.names), "others": others}
+    if explanation.hardware is not None:
+        size = explanation.hardware.memory_bytes
+        fits = explanation.fullest().memory.total <= size
+        values["device"] = {"name": explanation.hardware.name, "memory_bytes": size, "fits": fits}
     if explanation.servers is not None:
         values["servers"] = asdict(explanation.servers)
     if measured is not None:

@@ -14,6 +14,7 @@ import json
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ _CURVES = {
     "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",
     "mfu_of_matmul", "skipped_steps", "loss_scale",
 }  # fmt: skip
+_STEPS_OF_TIME_LEFT = 100  # the time left is estimated from the last steps, of which single ones may be slow
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Metrics:
         self._log_every = log_every
         self._steps = steps
         self._since_log: list[StepMetrics] = []
+        self._seconds: deque[float] = deque(maxlen=max(log_every, _STEPS_OF_TIME_LEFT))
         self._num_due = first_step // log_every  # lines
         self._progress: Progress | None = None
         if console is None:
@@ -103,6 +106,7 @@ class Metrics:
                 TimeRemainingColumn(),
                 console=console,
                 refresh_per_second=4,
+                speed_estimate_period=300,
             )
             self._task = self._progress.add_task("", total=steps, completed=first_step, text="starting")
 
@@ -159,6 +163,7 @@ class Metrics:
         values = {name: value for name, value in vars(metrics).items() if value is not None}
         self._record(values, flush=False)
         self._since_log.append(metrics)
+        self._seconds.append(metrics.seconds)
         if metrics.skipped:
             scale = "" if metrics.loss_scale is None else f" (loss scale {metrics.loss_scale:g})"
             self.log(f"step {metrics.step}: skipped, the gradient is not finite{scale}")
@@ -239,8 +244,7 @@ class Metrics:
         return f"loss {loss:.4f} lr {last.lr:.1e} grad {last.grad_norm:.2f} {speed:,.0f} tok/s mfu {mfu:.1%}"
 
     def _time_left(self) -> str:
-        window = self._since_log
-        left_s = (self._steps - window[-1].step) * sum(step.seconds for step in window) / len(window)
+        left_s = (self._steps - self._since_log[-1].step) * sum(self._seconds) / len(self._seconds)
         return f"  {time.strftime('%H:%M:%S', time.gmtime(left_s))} left" if left_s < 86400 else ""
 
 

@@ -15,20 +15,19 @@ from transformers import PreTrainedModel
 from plait.checkpoint import Checkpoint, steps
 from plait.data.build import build
 from plait.data.collator import PaddingCollator
-from plait.data.config import DataConfig
+from plait.data.config import INDEX, DataConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
 from plait.data.documents import Documents, check_documents
-from plait.data.index import INDEX
 from plait.data.loader import Samples, Windows, check_samples
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.spec import validate
-from plait.errors import ConfigError, DataError, PlanError, RunError
+from plait.errors import ConfigError, DataError, RunError
 from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta
 from plait.optim.mapped import MappedFile
 from plait.plan import Plan
-from plait.train.config import LossScaleConfig, Recipe, RunConfig, differences, read_recipe
+from plait.train.config import LossScaleConfig, Recipe, RunConfig, check_batches, differences, read_recipe
 from plait.train.health.hang_report import any_stacks
 from plait.train.metrics import read_metrics
 from plait.train.model import (
@@ -278,15 +277,7 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
     num_ranks = ranks if ranks is not None else num_local_ranks(requested, recipe.run.device)
     plan = requested.resolved(num_ranks)
     plan.check_ranks(num_ranks)
-    sizes = {"run.batch": recipe.run.batch}
-    if recipe.batch_ramp is not None:
-        sizes |= {"batch_ramp.start": recipe.batch_ramp.start, "batch_ramp.step": recipe.batch_ramp.step}
-    for key, size in sizes.items():
-        try:
-            plan.check_batch(size)
-        except PlanError as error:  # name the recipe's key
-            given, hint = (str(text).replace("batch", key, 1) for text in (error.given, error.hint))
-            raise PlanError(error.fact, given=given, expected=error.expected, hint=hint) from error
+    check_batches(recipe, plan)
     if plan.precision != "fp16" and recipe.loss_scale != LossScaleConfig():
         raise ConfigError(
             "loss scaling requires fp16, whose gradients underflow",

@@ -39,9 +39,15 @@ def largest_memory(recipe: Recipe, engine: Engine) -> tuple[int, MemoryUse]:
 
 
 def start_table(
-    recipe: Recipe, engine: Engine, sizes: BatchSizes, peak_flops: PeakFlops, memory: tuple[int, MemoryUse]
+    recipe: Recipe,
+    engine: Engine,
+    sizes: BatchSizes,
+    peak_flops: PeakFlops,
+    memory: tuple[int, MemoryUse],
+    skipped: str,
 ) -> Table:
-    """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`."""
+    """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`;
+    `skipped`: what was left out of the data."""
     rank, predicted = memory
     run, sequence, plan = recipe.run, recipe.data.sequence, engine.plan
     ramp = recipe.batch_ramp
@@ -54,11 +60,14 @@ def start_table(
         "probe": str(engine.probed),
         "step": f"{run.batch} {samples} = {run.batch * sequence:,} tokens{growth}",
         "steps": f"{run.steps:,}: {at_most}{sizes.span(run.steps)[0] * sequence:,} tokens",
+        "left out of the data": skipped,
         "peak": str(peak_flops),
         "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": str(predicted),
     }
     if plan.num_servers:
         facts["memory of worker 0"] = facts.pop("memory per rank")
+    if not skipped:
+        del facts["left out of the data"]
     if engine.probed is None:
         del facts["probe"]
     return facts_table("run", facts.items())

@@ -32,7 +32,7 @@ from plait.fileio import (
 from plait.launchers import process_identity
 from plait.train.config import Recipe, override_recipe
 from plait.train.resume import Check, start_from
-from plait.train.saved_recipe import SavedRecipe
+from plait.train.saved_recipe import RECIPE_FILE, SavedRecipe, check_is_run
 
 _LOCK_TIMEOUT_S = 10.0
 
@@ -53,7 +53,7 @@ class RunDir:
 
     path: Path
 
-    recipe = _Name("recipe.json")  # resolved
+    recipe = _Name(RECIPE_FILE)  # resolved
     job = _Name("job.json")  # that owns the run, see [Note: run ownership]
     tokenizer = _Name("tokenizer")
     checkpoints = _Name("checkpoints")
@@ -72,13 +72,7 @@ class RunDir:
 
         Raises RunError, ConfigError.
         """
-        if not self.recipe.is_file():
-            raise RunError(
-                "the run does not exist" if not self.path.exists() else "not a run directory",
-                given=self.path,
-                expected=f"a directory with {self.recipe.name}",
-                hint="plait train RECIPE starts a run",
-            )
+        check_is_run(self.path)
         values = SavedRecipe.read(self.recipe).values
         recipe = override_recipe(values, sets, plan, source=str(self.recipe))
         return recipe.model_copy(update={"run": recipe.run.model_copy(update={"dir": self.path})})

@@ -12,6 +12,7 @@ from typing import Any
 from plait.errors import RunError
 from plait.fileio import json_hash, read_json, write_json
 
+RECIPE_FILE = "recipe.json"
 _HASH, _RECIPE, _TOKENIZER = "sha256", "recipe", "tokenizer_files"
 
 
@@ -52,6 +53,28 @@ class SavedRecipe:
     def is_saved(document: object) -> bool:
         """Return whether a JSON value is a saved recipe, even a damaged one, rather than a user's recipe."""
         return isinstance(document, dict) and bool(document.keys() & {_HASH, _RECIPE, _TOKENIZER})
+
+
+def check_is_run(path: Path) -> None:
+    """Raise RunError unless this is the directory of a run."""
+    if not (path / RECIPE_FILE).is_file():
+        raise RunError(
+            "the run does not exist" if not path.exists() else "not a run directory",
+            given=path,
+            expected=f"a directory with {RECIPE_FILE}",
+            hint="plait train RECIPE starts a run",
+        )
+
+
+def check_is_folder_of_model(path: Path) -> None:
+    """Raise RunError unless this is a directory, which may be that of a model."""
+    if not path.is_dir():
+        raise RunError(
+            "the model does not exist",
+            given=path,
+            expected="the directory of a run, a checkpoint, or a Hugging Face folder",
+            hint=f"ls {path.absolute().parent}",
+        )
 
 
 def _damaged(path: Path, reason: str) -> RunError:

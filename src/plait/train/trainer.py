@@ -44,7 +44,7 @@ from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.health.stragglers import Stragglers
 from plait.train.measurements import StepRecorder, write_measured
-from plait.train.metrics import Metrics, StepMetrics
+from plait.train.metrics import Metrics, StepMetrics, read_metrics
 from plait.train.model import initial_model, model_on_meta
 from plait.train.optimizer import lr_lambda
 from plait.train.peak_flops import PeakFlops
@@ -137,6 +137,8 @@ class Trainer:
                 world.store.set(RESUMED, str(newest.path))
         elif run.dir.metrics.exists():
             self._warnings.append("no checkpoint yet: the run starts from the beginning")
+        if newest is None and run.store.index.skipped:
+            self._warnings.append(f"left out of the data, as it is not text: {run.store.index.skipped}")
 
     def _restore_progress(self, saved: Checkpoint) -> None:
         """Set the progress to that of a checkpoint which the engine has loaded."""
@@ -178,11 +180,23 @@ class Trainer:
             self._recorder.begin(config.steps - first_step, metrics.log)
             if first_step:
                 metrics.resumed(first_step)
+                self._warn_of_jump(metrics)
             for text in self._warnings:
                 metrics.warn(first_step, text)
             if first_step == 0 and config.evaluate_every:
                 metrics.validation(0, self._evaluate(heartbeat))
             return self._run_steps(parts, signals)
+
+    def _warn_of_jump(self, metrics: Metrics) -> None:
+        """Say what an extended run, or another schedule, does to the learning rate where the run goes on."""
+        if self._console is None or self._step >= self._config.steps:
+            return
+        factor, base_lr = lr_lambda(self._recipe.schedule, self._config.steps), self._recipe.optimizer.lr
+        records = read_metrics(self._run.dir.metrics)
+        recorded = [record["lr"] for record in records if record["step"] == self._step and "lr" in record]
+        if recorded and not math.isclose(recorded[-1], base_lr * factor(self._step - 1), rel_tol=1e-6):
+            change = f"lr {recorded[-1]:.1e} -> {base_lr * factor(self._step):.1e}"
+            metrics.warn(self._step, f"the schedule now ends at step {self._config.steps}: {change}")
 
     def _run_steps(self, parts: _LoopParts, signals: SignalHandler) -> signal.Signals | None:
         config, engine, flags_every = self._config, self._engine, 1
@@ -396,7 +410,8 @@ class Trainer:
         memory = largest_memory(self._recipe, self._engine)
         if self._console is None:
             return
-        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory))
+        skipped = self._run.store.index.skipped
+        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory, skipped))
         if self._step:
             is_complete = self._step >= self._config.steps
             done = ": training is complete (raise run.steps to go on)" if is_complete else ""
