@@ -66,7 +66,12 @@ def test_a_configuration_that_makes_no_model_is_an_error(config: Any, words: str
 
 
 def test_large_vocabularies_and_positions_are_not_refused() -> None:
-    values = {"rope_theta": 10**11, "max_position_embeddings": 10**8, "vocab_size": 2**21, "num_labels": 2**10}
+    values = {
+        "rope_theta": 10**11,
+        "max_position_embeddings": 10**8,
+        "vocab_size": 2**21,
+        "num_labels": 2**10,
+    }
     causal_lm_on_meta({**LLAMA, **values, "vocab_size_per_layer_input": 262144})
 
 

@@ -49,7 +49,7 @@ _PACKAGES = {
 _MAX_MODULES = 2**15  # a model of a thousand layers has about 20,000
 # The largest integer of a key, by the first word that is in it. Configurations create a list or a dict with
 # an entry per layer, label, group or expert, before any module; none per token or position.
-_MAX_INTEGERS = {word: 2**40 for word in ("vocab", "position", "length", "token", "chunk", "theta", "seed")}
+_MAX_INTEGERS = dict.fromkeys(("vocab", "position", "length", "token", "chunk", "theta", "seed"), 2**40)
 _MAX_INTEGERS |= {"layer": 2**12, "": 2**20}
 
 _TRIAL_S = 5.0  # for finding the key at fault
@@ -81,7 +81,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def check_config_values(values: Any) -> None:
     """Raise ModelError for a configuration that must not be given to transformers: without a valid type, with
-    code to download (see [Note: code named by configurations]), or with integers that exceed _MAX_INTEGERS."""
+    code to download (see [Note: code named by configurations]), or with too large an integer."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if not isinstance(values, Mapping):
