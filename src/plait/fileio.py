@@ -24,7 +24,7 @@ import socket
 import stat
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,10 +51,15 @@ _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 def write_text(path: Path, text: str) -> None:
     """Write atomically and sync. Of two concurrent writers one wins, completely. Raises OSError."""
+    write_lines(path, [text])
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Like `write_text`, for lines that need not be in memory together. Each has its end of line."""
     temp = temp_path(path)
     try:
         with temp.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)

@@ -39,7 +39,7 @@ def table(
     made = Table(title=_title(title), title_justify="left", caption_justify="left", **options)
     made.caption = _title(caption) or None
     for heading in headings:
-        made.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+        made.add_column(plain(heading), justify="left" if heading in left else "right", overflow="fold")
     for row in rows:
         made.add_row(*cells(row))
     return made

@@ -75,7 +75,7 @@ def flip_a_bit(path: Path) -> None:
 
 def losses(run: Path) -> list[dict[str, Any]]:
     """The records of steps and evaluations, and not of saves."""
-    records = read_metrics(run / "metrics.jsonl")
+    records = list(read_metrics(run / "metrics.jsonl"))
     return [record for record in records if "loss" in record or "validation_loss" in record]
 
 
@@ -87,7 +87,7 @@ def test_a_run_learns_and_leaves_all_that_it_names(whole: tuple[Path, str]) -> N
         assert (run / path).exists()
     assert (run / "sample.txt").read_text().startswith("The ship")
     assert [path.name for path in checkpoint.steps(run / "checkpoints")] == ["step-00000018", "step-00000024"]
-    records = read_metrics(run / "metrics.jsonl")
+    records = list(read_metrics(run / "metrics.jsonl"))
     steps = [record for record in records if "loss" in record]
     validations = [record for record in records if "validation_loss" in record]
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))

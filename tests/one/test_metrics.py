@@ -89,7 +89,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     with run.metrics.open("a") as file:
         file.write('{"step": 9, "lo')  # a process killed while it wrote
     record(run, 6, 12)
-    found = read_metrics(run.metrics)
+    found = list(read_metrics(run.metrics))
     assert [line["step"] for line in found if "loss" in line] == list(range(1, 13))
     assert [line["step"] for line in found if "validation_loss" in line] == [3, 6, 9, 12]
     board = EventAccumulator(str(run.tensorboard))

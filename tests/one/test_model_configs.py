@@ -53,6 +53,9 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 1}
         ({**LLAMA, "num_hidden_layers": -1}, "has no layers"),
         ({**LLAMA, "num_hidden_layers": 2**62}, "too large"),
         ({**GPT2, "n_layer": 10**6}, "too large"),
+        ({**LLAMA, "num_labels": 10**10}, "too large"),
+        ({**LLAMA, "vision_config": {"num_labels": 10**10}}, "too large"),
+        ({"model_type": "gpt_neo", "attention_types": [[["global"], 10**8]]}, "too large"),
         ({**GPT2, "attn_pdrop": 2.0}, "an invalid attn_pdrop"),
     ],
     ids=lambda value: str(value)[-60:],
@@ -60,6 +63,16 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 1}
 def test_a_configuration_that_makes_no_model_is_an_error(config: Any, words: str) -> None:
     with pytest.raises(ModelError, match=words):
         causal_lm_on_meta(config)
+
+
+def test_large_vocabularies_and_positions_are_not_refused() -> None:
+    values = {
+        "rope_theta": 10**11,
+        "max_position_embeddings": 10**8,
+        "vocab_size": 2**21,
+        "num_labels": 2**10,
+    }
+    causal_lm_on_meta({**LLAMA, **values, "vocab_size_per_layer_input": 262144})
 
 
 def test_a_misspelt_model_type_is_an_error_with_the_nearest_one() -> None:

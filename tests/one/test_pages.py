@@ -1,18 +1,26 @@
 """Pages: their values are those of --json, and what a browser shows of them can be read and used."""
 
 import json
+import os
+import socket
+import struct
 import threading
 import tomllib
+import tracemalloc
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from plait.cli import report
 from plait.cli.main import app
 from plait.cli.report import page_server
+from plait.errors import RunError
 from plait.pages import render_page
 from plait.plan import Plan
 from plait.plan.schedule import Durations, make_schedule, simulate
@@ -20,7 +28,9 @@ from plait.plan.schedule.trace import write_trace
 from plait.planner import ModelShape, Outcome, Workload, cluster, price
 from plait.planner.frontier import front
 from plait.planner.page import page_values
+from plait.train import metrics
 from plait.train.config import parse_recipe
+from plait.train.metrics import ThinnedRecords, read_metrics, truncate_metrics
 from plait.train.run_dir import RunDir
 from plait.train.run_page import run_values
 from plait.train.saved_recipe import SavedRecipe
@@ -205,17 +215,112 @@ def test_a_long_run_keeps_its_extremes(tmp_path: Path) -> None:
     assert curves["loss"][curves["step"].index(7_777)] == max(curves["loss"]) == 99.0
 
 
-def test_a_watched_run_is_served_to_this_host_only() -> None:
-    server = page_server(lambda: "a page", 0)
-    address, port = server.server_address[:2]
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[], str]], tuple[str, int]]]:
+    """Serves a page until the test ends, at the address that it returns."""
+    with ExitStack() as stack:
+
+        def start(page: Callable[[], str]) -> tuple[str, int]:
+            server = stack.enter_context(page_server(page, 0))
+            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            return server.server_address[:2]
+
+        yield start
+
+
+def test_a_watched_run_is_served_to_this_host_only(serve: Any) -> None:
+    address, port = serve(lambda: "a page")
     assert address == "127.0.0.1"
-    thread = threading.Thread(target=lambda: [server.handle_request() for _ in range(2)])
-    thread.start()
     url = f"http://127.0.0.1:{port}/"
     with urllib.request.urlopen(url, timeout=60) as answer:
         assert answer.read() == b"a page"
     with pytest.raises(urllib.error.HTTPError, match="404") as refused:
         urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "elsewhere.org"}), timeout=60)
     refused.value.close()
-    thread.join()
-    server.server_close()
+
+
+def test_idle_connections_to_a_watched_run_are_closed_and_block_no_browser(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "_IDLE_S", 0.3)
+    monkeypatch.setattr(report, "_MOST_CONNECTIONS", 3)
+    address = serve(lambda: "a page")
+    with socket.create_connection(address) as first, socket.create_connection(address) as second:
+        second.sendall(b"GET / HTTP/1.1\r\nHo")
+        with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/", timeout=60) as answer:
+            assert answer.read() == b"a page"
+        with socket.create_connection(address), socket.create_connection(address) as surplus:
+            surplus.settimeout(60)
+            assert surplus.recv(1) == b"", "there are threads for three"
+        for each in (first, second):
+            each.settimeout(60)
+            assert each.recv(1) == b""
+    with socket.create_connection(address) as reset:
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_that_cannot_be_read_is_an_error_on_its_watched_page(
+    serve: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, port = serve(lambda: str(run_values(RunDir(tmp_path / "moved"))))
+    with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=60)
+    assert b"RunError: the run does not exist" in caught.value.read()
+    caught.value.close()
+    assert capfd.readouterr() == ("", "")
+
+
+DAMAGED = (
+    '{"step": 5, "loss": "low", "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 5e3, "mfu": 0.25}',
+    '{"step": 6, "loss": null, "lr": null, "grad_norm": null, "tokens_per_s": null, "mfu": null}',
+    '{"step": 7, "loss": 5.0}',
+    '{"step": 8, "loss": NaN, "tokens_per_s": 1e999, "mfu": []}',
+    '{"step": 9, "validation_loss": "x"}',
+    '{"step": true, "validation_loss": 2.0}',
+    '{"step": 9, "warning": 5}',
+    '{"step": 9, "save_pause_s": {}}',
+    "[" * 10_000,
+    "null",
+)
+
+
+def test_damaged_metrics_are_left_out_of_the_page_and_the_table(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "damaged")
+    whole = run_values(run)["facts"]
+    with run.metrics.open("a") as file:
+        file.write("\n".join(DAMAGED) + "\n")
+    run.sample.write_bytes(b"\xff\xfe")
+    values = run_values(run)
+    assert values["facts"] == whole | {"steps": 7, "loss": 5.0, "tokens": None}
+    assert values["curves"]["step"][-3:] == [30, 6, 7]
+    assert values["sample"] == "\ufffd" * 2
+    assert "damaged" in typed("report", run.path)
+
+
+def test_metrics_of_any_length_are_read_with_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MOST_STRETCHES", 20)
+    run, kept = make_run(tmp_path, "long", 3000), ThinnedRecords(("loss", "grad_norm"))
+    tracemalloc.start()
+    for record in read_metrics(run.metrics):
+        kept.add(record)
+    truncate_metrics(run.metrics, 2990)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < run.metrics.stat().st_size, "3000 records as dicts take five times as much"
+    assert len(list(kept)) <= 101
+    assert sum("loss" in record for record in read_metrics(run.metrics)) == 2990
+    os.truncate(run.metrics, 2**40)
+    with pytest.raises(RunError, match="metrics are too large"):
+        run_values(run)
+
+
+def test_names_of_runs_are_escaped_in_the_table(tmp_path: Path) -> None:
+    hostile = make_run(tmp_path, "one").path.rename(tmp_path / "a\x1b[31m[red]b\x07\udcff")
+    text = typed("compare", hostile, make_run(tmp_path, "other").path)
+    assert r"a\x1b[31m[red]b\x07\udcff" in text

@@ -1,6 +1,7 @@
 """`plait plan`: a plan for a cluster from a configuration, prices and comparisons."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from plait.cli.main import app
 from plait.plan import Plan
 from plait.plan.device_speed import DeviceSpeed
 from plait.plan.host_profile import HostProfile, save
+from plait.planner import ModelShape
 
 CONFIG = {
     "model_type": "llama",
@@ -65,7 +67,7 @@ def test_tables_show_parts_and_differences(config: str) -> None:
         ((), "plan needs a model, a cluster and a batch"),
         (("--model", "CONFIG", *WORK[:2], "--batch-tokens", "5000", "--seq", "4096"), "full sequences"),
         (("--model", "CONFIG", "--cluster", "dgx-h1000", *WORK[2:]), "unknown cluster"),
-        (("--model", "missing.json", *WORK), "cannot be read"),
+        (("--model", "missing.json", *WORK), "no such model"),
         (("--model", "CONFIG", *WORK, "--deadline", "soon"), "not a duration"),
         (("--model", "CONFIG", *WORK, "--pin", "tp=3"), "pinned values"),
         (("--model", "CONFIG", *WORK, "--plan", "dp=16"), "do not multiply"),
@@ -123,3 +125,90 @@ def test_measured_plans_correct_later_predictions(
     assert 1 <= int(found[1]) <= 3 < int(found[2])
     assert f"saved: {host}" in text.replace("\n", "")
     assert predicted_s() == pytest.approx(1.5 * before_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("layers=32 hiden=4096 heads=32 vocab=100", ("given   : hiden=4096", "try     : hidden")),
+        ("layers=² hidden=64 heads=4 vocab=100", ("no usable layers",)),
+        ("layers=99999999 hidden=64 heads=4 vocab=100", ("out of range", "try     : layers=4096")),
+        ("layers=4 hidden=64 heads=4 vocab=99999999999999999999", ("no usable vocab",)),
+        ("meta-llama/Llama-9-8B", ("no such model", "llama-3-8b", "hf download meta-llama/Llama-9-8B")),
+        ("nowhere/config.json", ("no such model", "a config.json")),
+        ("LIST", ("not a JSON object", "given   : ['a', 1]")),
+        ("RATIO", ("no usable expansion_ratio", "given   : 'x'")),
+        ("SMALL", ("do not divide", "try     : head_dim=1")),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_an_error_that_says_what_can(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 100}
+    contents = {
+        "LIST": ["a", 1],
+        "RATIO": {**sizes, "expansion_ratio": "x"},
+        "SMALL": {**sizes, "hidden": 8, "heads": 16},
+    }
+    if text in contents:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(contents[text]))
+        text = str(path)
+    code, output = run("--model", text, *WORK)
+    assert code == 2
+    for word in (*words, "try     :"):
+        assert word in output
+
+
+def test_names_of_models_and_paths_with_an_equals_sign_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "lr=1e-3"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for model in (str(folder), "llama-3-8b", "meta-llama/Meta-Llama-3-8B"):
+        code, text = run("--model", model, *WORK, "--plan", "tp=8 zero=0")
+        assert code == 0, text
+
+
+MODELS = {
+    "gpt-3-175b": 174.6,
+    "llama-3-8b": 8.03,
+    "llama-3-405b": 405.9,
+    "mixtral-8x7b": 46.7,
+    "qwen3-8b": 8.19,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_their_published_sizes(name: str) -> None:
+    assert ModelShape.named(name).num_params / 1e9 == pytest.approx(MODELS[name], rel=0.002)
+
+
+HEAD = "layers,hidden,heads,seq_len,gpu,n_gpus,global_batch,step_time_s,pp,virtual_stages\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("1e400,512,8,1024,A100,8,8,1,1,", "layers=1e400 is out of range"),
+        ("4,8,16,1024,A100,8,8,1,1,", "a size of the model is out of range"),
+        ("4,512,8,1024,A100,8,8,nan,1,", "step_time_s=nan is out of range"),
+        ("4,512,8,1024,A100,[/b]\x1b[31m,8,1,1,", r"'[/b]\x1b[31m'"),
+        ("3,512,8,1024,A100,8,8,1,4,", "3 blocks cannot fill 4 stages"),
+    ],
+)
+def test_a_run_with_unusable_values_is_refused_and_others_are_scored(
+    tmp_path: Path, row: str, reason: str
+) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{HEAD}6,512,8,1024,A100,8,8,1.0,4,\n{row}\n")  # its stages are not equal
+    code, text = run("score", str(path))
+    assert code == 0, text
+    assert "refused 1 rows" in text
+    assert reason in text
+
+
+def test_a_pipe_is_no_file_of_runs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "runs.csv")
+    code, text = run("score", str(tmp_path / "runs.csv"))
+    assert code == 2
+    assert "not a regular file" in text

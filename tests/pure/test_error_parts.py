@@ -32,12 +32,29 @@ EXEMPT = {
 }
 
 
+def _may_be_nothing(part: ast.expr) -> bool:
+    """True for an expression that gives None or no text for some arguments; `nearest` gives None."""
+    match part:
+        case ast.Constant(value=value):
+            return value in (None, "")
+        case ast.IfExp(body=body, orelse=orelse):
+            return _may_be_nothing(body) or _may_be_nothing(orelse)
+        case ast.BoolOp(op=ast.Or(), values=[*_, last]):
+            return _may_be_nothing(last)
+        case ast.JoinedStr(values=[ast.FormattedValue(value=value)]):
+            return _may_be_nothing(value)
+        case ast.Call(func=function):
+            return getattr(function, "id", getattr(function, "attr", "")) == "nearest"
+        case _:
+            return False
+
+
 def _incomplete(path: Path) -> Iterator[tuple[int, str, set[str]]]:
     """Yield line, class and missing parts of each error. Calls with `**parts` rebuild a received error."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            given = {k.arg for k in node.keywords if getattr(k.value, "value", ...) is not None}
+            given = {k.arg for k in node.keywords if not _may_be_nothing(k.value)}
             if name in CLASSES and None not in given and (missing := PARTS - given):
                 yield node.lineno, name, missing
 

@@ -48,7 +48,8 @@ _EXAMPLE = "plait plan --model config.json --cluster dgx-h100:8 --batch-tokens 4
 Model = Annotated[
     str | None,
     typer.Option(
-        help='A config.json, a folder with one, or "layers=32 hidden=4096 heads=32 ..."', show_default=False
+        help='A config.json, a folder with one, a name (llama-3-8b), or "layers=32 hidden=4096 heads=32 ..."',
+        show_default=False,
     ),
 ]
 ClusterName = Annotated[
@@ -214,7 +215,7 @@ def _subject(
         )
     from plait.planner import ModelShape, Workload, cluster
 
-    shape = ModelShape.parse(model) if "=" in model else ModelShape.from_config(Path(model))
+    shape = ModelShape.named(model)
     num = _batch_tokens(batch_tokens)
     if num < sequence or num % sequence:
         nearest = max(1, round(num / sequence))

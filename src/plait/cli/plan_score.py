@@ -44,7 +44,7 @@ def score(
 def _show(result: dict[str, Any], *, leaves_out: bool) -> None:
     import rich
 
-    from plait.tables import table
+    from plait.tables import plain, table
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"
@@ -69,6 +69,6 @@ def _show(result: dict[str, Any], *, leaves_out: bool) -> None:
     for one in result["refused"]:
         reasons[one["reason"]] = reasons.get(one["reason"], 0) + 1
     for reason, number in reasons.items():
-        rich.print(f"refused {number} rows: {reason}")
+        rich.print(plain(f"refused {number} rows: {reason}"))
     values = [(name, f"{value:.4g}") for name, value in result["constants"]["values"].items()]
     rich.print(table(f"{len(values)} constants", ("constant", "value"), values, left=("constant",)))

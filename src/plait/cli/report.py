@@ -1,8 +1,9 @@
 """`plait report`: the page of a run, once or as it trains; `plait compare`: of several runs."""
 
 import sys
+import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,13 +21,15 @@ from plait.cli.common import (
     write_json_output,
     write_output,
 )
-from plait.errors import ConfigError, RunError
+from plait.errors import ConfigError, PlaitError, RunError, printable
 from plait.train.saved_recipe import check_is_run
 
 if TYPE_CHECKING:
     from plait.train.run_dir import RunDir
 
 _REFRESH_S = 10
+_IDLE_S = 10  # of a connection, after which it is closed
+_MOST_CONNECTIONS = 32
 _LOOPBACK = "127.0.0.1"
 _FORMATS = {"loss": ".4f", "validation_loss": ".4f", "best_validation_loss": ".4f", "mfu": ".1%"}
 
@@ -134,22 +137,59 @@ def _page(values: list[dict[str, Any]], refresh_s: int = 0) -> str:
     return render_page("runs", title, {"runs": values}, refresh_s=refresh_s)
 
 
+class _Server(ThreadingHTTPServer):
+    """Serves each connection in a thread of its own, up to _MOST_CONNECTIONS; others are closed at once."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__((_LOOPBACK, port), handler)
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, *_: object) -> None:
+        """Print nothing: the client has closed its connection."""
+
+
 def page_server(page: Callable[[], str], port: int) -> HTTPServer:
     """Return a server of a page to browsers of this host. Raises RunError if the port is taken.
 
-    A request must name this host: a site whose name was pointed at 127.0.0.1 gets nothing.
+    A request must name this host: a site whose name was pointed at 127.0.0.1 gets nothing. While the page
+    cannot be made, its error is served, and a browser loads it again.
     """
+    one_at_a_time = threading.Lock()  # a page needs memory
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = _IDLE_S
+
         def do_GET(self) -> None:
             host, _, _ = self.headers.get("Host", "").partition(":")
             if self.path != "/" or host not in (_LOOPBACK, "localhost"):
                 self.send_error(404)
                 return
-            content = page().encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
+            try:
+                with one_at_a_time:
+                    status, kind, text = 200, "html", page()
+            except Exception as error:  # any state of the run's files
+                status, kind = 503, "plain"
+                text = error.message() if isinstance(error, PlaitError) else printable(f"{error!r}")
+            content = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(content)))
+            if status != 200:
+                self.send_header("Refresh", str(_REFRESH_S))
             self.end_headers()
             self.wfile.write(content)
 
@@ -157,7 +197,7 @@ def page_server(page: Callable[[], str], port: int) -> HTTPServer:
             """Print nothing."""
 
     try:
-        return HTTPServer((_LOOPBACK, port), Handler)
+        return _Server(port, Handler)
     except OSError as error:
         raise RunError(
             "the port cannot be used",

@@ -26,7 +26,7 @@ from plait.comm.shm import open_host_group
 from plait.comm.torch_backend import PlaitGroup
 from plait.comm.torch_transport import TorchTransport
 from plait.comm.transport import Transport
-from plait.errors import CommError, nearest
+from plait.errors import CommError, unknown_key_hint
 
 ATTACH_TRANSPORTS = ("auto", "host", "group")  # best available, shared memory, the process group itself
 
@@ -43,7 +43,7 @@ def check_attachable(transport: str) -> None:
             "unknown transport for gradients",
             given=f"transport={transport!r}",
             expected=" or ".join(ATTACH_TRANSPORTS),
-            hint=nearest(str(transport), ATTACH_TRANSPORTS),
+            hint=unknown_key_hint(str(transport), ATTACH_TRANSPORTS),
         )
 
 

@@ -46,7 +46,11 @@ _PACKAGES = {
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_4": "flash_attn.cute",
 }
-_MAX_LAYERS, _MAX_MODULES = 2**12, 2**15  # a model of a thousand layers has about 20,000 modules
+_MAX_MODULES = 2**15  # a model of a thousand layers has about 20,000
+# The largest integer of a key, by the first word that is in it. Configurations create a list or a dict with
+# an entry per layer, label, group or expert, before any module; none per token or position.
+_MAX_INTEGERS = dict.fromkeys(("vocab", "position", "length", "token", "chunk", "theta", "seed"), 2**40)
+_MAX_INTEGERS |= {"layer": 2**12, "": 2**20}
 
 _TRIAL_S = 5.0  # for finding the key at fault
 _TRIAL_TOKENS = 8
@@ -77,7 +81,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def check_config_values(values: Any) -> None:
     """Raise ModelError for a configuration that must not be given to transformers: without a valid type, with
-    code to download (see [Note: code named by configurations]), or with too many layers."""
+    code to download (see [Note: code named by configurations]), or with too large an integer."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if not isinstance(values, Mapping):
@@ -106,11 +110,13 @@ def check_config_values(values: Any) -> None:
         )
     for key, value in _entries(values):
         _check_implementation(key, value)
-        # Checked here, as configurations create lists with an entry per layer.
-        if "layer" in key and isinstance(value, int) and value > _MAX_LAYERS:
-            given, expected = f"{key} = {value}", f"at most {_MAX_LAYERS}"
+        limit = next(limit for word, limit in _MAX_INTEGERS.items() if word in key)
+        if isinstance(value, int) and abs(value) > limit:
             raise ModelError(
-                "the model is too large", given=given, expected=expected, hint=f"{key} = {_MAX_LAYERS}"
+                "the model is too large",
+                given=f"{key} = {value}",
+                expected=f"at most {limit}",
+                hint=f"{key} = {limit}",
             )
 
 

@@ -142,7 +142,7 @@ def _unnamed(folder: Path) -> tuple[int, int | None]:
             "the folder for offloading cannot be used",
             given=f"{folder}: {error.strerror}",
             expected="a folder on a local disk that this user may write to",
-            hint=f"mkdir -p {folder}" if error.errno == errno.ENOENT else None,
+            hint=f"mkdir -p {folder}" if error.errno == errno.ENOENT else f"ls -ld {folder}; df -h {folder}",
         ) from error
     if direct is None:
         warnings.warn(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from plait.errors import ConfigError, PlanError, nearest, shown
+from plait.errors import ConfigError, PlanError, nearest, shown, unknown_key_hint
 from plait.fileio import parse_toml, read_text
 
 _TABLE = Path(__file__).with_name("devices.toml")
@@ -93,7 +93,7 @@ def device(name: str) -> Device:
     if found is None:
         own = dict.fromkeys(each.name for each in by_name.values())
         raise ConfigError(
-            "unknown device", given=shown(name), expected=", ".join(own), hint=nearest(word, by_name)
+            "unknown device", given=shown(name), expected=", ".join(own), hint=unknown_key_hint(word, by_name)
         )
     return found
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.errors import ConfigError, nearest
+from plait.errors import ConfigError, unknown_key_hint
 from plait.fileio import parse_toml, read_text
 from plait.planner.hardware import Device, device
 
@@ -109,7 +109,10 @@ def training(name: str) -> Training:
     by_lower = {known.lower(): known for known in trainings()}
     if name.lower() not in by_lower:
         raise ConfigError(
-            "unknown training", given=name, expected=", ".join(trainings()), hint=nearest(name, trainings())
+            "unknown training",
+            given=name,
+            expected=", ".join(trainings()),
+            hint=unknown_key_hint(name, trainings()),
         )
     return trainings()[by_lower[name.lower()]]
 

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, nearest, shown
 from plait.fileio import parse_json, parse_toml, read_text
 from plait.plan.cost_model import training_flops_per_token
 
@@ -27,7 +27,10 @@ _KEYS = {
     "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
     "positions": ("n_positions", "max_position_embeddings", "max_seq_len", "positions"),
 }
-_FAMILIES = Path(__file__).parent / "data" / "families.toml"
+_OTHERS = ("gated", "tied", "biases", "model_type", "tie_word_embeddings", "bias", "hidden_act")
+_EXAMPLE = '--model "layers=32 hidden=4096 heads=32 ..."'
+_MOST_LAYERS, _MOST = 2**12, 2**32  # of all other sizes
+_DATA = Path(__file__).parent / "data"
 _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
 
 
@@ -62,6 +65,38 @@ class ModelShape:
     shared_ffn: int = 0
     embedding_norm: bool = False
 
+    def __post_init__(self) -> None:
+        for key, value in vars(self).items():
+            least = 0 if key in ("positions", "experts", "experts_per_token", "shared_ffn") else 1
+            most = _MOST_LAYERS if key == "layers" else _MOST
+            if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
+                raise ConfigError(
+                    "a size of the model is out of range",
+                    given=f"{key}={value}",
+                    expected=f"an integer from {least} to {most}",
+                    hint=f"{key}={min(max(value, least), most)}",
+                )
+
+    @classmethod
+    def named(cls, text: str) -> "ModelShape":
+        """Read what `--model` names: a path, sizes, or a model of data/models.toml. Raises ConfigError."""
+        models = _table("models")
+        name = text.rpartition("/")[2].lower().removeprefix("meta-")
+        if text in ("", *models) or not Path(text).exists():
+            if name in models:
+                return cls.from_config(models[name], name)
+            if "=" in text:
+                return cls.parse(text)
+            near, repository = nearest(name, models), re.fullmatch(r"[\w.-]+/[\w.-]+(?<!\.json)", text)
+            raise ConfigError(
+                "no such model",
+                given=f"--model {text}",
+                expected=f"a config.json, a folder with one, sizes, or one of {', '.join(models)}",
+                hint=(f"--model {near}, or " if near else "")
+                + f"hf download {text if repository else 'NAME'} config.json --local-dir FOLDER",
+            )
+        return cls.from_config(Path(text))
+
     @classmethod
     def from_config(cls, config: "str | Path | Mapping[str, Any]", name: str = "") -> "ModelShape":
         """Read a Hugging Face config.json (a path or its content), or the sizes by their plain names (layers,
@@ -77,10 +112,10 @@ class ModelShape:
                 "the heads do not divide the hidden size",
                 given=f"hidden={hidden} heads={heads}",
                 expected="a multiple of heads, or a head_dim",
-                hint=f"head_dim={hidden // heads}",
+                hint=f"head_dim={max(1, hidden // heads)}",
             )
         experts = _number(values, "experts", 0)
-        ffn = _number(values, "ffn", 0) or round(hidden * float(values.get("expansion_ratio", 4)))
+        ffn = _number(values, "ffn", 0) or round(hidden * _ratio(values))
         expert_ffn = (_number(values, "expert_ffn", 0) or ffn) if experts else ffn
         shared = _number(values, "shared_ffn", 0) or _number(values, "shared_experts", 0) * expert_ffn
         return cls(
@@ -106,9 +141,19 @@ class ModelShape:
     def parse(cls, text: str) -> "ModelShape":
         """Read `layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256`. Raises ConfigError."""
         pairs = dict(word.partition("=")[::2] for word in re.split(r"[\s,]+", text.strip()))
+        names = [*(alias for aliases in _KEYS.values() for alias in aliases), *_OTHERS]
+        for key in pairs:
+            if key not in names:
+                raise ConfigError(
+                    "unknown size of a model",
+                    given=f"{key}={pairs[key]}",
+                    expected=", ".join((*_KEYS, *_OTHERS[:3])),
+                    hint=nearest(key, names) or _EXAMPLE,
+                )
         known = {"true": True, "false": False}
+        is_number = re.compile("[0-9]{1,18}").fullmatch
         return cls.from_config(
-            {key: int(text) if text.isdigit() else known.get(text, text) for key, text in pairs.items()}
+            {key: int(text) if is_number(text) else known.get(text, text) for key, text in pairs.items()}
         )
 
     @property
@@ -185,7 +230,7 @@ def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[
                 "the model's configuration cannot be read",
                 given=f"{path}: {error.strerror}",
                 expected="a Hugging Face config.json, or a folder with one",
-                hint='--model "layers=32 hidden=4096 heads=32 ..."',
+                hint=_EXAMPLE,
             ) from error
         except (ValueError, UnicodeDecodeError) as error:
             raise ConfigError(
@@ -198,9 +243,9 @@ def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[
     if not isinstance(values, Mapping):
         raise ConfigError(
             "the model's configuration is not a JSON object",
-            given=name,
+            given=shown(values),
             expected="the keys and values of a config.json",
-            hint='--model "layers=32 hidden=4096 heads=32 ..."',
+            hint=_EXAMPLE,
         )
     text = values.get("text_config") or values.get("llm_config")
     if isinstance(text, Mapping):
@@ -212,12 +257,12 @@ def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[
 
 
 @cache
-def _families() -> Mapping[str, list[str]]:
-    return parse_toml(read_text(_FAMILIES))
+def _table(name: str) -> Mapping[str, Any]:
+    return parse_toml(read_text(_DATA / f"{name}.toml"))
 
 
 def _is_of(family: str, kind: str) -> bool:
-    return family in _families()[kind]
+    return family in _table("families")[kind]
 
 
 def _find(values: Mapping[str, Any], key: str) -> Any:
@@ -231,11 +276,24 @@ def _number(values: Mapping[str, Any], key: str, default: int | None = None) -> 
     if isinstance(found, bool) or not isinstance(found, int) or found < (1 if default is None else 0):
         raise ConfigError(
             f"the model's configuration has no usable {key}",
-            given="nothing" if found is None else repr(found),
+            given=f"no {key}" if found is None else f"{key}={shown(found)}",
             expected=f"a positive integer named {', '.join(_KEYS[key][:4])} ...",
-            hint=f"{key}=NUMBER in --model",
+            hint=_EXAMPLE,
         )
     return found
+
+
+def _ratio(values: Mapping[str, Any]) -> float:
+    """The width of the MLP by the hidden size, of MPT."""
+    found = values.get("expansion_ratio", 4)
+    if isinstance(found, int | float) and 0 < found <= 2**10:
+        return float(found)
+    raise ConfigError(
+        "the model's configuration has no usable expansion_ratio",
+        given=shown(found),
+        expected="a number above 0",
+        hint="expansion_ratio=4",
+    )
 
 
 def _kv_heads(values: Mapping[str, Any], heads: int) -> int:
@@ -268,5 +326,5 @@ def _positions(values: Mapping[str, Any], family: str) -> int:
     if _is_of(family, "learned_positions") or not family:
         named = _KEYS["positions"] if family else ("positions",)
         found = next((values[key] for key in named if values.get(key)), 0)
-        return int(found) + (2 if family == "opt" else 0)
+        return (found if isinstance(found, int) else 0) + (2 if family == "opt" else 0)
     return 0

@@ -29,11 +29,13 @@ from plait.planner.price import Price, price
 from plait.planner.workload import Software, Workload
 
 _REPORTS = Path(__file__).parent / "data" / "reports.toml"
+_MOST_BYTES = 1 << 24  # of a file of runs: a row takes some 200, and some milliseconds
 _GBIT = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s)", re.IGNORECASE)
 _SCHEDULES = {"1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe"}
 _SCHEDULES |= {"zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-v": "zbv", "zbv": "zbv"}
 _HEAD_DIM = 128  # where a row has no heads
 _VOCAB = 50304  # where it has no vocabulary: GPT-2's, padded
+_MOST = 1e12  # of any number
 _REQUIRED = ("layers", "hidden", "seq_len", "gpu", "n_gpus", "global_batch")
 
 
@@ -79,13 +81,12 @@ class Refused:
 def read_runs(path: Path) -> Iterator[Run | Refused]:
     """Read a file with the columns of published_runs.csv; fields may be empty. Raises DataError."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        rows = list(csv.DictReader(read_text(path, _MOST_BYTES).splitlines(keepends=True)))
+    except (OSError, ValueError, csv.Error) as error:
         raise DataError(
             "the file of runs cannot be read",
             given=f"{path}: {error}",
-            expected="a CSV file in UTF-8",
+            expected=f"a CSV file in UTF-8, of at most {_MOST_BYTES:,} bytes",
             hint=f"ls -l {path}",
         ) from error
     missing = [name for name in _REQUIRED if rows and name not in rows[0]]
@@ -103,7 +104,7 @@ def read_runs(path: Path) -> Iterator[Run | Refused]:
         source = family(fields.get("source", ""))
         try:
             yield _run(number, source, fields)
-        except (PlaitError, ValueError) as error:
+        except (PlaitError, ValueError, ArithmeticError) as error:
             yield Refused(number, source, str(error).split("\n")[0])
 
 
@@ -119,17 +120,18 @@ def _memory_counts(source: str) -> str:
 
 
 def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int:
-    text = row.get(key, "")
-    if not text:
-        if default is None:
-            raise ValueError(f"no {key}")
-        return default
-    return int(float(text))
+    value = _float(row, key)
+    if value is None and default is None:
+        raise ValueError(f"no {key}")
+    return int(value or 0) if value is not None else default or 0
 
 
 def _float(row: Mapping[str, str], key: str) -> float | None:
     text = row.get(key, "")
-    return float(text) if text else None
+    value = float(text) if text else None
+    if value is not None and not 0 <= value <= _MOST:
+        raise ValueError(f"{key}={text[:20]} is out of range")
+    return value
 
 
 def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
@@ -219,7 +221,8 @@ def _plans(
     if tp * pp * dp != ranks:
         raise ValueError(f"tp x pp x dp = {tp} x {pp} x {dp} is not {ranks} devices")
     layers = _int(row, "layers")
-    open_chunks = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else [1]
+    dividing = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else []
+    open_chunks = dividing or [1]
     chunk_choices = [_int(row, "virtual_stages")] if row.get("virtual_stages") else open_chunks
     named = re.search(r"schedule=([\w-]+)", notes) if pp > 1 else None
     if named and named[1] not in _SCHEDULES:

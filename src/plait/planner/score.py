@@ -43,7 +43,7 @@ def price_all(
             continue
         try:
             priced.append(Priced(run, run.price(constants_of(run.source))))
-        except PlanError as error:
+        except (PlanError, ArithmeticError) as error:
             refused.append(Refused(run.row, run.source, str(error).split("\n")[0]))
     return priced, refused
 

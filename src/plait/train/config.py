@@ -446,7 +446,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             expected="one of " + ", ".join(OPTIMIZERS),
             hint="name='Muon' in [[optimizer.groups]], for the matrices that match"
             if optimizer.name == "Muon"
-            else nearest(optimizer.name, OPTIMIZERS),
+            else unknown_key_hint(optimizer.name, OPTIMIZERS),
         )
     if optimizer.clip_norm is not None and optimizer.clip_value is not None:
         raise ConfigError(
@@ -477,7 +477,7 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
                 "not an optimizer for a group of parameters",
                 given=f"{given}, name = {group.name!r}",
                 expected="one of " + ", ".join(GROUP_OPTIMIZERS),
-                hint=nearest(f"{group.name}", GROUP_OPTIMIZERS),
+                hint=unknown_key_hint(f"{group.name}", GROUP_OPTIMIZERS),
             )
         if group.args and group.name is None:
             raise ConfigError(

@@ -7,16 +7,22 @@ values of `ServerMetrics`, for a save `step` and `save_pause_s`, for a warning `
 for a start from a checkpoint `step` and `resumed`.
 Non-finite numbers are written as null. A resumed run truncates the file to the step that it resumes from, so
 that no step is recorded twice.
+
+[Note: reading of metrics] The file may be another's, or damaged, and have millions of lines: it is read line
+by line. Lines that are not such records are left out, also those in which a number is text. `ThinnedRecords`
+keeps as many as a picture can show.
 """
 
 import contextlib
 import json
 import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.errors import RunError
-from plait.fileio import WRITABLE, finite_json, open_regular, parse_json, write_text
+from plait.fileio import TEXT_LIMIT_BYTES, WRITABLE, finite_json, open_regular, parse_json, write_lines
 from plait.parallel.local_steps.outer import ExchangeResult
 from plait.tables import plain
 from plait.train.run_dir import RunDir
@@ -66,6 +72,12 @@ class StepMetrics:
     mfu_of_matmul: float
     seconds: float
     loss_scale: float | None = None
+
+
+_MAX_BYTES = 1 << 32  # of metrics.jsonl: ten million steps
+_NUMBERS = {each.name for each in fields(StepMetrics)}
+_NUMBERS |= {"validation_loss", "validation_perplexity", "save_pause_s", "island_drift"}
+MOST_STRETCHES = 400  # even
 
 
 class Metrics:
@@ -262,27 +274,74 @@ def _print_unless_of_board(of_thread: Any) -> None:
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
-    """Remove the records of steps after `last_step`, and invalid lines."""
-    if not path.exists():
-        return
-    kept = [_json_line(record) for record in read_metrics(path) if record["step"] <= last_step]
-    write_text(path, "".join(kept))
+    """Remove the records of steps after `last_step`, and invalid lines. Raises RunError, OSError."""
+    if path.exists():
+        kept = (_json_line(record) for record in read_metrics(path) if record["step"] <= last_step)
+        write_lines(path, kept)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, in order.
-
-    Invalid lines, left by a killed process or a power failure, are ignored.
-    """
-    records = []
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl, in order; see [Note: reading of metrics]. Raises OSError, and
+    RunError for a file that is too large."""
     with open_regular(path) as file:
-        text = file.read().decode("utf-8", errors="replace")
-    for line in text.splitlines(keepends=True):
-        with contextlib.suppress(ValueError):
-            record = parse_json(line)
-            if line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
-    return records
+        if (size := os.fstat(file.fileno()).st_size) > _MAX_BYTES:
+            raise RunError(
+                "the run's metrics are too large",
+                given=f"{path}: {size:,} bytes",
+                expected=f"at most {_MAX_BYTES:,} bytes",
+                hint=f"split -n l/8 {path}, and one of its parts",
+            )
+        while line := file.readline(TEXT_LIMIT_BYTES):
+            with contextlib.suppress(ValueError):
+                record = parse_json(line.decode("utf-8", "replace"), parse_constant=lambda _: None)
+                if line.endswith(b"\n") and _is_valid(record):
+                    yield record
+
+
+def _is_valid(record: Any) -> bool:
+    """True for an object whose values have the types of `Metrics`; None is allowed for any number."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return False
+    numbers = (record[name] for name in _NUMBERS & record.keys())
+    return isinstance(record.get("warning", ""), str) and all(
+        isinstance(number, int | float | None) for number in numbers
+    )
+
+
+class ThinnedRecords:
+    """At most 5 * MOST_STRETCHES of any number of records: of each stretch of equal length the first one, and
+    those with the least and the largest value of each of `names` (up to two); and the last record of all."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._count, self._length = 0, 1
+        self._stretches: list[list[Mapping[str, Any]]] = []
+        self.last: Mapping[str, Any] = {}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add a record, after all others."""
+        if self._count % self._length == 0:
+            if len(self._stretches) == MOST_STRETCHES:
+                self._length *= 2
+                pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
+                self._stretches = [self._extremes(one + other) for one, other in pairs]
+            self._stretches.append([])
+        self._stretches[-1] = self._extremes([*self._stretches[-1], record])
+        self._count, self.last = self._count + 1, record
+
+    def _extremes(self, records: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        if len(records) <= 2 * len(self._names) + 1:
+            return records
+        kept = {0}
+        for name in self._names:
+            known = [at for at, record in enumerate(records) if record.get(name) is not None]
+            if known:
+                kept |= {of(known, key=lambda at: records[at][name]) for of in (min, max)}
+        return [records[at] for at in sorted(kept)]
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        kept = [*chain(*self._stretches)]
+        return iter(kept if not kept or kept[-1] is self.last else [*kept, self.last])
 
 
 def _json_line(record: Mapping[str, Any]) -> str:

@@ -109,7 +109,7 @@ def _unmatched(config: OptimizerConfig, pattern: str, names: list[str]) -> Confi
         "a pattern matches no trainable parameter",
         given=f"optimizer.groups: match = {pattern!r}",
         expected=f"a name such as {names[-1]}, in which * means any text",
-        hint=nearest(pattern, known),
+        hint=nearest(pattern, known) or names[-1],
     )
 
 

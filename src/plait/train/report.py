@@ -13,7 +13,7 @@ from plait.engine.engine import Engine
 from plait.plan import MemoryUse, format_bytes, used_categories
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
-from plait.train.metrics import read_metrics
+from plait.train.metrics import ThinnedRecords, read_metrics
 from plait.train.peak_flops import PeakFlops
 
 
@@ -87,22 +87,23 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     """Plot training and validation loss over steps, from metrics.jsonl."""
     from matplotlib.figure import Figure
 
-    records = read_metrics(metrics)
-    train = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
-    validation = [
-        (record["step"], record["validation_loss"])
-        for record in records
-        if record.get("validation_loss") is not None
-    ]
+    train, validation = ThinnedRecords(("loss",)), ThinnedRecords(("validation_loss",))
+    for record in read_metrics(metrics):
+        for curve, key in ((train, "loss"), (validation, "validation_loss")):
+            if record.get(key) is not None:
+                curve.add(record)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for points, style, label in ((train, "-", "training"), (validation, "o-", "validation")):
-        if points:
+    for curve, key, style, label in (
+        (train, "loss", "-", "training"),
+        (validation, "validation_loss", "o-", "validation"),
+    ):
+        if points := [(record["step"], record[key]) for record in curve]:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
     axes.grid(alpha=0.3)
-    if train or validation:
+    if axes.lines:
         axes.legend()
     figure.savefig(picture, dpi=120)
 

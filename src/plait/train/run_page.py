@@ -1,6 +1,7 @@
 """Values of the page of a run, from its files: a finished run, a stopped one, or one that still trains."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median, median_low
@@ -8,89 +9,91 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait.estimate.explain import Explanation
-from plait.fileio import read_text
+from plait.fileio import read_regular
 from plait.pages.timeline import timeline_values
 from plait.plan.schedule import simulate
 from plait.plan.schedule.trace import durations_of, read_trace
 from plait.train.measurements import Measurements
-from plait.train.metrics import read_metrics
+from plait.train.metrics import ThinnedRecords, read_metrics
 from plait.train.run_dir import RunDir
 
 _CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "tokens", "seconds")
-_MOST_POINTS = 2000  # of a curve
-_KEPT = ("loss", "grad_norm")  # curves whose least and largest values are kept when others are left out
+_MOST_EVENTS = 1000  # the last ones
+
+
+class _Records:
+    """The shown part of the records of a metrics.jsonl, in bounded memory."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.steps = ThinnedRecords(("loss", "grad_norm"))
+        self.validation = ThinnedRecords(("validation_loss",))
+        self.saves = ThinnedRecords(("save_pause_s",))
+        self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self.counts = Counter[str]()
+        self.best_validation_loss: float | None = None
+        for record in read_metrics(run.metrics) if run.metrics.exists() else ():
+            self._add(record)
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        for name, kept in (
+            ("loss", self.steps),
+            ("validation_loss", self.validation),
+            ("save_pause_s", self.saves),
+        ):
+            if name in record:
+                kept.add(record)
+        losses = [self.best_validation_loss, record.get("validation_loss")]
+        self.best_validation_loss = min((loss for loss in losses if loss is not None), default=None)
+        texts = {"resumed": "from a checkpoint", "skipped": "the gradient was not finite"}
+        for kind in ("warning", *texts):
+            if record.get(kind):
+                self.counts[kind] += 1
+                text = texts.get(kind, record[kind])
+                self.events.append({"step": record["step"], "kind": kind, "text": text})
 
 
 def run_values(run: RunDir, explained: tuple[Explanation, Measurements] | None = None) -> dict[str, Any]:
     """Return the values of a run. `explained`: its plan, as `plait explain --run` reads it. Raises RunError,
-    ConfigError for a directory that is not a run."""
+    ConfigError for a directory that is not a run, OSError for files that cannot be read."""
     recipe = run.read_recipe()
-    records = read_metrics(run.metrics) if run.metrics.exists() else []
-    steps = [record for record in records if "loss" in record]
-    shown = _thinned(steps)
-    curves = {name: [record.get(name) for record in shown] for name in ("step", *_CURVES)}
+    records = _Records(run)
+    curves = {name: [record.get(name) for record in records.steps] for name in ("step", *_CURVES)}
     return {
         "name": run.path.name,
         "plan": recipe.plan,
-        "facts": _facts(recipe.run.steps, steps, records),
+        "facts": _facts(recipe.run.steps, records),
         "curves": {name: values for name, values in curves.items() if any(v is not None for v in values)},
-        "validation": [[r["step"], r["validation_loss"]] for r in records if "validation_loss" in r],
-        "saves": [[r["step"], r["save_pause_s"]] for r in records if "save_pause_s" in r],
-        "events": _events(records),
+        "validation": [[r["step"], r["validation_loss"]] for r in records.validation],
+        "saves": [[r["step"], r["save_pause_s"]] for r in records.saves],
+        "events": list(records.events),
         "memory": _memory(*explained) if explained else None,
         "timelines": _timelines(recipe.run.trace),
-        "sample": read_text(run.sample) if run.sample.is_file() else None,
+        "sample": read_regular(run.sample).decode("utf-8", "replace") if run.sample.exists() else None,
         "recipe": recipe.model_dump(mode="json"),
     }
 
 
-def _facts(
-    planned: int, steps: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the figures of the summary; None where the run has none yet."""
-    last = steps[-1] if steps else {}
-    validation = [r["validation_loss"] for r in records if r.get("validation_loss") is not None]
+def _facts(planned: int, records: _Records) -> dict[str, Any]:
+    """Return the figures of the summary; None where the run has none yet. Medians: of the curves' points."""
+    last = records.steps.last
+
+    def middle(name: str) -> float | None:
+        known = [step[name] for step in records.steps if step.get(name) is not None]
+        return median(known) if known else None
+
     return {
         "steps": last.get("step", 0),
         "planned_steps": planned,
         "loss": last.get("loss"),
-        "validation_loss": validation[-1] if validation else None,
-        "best_validation_loss": min(validation, default=None),
+        "validation_loss": records.validation.last.get("validation_loss"),
+        "best_validation_loss": records.best_validation_loss,
         "tokens": last.get("tokens"),
-        "tokens_per_s": median(r["tokens_per_s"] for r in steps) if steps else None,
-        "mfu": median(r["mfu"] for r in steps) if steps else None,
+        "tokens_per_s": middle("tokens_per_s"),
+        "mfu": middle("mfu"),
         "skipped_steps": last.get("skipped_steps"),
-        "resumed": sum("resumed" in r for r in records),
-        "warnings": sum("warning" in r for r in records),
+        "resumed": records.counts["resumed"],
+        "warnings": records.counts["warning"],
     }
-
-
-def _events(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return warnings, starts from checkpoints and skipped steps, in order."""
-    texts = {"resumed": "from a checkpoint", "skipped": "the gradient was not finite"}
-    return [
-        {"step": record["step"], "kind": kind, "text": texts.get(kind, record[kind])}
-        for record in records
-        for kind in ("warning", *texts)
-        if record.get(kind)
-    ]
-
-
-def _thinned(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return at most about _MOST_POINTS steps: of each stretch the first one, and those with its extremes."""
-    length = -(-len(steps) * (2 * len(_KEPT) + 1) // _MOST_POINTS)
-    if length <= 2 * len(_KEPT) + 1:
-        return list(steps)
-    kept = {len(steps) - 1}
-    for start in range(0, len(steps), length):
-        kept.add(start)
-        for name in _KEPT:
-            known = [
-                at for at in range(start, min(start + length, len(steps))) if steps[at][name] is not None
-            ]
-            if known:
-                kept |= {of(known, key=lambda at: steps[at][name]) for of in (min, max)}
-    return [steps[at] for at in sorted(kept)]
 
 
 def _memory(explanation: Explanation, measured: Measurements) -> list[dict[str, Any]]:

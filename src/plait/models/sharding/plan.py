@@ -292,7 +292,7 @@ def _add_parameter(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
     if spec.style not in (Style.COLUMN, Style.ROW):
         raise ModelError(
             f"the tensor plan gives the parameter {name} a style for modules",
-            given=spec.style.value if spec.style else None,
+            given=spec.style.value,
             expected="colwise, rowwise, packed_colwise, packed_rowwise, replicated_with_grad_allreduce "
             "or replicate",
             hint=replicate_hint(name),

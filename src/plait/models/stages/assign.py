@@ -80,7 +80,7 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
             "the stages' blocks do not add up to the model's",
             given=f"stages={listed}: {len(given)} stages with {sum(given)} blocks",
             expected=f"{num_stages} numbers of at least 1 with the sum {num_blocks}",
-            hint=f"stages={','.join(map(str, even))}" if even else None,
+            hint=f"stages={','.join(map(str, even))}" if even else f"pp={num_blocks}",
         )
     if num_stages > num_blocks:
         fitting = [n for n in range(2, num_blocks + 1) if num_blocks % n == 0]

@@ -354,7 +354,9 @@ class ShardedState:
                     "the checkpoint is of another model or optimizer",
                     given=f"{key}: {shapes.get(key, 'missing')}",
                     expected=f"{key}: {expected.get(key, 'nothing')}",
-                    hint=None if key.startswith("weights/") else "weights_only=True loads only the weights",
+                    hint="the model that was saved"
+                    if key.startswith("weights/")
+                    else "weights_only=True loads only the weights",
                 )
 
     def _check_dtypes(self, dtypes: Mapping[str, torch.dtype], *, weights_only: bool) -> None:
