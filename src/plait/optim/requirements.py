@@ -225,7 +225,7 @@ class GroupOptimizer:
             raise self.refusal(f"its state {name} is a {type(value).__name__}")
         return (name, tuple(value.shape)) if value.ndim else (f"scalar.{name}", ())
 
-    def _update(self, shapes: Sequence[tuple[int, ...]], start: int = 0, **options: bool) -> Tensor:
+    def _update(self, shapes: Sequence[tuple[int, ...]], start: int = 0, **options: Any) -> Tensor:
         """The weights after steps on parameters of these shapes, which together hold the elements from
         `start` on of a vector. `options`: see `_probe`."""
         return torch.cat([leaf.detach().reshape(-1) for leaf in self._probe(shapes, start, **options)[1]])
