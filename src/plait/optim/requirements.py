@@ -121,7 +121,7 @@ class GroupOptimizer:
 
     @property
     def is_known(self) -> bool:
-        """Whether the class says of which kind it is. See [Note: three kinds of optimizers]."""
+        """True if the class says of which kind it is. See [Note: three kinds of optimizers]."""
         own = self.optimizer_class
         is_torchs = own.__module__.partition(".optim")[0] == "torch"
         return is_torchs or "is_elementwise" in vars(own) or hasattr(own, "sum_over_shards")
