@@ -20,7 +20,7 @@ from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ModelError
 from plait.models import Blocks, with_layout
-from plait.optim.requirements import state_kinds
+from plait.optim.requirements import DECLARATION, GroupOptimizer, state_kinds
 from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
@@ -122,6 +122,7 @@ def _start(
     if world.rank == 0:
         _warn_of_batch_statistics(model, spec.plan)
         _warn_if_widened(model, spec.plan)
+        _warn_of_full_tensors(spec)
         if spec.plan.is_float8 and world.device.type == "cpu":
             warnings.warn(
                 f"precision={spec.plan.precision}: CPUs have no float8 products. They are emulated in "
@@ -176,6 +177,17 @@ def _warn_if_widened(model: nn.Module, plan: Plan) -> None:
         "with float32 master weights; model.float() before parallelize keeps float32 without this warning",
         stacklevel=4,
     )
+
+
+def _warn_of_full_tensors(spec: TrainingSpec) -> None:
+    """Warn of optimizers that declare nothing."""
+    groups = GroupOptimizer.of_groups(spec.optimizer, spec.arguments, spec.groups)
+    for name in dict.fromkeys(group.name for group in groups if not group.is_known):
+        warnings.warn(
+            f"{name} is not known to be element-wise, so ranks update full tensors: right, but slower. "
+            f"Try {DECLARATION}; is_elementwise = False ends this warning",
+            stacklevel=4,
+        )
 
 
 def _weights_reader(model: nn.Module, folder: Path, world: World) -> Reader:

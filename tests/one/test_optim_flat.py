@@ -1,5 +1,6 @@
 """Optimizers over flat pieces: their groups, what they remember, which ones are refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import plait
 from plait.errors import ConfigError
 from plait.optim.flat import FlatSlice, MixedOptimizer, make_optimizer, scaled_step
 from plait.optim.requirements import GroupOptimizer, Needs, state_kinds
+from plait.parallel.zero.sharded_optim import check_groups
+from plait.plan import Plan
+from support import optimizers, programs
 
 ELEMENTWISE = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"]
 ELEMENTWISE += ["ASGD", "Rprop", "Lion"]
@@ -148,17 +152,79 @@ def test_classes_that_do_not_update_parameters_one_by_one_are_refused(
     assert caught.value.fact == f"{kind.__name__} cannot work on shards of parameters"
 
 
+class Derived(torch.optim.AdamW):
+    """Declares nothing: it may have changed the step."""
+
+
+class DerivedOfDeclared(optimizers.ByElement):
+    """Declares nothing itself."""
+
+
+UNDECLARED = [*optimizers.BY_TENSOR, Derived, DerivedOfDeclared, Normalised, RowsOfMatrices]
+
+
 @pytest.mark.parametrize(
     "kind",
-    [torch.optim.Muon, torch.optim.Adafactor, Normalised, RowsOfMatrices],
+    [torch.optim.Muon, torch.optim.Adafactor, optimizers.declaring(optimizers.Stable, False), *UNDECLARED],
     ids=lambda kind: kind.__name__,
 )
-def test_a_class_whose_elements_depend_on_each_other_needs_full_tensors(
+def test_a_class_that_is_not_declared_element_wise_needs_full_tensors(
     kind: type[torch.optim.Optimizer],
 ) -> None:
     assert GroupOptimizer(kind, {"lr": 0.1}).needs is Needs.TENSORS
     with pytest.raises(ConfigError, match=r"does not work with .*\n.*needs full tensors"):
         state_kinds(kind, {"lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (optimizers.Stable, "is not updated as a vector|parts of a parameter"),
+        (optimizers.Cautious, "parts of a parameter"),
+        (optimizers.Clipping, "parts of a parameter"),
+        (optimizers.ClippingLarge, "parts of a parameter"),
+        (optimizers.Factored, r"shape \(160, 160\) is not updated as a vector"),
+        (optimizers.FactoredLarge, r"shape \(160, 160\) is not updated as a vector"),
+        (optimizers.LaterByTensor, "parts of a parameter"),
+        (optimizers.Counting, "stepped by turns"),
+        (RowsOfMatrices, r"shape \(2, 12\) is not updated as a vector"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_class_that_declares_itself_element_wise_but_is_not_is_refused(
+    kind: type[torch.optim.Optimizer], reason: str
+) -> None:
+    declared = optimizers.declaring(kind)
+    with pytest.raises(ConfigError) as caught:
+        _ = GroupOptimizer(declared, {"lr": 0.1}).needs
+    assert caught.value.fact == f"{declared.__name__} is not what its is_elementwise declares"
+    assert re.search(reason, str(caught.value.given))
+    assert "one element's weights, gradients and states" in str(caught.value.expected)
+    assert "full tensors" in str(caught.value.hint)
+
+
+def test_a_class_that_declares_itself_element_wise_works_on_shards_and_servers() -> None:
+    assert GroupOptimizer(optimizers.ByElement, {}).needs is Needs.ELEMENTS
+    assert state_kinds(optimizers.ByElement, {}) == {"exp_avg"}
+
+
+def test_a_class_that_reads_the_parameters_when_it_is_built_is_refused() -> None:
+    with pytest.raises(ConfigError, match="when it is built"):
+        _ = GroupOptimizer(optimizers.ReadingAtStart, {}).needs
+
+
+def test_a_class_that_declares_nothing_is_said_to_be_slower_unless_it_says_that_it_is_not_element_wise() -> (
+    None
+):
+    options: dict[str, Any] = {"loss": programs.summed_loss, "seed": 3}
+    with pytest.warns(UserWarning, match="Cautious is not known to be element-wise.*is_elementwise = True"):
+        plait.parallelize(programs.llama(), "dp=1", optimizer=optimizers.Cautious, **options)
+    declared = optimizers.declaring(optimizers.Cautious, False)
+    plait.parallelize(programs.llama(), "dp=1", optimizer=declared, **options)  # warnings are errors
+    with pytest.raises(
+        ConfigError, match=r"Derived does not work with offload=disk(.|\n)*is_elementwise = True"
+    ):
+        check_groups([GroupOptimizer(Derived, {})], Plan.parse("offload=disk"))
 
 
 def test_a_class_that_sums_over_shards_needs_norms() -> None:
@@ -179,6 +245,10 @@ def test_shapes_of_states_follow_the_shape_of_the_parameter() -> None:
     assert factored.state_shapes((6, 6)) == {"scalar.step": (), "row_var": (6, 1), "col_var": (1, 6)}
     assert factored.state_shapes((2, 1, 5))["row_var"] == (2, 1, 1)
     assert factored.state_shapes((9,)) == {"scalar.step": (), "variance": (9,)}
+    later = GroupOptimizer(optimizers.FactoredLarge, {})
+    assert later.state_shapes((130, 7)) == {"variance": (130, 7)}
+    assert later.state_shapes((130, 200)) == {"row": (130, 1), "column": (1, 200)}
+    assert GroupOptimizer(optimizers.Stable, {}).state_shapes((4, 9))["exp_avg"] == (4, 9)
 
 
 def test_groups_of_two_classes_step_as_one_optimizer() -> None:

@@ -1,6 +1,7 @@
 """Optimizers that need norms or full tensors of parameters: LAMB, Muon and Adafactor under every plan."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ import plait
 from plait.errors import ConfigError
 from plait.estimate.explain import explain
 from plait.parallel.zero.full_tensors import assign_owners
-from support import programs
+from support import optimizers, programs
 from support.pool import Pool
 
 Weights = dict[str, Tensor]
@@ -60,9 +61,13 @@ def _optimizer(kind: str, model: nn.Module) -> dict[str, Any]:
         inner, others = _split(model)
         groups = [{"params": inner, "optimizer": torch.optim.Muon, **MUON}, {"params": others}]
         return {"optimizer_args": ADAMW, "param_groups": groups}
-    chosen = plait.LAMB if kind == "LAMB" else torch.optim.Adafactor
+    if kind == "Counting and AdamW":
+        inner, others = _split(model)
+        groups = [{"params": inner, "optimizer": optimizers.Counting}, {"params": others}]
+        return {"optimizer_args": ADAMW, "param_groups": groups}
+    chosen = {"LAMB": plait.LAMB, "Adafactor": torch.optim.Adafactor}.get(kind) or getattr(optimizers, kind)
     all_parameters = list(model.parameters())
-    return {"optimizer": chosen, "optimizer_args": OPTIONS[kind], "param_groups": all_parameters}
+    return {"optimizer": chosen, "optimizer_args": OPTIONS.get(kind, {}), "param_groups": all_parameters}
 
 
 def _engine(kind: str, plan: str, build: Callable[..., nn.Module] = programs.llama) -> plait.Engine:
@@ -103,9 +108,12 @@ def _reference(kind: str, first: Weights, build: Callable[..., nn.Module]) -> We
     if kind == "Muon":
         inner, others = _split(model)
         steppers = [torch.optim.Muon(inner, **MUON), torch.optim.AdamW(others, **ADAMW)]
+    elif kind == "Counting and AdamW":
+        inner, others = _split(model)
+        steppers = [optimizers.Counting(inner), torch.optim.AdamW(others, **ADAMW)]
     else:
-        chosen: Any = PlainLAMB if kind == "LAMB" else torch.optim.Adafactor
-        steppers = [chosen(model.parameters(), **OPTIONS[kind])]
+        chosen: Any = PlainLAMB if kind == "LAMB" else _optimizer(kind, model)["optimizer"]
+        steppers = [chosen(model.parameters(), **OPTIONS.get(kind, {}))]
     for batch in programs.batches(STEPS):
         model.zero_grad()
         programs.mean_loss(model, batch, 1).backward()
@@ -133,6 +141,35 @@ def test_weights_are_those_of_one_process(pool: Pool, kind: str, plan: str) -> N
     expected = _reference(kind, first, programs.llama)
     difference, name = programs.largest_difference(weights, expected)
     assert difference < 1e-9, name
+
+
+OWN = [kind.__name__ for kind in optimizers.BY_TENSOR]
+
+
+def _all_trained(kinds: list[str], plan: str) -> dict[str, tuple[Weights, ...]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is not known to be element-wise")
+        return {kind: _trained(kind, plan) for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("plan", "kinds"),
+    [
+        ("dp=1", OWN),
+        ("dp=2", [*OWN, "Counting and AdamW"]),
+        ("dp=2 zero=3 micro=2", [*OWN, "ByElement"]),
+        ("tp=2", OWN),
+        ("pp=2 zero=1", ["Factored", "Counting and AdamW"]),
+    ],
+)
+def test_an_optimizer_that_declares_nothing_trains_as_in_one_process(
+    pool: Pool, plan: str, kinds: list[str]
+) -> None:
+    ranks = 1 if plan == "dp=1" else 2
+    for kind, (first, weights) in pool.run(_all_trained, ranks, kinds, plan)[0].items():
+        expected = _reference(kind, first, programs.llama)
+        difference, name = programs.largest_difference(weights, expected)
+        assert difference < 1e-9, (kind, name)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "LAMB", pytest.param("Adafactor", marks=pytest.mark.sweep)])

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import plait
 from plait.errors import ConfigError
 from plait.plan.loss_scaling import LossScaling
+from plait.verify.model_spec import parse_source
 from support import programs
 from support.pool import Pool
 from support.trainings import STEPS, assert_near, copied, differing, engine_of, train, trained
@@ -235,3 +236,59 @@ def test_a_loss_scale_is_for_fp16_alone(precision: str) -> None:
     assert f"precision={precision}" in str(caught.value)
     assert engine_of("precision=fp16", loss_scaling=LossScaling(initial=8.0)).loss_scale == 8.0
     assert engine_of(f"precision={precision}").loss_scale is None
+
+
+# --- buffers
+
+
+def _in_narrow(kind: str, plan: str) -> tuple[float, float, dict[str, torch.dtype]]:
+    """Losses of the first step and of the plain model in the plan's dtype; dtypes of buffers."""
+    model: Any = parse_source(kind, layers=2).spec().build(torch.float32)
+    engine = plait.parallelize(model, plan, loss=programs.summed_loss, seed=3)
+    batch = programs.batches(1)[0]
+    plain: Any = type(model)(model.config)
+    plain.load_state_dict(engine.full_parameters(), strict=False)
+    plain.to(torch.bfloat16 if "bf16" in plan else torch.float16)
+    total, count = programs.summed_loss(plain(batch["input_ids"]), batch)
+    loss = engine.step(engine.shard(batch)).loss
+    dtypes = {name: b.dtype for name, b in engine.model.named_buffers()}
+    return loss, (total / count).item(), dtypes
+
+
+@pytest.mark.parametrize("plan", ["dp=2 precision=bf16", "dp=2 zero=3 precision=fp16"])
+def test_a_table_of_positions_has_the_dtype_of_the_weights(pool: Pool, plan: str) -> None:
+    loss, expected, dtypes = pool.run(_in_narrow, 2, "xglm", plan)[0]
+    assert loss == pytest.approx(expected, rel=1e-2)
+    assert set(dtypes.values()) == {torch.bfloat16 if "bf16" in plan else torch.float16}
+
+
+class Tables(nn.Module):
+    """A table that is saved, one that is not, statistics, and a number that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("positions", torch.randn(4, 8))
+        self.register_buffer("angles", torch.randn(4, 8), persistent=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input.to(self.norm.weight.dtype) + self.positions
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x) * self.angles.cos().to(x.dtype)
+        result: Tensor = self.norm(x.flatten(0, 1))
+        return result
+
+
+def test_tables_of_angles_and_numbers_stay_wide_and_saved_buffers_are_stored_as_weights_are() -> None:
+    def loss(outputs: Tensor, _: Any) -> tuple[Tensor, int]:
+        return outputs.float().square().sum(), outputs.numel()
+
+    engine = plait.parallelize(Tables(), "precision=bf16", loss=loss)
+    assert engine.step({"input": torch.randn(2, 4, 8)}).loss > 0
+    wide = {name for name, b in engine.model.named_buffers() if b.dtype == torch.float32}
+    assert wide == {"angles", "calls"}
+    llama: Any = plait.parallelize(programs.llama(), "precision=bf16", loss=programs.summed_loss).model
+    assert {b.dtype for b in llama.buffers()} == {torch.float32}

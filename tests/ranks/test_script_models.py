@@ -90,6 +90,8 @@ def test_a_copy_of_a_model_has_its_weights_or_is_refused(pool: Pool, transport: 
 class AveragedSGD(torch.optim.SGD):
     """Keeps an exponential average of the weights as a state, as docs/scripts.md shows."""
 
+    is_elementwise = True
+
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         for group in self.param_groups:

@@ -11,6 +11,7 @@ from plait.models.activation_memory import (
 from plait.models.batch_entries import RecordedBatch, forward_names
 from plait.models.blocks import Blocks, Chain, FlopFacts, default_groups, unit_facts
 from plait.models.huggingface import (
+    buffers_like_weights,
     causal_lm_on_meta,
     config_of_model,
     pretrained_causal_lm,
@@ -65,6 +66,7 @@ __all__ = [
     "Task",
     "activation_bytes",
     "blocks_of",
+    "buffers_like_weights",
     "build_tp_plan",
     "causal_lm_on_meta",
     "check_attends_backwards",

@@ -1,5 +1,6 @@
 """Build Hugging Face causal language models: on meta from a configuration, or with their weights."""
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
+from plait.models.construction import RecordedConstruction
 from plait.models.huggingface_config import build_on_meta, check_config_values, read_config
 from plait.models.transformers_types import is_pretrained_model
 
@@ -37,6 +39,41 @@ def config_of_model(model: nn.Module) -> dict[str, Any] | None:
         return None
     values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     return values | {"architectures": [type(model).__name__]}
+
+
+def buffers_like_weights(model: nn.Module) -> set[int]:
+    """The ids of buffers that have the dtype of the weights: those that are saved with them. In a model of
+    transformers, those that have it where the class is built for such weights: tables of angles have not."""
+    found, seen = set(), set[nn.Module]()
+    for module in model.modules():
+        if is_pretrained_model(module) and module not in seen:
+            seen.update(module.modules())
+            dtypes = _built_for_bfloat16(module)
+            found |= {id(b) for name, b in module.named_buffers() if dtypes.get(name) == torch.bfloat16}
+        elif module not in seen:
+            kept = module._non_persistent_buffers_set
+            found |= {id(b) for key, b in module._buffers.items() if b is not None and key not in kept}
+    return found
+
+
+def _built_for_bfloat16(model: "PreTrainedModel") -> dict[str, torch.dtype]:
+    """Dtypes of buffers of a model built for weights in bfloat16; none if it cannot be built again."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with RecordedConstruction(), torch.device("meta"):
+            twin = type(model)(copy.deepcopy(model.config))
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # a class of the user's, with other arguments
+        return {}
+    finally:
+        torch.set_default_dtype(default)
+    wide = set(model._keep_in_fp32_modules_strict or ())
+    return {name: b.dtype for name, b in twin.named_buffers() if wide.isdisjoint(name.split("."))}
 
 
 def pretrained_causal_lm(path: str) -> "PreTrainedModel":

@@ -56,9 +56,11 @@ class MixedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for name, optimizer in self.by_name.items():  # also one without parameters: it may communicate
+        for name, optimizer in self.by_name.items():
             optimizer.param_groups = [group for group in self.param_groups if group["optimizer"] == name]
-            optimizer.step()
+            # Without parameters it may communicate, but counts no step.
+            if optimizer.param_groups or hasattr(optimizer, "sum_over_shards"):
+                optimizer.step()
         return loss
 
 

@@ -15,6 +15,8 @@ class Lion(torch.optim.Optimizer):
     AdamW's, and the weight decay as many times larger (section 5 of the paper).
     """
 
+    is_elementwise = True
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],

@@ -10,13 +10,22 @@ the update of an element depends on:
   tensors    the full parameter (Muon's orthogonalization, Adafactor's rows and columns): one rank receives
              the full gradient and weights and sends back the update. See `parallel/zero/full_tensors.py`
 
-A class that has `sum_over_shards` is of the second kind. Whether another one is of the first kind is tested:
-an update must depend neither on the parameter's shape nor on whether it is split. What fails this test is of
-the third kind if two parameters are updated together as each by itself. Only memory and communication depend
-on the kind: all of them train the same under every plan.
+A class says of which kind it is. torch's element-wise ones are listed here; another is of the first kind if
+it declares `is_elementwise = True`, in the class itself: what is derived from it may do something else. One
+that has `sum_over_shards` is of the second kind. All others are of the third, which is right for each class
+that updates two parameters together as each by itself. Only memory and communication depend on the kind: all
+of them train the same under every plan.
+
+[Note: trying an optimizer]
+What a class declares is tried on small parameters. A rule may depend on the tensor only where gradients are
+large or change their signs, after some steps, or from a size on (second moments of rows and columns): so the
+gradients of `_STEPS` steps differ in size and signs, and shapes include one that published rules factor.
+Units are stepped one after another, so a class that counts its own calls would count units: parameters are
+also stepped by turns. A rule that none of this finds would train wrongly, so nothing undeclared is trusted.
 """
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ConfigError, nearest
 
@@ -35,8 +45,14 @@ _REFUSED = {
     "LBFGS": "it searches along a direction over all parameters together",
     "SparseAdam": "it takes sparse gradients",
 }
-_PROBE = 8  # elements of the parameter on which an optimizer class is tested
-_SIZES = (3, 5, 7, 11, 13, 17)  # of its dims, where the shape of states is tested
+_NAMES = "AdamW Adam SGD Adagrad RMSprop NAdam RAdam Adamax Adadelta ASGD Rprop"
+_ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _NAMES.split())
+DECLARATION = "is_elementwise = True in the class, if an element's update depends on this element alone"
+# See [Note: trying an optimizer]
+_STEPS = 6
+_SHAPES = ((24,), (2, 12), (2, 3, 2, 2), (160, 160))
+_PARTS = ([(9,), (15,)], [(1, 12)] * 2)  # of the first shape
+_SIZES = (3, 5, 7, 11, 13, 17)  # of dims, where the shape of states is tried
 
 
 class Needs(Enum):
@@ -103,36 +119,68 @@ class GroupOptimizer:
         is_chosen = {"fused", "foreach", "differentiable"} & self.arguments.keys()
         return "fused" in _takes(self.optimizer_class) and not is_chosen
 
+    @property
+    def is_known(self) -> bool:
+        """True if the class says of which kind it is. See [Note: three kinds of optimizers]."""
+        own = self.optimizer_class
+        is_torchs = own.__module__.partition(".optim")[0] == "torch"
+        return is_torchs or "is_elementwise" in vars(own) or hasattr(own, "sum_over_shards")
+
     @cached_property
     def needs(self) -> Needs:
-        """See [Note: three kinds of optimizers]. Raises ConfigError for a class that is of no kind, or for
-        arguments that it cannot step with."""
-        for base in self.optimizer_class.__mro__:
+        """See [Note: three kinds of optimizers]. Raises ConfigError for a class that is of no kind or not of
+        the one that it declares, or for arguments that it cannot step with."""
+        own = self.optimizer_class
+        for base in own.__mro__:
             if base.__name__ in _REFUSED:
                 raise self.refusal(_REFUSED[base.__name__])
-        half = _PROBE // 2
-        matrix = self._update([(2, half)])
-        if hasattr(self.optimizer_class, "sum_over_shards"):
-            if not all(_are_close(self._update(shapes), matrix) for shapes in ([(_PROBE,)], [(half,)] * 2)):
+        if own in _ELEMENTWISE:
+            return Needs.ELEMENTS
+        matrix = self._update([(2, 12)])
+        if not _are_close(self._update([(2, 12)], reads_first=True), matrix):
+            raise self.refusal("it reads the parameters when it is built, before they have their values")
+        if hasattr(own, "sum_over_shards"):
+            self._try_by_turns()
+            if not all(_are_close(self._update(shapes), matrix) for shapes in ([(24,)], *_PARTS)):
                 raise self.refusal("its update depends on more than `sum_over_shards` returns")
             return Needs.NORMS
-        if self._is_elementwise(matrix):
+        if vars(own).get("is_elementwise", False):
+            self._try_elements()
             return Needs.ELEMENTS
-        if not _are_close(self._update([(2, half // 2)] * 2), self._alone((2, half // 2))):
+        alone = torch.cat([self._update([(2, 6)], start) for start in (0, 12)])
+        if not _are_close(self._update([(2, 6)] * 2), alone):
             raise self.refusal("its update of a parameter depends on other parameters")
         return Needs.TENSORS
 
-    def _is_elementwise(self, matrix: Tensor) -> bool:
-        """Return whether vectors are updated as the elements of `matrix`, also if they are split."""
-        try:
-            vectors = self._update([(_PROBE,)]), self._alone((_PROBE // 2,))
-        except ConfigError:  # it takes no vectors
-            return False
-        return all(_are_close(each, matrix) for each in vectors)
+    def _try_elements(self) -> None:
+        """Raise ConfigError unless vectors are updated as the same elements in other shapes and in parts."""
+        for shape in _SHAPES:
+            vector = self._update([(math.prod(shape),)])
+            if not _are_close(self._update([shape]), vector):
+                raise self._misdeclared(f"a parameter of shape {shape} is not updated as a vector is")
+        vector = self._update([(24,)])
+        if not all(_are_close(self._update(shapes), vector) for shapes in _PARTS):
+            raise self._misdeclared("parts of a parameter are not updated as the full one is")
+        self._try_by_turns()
 
-    def _alone(self, shape: tuple[int, ...]) -> Tensor:
-        """As `_update`, of two parameters of this shape, each by itself."""
-        return torch.cat([self._update([shape], start) for start in (0, _PROBE // 2)])
+    def _try_by_turns(self) -> None:
+        """Raise ConfigError unless parameters may be stepped one after another."""
+        shapes = [(12,), (12,)]
+        if not _are_close(self._update(shapes, by_turns=True), self._update(shapes, sums=False)):
+            raise self._misdeclared(
+                "two parameters that are stepped by turns are updated otherwise: it counts"
+            )
+
+    def _misdeclared(self, reason: str) -> ConfigError:
+        declared = "sum_over_shards" if hasattr(self.optimizer_class, "sum_over_shards") else "is_elementwise"
+        return ConfigError(
+            f"{self.name} is not what its {declared} declares",
+            given=reason,
+            expected="an update that depends on one element's weights, gradients and states"
+            + (" and on sums over its parameter" if declared == "sum_over_shards" else ""),
+            hint=f"without {declared}, its ranks update full tensors, which is right for all that updates "
+            "each parameter by itself",
+        )
 
     def state_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Shapes of the states that a parameter of this shape has, by kind.
@@ -141,7 +189,11 @@ class GroupOptimizer:
         `number.step`, of shape (). Raises ConfigError if the class cannot train such a parameter.
         """
         if self.needs is not Needs.TENSORS:
-            return {kind: () if "." in kind else shape for kind in self._kinds((_PROBE,))}
+            return {kind: () if "." in kind else shape for kind in self._kinds((24,))}
+        try:
+            return self._kinds(shape, "meta")
+        except ConfigError:  # it may need numbers
+            pass
         # One size for each dim, which the dims of states are recognized by.
         sizes = tuple(1 if size == 1 else tiny for size, tiny in zip(shape, _SIZES, strict=False))
         actual = {tiny: size for size, tiny in zip(shape, sizes, strict=True)}
@@ -156,10 +208,10 @@ class GroupOptimizer:
             hint="AdamW, Lion, LAMB, Muon, Adafactor, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam or Adamax",
         )
 
-    def _kinds(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The states of a small parameter: their shapes by kind, () for counters."""
+    def _kinds(self, shape: tuple[int, ...], device: str = "cpu") -> dict[str, tuple[int, ...]]:
+        """The states of a parameter: their shapes by kind, () for counters."""
         if shape not in self._kinds_of:
-            optimizer, leaves = self._probe([shape])
+            optimizer, leaves = self._probe([shape], device=device)
             state = optimizer.state.get(leaves[0], {})
             self._kinds_of[shape] = dict(
                 self._kind(name, value) for name, value in state.items() if value is not None
@@ -173,28 +225,53 @@ class GroupOptimizer:
             raise self.refusal(f"its state {name} is a {type(value).__name__}")
         return (name, tuple(value.shape)) if value.ndim else (f"scalar.{name}", ())
 
-    def _update(self, shapes: Sequence[tuple[int, ...]], start: int = 0) -> Tensor:
-        """The weights after two steps on parameters of these shapes, which together hold the elements from
-        `start` on of a small vector."""
-        return torch.cat([leaf.detach().reshape(-1) for leaf in self._probe(shapes, start)[1]])
+    def _update(self, shapes: Sequence[tuple[int, ...]], start: int = 0, **options: Any) -> Tensor:
+        """The weights after steps on parameters of these shapes, which together hold the elements from
+        `start` on of a vector. `options`: see `_probe`."""
+        return torch.cat([leaf.detach().reshape(-1) for leaf in self._probe(shapes, start, **options)[1]])
 
     def _probe(
-        self, shapes: Sequence[tuple[int, ...]], start: int = 0
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        start: int = 0,
+        *,
+        device: str = "cpu",
+        reads_first: bool = False,
+        by_turns: bool = False,
+        sums: bool = True,
     ) -> tuple[torch.optim.Optimizer, list[Tensor]]:
-        """Run two steps on small parameters. Raises ConfigError."""
-        leaves = []
+        """Run steps on parameters. Raises ConfigError. See [Note: trying an optimizer].
+
+        reads_first   parameters have their values already when the class is built
+        by_turns      each step is one call for each parameter, and none is summed with another
+        sums          `sum_over_shards` takes the parameters for parts of one
+        """
+        leaves, numbers = [], []
         for shape in shapes:
-            numbers = torch.arange(start, start := start + torch.Size(shape).numel(), dtype=torch.float64)
-            leaf = (3 / _PROBE * numbers - 1 + 0.1 * numbers.cos()).view(shape).requires_grad_()
-            leaf.grad = (3 - 0.5 * numbers + numbers.sin()).view(shape)
-            leaves.append(leaf)
+            stop = start + math.prod(shape)
+            numbers.append(torch.arange(start, stop, dtype=torch.float64, device=device).view(shape))
+            leaves.append(torch.zeros_like(numbers[-1], requires_grad=True))
+            start = stop
+
+        def fill() -> None:
+            for leaf, number in zip(leaves, numbers, strict=True):
+                leaf.data.copy_((2.3 * number).cos() + 0.1)
+
+        if reads_first:
+            fill()
         optimizer = self.build(leaves)
-        if hasattr(optimizer, "sum_over_shards"):
+        fill()
+        if hasattr(optimizer, "sum_over_shards") and sums and not by_turns:
             optimizer.sum_over_shards = lambda _, sums: sums.sum(0, keepdim=True).expand_as(sums)
         before = _options_text(optimizer)
         try:
-            for _ in range(2):
-                optimizer.step()
+            with _ReadsOfMeta():
+                for step in range(_STEPS):
+                    for leaf, number in zip(leaves, numbers, strict=True):
+                        leaf.grad = 100.0 ** (step % 4 - 1) * ((number + 1) * (0.7 * step + 1.3)).sin()
+                    for turn in [[leaf] for leaf in leaves] if by_turns else [leaves]:
+                        optimizer.param_groups[0]["params"] = turn
+                        optimizer.step()
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             raise ConfigError(
                 f"{self.name} cannot step with these arguments",
@@ -205,6 +282,15 @@ class GroupOptimizer:
         if _options_text(optimizer) != before:
             raise self.refusal("it counts in its param_groups, which are stepped a slice at a time")
         return optimizer, leaves
+
+
+class _ReadsOfMeta(TorchDispatchMode):
+    """Lets a number be read from a meta tensor: 1. The shapes of states do not depend on it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype).tolist()
+        return func(*args, **kwargs or {})
 
 
 def state_kinds(
@@ -219,7 +305,7 @@ def state_kinds(
     for optimizer in optimizers:
         if optimizer.needs is not Needs.ELEMENTS:
             raise not_elementwise(optimizer, "parameter servers")
-        by_group.append(set(optimizer.state_shapes((_PROBE,))))
+        by_group.append(set(optimizer.state_shapes((1,))))
     for group, kinds in zip(groups, by_group, strict=True):
         if kinds != by_group[0]:
             raise ConfigError(
@@ -237,7 +323,7 @@ def not_elementwise(optimizer: GroupOptimizer, option: str) -> ConfigError:
         f"{optimizer.name} does not work with {option}",
         given=f"{optimizer.name}, which needs {optimizer.needs.value} of parameters",
         expected="an element-wise optimizer",
-        hint="AdamW, Lion, Adam or SGD",
+        hint="AdamW, Lion, Adam or SGD" + ("" if optimizer.is_known else f"; or {DECLARATION}"),
     )
 
 

@@ -11,7 +11,7 @@ from plait.models import initialize_weights
 from plait.parallel.zero.exec_order import UnitGroup
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
-from plait.parallel.zero.shard_map import buffer_dtype
+from plait.parallel.zero.shard_map import buffer_dtypes
 from plait.plan import Plan
 
 
@@ -111,10 +111,11 @@ def _broadcast_weights(
 def move_buffers(model: nn.Module, plan: Plan, device: torch.device) -> None:
     """Move the model's buffers to the device, in the dtype in which they are stored. Buffers on meta stay
     there."""
+    dtypes = buffer_dtypes(model, plan)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and (not buffer.is_meta or device.type == "meta"):
-                moved = buffer.to(device, buffer_dtype(buffer, plan))
+                moved = buffer.to(device, dtypes.get(id(buffer), buffer.dtype))
                 module._buffers[key] = moved.contiguous()  # an expanded one cannot be received into
 
 

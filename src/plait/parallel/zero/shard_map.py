@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from plait.models import buffers_like_weights
+from plait.parallel.zero.rank_context import Precision
 from plait.plan import Grid, Layout, Plan, StageAssignment, TPCoord, UnitLayout
 from plait.plan.layout import ParamShard, UnitInfo
 
@@ -20,9 +22,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def buffer_dtype(buffer: Tensor, plan: Plan) -> torch.dtype:
-    """The dtype in which a buffer is stored."""
-    return torch.float64 if plan.precision == "fp64" and buffer.is_floating_point() else buffer.dtype
+def buffer_dtypes(model: nn.Module, plan: Plan) -> dict[int, torch.dtype]:
+    """The dtypes in which floating-point buffers are stored if not in their own, by id. Numbers keep theirs:
+    they widen nothing that they are combined with, and may count."""
+    if plan.precision == "fp64":
+        return {id(b): torch.float64 for b in model.buffers() if b.is_floating_point()}
+    compute = Precision.from_plan(plan).compute
+    buffers = [b for b in model.buffers() if b.is_floating_point() and b.ndim and b.dtype != compute]
+    if compute == torch.float32 or not buffers:
+        return {}
+    follow = buffers_like_weights(model)
+    return {id(b): compute for b in buffers if id(b) in follow}
 
 
 @dataclass(frozen=True)
@@ -83,11 +93,13 @@ class ShardMap:
             for name, p in named.items()
             if name not in in_units
         }
+        buffers = persistent_buffers(model)
+        dtypes = buffer_dtypes(model, plan) if buffers else {}
         standalone |= {
             name: StandaloneTensor(
-                "buffers", assignment.owner[name], tuple(buffer.shape), buffer_dtype(buffer, plan)
+                "buffers", assignment.owner[name], tuple(buffer.shape), dtypes.get(id(buffer), buffer.dtype)
             )
-            for name, buffer in persistent_buffers(model).items()
+            for name, buffer in buffers.items()
         }
         return cls(tuple(named), layouts, standalone)
 

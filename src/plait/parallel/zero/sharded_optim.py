@@ -99,7 +99,8 @@ class ShardedOptimizer:
             FlatSlice(each.group, leaf) for each, leaf in zip(self.full.owned, self.full.leaves, strict=True)
         ]
         self.optimizer = join_groups(groups, leaves)
-        if any(group.needs is Needs.NORMS for group in groups):
+        self._communicates = any(group.needs is Needs.NORMS for group in groups)
+        if self._communicates:
             sums = SumsOverShards(self.slices, context)
             for optimizer in getattr(self.optimizer, "by_name", {"": self.optimizer}).values():
                 if hasattr(optimizer, "sum_over_shards"):
@@ -159,7 +160,8 @@ class ShardedOptimizer:
         """Run the optimizer's step `number` on these units, with gradients multiplied by `factor`; `finish`
         ends it. If master weights are in a file, updated ones are rounded into the units' shards."""
         leaves = [part.leaf for unit in units for part in self.slices[unit]]
-        self.chunked.step(leaves, factor, number, finish=False)
+        if leaves or self._communicates:  # a class that counts its calls counts no empty ones
+            self.chunked.step(leaves, factor, number, finish=False)
 
     def step_full(self, factor: float, number: int) -> None:
         """Run the step on full tensors, of all units. Collective over the ranks of the stage."""
