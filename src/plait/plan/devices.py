@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from plait.errors import ConfigError, PlanError, nearest, shown, unknown_key_hint
+from plait.errors import ConfigError, PlanError, shown, unknown_key_hint
 from plait.fileio import parse_toml, read_text
 
 _TABLE = Path(__file__).with_name("devices.toml")
