@@ -10,6 +10,7 @@ from torch import nn
 
 from plait.comm import pair
 from plait.comm.pair import Meeting, Message, Pair, as_bytes
+from plait.comm.store import JobStore
 from plait.engine.spec import validate
 from plait.errors import PlaitError
 from plait.plan import Plan
@@ -72,7 +73,8 @@ def test_an_update_that_is_sent_twice_is_applied_once() -> None:
 def test_one_of_a_server_and_its_replica_that_have_lost_each_other_goes_on(replica_is_first: bool) -> None:
     store = dist.HashStore()
     both = [
-        Meeting(store, 3, is_replica=is_replica) for is_replica in (replica_is_first, not replica_is_first)
+        Meeting(JobStore(store, rank, 60.0), 3, is_replica=is_replica)
+        for rank, is_replica in enumerate((replica_is_first, not replica_is_first))
     ]
     assert not any(meeting.is_lost() for meeting in both)
     assert [meeting.claim() for meeting in both] == [True, False]
@@ -84,7 +86,7 @@ def test_a_message_may_come_later_than_a_connection_has_to(
     monkeypatch: pytest.MonkeyPatch, limit_s: float, is_lost: bool
 ) -> None:
     monkeypatch.setattr(pair, "_CONNECT_S", 1.0)
-    store = dist.HashStore()
+    store = JobStore(dist.HashStore(), 0, 60.0)
     with ThreadPoolExecutor(1) as other:
         server = other.submit(Pair, store, "pair", 0, 60.0)
         worker = Pair(store, "pair", 1, limit_s)

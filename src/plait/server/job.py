@@ -9,8 +9,8 @@ from torch import nn
 
 from plait.comm import JobProcess, Mesh, World, join_store
 from plait.comm.pair import Meeting
+from plait.comm.rendezvous import leave_store
 from plait.comm.shm.remote import new_arena
-from plait.comm.world import leave_store
 from plait.engine.build import EngineParts, build_shard_map
 from plait.engine.engine import Engine
 from plait.engine.spec import TrainingSpec
@@ -41,9 +41,9 @@ def join_job(plan: Plan, timeout_s: float = 600.0, *, ends_with_first: bool = Fa
 
 def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
     """The world of one process: a rank by itself, whose parameters and gradients the servers reach. Without
-    shared memory, or if the job has several hosts, they are sent. Waits until all processes have joined."""
-    is_one_host = process.is_one_host()
-    return World.of_process(process, new_arena(2 * process.size) if shares_memory and is_one_host else None)
+    shared memory, or if the job has several hosts, they are sent."""
+    shares_memory &= process.is_one_host
+    return World.of_process(process, new_arena(2 * process.size) if shares_memory else None)
 
 
 def fates_of_ranks(plan: Plan, max_restarts: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _serve_replica(
     """Start the replica of the server before this one."""
     previous = (index - 1) % spec.plan.servers
     server = Server(previous, spec, table, primary=spec.plan.dp + previous)
-    meeting = Meeting(process.store, previous, is_replica=True, clones=True)
+    meeting = Meeting(process.store, previous, is_replica=True)
     thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-replica", daemon=True)
     thread.start()
     return thread
@@ -122,7 +122,7 @@ def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, worl
     thread = None
     if spec.plan.server == "colocated":
         server = Server(process.rank, served_spec(spec), chunk_table(model, spec))
-        meeting = Meeting(process.store, process.rank, clones=True)
+        meeting = Meeting(process.store, process.rank)
         thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-server", daemon=True)
         thread.start()
     servers = Servers(process, spec.plan)
