@@ -28,6 +28,7 @@ from plait.errors import CommError
 # Path of a FileStore, which listens on no port; torch's TCPStore listens on every interface even for a
 # loopback address.
 RENDEZVOUS_FILE = "PLAIT_RENDEZVOUS_FILE"
+BEGUN = ".begun"  # suffix of the file that exists when all processes of a job with servers have joined
 LAUNCHER_PID = "PLAIT_LAUNCHER_PID"  # of a rank that our launcher has started
 
 _TORCH_PORT = "29500"

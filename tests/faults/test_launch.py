@@ -355,6 +355,7 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_allowed(tmp_path: Pa
     starts = tmp_path / "starts"
     starts.touch()
     program = """
+        touch "$PLAIT_RENDEZVOUS_FILE.begun"
         if test $RANK = 1; then echo start >> "$0"; kill -9 $$; fi
         while test $(wc -l < "$0") -lt 3; do sleep 0.05; done
         sleep 0.3

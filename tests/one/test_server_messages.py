@@ -1,6 +1,11 @@
 """Requests that a parameter server refuses, and what they leave unchanged; waits for messages."""
 
+import json
+import socket
+import struct
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -98,3 +103,17 @@ def test_a_message_may_come_later_than_a_connection_has_to(
             assert worker.request(Message(1)).verb == 2
         worker.close()
         server.result().close()
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ThreadPoolExecutor, JobStore, tuple[str, int], bytes]]:
+    """A server's side of a connection that is being made: threads, store, address and token."""
+    monkeypatch.setattr(pair, "_CONNECT_S", 10.0)
+    store = JobStore(dist.HashStore(), 0, 60.0)
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(Pair, store, "pair", 0, 10.0)
+        while (text := store.get("pair")) is None:
+            time.sleep(0.01)
+        host, number, token = json.loads(text)
+        yield threads, store, (host, number), bytes.fromhex(token)
+    store.close()

@@ -47,6 +47,7 @@ from plait.comm.store import JobStore
 from plait.errors import CommError
 from plait.fileio import disk_hint, read_json
 from plait.launchers import (
+    BEGUN,
     LAUNCHER_PID,
     RENDEZVOUS_FILE,
     adopt_ranks,
@@ -313,6 +314,13 @@ def join_store(timeout_s: float = 600.0, *, ends_with_first: bool = False) -> Jo
         process = Rendezvous(rank, size, timeout_s).join()
         _job = (announced, replace(process, ends_with_first=ends_with_first))
     return _job[1]
+
+
+def announce_begin() -> None:
+    """Show to `launch_local` that all processes have joined a job, which may go on without some from now."""
+    if {LAUNCHER_PID, RENDEZVOUS_FILE} <= os.environ.keys():
+        with contextlib.suppress(OSError):  # its directory is gone with the launcher
+            Path(os.environ[RENDEZVOUS_FILE] + BEGUN).touch()
 
 
 def leave_store() -> None:

@@ -49,8 +49,12 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
 def fates_of_ranks(plan: Plan, max_restarts: int) -> dict[str, Any]:
     """Return arguments of `launch_local`: the job goes on without workers other than the first, if servers
     are dedicated, starts them `max_restarts` times again, and is over when worker 0 ends it. It also goes on
-    without servers that have replicas."""
+    without servers that have replicas. The error of a death has the name of the role."""
+    roles = [f"worker {rank}" for rank in range(plan.dp)] + [
+        f"server {index}" for index in range(plan.servers)
+    ]
     return {
+        "names": dict(enumerate(roles)) if plan.num_servers else None,
         "may_die": range(1, plan.num_ranks if plan.server == "replicated" else plan.dp)
         if plan.servers
         else (),
