@@ -3,9 +3,7 @@
 import json
 import socket
 import struct
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -105,15 +103,66 @@ def test_a_message_may_come_later_than_a_connection_has_to(
         server.result().close()
 
 
-@pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ThreadPoolExecutor, JobStore, tuple[str, int], bytes]]:
-    """A server's side of a connection that is being made: threads, store, address and token."""
-    monkeypatch.setattr(pair, "_CONNECT_S", 10.0)
+STRANGERS = {
+    "reset": lambda stranger, _: stranger.setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    ),
+    "silent": lambda *_: None,
+    "wrong": lambda stranger, _: stranger.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+    "half": lambda stranger, token: stranger.sendall(token[:7]),
+}
+
+
+@pytest.mark.parametrize("kind", [*STRANGERS, "many"])
+def test_strangers_at_a_servers_port_keep_no_worker_waiting(kind: str) -> None:
     store = JobStore(dist.HashStore(), 0, 60.0)
-    with ThreadPoolExecutor(2) as threads:
-        threads.submit(Pair, store, "pair", 0, 10.0)
+    with ThreadPoolExecutor(1) as other:
+        server = other.submit(Pair, store, "pair", 0, 60.0)
         while (text := store.get("pair")) is None:
             time.sleep(0.01)
-        host, number, token = json.loads(text)
-        yield threads, store, (host, number), bytes.fromhex(token)
+        host, port, token = json.loads(text)
+        strangers = []
+        for _ in range(100 if kind == "many" else 1):
+            strangers.append(socket.create_connection((host, port), 5.0))
+            STRANGERS.get(kind, lambda *_: None)(strangers[-1], bytes.fromhex(token))
+            if kind == "reset":
+                strangers.pop().close()
+        begin_s = time.monotonic()
+        worker = Pair(store, "pair", 1, 60.0)
+        answer = other.submit(lambda: server.result().send(server.result().receive()))
+        assert worker.request(Message(7)).verb == 7
+        answer.result()
+        assert time.monotonic() - begin_s < 3.0
+        for connection in (worker, server.result(), *strangers):
+            connection.close()
+    store.close()
+
+
+def test_a_token_that_comes_in_two_parts_is_one() -> None:
+    store = JobStore(dist.HashStore(), 0, 60.0)
+    with ThreadPoolExecutor(1) as other:
+        server = other.submit(Pair, store, "pair", 0, 60.0)
+        while (text := store.get("pair")) is None:
+            time.sleep(0.01)
+        host, port, token = json.loads(text)
+        with socket.create_connection((host, port), 5.0) as worker:
+            worker.sendall(bytes.fromhex(token)[:7])
+            time.sleep(0.2)
+            worker.sendall(bytes.fromhex(token)[7:])
+            server.result(5.0).close()
+    store.close()
+
+
+@pytest.mark.parametrize("num_bytes", [-5, 2**40, 2**62])
+def test_a_length_that_no_message_has_is_an_error(num_bytes: int) -> None:
+    store = JobStore(dist.HashStore(), 0, 60.0)
+    with ThreadPoolExecutor(1) as other:
+        server = other.submit(Pair, store, "pair", 0, 60.0)
+        worker = Pair(store, "pair", 1, 60.0)
+        header = pair._HEADER.pack(pair._MAGIC << 16 | 1, 0, 0, 0, 0, 0, num_bytes, 0)
+        worker._socket.sendall(header)
+        with pytest.raises(PlaitError, match="a message is damaged"):
+            server.result().receive()
+        worker.close()
+        server.result().close()
     store.close()
