@@ -393,6 +393,24 @@ world.close()
     assert addresses == {LOOPBACK}, addresses  # Gloo's
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OMP_NUM_THREADS", "0"),
+        ("OMP_NUM_THREADS", "x"),
+        ("OMP_NUM_THREADS", "99999"),
+        ("MALLOC_MMAP_THRESHOLD_", "x"),
+    ],
+)
+def test_a_variable_that_libraries_cannot_use_is_refused_before_a_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(CommError, match=f"{name} is not a number that libraries can use") as raised:
+        launch_local(2, [], command=["false"])
+    assert f"try     : unset {name}" in str(raised.value)
+
+
 def test_a_job_without_ranks_is_refused() -> None:
     with pytest.raises(CommError, match="a job needs at least one rank"):
         launch_local(0, [])

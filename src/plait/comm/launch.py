@@ -44,6 +44,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -67,6 +68,7 @@ from plait.fileio import temporary_folder
 from plait.launchers import BEGUN, LAUNCHER_PID, RENDEZVOUS_FILE, loopback_sockets
 
 _MONITOR_S = 0.05
+_LIMITS = {"OMP_NUM_THREADS": 1024, "MALLOC_MMAP_THRESHOLD_": 2**31 - 1}  # of variables
 _RENDEZVOUS = "ranks"  # file of the launcher's private directory
 _BLOCKED_AT_START = {signal.SIGUSR1, signal.SIGINT}
 
@@ -113,7 +115,8 @@ def launch_local(
     that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all ranks
     obeyed: 130. TORCH_DISTRIBUTED_DEBUG=INFO shows the log of torch's agent.
 
-    Raises CommError for less than one rank, and OSError when the command cannot be started.
+    Raises CommError for less than one rank, or a variable that is not a number, and OSError when the command
+    cannot be started.
     """
     if num_ranks < 1:
         raise CommError(
@@ -286,8 +289,7 @@ class _ForkedRank:
             read, write = self._gate
             os.close(write)
             os.read(read, 1)
-        with contextlib.suppress(ValueError):  # libraries ignore a number that they cannot read, too
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+        torch.set_num_threads(_number_in_environment("OMP_NUM_THREADS"))
         _set_malloc_thresholds()
         if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not
             sys.stdout.reconfigure(line_buffering=True)
@@ -324,7 +326,7 @@ def _set_malloc_thresholds() -> None:
     trim, mmap = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD; to trim at -1 is never to trim
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
+        mallopt(mmap, _number_in_environment("MALLOC_MMAP_THRESHOLD_"))
         mallopt(trim, -1)
 
 
@@ -381,13 +383,29 @@ def _rank_environment(num_ranks: int, rendezvous_dir: Path) -> dict[str, str]:
     # `is_available`, `device_count` does not start CUDA's driver, which forked ranks could not use then.
     if torch.accelerator.device_count() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    for name in _LIMITS.keys() & {name for name, value in os.environ.items() if value}:
+        _number_in_environment(name)
     return {
-        **{name: value for name, value in defaults.items() if name not in os.environ},
+        **{name: value for name, value in defaults.items() if not os.environ.get(name)},
         RENDEZVOUS_FILE: str(rendezvous_dir / _RENDEZVOUS),
         LAUNCHER_PID: str(os.getpid()),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else the agent opens a TCPStore too
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # handled here
     }
+
+
+def _number_in_environment(name: str) -> int:
+    """Return a number that libraries read when a process starts: the first of a list. Raises CommError."""
+    text = os.environ[name].partition(",")[0].strip()
+    limit = _LIMITS[name]
+    if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= limit:
+        raise CommError(
+            f"{name} is not a number that libraries can use",
+            given=f"{name}={os.environ[name]}",
+            expected=f"a number from 1 to {limit}",
+            hint=f"unset {name}",
+        )
+    return int(text)
 
 
 def _num_cpus() -> int:

@@ -389,7 +389,7 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
         process = Rendezvous(rank, size, timeout_s).join()
         store, job_store = process.base, process.store
         try:
-            _join(store, rank, size, torch_device, timeout)
+            _join(process, torch_device, timeout)
         except BaseException:
             process.discard()
             raise
@@ -441,24 +441,25 @@ def _transport_device(transport: str, device: str | None) -> str | None:
     return device or required
 
 
-def _join(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
+def _join(process: JobProcess, device: torch.device, timeout: datetime.timedelta) -> None:
+    """Connect this rank with the others, which are there."""
     cuda = device.type == "cuda"
     if cuda:
-        claim_device(device, store, rank)
+        claim_device(device, process.store, process.rank)
         set_nccl_defaults()
     try:
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.PrefixStore("plait", store),
-            rank=rank,
-            world_size=size,
+            store=dist.PrefixStore("plait", process.base),
+            rank=process.rank,
+            world_size=process.size,
             timeout=timeout,
             device_id=device if cuda else None,
         )
     except (RuntimeError, ValueError) as error:
         raise CommError(
             "the process group cannot be created",
-            given=f"rank {rank} of {size}: {str(error).splitlines()[0]}",
-            expected="the same address and a free port for all ranks",
-            hint="another MASTER_PORT",
+            given=f"rank {process.rank} of {process.size}: {str(error).splitlines()[0]}",
+            expected="ranks that run, and reach each other over the network",
+            hint="look for the first rank that ended; or set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
         ) from error
