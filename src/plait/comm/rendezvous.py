@@ -45,7 +45,7 @@ import torch.distributed as dist
 from plait.comm.shm import host_identity
 from plait.comm.store import JobStore
 from plait.errors import CommError
-from plait.fileio import disk_hint, read_json
+from plait.fileio import read_json
 from plait.launchers import (
     BEGUN,
     LAUNCHER_PID,
@@ -60,7 +60,6 @@ RANK_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 _POLL_S, _MAX_POLL_S = 0.002, 0.1
 _MARGIN_S = 5.0  # from the limit of a store of torch to that of the thread which makes it
-_UNUSED_S = 7 * 86400.0  # from the last write to a store; the ranks of a job write every minute
 _MEMBERS = "plait: members"  # key of the list
 _MAX_BYTES = 4096  # of an invitation
 _MAX_SHOWN = 8  # ranks, in an error message
@@ -128,11 +127,11 @@ class Rendezvous:
         file = Path(f"{path}.{number}" if number else path)
         self._place = str(file)
         if file.is_dir() or not file.parent.is_dir():
-            raise self._unusable(file, "a folder" if file.is_dir() else "its folder does not exist")
+            raise self._failed("a folder" if file.is_dir() else "its folder does not exist")
         try:
             return self._invite(file) if self._rank == 0 else self._follow(file)
         except OSError as error:
-            raise self._unusable(file, error.strerror or str(error)) from error
+            raise self._failed(error.strerror or str(error)) from error
 
     def _invite(self, file: Path) -> JobProcess:
         _remove_old_stores(file)
@@ -240,29 +239,25 @@ class Rendezvous:
                 return members if self._me in members or LAUNCHER_PID in os.environ else ()
             if stale:
                 return None
-            self._pause(self._missing if self._rank == 0 else lambda: "not all ranks are there")
+            self._pause(self._why)
 
     def _collect(self, store: JobStore) -> None:
         """On rank 0, write the list when the processes of all ranks run."""
-        for rank in range(self._size):
-            if rank not in self._seen or self._seen[rank].has_ended(self._me.host):
-                self._seen.pop(rank, None)
-                if (text := store.read(_key(rank))) is not None:
-                    self._seen[rank] = Member(**json.loads(text))
-        present = [
-            self._seen[rank] for rank in sorted(self._seen) if not self._seen[rank].has_ended(self._me.host)
-        ]
-        if len(present) == self._size:
-            store.set(_MEMBERS, json.dumps([asdict(member) for member in present]))
+        for rank in self._missing():
+            if (text := store.read(_key(rank))) is not None:
+                self._seen[rank] = Member(**json.loads(text))
+        if not self._missing():
+            store.set(_MEMBERS, json.dumps([asdict(self._seen[rank]) for rank in range(self._size)]))
 
-    def _missing(self) -> str:
-        """Name the ranks whose processes do not run."""
-        ended = [rank for rank, member in self._seen.items() if member.has_ended(self._me.host)]
-        missing = [rank for rank in range(self._size) if rank not in self._seen]
-        facts = {"has not come": missing, "has ended": ended}
-        return ", ".join(
-            f"rank {rank} {fact}" for fact, ranks in facts.items() for rank in ranks[:_MAX_SHOWN]
-        )
+    def _missing(self) -> list[int]:
+        seen, host = self._seen, self._me.host
+        return [rank for rank in range(self._size) if rank not in seen or seen[rank].has_ended(host)]
+
+    def _why(self) -> str:
+        if self._rank:
+            return "not all ranks are there"
+        missing = self._missing()
+        return f"no process runs of rank {', '.join(map(str, missing[:_MAX_SHOWN]))}"
 
     def _pause(self, fact: Callable[[], str]) -> None:
         if time.monotonic() > self._until_s:
@@ -271,25 +266,19 @@ class Rendezvous:
         self._poll_s = min(2 * self._poll_s, _MAX_POLL_S)
 
     def _failed(self, fact: str) -> CommError:
-        port_in_use = "EADDRINUSE" in fact or "address already in use" in fact
-        by_file = RENDEZVOUS_FILE in os.environ
-        expected = "all ranks started together" + ("" if by_file else ", and the address of rank 0's host")
+        given = f"rank {self._rank} of {self._size} at {self._place}: {fact}"
+        if "EADDRINUSE" in fact or "address already in use" in fact:
+            return CommError(
+                "the rendezvous port is in use",
+                given=given,
+                expected="a free port",
+                hint="another --master-port",
+            )
         return CommError(
-            "the rendezvous port is in use" if port_in_use else "rendezvous of the ranks failed",
-            given=f"rank {self._rank} of {self._size} at {self._place}: {fact}",
-            expected="a free port" if port_in_use else expected,
-            hint="another --master-port"
-            if port_in_use
-            else "look for the first rank that ended: its error is the cause"
-            + ("" if by_file else "; or another MASTER_PORT"),
-        )
-
-    def _unusable(self, file: Path, why: str) -> CommError:
-        return CommError(
-            "the file of the ranks' rendezvous cannot be used",
-            given=f"{file}: {why}",
-            expected="the name of a file in a folder that this user can write to",
-            hint=disk_hint(file.parent),
+            "rendezvous of the ranks failed",
+            given=given,
+            expected="all ranks started together, and a place that they all reach",
+            hint="look for the first rank that ended; then another MASTER_PORT, or TMPDIR",
         )
 
 
@@ -314,6 +303,12 @@ def join_store(timeout_s: float = 600.0, *, ends_with_first: bool = False) -> Jo
         process = Rendezvous(rank, size, timeout_s).join()
         _job = (announced, replace(process, ends_with_first=ends_with_first))
     return _job[1]
+
+
+def present_members(store: JobStore, size: int) -> dict[int, Member]:
+    """Return the processes by rank, also one that was started again. Raises CommError."""
+    texts = {rank: store.read(_key(rank)) for rank in range(size)}
+    return {rank: Member(**json.loads(text)) for rank, text in texts.items() if text is not None}
 
 
 def announce_begin() -> None:
@@ -359,14 +354,11 @@ def _store_file(file: Path, first: Member) -> Path:
 
 
 def _remove_old_stores(file: Path) -> None:
-    """Remove stores that starts under this name have left, and others of this folder that no rank uses."""
+    """Remove stores that earlier starts under this name have left."""
     own = re.compile(re.escape(file.name) + r"(\.\d+)?\.[0-9a-f]{16}\.store")
-    oldest_s = time.time() - _UNUSED_S
     for path in file.parent.glob("*.store"):
-        with contextlib.suppress(OSError):
-            is_store = re.fullmatch(r".*\.[0-9a-f]{16}\.store", path.name)
-            if own.fullmatch(path.name) or (is_store and path.stat().st_mtime < oldest_s):
-                path.unlink()
+        if own.fullmatch(path.name):
+            _unlink(path)
 
 
 def _unlink(path: Path | None) -> None:

@@ -98,6 +98,7 @@ class World:
         self._host_peers: HostPeers | None = None
         self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._shared: dict[_Key | None, tuple[Transport, CommThread]] = {}
+        self.num_processes = 1  # of a job with servers, in which each has a world of its own
         self.was_interrupted = False  # an exception left messages, see [Note: connections of several engines]
         self.arena: Arena | None = None
         self._leave: Callable[[], None] | None = None
@@ -116,7 +117,7 @@ class World:
         """Return a world of one rank, which shares the job's store. `arena`: where the job's other processes
         reach parameters and gradients."""
         world = cls.alone(torch.device("cpu"))
-        world.store = process.store
+        world.store, world.num_processes = process.store, process.size
         world.arena = arena
         return world
 
@@ -201,7 +202,8 @@ class World:
         failed = any(comm_thread.has_failed for _, comm_thread in self._shared.values())
         if self.any_flag(self.was_interrupted or failed):
             self._shared.clear()
-            self.was_interrupted = False
+            self.num_processes = 1  # of a job with servers, in which each has a world of its own
+        self.was_interrupted = False
 
     def _check_member(self, ranks: tuple[int, ...]) -> None:
         if self.rank not in ranks:

@@ -6,8 +6,8 @@ package once; each worker is a cheap fork of it. All end when this process does,
 
 [Note: signals to a process group]  torchrun, a terminal and job queues send SIGTERM or SIGINT to all
 processes of a rank. The rank then saves, which needs its workers and the fork server: the server is started
-with SIGTERM blocked, which children inherit, and ignores SIGINT itself. At exit, multiprocessing would send
-SIGTERM and wait, so the workers are killed before that.
+with both blocked, which children inherit; it ignores SIGINT only when it has imported. At exit,
+multiprocessing would send SIGTERM and wait, so the workers are killed before that.
 """
 
 import atexit
@@ -42,7 +42,7 @@ def worker_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["plait.data.loader", "plait.data.workers"])
     resource_tracker.ensure_running()  # first: else the server starts it, which would unblock SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:

@@ -129,7 +129,7 @@ def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, worl
         meeting = Meeting(process.store, process.rank)
         thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-server", daemon=True)
         thread.start()
-    servers = Servers(process, spec.plan)
+    servers = Servers(process, spec.plan, world.clock)
 
     def leave() -> None:
         servers.leave(ends_job=process.ends_with_first and process.rank == 0)

@@ -28,6 +28,7 @@ from plait.comm import JobProcess
 from plait.comm.pair import Meeting, Message, Pair
 from plait.comm.shm.arena import Arena
 from plait.comm.shm.remote import describe
+from plait.comm.stats import WaitClock
 from plait.engine.build import EngineParts
 from plait.errors import CommError, RunError
 from plait.optim.clip import squared_norm
@@ -51,8 +52,10 @@ class JobIsOver(RunError):
 class Servers:
     """A worker's connections with the servers. Methods raise CommError, or what a server replies."""
 
-    def __init__(self, process: JobProcess, plan: Plan) -> None:
+    def __init__(self, process: JobProcess, plan: Plan, clock: WaitClock) -> None:
+        """`clock`: to which requests count as waits."""
         self.worker = process.rank
+        self._clock = clock
         self.waited_s = 0.0  # for other workers
         num_servers = plan.num_servers
         roles = (False, True) if plan.server == "replicated" else (False,)
@@ -84,7 +87,7 @@ class Servers:
     def request(self, index: int, message: Message) -> Message:
         """Send a request to a server and return its reply."""
         start_s = time.monotonic()
-        with self._locks[index]:
+        with self._locks[index], self._clock.during(f"a request to server {index}"):
             if message.verb == Verb.PUSH and len(self.pairs[index]) > 1:
                 self._pushes[index].append(message)
             reply = self._checked(self._ask(index, message))
