@@ -15,6 +15,7 @@ rank 0 is unless the distribution of tasks is arbitrary. The port is then the sa
 """
 
 import hashlib
+import multiprocessing
 import os
 import re
 import socket
@@ -125,6 +126,17 @@ def start_time(pid: int) -> str:
 def has_ended(pid: int, started: str) -> bool:
     """Return whether the process with this start time has ended; False where no process can be seen."""
     return bool(started) and start_time(pid) != started
+
+
+def missing_semaphores(number: int) -> str:
+    """Return why so many semaphores of processes, files in /dev/shm, cannot be created; "" if they can."""
+    context = multiprocessing.get_context("fork")  # which unlinks them at once
+    try:
+        kept = [context.Semaphore() for _ in range(number)]
+    except OSError as error:
+        return f"/dev/shm: {error.strerror}"
+    del kept
+    return ""
 
 
 def private_folder() -> Path:

@@ -65,10 +65,11 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from plait.comm.rank_monitor import FORWARDED, SIGNALS, RankMonitor
 from plait.errors import CommError
 from plait.fileio import temporary_folder
-from plait.launchers import BEGUN, LAUNCHER_PID, RENDEZVOUS_FILE, loopback_sockets
+from plait.launchers import BEGUN, LAUNCHER_PID, RENDEZVOUS_FILE, loopback_sockets, missing_semaphores
 
 _MONITOR_S = 0.05
 _LIMITS = {"OMP_NUM_THREADS": 1024, "MALLOC_MMAP_THRESHOLD_": 2**31 - 1}  # of variables
+_NUM_SEMAPHORES = 2  # for each forked rank
 _RENDEZVOUS = "ranks"  # file of the launcher's private directory
 _BLOCKED_AT_START = {signal.SIGUSR1, signal.SIGINT}
 
@@ -128,7 +129,7 @@ def launch_local(
     is_own = command is None
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
     forked = None
-    if function is not None or (is_own and _forks and _can_fork()):
+    if function is not None or (is_own and _forks and _can_fork(num_ranks)):
         forked = _ForkedRank(argv, function or _run_command)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
         may_return = may_die if may_return is None else may_return
@@ -240,8 +241,10 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-def _can_fork() -> bool:
-    return sys.platform == "linux" and threading.active_count() == 1 and not torch.accelerator.is_available()
+def _can_fork(num_ranks: int) -> bool:
+    is_alone = sys.platform == "linux" and threading.active_count() == 1
+    has_queues = is_alone and not missing_semaphores(_NUM_SEMAPHORES * num_ranks)  # of torch's agent
+    return has_queues and not torch.accelerator.is_available()
 
 
 class _ForkedRank:

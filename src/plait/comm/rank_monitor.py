@@ -13,6 +13,7 @@ from plait.errors import CommError
 
 _TERM_AFTER_DEATH_S = 2.0  # from a rank's death to SIGTERM: most peers detect it and report it themselves
 _KILL_AFTER_DEATH_S = 5.0  # ... to SIGKILL: ranks stuck in a collective ignore anything else
+_ORPHANS_S = 1.0  # from a rank's SIGKILL to that of processes it has left: those that clean up end before
 _ABANDON_S = 3.0  # from SIGKILL to abandoning an unkillable rank
 _SECOND_CTRL_C_S = 1.0  # a second Ctrl-C this long after the first ends the ranks at once
 
@@ -51,6 +52,7 @@ class RankMonitor:
         self._forwarded_s = 0.0
         self._pending: list[tuple[float, signal.Signals]] = []  # times and signals to send
         self._abandon_s = float("inf")
+        self._orphans_s: dict[int, float] = {}  # when to kill a killed rank's process group, by its pid
 
     def on_signal(self, signum: int, _frame: FrameType | None) -> None:
         self._received.append((time.monotonic(), signal.Signals(signum)))
@@ -84,7 +86,8 @@ class RankMonitor:
                     self._pending.append((now + _TERM_AFTER_DEATH_S, signal.SIGTERM))
                     self._pending.append((now + _KILL_AFTER_DEATH_S, signal.SIGKILL))
         self._send_due(now)
-        return len(self._codes) < len(pids) and now < self._abandon_s
+        self._kill_orphans(now)
+        return (len(self._codes) < len(pids) or bool(self._orphans_s)) and now < self._abandon_s
 
     def start_again(self, start: Callable[[int], None]) -> None:
         """Call `start` for ranks that are to be started again, after `poll`."""
@@ -177,10 +180,19 @@ class RankMonitor:
             self._abandon_s = min(self._abandon_s, now + _ABANDON_S)
 
     def _send(self, rank: int, signum: signal.Signals) -> None:
-        # Every rank leads a process group: SIGKILL goes to its children too.
-        send = os.killpg if signum is signal.SIGKILL else os.kill
+        pid = self._pids[rank]
+        if signum is signal.SIGKILL:
+            self._orphans_s.setdefault(pid, time.monotonic() + _ORPHANS_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(self._pids[rank], signum)
+            os.kill(pid, signum)
+
+    def _kill_orphans(self, now: float) -> None:
+        """Kill what killed ranks have left: every rank leads a process group. Not at once: the process that
+        removes a rank's semaphores does so when the rank has ended."""
+        for pid in [pid for pid, at_s in self._orphans_s.items() if at_s <= now]:
+            del self._orphans_s[pid]
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
 
 
 def _poll_exit_code(pid: int) -> int | None:
