@@ -9,11 +9,13 @@ srun sets the variables of a step: a batch script has SLURM_PROCID=0 too, and is
 [Note: rendezvous without torchrun]
 On one host, ranks rendezvous through a file in a private directory, so that no socket but Gloo's or NCCL's is
 opened, on loopback. Its name is made of the job's id and of the launcher's process, which no other job has.
+A launcher that starts a job again gives it the same name: `comm/rendezvous.py` tells the starts apart.
 Between hosts they need the address of rank 0: MASTER_ADDR, or in a Slurm allocation its first host, where
 rank 0 is unless the distribution of tasks is arbitrary. The port is then the same on all ranks of a step.
 """
 
 import hashlib
+import multiprocessing
 import os
 import re
 import socket
@@ -27,6 +29,8 @@ from plait.errors import CommError
 # Path of a FileStore, which listens on no port; torch's TCPStore listens on every interface even for a
 # loopback address.
 RENDEZVOUS_FILE = "PLAIT_RENDEZVOUS_FILE"
+BEGUN = ".begun"  # suffix of the file that exists when all processes of a job with servers have joined
+LAUNCHER_PID = "PLAIT_LAUNCHER_PID"  # of a rank that our launcher has started
 
 _TORCH_PORT = "29500"
 _FIRST_SLURM_PORT, _NUM_SLURM_PORTS = 20_000, 8192  # below the ports that systems give out
@@ -89,7 +93,7 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
             break
     else:
         return {}
-    rank, local_rank = (_number(environ, name) for name in (launcher.rank, launcher.local_rank))
+    rank, local_rank = (read_number(environ, name) for name in (launcher.rank, launcher.local_rank))
     size, local_size = _sizes(environ, launcher)
     if size == 1:
         return {}
@@ -111,8 +115,28 @@ def loopback_sockets(environ: Mapping[str, str]) -> dict[str, str]:
 
 def process_identity(pid: int) -> str:
     """Return host, id and start time of a process: no other process ever has the same."""
-    _, start_time, _ = _process(pid)
-    return f"{socket.gethostname()} {pid} {start_time}"
+    return f"{socket.gethostname()} {pid} {start_time(pid)}"
+
+
+def start_time(pid: int) -> str:
+    """Return when a process has started, in the kernel's unit; "" if it has ended, or cannot be seen."""
+    return _process(pid)[1]
+
+
+def has_ended(pid: int, started: str) -> bool:
+    """Return whether the process with this start time has ended; False where no process can be seen."""
+    return bool(started) and start_time(pid) != started
+
+
+def missing_semaphores(number: int) -> str:
+    """Return why so many semaphores of processes, files in /dev/shm, cannot be created; "" if they can."""
+    context = multiprocessing.get_context("fork")  # which unlinks them at once
+    try:
+        kept = [context.Semaphore() for _ in range(number)]
+    except OSError as error:
+        return f"/dev/shm: {error.strerror}"
+    del kept
+    return ""
 
 
 def private_folder() -> Path:
@@ -123,17 +147,20 @@ def private_folder() -> Path:
 def _sizes(environ: Mapping[str, str], launcher: Launcher) -> tuple[int, int]:
     """Return the number of ranks, and of those on this host."""
     if launcher.name != "Slurm":
-        return _number(environ, launcher.size), _number(environ, launcher.local_size)
-    size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else launcher.size)
+        return read_number(environ, launcher.size), read_number(environ, launcher.local_size)
+    size = read_number(
+        environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else launcher.size
+    )
     if environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1":
         return size, size
     # "2(x3),1": two tasks on each of three hosts, then one
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get(launcher.local_size, ""))
-    counts: list[int] = []
-    for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(tasks)] * int(repeats or 1)
-    host = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
-    return size, counts[host] if host < len(counts) else 1
+    host = read_number(environ, "SLURM_NODEID", "0")
+    for tasks, repeats in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", text):
+        host -= int(repeats or 1)
+        if host < 0:
+            return size, int(tasks)
+    return size, 1
 
 
 def _meeting_point(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: bool) -> dict[str, str]:
@@ -152,7 +179,7 @@ def _meeting_point(environ: Mapping[str, str], launcher: Launcher, *, is_one_hos
             expected="MASTER_ADDR, and MASTER_PORT if it is not 29500",
             hint="mpirun -x MASTER_ADDR=HOST (Open MPI), mpiexec -genv MASTER_ADDR HOST (MPICH)",
         )
-    step = sum(int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    step = sum(read_number(environ, name, "0", digits=10) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     port = environ.get("MASTER_PORT", str(_FIRST_SLURM_PORT + step % _NUM_SLURM_PORTS))
     return {"MASTER_ADDR": first_host(hosts), "MASTER_PORT": port}
 
@@ -182,12 +209,14 @@ def _launcher_process() -> str:
 
 
 def _process(pid: int) -> tuple[str, str, int]:
-    """Return name, start time and parent of a process; the parent is 0 where there is no /proc."""
+    """Return name, start time and parent of a process; the parent is 0 if it has ended, or without /proc."""
     try:
         before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
         return "", "", 0
     fields = after.split()
+    if fields[0] in "ZX":
+        return "", "", 0
     return before.partition("(")[2], fields[19], int(fields[1])
 
 
@@ -204,9 +233,10 @@ def make_private(folder: Path) -> None:
         )
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not re.fullmatch("[0-9]{1,9}", text):
+def read_number(environ: Mapping[str, str], name: str, default: str = "", *, digits: int = 9) -> int:
+    """Return a variable that launchers set. Raises CommError."""
+    text = environ.get(name, default)
+    if not re.fullmatch(f"[0-9]{{1,{digits}}}", text):
         raise CommError(
             f"{name} is not a number",
             given=f"{name}={text}",

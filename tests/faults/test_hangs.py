@@ -1,6 +1,7 @@
 """A rank that hangs ends the job within its limit, with the stacks of all who can still write them."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -77,21 +78,31 @@ def test_a_hanging_rank_is_named_and_its_stack_shows_where(recipe: Path, tmp_pat
     assert "in _finish" in stacks_of(run, 0)
 
 
-def test_a_stopped_rank_ends_the_job_and_is_the_one_without_stacks(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "victim"),
+    [
+        ("dp=2 micro=2", 1),
+        ("dp=2 micro=2 servers=1", 2),
+        pytest.param("dp=2 micro=2 servers=1", 1, marks=pytest.mark.sweep),
+    ],
+)
+def test_a_stopped_rank_ends_the_job_and_is_the_one_without_stacks(
+    recipe: Path, tmp_path: Path, plan: str, victim: int
+) -> None:
     run = tmp_path / "run"
     sets = [word for value in words(run) for word in ("--set", value)]
-    process = start("train", recipe, *sets)
+    process = start("train", recipe, "--plan", plan, *sets)
     wait_for_step(process, 3)
-    _, stopped = ranks_of(process.pid)
+    stopped = ranks_of(process.pid)[victim]
     os.kill(stopped, signal.SIGSTOP)
     began_s = time.monotonic()
     _, err = process.communicate(timeout=LIMIT_S)
     assert time.monotonic() - began_s < HANG_S + ERROR_S + LAUNCHER_S
     assert process.returncode == 1
     assert err.count("CommError") == 1, err
-    assert "rank 1 hangs" in err
+    assert f"rank {victim} hangs" in err
     assert f"process {stopped}" in err
     assert "the process is stopped (SIGSTOP)" in err
-    assert f"{run / 'stacks'}; none from rank 1" in err
+    assert re.search(rf"{run / 'stacks'}; none from ranks? .*{victim}", err)
     assert "in loop" in stacks_of(run, 0)
     assert not Path(f"/proc/{stopped}").exists()

@@ -1,12 +1,14 @@
 """Jobs on local ranks as real processes: how they start, what they open, how they end."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -355,6 +357,7 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_allowed(tmp_path: Pa
     starts = tmp_path / "starts"
     starts.touch()
     program = """
+        touch "$PLAIT_RENDEZVOUS_FILE.begun"
         if test $RANK = 1; then echo start >> "$0"; kill -9 $$; fi
         while test $(wc -l < "$0") -lt 3; do sleep 0.05; done
         sleep 0.3
@@ -362,6 +365,23 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_allowed(tmp_path: Pa
     command = ("timeout", "60", "sh", "-c", program, str(starts))
     assert launch_local(2, [], command=command, may_die=[1], max_restarts=2) == 0
     assert len(starts.read_text().split()) == 3
+
+
+def test_a_rank_that_is_killed_because_it_is_stuck_leaves_no_semaphore(tmp_path: Path) -> None:
+    def run() -> None:
+        if os.environ["RANK"] == "0":
+            resource_tracker.ensure_running()
+            lock = multiprocessing.get_context("spawn").Lock()
+            (tmp_path / "name").write_text(lock._semlock.name)  # type: ignore[attr-defined]
+            (tmp_path / "made").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        wait_until((tmp_path / "made").exists, START_S)
+        raise SystemExit(3)
+
+    assert launch_local(2, [], function=run) == 3
+    name = (tmp_path / "name").read_text().lstrip("/")
+    assert name
+    assert not Path(f"/dev/shm/sem.{name}").exists()
 
 
 def test_a_killed_launcher_leaves_no_rank(start: Start, tmp_path: Path) -> None:
@@ -390,6 +410,24 @@ world.close()
     output, _ = launcher.communicate(timeout=START_S)
     assert launcher.returncode == 0, output
     assert addresses == {LOOPBACK}, addresses  # Gloo's
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OMP_NUM_THREADS", "0"),
+        ("OMP_NUM_THREADS", "x"),
+        ("OMP_NUM_THREADS", "99999"),
+        ("MALLOC_MMAP_THRESHOLD_", "x"),
+    ],
+)
+def test_a_variable_that_libraries_cannot_use_is_refused_before_a_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(CommError, match=f"{name} is not a number that libraries can use") as raised:
+        launch_local(2, [], command=["false"])
+    assert f"try     : unset {name}" in str(raised.value)
 
 
 def test_a_job_without_ranks_is_refused() -> None:

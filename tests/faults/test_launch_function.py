@@ -77,7 +77,7 @@ def test_the_error_of_the_rank_that_failed_is_raised_with_its_traceback() -> Non
 
 
 def test_a_rank_that_is_killed_and_a_result_that_cannot_be_returned_are_errors() -> None:
-    with pytest.raises(CommError, match="a rank was killed"):
+    with pytest.raises(CommError, match="rank 0 was killed"):
         plait.launch(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
     with pytest.raises(CommError, match="rank 0 returned a value that cannot be pickled"):
         plait.launch(lambda: lambda: 0, 1)

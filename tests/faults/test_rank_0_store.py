@@ -60,3 +60,39 @@ def test_the_store_lives_until_every_rank_has_left(tmp_path: Path) -> None:
     ranks = [start(rank, port, script=tmp_path / "waits.py") for rank in range(2)]
     ended = [(*rank.communicate(timeout=LIMIT_S), rank.returncode) for rank in ranks]
     assert ended == [("", "", 0)] * 2
+
+
+STARTS = """
+import os, signal, sys
+from plait.comm import connect
+world = connect(timeout_s=20)
+print(world.store.get("prepared"), flush=True)
+world.barrier()
+world.store.set("prepared", sys.argv[1])
+world.barrier()
+if sys.argv[1] == "first":
+    os.kill(os.getpid(), signal.SIGKILL)
+world.close()
+"""
+
+
+def test_a_job_that_is_started_again_after_a_kill_has_a_store_of_its_own(tmp_path: Path) -> None:
+    """As in a loop of one `mpirun`, whose ranks have one file name; here rank 1 is first."""
+    (tmp_path / "starts.py").write_text(STARTS)
+    shared = environment() | {"WORLD_SIZE": "2", "PLAIT_RENDEZVOUS_FILE": str(tmp_path / "ranks")}
+    printed = []
+    for word in ("first", "second"):
+        ranks = [
+            warm.Popen(
+                [word],
+                script=tmp_path / "starts.py",
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in (1, 0)
+        ]
+        printed += [rank.communicate(timeout=LIMIT_S) for rank in ranks]
+    assert printed == [("None\n", "")] * 4
+    assert not [*tmp_path.glob("ranks*")]

@@ -18,6 +18,8 @@ import plait
 from plait.comm import launch_local
 from plait.comm.pair import Message
 from plait.errors import CommError
+from plait.plan import Plan
+from plait.server.job import fates_of_ranks, join_job, process_world
 from plait.server.server import Server
 
 STEPS, WORKERS = 40, 3
@@ -167,3 +169,61 @@ def test_a_server_killed_at_any_request_ends_the_job_with_an_error(
     tmp_path: Path, requests: int, workers: tuple[int, ...]
 ) -> None:
     check_death_of_a_server(tmp_path, requests // 20 % 2, requests, *workers)
+
+
+def check_one_error(printed: str, *words: str) -> None:
+    assert printed.count("Error") == 1, printed
+    assert all(word in printed for word in (*words, "given   :", "expected:", "try     :"))
+
+
+@pytest.mark.parametrize(
+    ("words", "victim", "has_joined", "name"),
+    [
+        ("dp=2 servers=1", 1, False, "worker 1"),
+        ("dp=2 servers=1", 1, True, "worker 1"),
+        ("dp=2 servers=1", 2, True, "server 0"),
+        ("dp=1 servers=2 server=replicated", 2, False, "server 1"),
+    ],
+)
+def test_a_process_that_dies_before_all_have_joined_ends_the_job_with_one_error_that_names_it(
+    capfd: pytest.CaptureFixture[str], words: str, victim: int, has_joined: bool, name: str
+) -> None:
+    plan = Plan.parse(words)
+
+    def die_early() -> None:
+        if int(os.environ["RANK"]) == victim and not has_joined:
+            os.kill(os.getpid(), signal.SIGKILL)
+        process = join_job(plan)
+        if process.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plait.parallelize(Ledger(), plan, world=process_world(process), loss=lambda out, _: (out, 1))
+        time.sleep(60)
+
+    begin_s = time.monotonic()
+    code = launch_local(plan.num_ranks, [], function=die_early, **fates_of_ranks(plan, 0))
+    assert code == 128 + signal.SIGKILL
+    assert time.monotonic() - begin_s < 25
+    check_one_error(capfd.readouterr().err, f"{name} was killed before the job had begun", "SIGKILL")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_death_of_worker_0_ends_the_job_with_one_error_that_names_it(
+    capfd: pytest.CaptureFixture[str], workers: int
+) -> None:
+    plan = Plan.parse(f"dp={workers} servers=1")
+
+    def train() -> None:
+        rank = int(os.environ["RANK"])
+        engine = plait.parallelize(Ledger(), plan, optimizer=torch.optim.SGD, loss=lambda out, _: (out, 1))
+        try:
+            for step in range(1000):
+                engine.step({"worker": torch.tensor([rank])})
+                if rank == 0 and step == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        except CommError as error:
+            os.write(2, f"{error.message()}\n".encode())
+            raise SystemExit(1) from error
+
+    code = launch_local(plan.num_ranks, [], function=train, **fates_of_ranks(plan, 0))
+    assert code == 128 + signal.SIGKILL
+    check_one_error(capfd.readouterr().err, "worker 0 is gone" if workers == 2 else "worker 0 was killed")

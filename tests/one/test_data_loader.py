@@ -1,5 +1,6 @@
 """A loader gives each rank its share of each step: the same global batches on any number of ranks."""
 
+import multiprocessing.synchronize
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from torch import Tensor
 from plait.data.dataset import TokenStream
 from plait.data.loader import Batches, Windows, check_samples, loader
 from plait.data.sampler import BatchRamp, BatchSizes, SampleOrder
+from plait.data.workers import worker_context
 from plait.errors import DataError
 
 S = 9
@@ -203,3 +205,16 @@ def test_workers_ignore_signals_to_their_process_group_and_end_with_their_rank(
         finally:
             rank.kill()
     assert_they_end(workers)
+
+
+def test_workers_that_cannot_share_semaphores_are_an_error_before_they_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(multiprocessing.synchronize.Semaphore, "__init__", fails)
+    with pytest.raises(DataError, match="worker processes cannot share semaphores") as raised:
+        worker_context(2)
+    assert "given   : 2 workers, /dev/shm: No space left on device" in str(raised.value)
+    assert "data.workers=0" in str(raised.value)

@@ -23,6 +23,7 @@ from plait.comm.device import (
     use_processors,
 )
 from plait.comm.flight_recorder import describe_trace
+from plait.comm.store import JobStore
 from plait.comm.torch_transport import _guard, backend_of
 from plait.comm.transport import Call, OpType
 from plait.comm.world import Connection
@@ -74,7 +75,7 @@ def test_two_ranks_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(plait.comm.device, "_BOOT_ID", tmp_path / "boot_id")
     (tmp_path / "boot_id").write_text("another host")
-    store = dist.HashStore()
+    store = JobStore(dist.HashStore(), 0, 60.0)
     claim_device(torch.device("cuda", 0), store, 9)
     (tmp_path / "boot_id").write_text("this host")
     claim_device(torch.device("cuda", 3), store, 3)

@@ -1,5 +1,8 @@
 """Requests that a parameter server refuses, and what they leave unchanged; waits for messages."""
 
+import json
+import socket
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +13,7 @@ from torch import nn
 
 from plait.comm import pair
 from plait.comm.pair import Meeting, Message, Pair, as_bytes
+from plait.comm.store import JobStore
 from plait.engine.spec import validate
 from plait.errors import PlaitError
 from plait.plan import Plan
@@ -72,7 +76,8 @@ def test_an_update_that_is_sent_twice_is_applied_once() -> None:
 def test_one_of_a_server_and_its_replica_that_have_lost_each_other_goes_on(replica_is_first: bool) -> None:
     store = dist.HashStore()
     both = [
-        Meeting(store, 3, is_replica=is_replica) for is_replica in (replica_is_first, not replica_is_first)
+        Meeting(JobStore(store, rank, 60.0), 3, is_replica=is_replica)
+        for rank, is_replica in enumerate((replica_is_first, not replica_is_first))
     ]
     assert not any(meeting.is_lost() for meeting in both)
     assert [meeting.claim() for meeting in both] == [True, False]
@@ -84,7 +89,7 @@ def test_a_message_may_come_later_than_a_connection_has_to(
     monkeypatch: pytest.MonkeyPatch, limit_s: float, is_lost: bool
 ) -> None:
     monkeypatch.setattr(pair, "_CONNECT_S", 1.0)
-    store = dist.HashStore()
+    store = JobStore(dist.HashStore(), 0, 60.0)
     with ThreadPoolExecutor(1) as other:
         server = other.submit(Pair, store, "pair", 0, 60.0)
         worker = Pair(store, "pair", 1, limit_s)
@@ -96,3 +101,68 @@ def test_a_message_may_come_later_than_a_connection_has_to(
             assert worker.request(Message(1)).verb == 2
         worker.close()
         server.result().close()
+
+
+STRANGERS = {
+    "reset": lambda stranger, _: stranger.setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    ),
+    "silent": lambda *_: None,
+    "wrong": lambda stranger, _: stranger.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+    "half": lambda stranger, token: stranger.sendall(token[:7]),
+}
+
+
+@pytest.mark.parametrize("kind", [*STRANGERS, "many"])
+def test_strangers_at_a_servers_port_keep_no_worker_waiting(kind: str) -> None:
+    store = JobStore(dist.HashStore(), 0, 60.0)
+    with ThreadPoolExecutor(1) as other:
+        server = other.submit(Pair, store, "pair", 0, 60.0)
+        while (text := store.get("pair")) is None:
+            time.sleep(0.01)
+        host, port, token = json.loads(text)
+        strangers = []
+        for _ in range(100 if kind == "many" else 1):
+            strangers.append(socket.create_connection((host, port), 5.0))
+            STRANGERS.get(kind, lambda *_: None)(strangers[-1], bytes.fromhex(token))
+            if kind == "reset":
+                strangers.pop().close()
+        begin_s = time.monotonic()
+        worker = Pair(store, "pair", 1, 60.0)
+        answer = other.submit(lambda: server.result().send(server.result().receive()))
+        assert worker.request(Message(7)).verb == 7
+        answer.result()
+        assert time.monotonic() - begin_s < 3.0
+        for connection in (worker, server.result(), *strangers):
+            connection.close()
+    store.close()
+
+
+def test_a_token_that_comes_in_two_parts_is_one() -> None:
+    store = JobStore(dist.HashStore(), 0, 60.0)
+    with ThreadPoolExecutor(1) as other:
+        server = other.submit(Pair, store, "pair", 0, 60.0)
+        while (text := store.get("pair")) is None:
+            time.sleep(0.01)
+        host, port, token = json.loads(text)
+        with socket.create_connection((host, port), 5.0) as worker:
+            worker.sendall(bytes.fromhex(token)[:7])
+            time.sleep(0.2)
+            worker.sendall(bytes.fromhex(token)[7:])
+            server.result(5.0).close()
+    store.close()
+
+
+@pytest.mark.parametrize("num_bytes", [-5, 2**40, 2**62])
+def test_a_length_that_no_message_has_is_an_error(num_bytes: int) -> None:
+    store = JobStore(dist.HashStore(), 0, 60.0)
+    with ThreadPoolExecutor(1) as other:
+        server = other.submit(Pair, store, "pair", 0, 60.0)
+        worker = Pair(store, "pair", 1, 60.0)
+        header = pair._HEADER.pack(pair._MAGIC << 16 | 1, 0, 0, 0, 0, 0, num_bytes, 0)
+        worker._socket.sendall(header)
+        with pytest.raises(PlaitError, match="a message is damaged"):
+            server.result().receive()
+        worker.close()
+        server.result().close()
+    store.close()

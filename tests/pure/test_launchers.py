@@ -83,6 +83,32 @@ def test_ranks_that_cannot_meet_or_be_numbered_are_an_error_that_says_what_to_se
 
 
 @pytest.mark.parametrize(
+    ("tasks", "host", "local"),
+    [
+        ("2(x3),1", "2", "2"),
+        ("2(x3),1", "3", "1"),
+        ("4", "0", "4"),
+        ("2(x999999999)", "7", "2"),
+        ("", "0", "1"),
+    ],
+)
+def test_tasks_of_a_host_are_counted_without_a_list_of_all(tasks: str, host: str, local: str) -> None:
+    environ = SLURM | ADDRESS | {"SLURM_TASKS_PER_NODE": tasks, "SLURM_NODEID": host}
+    assert rank_variables(environ)["LOCAL_WORLD_SIZE"] == local
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODEID"])
+def test_a_variable_of_slurm_that_is_no_number_is_an_error_that_names_it(name: str) -> None:
+    with pytest.raises(CommError, match=f"{name} is not a number") as raised:
+        rank_variables(SLURM | {name: "x"})
+    assert f"given   : {name}=x" in str(raised.value)
+
+
+def test_the_id_of_an_interactive_step_has_ten_digits() -> None:
+    assert rank_variables(SLURM | {"SLURM_STEP_ID": "4294967290"})["MASTER_PORT"] == "20011"
+
+
+@pytest.mark.parametrize(
     ("node_list", "first"),
     [
         ("n1", "n1"),

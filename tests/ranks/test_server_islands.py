@@ -131,11 +131,11 @@ def count_changes(words: str, steps: int) -> Any:
         engine.step({"worker": torch.tensor([engine.data_rank])})
     process.store.set(f"ended {engine.data_rank}", "")
     for worker in range(2):
-        process.store.get(f"ended {worker}")  # blocks
+        process.store.wait_for(f"ended {worker}")
     rows = -engine.full_parameters()["rows"]
     process.store.set(f"read {engine.data_rank}", "")
     for worker in range(2):
-        process.store.get(f"read {worker}")
+        process.store.wait_for(f"read {worker}")
     engine.world.close()
     return rows.amin(1).tolist(), rows.amax(1).tolist()
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.comm import world
+from plait.comm import rendezvous
 from plait.comm.pair import Message
+from plait.comm.rendezvous import leave_store
 from plait.comm.shm import remote
-from plait.comm.world import leave_store
 from plait.errors import ModelError
 from plait.plan import Plan
 from plait.server.job import join_job, process_world
@@ -76,7 +76,7 @@ def test_servers_that_sum_all_pushes_have_the_bits_of_zero_1(
 
 def on_hosts_of_their_own(plan: str) -> Any:
     host = {"host_identity": lambda: f"host {os.environ['RANK']}"}
-    with mock.patch.multiple(world, **host), mock.patch.multiple(remote, **host):
+    with mock.patch.multiple(rendezvous, **host), mock.patch.multiple(remote, **host):
         return trained(plan)
 
 
@@ -287,7 +287,7 @@ def descend(rate: float, updates: int) -> Any:
 
         def forward(self, worker: Tensor) -> Tensor:
             if engine_of:  # the weights are read; wait for the turn to push
-                process.store.get(f"turn {3 * engine_of[0].num_steps + int(worker)}")
+                process.store.wait_for(f"turn {3 * engine_of[0].num_steps + int(worker)}")
             return 0.5 * self.x.square().sum()
 
     try:

@@ -63,12 +63,13 @@ from plait.comm.objects import (
     send_text,
 )
 from plait.comm.powersgd import PowerSGDReduce
+from plait.comm.rendezvous import JobProcess, join_store
 from plait.comm.shm.native_calls import sum_into, sum_of_squares
 from plait.comm.shm.rendezvous import ranks_by_host
 from plait.comm.stats import DeviceWaits
 from plait.comm.torch_backend import register_backend
 from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Transport, Work
-from plait.comm.world import TRANSPORTS, Connection, JobProcess, World, connect, join_store
+from plait.comm.world import TRANSPORTS, Connection, World, connect
 
 __all__ = [
     "CODECS",

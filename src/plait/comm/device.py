@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.comm.store import JobStore
 from plait.comm.torch_transport import backend_of
 from plait.errors import CommError
 
@@ -74,7 +75,7 @@ def _device_index(local_rank: int) -> int:
     return local_rank
 
 
-def claim_device(device: torch.device, store: dist.Store, rank: int) -> None:
+def claim_device(device: torch.device, store: JobStore, rank: int) -> None:
     """Raise CommError if another rank of the job uses the same GPU: NCCL would hang or fail later.
 
     A GPU is identified by its host's boot (the same in all containers of a host), PCI address and UUID. Parts
@@ -83,11 +84,11 @@ def claim_device(device: torch.device, store: dist.Store, rank: int) -> None:
     properties: Any = torch.cuda.get_device_properties(device)
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     gpu = f"{_pci_address(properties)} {getattr(properties, 'uuid', '')}"
-    owner = store.compare_set(f"GPU {boot} {gpu}", "", str(rank)).decode()
-    if owner != str(rank):
+    key = f"GPU {boot} {gpu}"
+    if not store.claim(key, str(rank)):
         raise CommError(
             "two ranks use the same GPU",
-            given=f"ranks {owner} and {rank}: {device}, {gpu}",
+            given=f"ranks {store.get(key)} and {rank}: {device}, {gpu}",
             expected="one GPU per rank",
             hint="fewer ranks per host, or another CUDA_VISIBLE_DEVICES for each rank",
         )

@@ -44,6 +44,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -52,7 +53,6 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -62,25 +62,23 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from plait.comm.rank_monitor import FORWARDED, SIGNALS, RankMonitor
 from plait.errors import CommError
 from plait.fileio import temporary_folder
-from plait.launchers import RENDEZVOUS_FILE, loopback_sockets
-
-_LAUNCHER_PID = "PLAIT_LAUNCHER_PID"
+from plait.launchers import BEGUN, LAUNCHER_PID, RENDEZVOUS_FILE, loopback_sockets, missing_semaphores
 
 _MONITOR_S = 0.05
-_TERM_AFTER_DEATH_S = 2.0  # from a rank's death to SIGTERM: most peers detect it and report it themselves
-_KILL_AFTER_DEATH_S = 5.0  # ... to SIGKILL: ranks stuck in a collective ignore anything else
-_ABANDON_S = 3.0  # from SIGKILL to abandoning an unkillable rank
-_SECOND_CTRL_C_S = 1.0  # a second Ctrl-C this long after the first ends the ranks at once
-
-_USER_ERROR = 2  # exit code of the command line for a PlaitError
-_FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
-_SIGNALS = (*_FORWARDED, signal.SIGUSR1)
+_LIMITS = {"OMP_NUM_THREADS": 1024, "MALLOC_MMAP_THRESHOLD_": 2**31 - 1}  # of variables
+_NUM_SEMAPHORES = 2  # for each forked rank
+_RENDEZVOUS = "ranks"  # file of the launcher's private directory
 _BLOCKED_AT_START = {signal.SIGUSR1, signal.SIGINT}
 
 
 _forks = False  # see `fork_ranks`
+
+
+def _print_error(error: CommError) -> None:
+    sys.stderr.write(f"{error.message()}\n")
 
 
 def launch_local(
@@ -94,15 +92,19 @@ def launch_local(
     may_return: Collection[int] | None = None,
     end_s: float | None = None,
     max_restarts: int = 0,
+    names: Mapping[int, str] | None = None,
+    on_death: Callable[[CommError], object] = _print_error,
 ) -> int:
     """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host; or
     `function()`, on ranks that are always forked, see [Note: forked ranks].
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
-    ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die`, they go on, and
-    if it is also one of `may_return` (by default all are), it is started again, `max_restarts` times in all.
-    `end_s`: the job is over when rank 0 has ended with 0; others have so many seconds to end too.
+    ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die` after the job has
+    begun (`announce_begin`), they go on, and if it is also one of `may_return` (by default all are), it is
+    started again, `max_restarts` times in all. `end_s`: the job is over when rank 0 has ended with 0; others
+    have so many seconds to end too. If a signal has killed a rank and no other reports it, `on_death` is
+    called with the error; `names`: of ranks in it.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
     seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
@@ -114,7 +116,8 @@ def launch_local(
     that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all ranks
     obeyed: 130. TORCH_DISTRIBUTED_DEBUG=INFO shows the log of torch's agent.
 
-    Raises CommError for less than one rank, and OSError when the command cannot be started.
+    Raises CommError for less than one rank, or a variable that is not a number, and OSError when the command
+    cannot be started.
     """
     if num_ranks < 1:
         raise CommError(
@@ -126,17 +129,20 @@ def launch_local(
     is_own = command is None
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
     forked = None
-    if function is not None or (is_own and _forks and _can_fork()):
+    if function is not None or (is_own and _forks and _can_fork(num_ranks)):
         forked = _ForkedRank(argv, function or _run_command)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
         may_return = may_die if may_return is None else may_return
-        monitor = _RankMonitor(save_s, may_die, may_return, end_s, max_restarts)
+        begun = rendezvous_dir / (_RENDEZVOUS + BEGUN)
+        monitor = RankMonitor(save_s, may_die, may_return, end_s, max_restarts, names or {}, begun)
         with (
             _patched_environment(_rank_environment(num_ranks, rendezvous_dir)),
             _silence_torch(),
             _forward_signals(monitor),
         ):
             _run_agent(num_ranks, entry, forked, rendezvous_dir, monitor, is_own=is_own)
+    if (death := monitor.death()) is not None:
+        on_death(death)
     return monitor.exit_code()
 
 
@@ -156,7 +162,7 @@ def end_with_parent() -> None:
 
     Does nothing in a process that `launch_local` did not start.
     """
-    launcher = os.environ.get(_LAUNCHER_PID)
+    launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
         return
     if sys.platform == "linux":
@@ -174,154 +180,6 @@ def _watch_parent(launcher: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class _RankMonitor:
-    """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that."""
-
-    def __init__(
-        self,
-        save_s: float,
-        may_die: Collection[int],
-        may_return: Collection[int],
-        end_s: float | None,
-        max_restarts: int,
-    ) -> None:
-        self._may_die = may_die
-        self._may_return = may_return
-        self._end_s = end_s  # from the end of rank 0, and of the job, to SIGKILL for others
-        self._max_restarts = max_restarts
-        self._restarts: list[int] = []  # ranks
-        self._num_started = 0  # of these restarts
-        self._save_s = save_s  # from a signal to SIGKILL: time to write a checkpoint
-        self._pids: Mapping[int, int] = {}
-        self._codes: dict[int, int] = {}  # in order of death; negative: killed by that signal
-        self._received: list[tuple[float, signal.Signals]] = []  # signals to us, not yet forwarded
-        self._forwarded: signal.Signals | None = None  # the first forwarded signal
-        self._forwarded_s = 0.0
-        self._pending: list[tuple[float, signal.Signals]] = []  # times and signals to send
-        self._abandon_s = float("inf")
-
-    def on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        self._received.append((time.monotonic(), signal.Signals(signum)))
-
-    def poll(self, pids: Mapping[int, int]) -> bool:
-        """Record ranks that died and send the signals that are due. Return True while a rank lives."""
-        self._pids = pids
-        now = time.monotonic()
-        self._schedule_signals()
-        dead = {
-            rank: code
-            for rank in pids
-            if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
-        }
-        self._report_late_ranks(dead)
-        for rank in [rank for rank, code in dead.items() if code < 0 and rank in self._may_die]:
-            self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
-            if rank in self._may_return and self._may_restart():
-                self._restarts.append(rank)
-                del dead[rank]
-        dead |= {rank: 0 for rank, code in dead.items() if self._is_excused(rank, code)}
-        # Of ranks that died between two polls, one that was killed is the more likely cause.
-        for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
-            is_first = not any(map(self._is_failure, self._codes.values()))
-            self._codes[rank] = code
-            if rank == 0 and code == 0 and self._end_s is not None:
-                self._pending.append((now + self._end_s, signal.SIGKILL))
-            if self._is_failure(code):
-                self._send(rank, signal.SIGKILL)
-                if is_first:
-                    self._pending.append((now + _TERM_AFTER_DEATH_S, signal.SIGTERM))
-                    self._pending.append((now + _KILL_AFTER_DEATH_S, signal.SIGKILL))
-        self._send_due(now)
-        return len(self._codes) < len(pids) and now < self._abandon_s
-
-    def start_again(self, start: Callable[[int], None]) -> None:
-        """Call `start` for ranks that are to be started again, after `poll`."""
-        for rank in self._restarts[self._num_started :]:
-            self._num_started += 1
-            number = f"{self._num_started} of at most {self._max_restarts}"
-            sys.stderr.write(f"plait: rank {rank} was killed and is started again (restart {number})\n")
-            start(rank)
-
-    def _may_restart(self) -> bool:
-        has_failed = any(map(self._is_failure, self._codes.values()))
-        is_left = len(self._restarts) < self._max_restarts
-        return is_left and not (has_failed or self.is_stopping or self._is_over)
-
-    @property
-    def is_stopping(self) -> bool:
-        """True once a signal has asked the ranks to end."""
-        return self._forwarded is not None
-
-    def succeeded(self) -> bool:
-        return len(self._codes) == len(self._pids) and not any(self._codes.values())
-
-    def exit_code(self) -> int:
-        failures = [code for code in self._codes.values() if self._is_failure(code)]
-        if _USER_ERROR in failures:
-            return _USER_ERROR
-        if failures:
-            return failures[0] if failures[0] > 0 else 128 - failures[0]
-        if len(self._codes) < len(self._pids):
-            return 128 + signal.SIGKILL  # abandoned
-        killed_by_signal = any(self._codes.values())
-        if self._forwarded is not None and (self._forwarded is signal.SIGINT or killed_by_signal):
-            return 128 + self._forwarded
-        return 0
-
-    def _is_excused(self, rank: int, code: int) -> bool:
-        """Return whether a rank that ended so does not fail the job."""
-        if code < 0:
-            return rank in self._may_die or self._is_over
-        return rank in self._restarts and self._is_over  # it was too late to join
-
-    @property
-    def _is_over(self) -> bool:
-        return self._end_s is not None and self._codes.get(0) == 0
-
-    def _report_late_ranks(self, dead: Mapping[int, int]) -> None:
-        for rank, code in dead.items():
-            if self._is_over and code == -signal.SIGKILL:
-                sys.stderr.write(f"plait: rank {rank} was killed {self._end_s:g} s after the job had ended\n")
-
-    def _is_failure(self, code: int) -> bool:
-        as_requested = () if self._forwarded is None else (-self._forwarded, 128 + self._forwarded)
-        return code != 0 and code not in as_requested
-
-    def _schedule_signals(self) -> None:
-        while self._received:
-            at_s, signum = self._received.pop(0)
-            if signum is signal.SIGUSR1:
-                self._pending.append((at_s, signum))
-            elif self._forwarded is None:
-                self._forwarded, self._forwarded_s = _FORWARDED[signum], at_s
-                self._pending += [(at_s, self._forwarded), (at_s + self._save_s, signal.SIGKILL)]
-            elif signum is signal.SIGINT and at_s > self._forwarded_s + _SECOND_CTRL_C_S:
-                self._pending.append((at_s, signal.SIGKILL))
-
-    def _send_due(self, now: float) -> None:
-        due = [signum for at_s, signum in self._pending if at_s <= now]
-        self._pending = [entry for entry in self._pending if entry[0] > now]
-        for signum in due:
-            for rank in self._pids.keys() - self._codes.keys():
-                self._send(rank, signum)
-        if signal.SIGKILL in due:
-            self._abandon_s = min(self._abandon_s, now + _ABANDON_S)
-
-    def _send(self, rank: int, signum: signal.Signals) -> None:
-        # Every rank leads a process group: SIGKILL goes to its children too.
-        send = os.killpg if signum is signal.SIGKILL else os.kill
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(self._pids[rank], signum)
-
-
-def _poll_exit_code(pid: int) -> int | None:
-    """Return the exit code of an unreaped child that has ended, negative for a signal; else None."""
-    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if status is None:
-        return None
-    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-
-
 class _Agent(LocalElasticAgent):
     """torch's agent, which polls our monitor before its own. See [Note: extension of torch's agent]."""
 
@@ -329,7 +187,7 @@ class _Agent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         logs: DefaultLogsSpecs,
-        monitor: _RankMonitor,
+        monitor: RankMonitor,
         forked: "_ForkedRank | None",
         blocked: set[signal.Signals],
     ) -> None:
@@ -350,7 +208,7 @@ class _Agent(LocalElasticAgent):
     @contextlib.contextmanager
     def _blocked_signals(self) -> Iterator[None]:
         # A forked rank has the launcher's handlers until it unblocks all but those that are blocked at start.
-        to_block = self._blocked if self._forked is None else _SIGNALS
+        to_block = self._blocked if self._forked is None else SIGNALS
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, to_block)
         try:
             yield
@@ -383,8 +241,10 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-def _can_fork() -> bool:
-    return sys.platform == "linux" and threading.active_count() == 1 and not torch.accelerator.is_available()
+def _can_fork(num_ranks: int) -> bool:
+    is_alone = sys.platform == "linux" and threading.active_count() == 1
+    has_queues = is_alone and not missing_semaphores(_NUM_SEMAPHORES * num_ranks)  # of torch's agent
+    return has_queues and not torch.accelerator.is_available()
 
 
 class _ForkedRank:
@@ -423,17 +283,16 @@ class _ForkedRank:
         atexit._clear()
         gc.freeze()
         os.setsid()
-        for signum in _SIGNALS:
+        for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 is_int = signum is signal.SIGINT
                 signal.signal(signum, signal.default_int_handler if is_int else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_SIGNALS} - _BLOCKED_AT_START)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS} - _BLOCKED_AT_START)
         if self._gate:
             read, write = self._gate
             os.close(write)
             os.read(read, 1)
-        with contextlib.suppress(ValueError):  # libraries ignore a number that they cannot read, too
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+        torch.set_num_threads(_number_in_environment("OMP_NUM_THREADS"))
         _set_malloc_thresholds()
         if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not
             sys.stdout.reconfigure(line_buffering=True)
@@ -470,7 +329,7 @@ def _set_malloc_thresholds() -> None:
     trim, mmap = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD; to trim at -1 is never to trim
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
+        mallopt(mmap, _number_in_environment("MALLOC_MMAP_THRESHOLD_"))
         mallopt(trim, -1)
 
 
@@ -479,7 +338,7 @@ def _run_agent(
     command: Sequence[str],
     forked: _ForkedRank | None,
     rendezvous_dir: Path,
-    monitor: _RankMonitor,
+    monitor: RankMonitor,
     *,
     is_own: bool,
 ) -> None:
@@ -527,13 +386,29 @@ def _rank_environment(num_ranks: int, rendezvous_dir: Path) -> dict[str, str]:
     # `is_available`, `device_count` does not start CUDA's driver, which forked ranks could not use then.
     if torch.accelerator.device_count() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    for name in _LIMITS.keys() & {name for name, value in os.environ.items() if value}:
+        _number_in_environment(name)
     return {
-        **{name: value for name, value in defaults.items() if name not in os.environ},
-        RENDEZVOUS_FILE: str(rendezvous_dir / "ranks"),
-        _LAUNCHER_PID: str(os.getpid()),
+        **{name: value for name, value in defaults.items() if not os.environ.get(name)},
+        RENDEZVOUS_FILE: str(rendezvous_dir / _RENDEZVOUS),
+        LAUNCHER_PID: str(os.getpid()),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else the agent opens a TCPStore too
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # handled here
     }
+
+
+def _number_in_environment(name: str) -> int:
+    """Return a number that libraries read when a process starts: the first of a list. Raises CommError."""
+    text = os.environ[name].partition(",")[0].strip()
+    limit = _LIMITS[name]
+    if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= limit:
+        raise CommError(
+            f"{name} is not a number that libraries can use",
+            given=f"{name}={os.environ[name]}",
+            expected=f"a number from 1 to {limit}",
+            hint=f"unset {name}",
+        )
+    return int(text)
 
 
 def num_cpus() -> int:
@@ -575,11 +450,11 @@ def _silence_torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forward_signals(monitor: _RankMonitor) -> Iterator[None]:
+def _forward_signals(monitor: RankMonitor) -> Iterator[None]:
     """Route the signals for the ranks to the monitor, except those that the caller's shell ignores."""
     previous = {}
     if threading.current_thread() is threading.main_thread():
-        for signum in _SIGNALS:
+        for signum in SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 previous[signum] = signal.signal(signum, monitor.on_signal)
     try:
@@ -587,6 +462,6 @@ def _forward_signals(monitor: _RankMonitor) -> Iterator[None]:
     finally:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, previous)  # and the handlers of earlier ones run
         for signum, old in previous.items():
-            is_repeated = monitor.is_stopping and signum in _FORWARDED
+            is_repeated = monitor.is_stopping and signum in FORWARDED
             signal.signal(signum, signal.SIG_IGN if is_repeated else old)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

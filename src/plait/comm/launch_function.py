@@ -47,6 +47,7 @@ def launch(function: Callable[..., _T], ranks: int, *args: Any) -> _T:
     rank was killed, or if ranks cannot be started here; KeyboardInterrupt after Ctrl-C, which ends all ranks.
     """
     _check_launch(function)
+    deaths: list[CommError] = []
     outcomes = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115  # closed below
     with contextlib.ExitStack() as files:
         for file in outcomes:
@@ -56,7 +57,8 @@ def launch(function: Callable[..., _T], ranks: int, *args: Any) -> _T:
         with _kept_handlers(), warnings.catch_warnings():
             # See [Note: forked functions]; Python 3.12 and later warn of it.
             warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
-            code = launch_local(ranks, [], function=_Rank(function, args, outcomes), save_s=_STOP_S)
+            rank = _Rank(function, args, outcomes)
+            code = launch_local(ranks, [], function=rank, save_s=_STOP_S, on_death=deaths.append)
         if code == _INTERRUPTED:
             raise KeyboardInterrupt
         ended = [_Outcome.read(file) for file in outcomes]
@@ -65,12 +67,14 @@ def launch(function: Callable[..., _T], ranks: int, *args: Any) -> _T:
         first = min(failed, key=lambda outcome: (isinstance(outcome.error, CommError), outcome.at_s))
         assert first.error is not None
         raise first.error
+    if deaths:
+        raise deaths[0]
     if code or ended[0] is None:
         raise CommError(
-            "a rank was killed",
+            "a rank has ended without a result",
             given=f"exit code {code}",
             expected="ranks that return or raise",
-            hint="dmesg, which shows whether memory ran out",
+            hint="a function that does not end its process",
         )
     result: _T = ended[0].result
     return result

@@ -9,10 +9,14 @@ through the job's store; payloads are JSON texts or the bytes of tensors, and no
 A request is one small message each way, and the processes of one host take turns on its cores. Gloo's send
 and receive each wake a thread of Gloo, which then wakes the caller; the kernel wakes a thread that reads a
 socket itself. Header and small payloads are one write.
+
+[Note: strangers at the port]
+Any program that reaches the port may connect while a worker is expected. The worker is the connection that
+sends the token in the job's store. All connections are read as their bytes come, and only some are kept: one
+that is reset, silent or wrong keeps no other one waiting.
 """
 
 import contextlib
-import datetime
 import fcntl
 import json
 import os
@@ -26,17 +30,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from plait.comm.store import JobStore
 from plait.errors import CommError
 
 _HEADER = struct.Struct("<8q")
 _CONNECT_S = 30.0
+_TOKEN_S = 5.0  # from a connection to its token
+_MAX_CANDIDATES = 64  # connections without a token
 _POLL_S = 0.01
 _JOINED_BYTES = 2**16  # payloads up to here are copied, to be one write with the header
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _MAGIC = 0x706C6169  # of the header's first number, with the verb
+_MAX_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of a payload: this host's memory
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
@@ -78,7 +85,7 @@ def _memory(payload: Tensor) -> memoryview:
 class Pair:
     """This process's side of a connection of two. Methods raise CommError if the other side is gone."""
 
-    def __init__(self, store: dist.Store, name: str, side: int, timeout_s: float) -> None:
+    def __init__(self, store: JobStore, name: str, side: int, timeout_s: float) -> None:
         """Both sides call it, with the same unused name. `timeout_s`: limit of waiting for a message."""
         self._name = name
         self.sent_bytes = self.received_bytes = 0
@@ -122,6 +129,7 @@ class Pair:
             self._receive_into(memoryview(header))
             first, *numbers, num_bytes, crc = _HEADER.unpack(header)
             self._check(first >> 16 == _MAGIC, "its header is not one of plait's")
+            self._check(0 <= num_bytes <= _MAX_BYTES, f"a length of {num_bytes} bytes")
             payload = torch.empty(num_bytes, dtype=torch.uint8)
             content = _memory(payload)
             self._receive_into(content)
@@ -169,25 +177,79 @@ class Pair:
         return CommError(f"the connection {self._name} is lost", given=str(error).split("\n")[0][:160])
 
 
-def _accept(store: dist.Store, name: str) -> socket.socket:
-    """The next connection that sends the token in the store."""
+class _Candidates:
+    """Connections with a server's port that have not sent the token. See [Note: strangers at the port]."""
+
+    def __init__(self, server: socket.socket, token: bytes) -> None:
+        self._server = server
+        self._token = token
+        self._sent: dict[socket.socket, tuple[float, bytes]] = {}  # since when, and its bytes so far
+        self._poll = select.poll()
+        self._poll.register(server, select.POLLIN)
+
+    def find(self, wait_s: float) -> socket.socket | None:
+        """Wait for events; return a connection that has sent the token."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(1000 * wait_s)}
+        for connection in [each for each in self._sent if each.fileno() in ready]:
+            since_s, sent = self._sent[connection]
+            with contextlib.suppress(OSError):  # it was reset
+                sent += (more := connection.recv(len(self._token) - len(sent)))
+                if secrets.compare_digest(sent, self._token):
+                    self._forget(connection)
+                    return connection
+                if more and len(sent) < len(self._token):
+                    self._sent[connection] = since_s, sent
+                    continue
+            self._forget(connection).close()
+        if self._server.fileno() in ready:
+            with contextlib.suppress(OSError):  # it has gone again
+                self._add(self._server.accept()[0])
+        return None
+
+    def _add(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._poll.register(connection, select.POLLIN)
+        self._sent[connection] = time.monotonic(), b""
+        oldest_s = time.monotonic() - _TOKEN_S
+        surplus = len(self._sent) - _MAX_CANDIDATES
+        for number, (candidate, (since_s, _)) in enumerate([*self._sent.items()]):
+            if since_s < oldest_s or number < surplus:
+                self._forget(candidate).close()
+
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        self._poll.unregister(connection)
+        del self._sent[connection]
+        return connection
+
+    def close(self) -> None:
+        for connection in [*self._sent]:
+            self._forget(connection).close()
+
+
+def _accept(store: JobStore, name: str) -> socket.socket:
+    """Return the first connection that sends the token in the store."""
     until_s = time.monotonic() + _CONNECT_S
     host, token = _own_address(), secrets.token_bytes(16)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=1) as server:
+    with (
+        socket.create_server((host, 0), family=family, backlog=_MAX_CANDIDATES) as server,
+        contextlib.closing(_Candidates(server, token)) as candidates,
+    ):
+        server.setblocking(False)
         store.set(name, json.dumps([host, server.getsockname()[1], token.hex()]))
-        while True:
-            server.settimeout(max(until_s - time.monotonic(), 1e-3))
-            connection = server.accept()[0]
-            connection.settimeout(_CONNECT_S)
-            if connection.recv(len(token), socket.MSG_WAITALL) == token:
-                return connection
-            connection.close()
+        while (left_s := until_s - time.monotonic()) > 0:
+            if (found := candidates.find(left_s)) is not None:
+                return found
+    raise TimeoutError("the worker has not connected")
 
 
-def _connect(store: dist.Store, name: str) -> socket.socket:
-    store.wait([name], datetime.timedelta(seconds=_CONNECT_S))
-    host, port, token = json.loads(store.get(name))
+def _connect(store: JobStore, name: str) -> socket.socket:
+    until_s = time.monotonic() + _CONNECT_S
+    while (text := store.get(name)) is None:
+        if time.monotonic() > until_s:
+            raise TimeoutError("the other side is not there")
+        time.sleep(_POLL_S)
+    host, port, token = json.loads(text)
     connection = socket.create_connection((host, port), _CONNECT_S)
     connection.sendall(bytes.fromhex(token))
     return connection
@@ -210,31 +272,28 @@ def _own_address() -> str:
 class Meeting:
     """The place in the job's store where its processes connect with one server, or with its replica."""
 
-    def __init__(
-        self, store: dist.Store, server: int, *, is_replica: bool = False, clones: bool = False
-    ) -> None:
-        """`clones`: use another connection with the store, for a thread: a wait for a key blocks others."""
-        source: Any = store
-        self._store = dist.PrefixStore(f"server {server}", source.clone() if clones else store)
+    def __init__(self, store: JobStore, server: int, *, is_replica: bool = False) -> None:
+        self._store = store
+        self._server = server
         self._role = "replica" if is_replica else "server"
+        self._claim = f"server {server}/claim"
         self.num_joined = 0
 
     def claim(self) -> bool:
         """Let one of a server and its replica, which have lost each other, go on alone: the first that calls
         it. Return whether it is this one."""
-        store: Any = self._store
-        return bool(store.compare_set("claim", "", self._role) == self._role.encode())
+        return self._store.claim(self._claim, self._role)
 
     def is_lost(self) -> bool:
         """Return whether the other one of a server and its replica goes on alone."""
-        return self._store.check(["claim"]) and self._store.get("claim") != self._role.encode()
+        return self._store.get(self._claim) not in (None, self._role)
 
     def connect(self, worker: int, timeout_s: float) -> Pair:
         """Connect a worker. Raises CommError."""
-        number = self._store.add(f"{self._role} joins", 1) - 1
-        self._store.set(f"{self._role} join {number}", str(worker))
+        number = self._store.count(f"server {self._server}/{self._role} joins")
+        self._store.set(self._join(number), str(worker))
         name, until_s = self._name(number, worker), time.monotonic() + _CONNECT_S
-        while not self._store.check([name]) and time.monotonic() < until_s:
+        while self._store.get(name) is None and time.monotonic() < until_s:
             if self.is_lost():
                 raise CommError(f"the {self._role} of the connection {name} has died")
             time.sleep(_POLL_S)
@@ -244,11 +303,15 @@ class Meeting:
         """On the server, return the next worker and its connection; None if none is waiting. Raises CommError
         if the worker died meanwhile."""
         number = self.num_joined
-        if not self._store.check([f"{self._role} join {number}"]):
+        worker = self._store.get(self._join(number))
+        if worker is None:
             return None
         self.num_joined += 1
-        worker = int(self._store.get(f"{self._role} join {number}").decode())
-        return worker, Pair(self._store, self._name(number, worker), 0, timeout_s)
+        return int(worker), Pair(self._store, self._name(number, int(worker)), 0, timeout_s)
+
+    def _join(self, number: int) -> str:
+        return f"server {self._server}/{self._role} join {number}"
 
     def _name(self, number: int, worker: int) -> str:
-        return f"pair {number} of worker {worker}" + " with the replica" * (self._role == "replica")
+        name = f"server {self._server}/pair {number} of worker {worker}"
+        return name + " with the replica" * (self._role == "replica")

@@ -75,7 +75,7 @@ class JobStore:
 
     def get(self, key: str) -> str | None:
         """Return the value of a key that is set once, or None if no rank has set it."""
-        if key not in self._cache and (text := self._read(key)) is not None:
+        if key not in self._cache and (text := self.read(key)) is not None:
             self._cache[key] = text
         return self._cache.get(key)
 
@@ -96,12 +96,19 @@ class JobStore:
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _MAX_POLL_S)
 
-    def claim(self, key: str) -> bool:
-        """Return True on the first rank that calls it, else False. The key's value is that rank."""
+    def claim(self, key: str, value: str | None = None) -> bool:
+        """Return True on the first rank that calls it, else False. The key's value is that rank, or what it
+        has given."""
         if (store := self._store) is None:
             return True
-        rank = str(self._rank)
-        return bool(self._call(lambda: store.compare_set(key, "", rank)) == rank.encode())
+        text = str(self._rank) if value is None else value
+        return bool(self._call(lambda: store.compare_set(key, "", text)) == text.encode())
+
+    def count(self, key: str) -> int:
+        """Return how often ranks have called it before, with this key."""
+        store = self._store
+        assert store is not None, "a count needs a store"
+        return int(self._call(lambda: store.add(key, 1))) - 1
 
     def close(self) -> None:
         """Drop the store and end the thread. See [Note: end of the store]."""
@@ -122,7 +129,8 @@ class JobStore:
                         return
                     time.sleep(_POLL_S)
 
-    def _read(self, key: str) -> str | None:
+    def read(self, key: str) -> str | None:
+        """Return the present value of a key that is set more than once."""
         if (store := self._store) is None:
             return None
         text = self._call(lambda: store.get(key) if store.check([key]) else None)
@@ -186,7 +194,7 @@ class _Watch:
         if since_s < store._count_s:
             return None
         self._read_s += since_s
-        count = store._read(_count_key(self._rank))
+        count = store.read(_count_key(self._rank))
         self._silent_s = self._silent_s + min(since_s, 2 * store._count_s) if count == self._count else 0.0
         self._count = count
         if self._silent_s < store._timeout_s:

@@ -15,7 +15,6 @@ import atexit
 import datetime
 import hashlib
 import os
-import re
 import sys
 import threading
 import warnings
@@ -41,6 +40,7 @@ from plait.comm.device import (
 )
 from plait.comm.null_transport import NullTransport
 from plait.comm.objects import gather_texts
+from plait.comm.rendezvous import RANK_VARIABLES, JobProcess, Rendezvous, has_outer_store
 from plait.comm.shm import HostPeers, connect_host_peers, host_identity, open_group
 from plait.comm.shm.arena import Arena
 from plait.comm.stats import CommLog, WaitClock
@@ -49,7 +49,7 @@ from plait.comm.subgroup_transport import SubgroupTransport
 from plait.comm.torch_transport import TorchTransport, new_torch_group
 from plait.comm.transport import Transport
 from plait.errors import CommError, nearest
-from plait.launchers import RENDEZVOUS_FILE, adopt_ranks
+from plait.launchers import adopt_ranks, read_number
 from plait.plan.cost_model import TRANSPORTS
 
 _ABORT_S = 10.0  # limit of aborting communications
@@ -64,8 +64,8 @@ class Connection:
     transport: str = "auto"
     timeout: datetime.timedelta = datetime.timedelta(minutes=10)  # limit of a communication's wait for a rank
     store: dist.Store | None = None
+    job_store: JobStore | None = None  # the same, with limits
     owns_process_group: bool = False  # the world destroys it
-    serves_store: bool = False  # the store is a server in this process
     dry_run_host_size: int | None = None  # ranks per host of a dry run; None: a real run
     binding: NodeBinding | None = None  # to the processors near the GPU
 
@@ -87,8 +87,7 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.timeout = connection.timeout
-        clients = {*range(size)} - {rank} if connection.serves_store else ()
-        self.store = JobStore(connection.store, rank, connection.timeout.total_seconds(), clients)
+        self.store = connection.job_store or JobStore(None, rank, connection.timeout.total_seconds())
         self.comm_log = CommLog()
         self.clock = WaitClock()  # of the creating thread: the training thread
         self._connection = connection
@@ -99,6 +98,7 @@ class World:
         self._host_peers: HostPeers | None = None
         self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._shared: dict[_Key | None, tuple[Transport, CommThread]] = {}
+        self.num_processes = 1  # of a job with servers, in which each has a world of its own
         self.was_interrupted = False  # an exception left messages, see [Note: connections of several engines]
         self.arena: Arena | None = None
         self._leave: Callable[[], None] | None = None
@@ -113,11 +113,11 @@ class World:
         return cls(0, 1, 0, device)
 
     @classmethod
-    def of_process(cls, process: "JobProcess", arena: Arena | None) -> "World":
+    def of_process(cls, process: JobProcess, arena: Arena | None) -> "World":
         """Return a world of one rank, which shares the job's store. `arena`: where the job's other processes
         reach parameters and gradients."""
         world = cls.alone(torch.device("cpu"))
-        world.store = JobStore(process.store, process.rank, process.timeout_s)
+        world.store, world.num_processes = process.store, process.size
         world.arena = arena
         return world
 
@@ -202,7 +202,8 @@ class World:
         failed = any(comm_thread.has_failed for _, comm_thread in self._shared.values())
         if self.any_flag(self.was_interrupted or failed):
             self._shared.clear()
-            self.was_interrupted = False
+            self.num_processes = 1  # of a job with servers, in which each has a world of its own
+        self.was_interrupted = False
 
     def _check_member(self, ranks: tuple[int, ...]) -> None:
         if self.rank not in ranks:
@@ -370,10 +371,10 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     device = _transport_device(transport, device)
     if _world is not None and _world.is_alive():
         return _world
-    store, has_process_group = None, dist.is_initialized()
+    store, job_store, has_process_group = None, None, dist.is_initialized()
     if not has_process_group:
         adopt_ranks()
-    rank, size, local_rank = (_env_int(name, value) for name, value in _RANK_VARIABLES)
+    rank, size, local_rank = (read_number(os.environ, *variable) for variable in RANK_VARIABLES)
     timeout = datetime.timedelta(seconds=timeout_s)
     if has_process_group:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -384,15 +385,22 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     if size > 1 and has_process_group:
         assert dist.group.WORLD is not None, "no process group"
         check_backend(dist.group.WORLD, torch_device)
+        clients = {*range(1, size)} if rank == 0 and not has_outer_store() else ()
+        job_store = JobStore(store, rank, timeout_s, clients)
     elif size > 1:
-        store = _store(rank, size, timeout)
-        _join(store, rank, size, torch_device, timeout)
+        process = Rendezvous(rank, size, timeout_s).join()
+        store, job_store = process.base, process.store
+        try:
+            _join(process, torch_device, timeout)
+        except BaseException:
+            process.discard()
+            raise
     connection = Connection(
         transport,
         timeout,
         store,
+        job_store,
         owns_process_group=store is not None and not has_process_group,
-        serves_store=store is not None and rank == 0 and not _has_outer_store(),
         binding=NodeBinding.near(torch_device) if torch_device.type == "cuda" else None,
     )
     _world = World(rank, size, local_rank, torch_device, connection)
@@ -400,52 +408,6 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
     if torch_device.type == "cuda":
         _abort_after_errors()
     return _world
-
-
-@dataclass(frozen=True)
-class JobProcess:
-    """This process among those of a job that share a store and nothing else."""
-
-    rank: int
-    size: int
-    store: dist.Store
-    timeout_s: float
-    ends_with_first: bool = False  # the job ends when the first one leaves
-
-    def is_one_host(self) -> bool:
-        """Return whether all processes can share memory. Waits until all have called it."""
-        hosts = dist.PrefixStore("host of", self.store)
-        hosts.set(str(self.rank), host_identity())
-        return len({hosts.get(str(rank)) for rank in range(self.size)}) == 1
-
-
-_job: tuple[object, JobProcess] | None = None  # of this process, with what announced it
-
-
-def join_store(timeout_s: float = 600.0, *, ends_with_first: bool = False) -> JobProcess:
-    """Join the processes that torchrun or our launcher announced in the environment, without connecting them
-    to each other. A second call returns the same. Raises CommError."""
-    global _job
-    adopt_ranks()
-    rank, size = (_env_int(name, value) for name, value in _RANK_VARIABLES[:2])
-    announced = (rank, size, os.environ.get(RENDEZVOUS_FILE))
-    if _job is None or _job[0] != announced:
-        if size == 1:
-            raise CommError(
-                "parameter servers need several processes",
-                given="one process",
-                expected="a process for each worker and server",
-                hint="torchrun, or plait train",
-            )
-        store = _store(rank, size, datetime.timedelta(seconds=timeout_s))
-        _job = (announced, JobProcess(rank, size, store, timeout_s, ends_with_first))
-    return _job[1]
-
-
-def leave_store() -> None:
-    """End what `join_store` began; the next call joins again."""
-    global _job
-    _job = None
 
 
 @cache  # installs it once
@@ -459,21 +421,6 @@ def _abort_after_errors() -> None:
             _world.abort()
 
     sys.excepthook = print_and_abort
-
-
-_RANK_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-
-
-def _env_int(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise CommError(
-            f"{name} is not a number",
-            given=f"{name}={text}",
-            expected="a number, as launchers set it",
-            hint="start with torchrun",
-        )
-    return int(text)
 
 
 def _transport_device(transport: str, device: str | None) -> str | None:
@@ -496,62 +443,25 @@ def _transport_device(transport: str, device: str | None) -> str | None:
     return device or required
 
 
-_num_joins = Counter[str]()  # of this process, by rendezvous file or attempt
-
-
-def _next_join(rendezvous: str) -> int:
-    """Return how often this process has joined there before."""
-    _num_joins[rendezvous] += 1
-    return _num_joins[rendezvous] - 1
-
-
-def _has_outer_store() -> bool:
-    """Return whether the store is a file or in torchrun's process, and not in that of rank 0."""
-    return RENDEZVOUS_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    path = os.environ.get(RENDEZVOUS_FILE)
-    if path is not None:
-        # The last rank that leaves deletes the file, perhaps after others have joined again.
-        number = _next_join(path)
-        file_store = dist.FileStore(f"{path}.{number}" if number else path, size)
-        file_store.set_timeout(timeout)
-        return file_store
-    try:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, size, timeout=timeout)))
-    except (RuntimeError, ValueError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        port_in_use = "EADDRINUSE" in str(error) or "address already in use" in str(error)
-        raise CommError(
-            "the rendezvous port is in use" if port_in_use else "rendezvous of the ranks failed",
-            given=f"rank {rank} of {size} at {address}: {str(error).splitlines()[0][:160]}",
-            expected="a free port" if port_in_use else "MASTER_ADDR and MASTER_PORT of the host of rank 0",
-            hint="another --master-port" if port_in_use else "start with torchrun",
-        ) from error
-    # torchrun may restart the ranks on the same store, and they may join again: ignore the keys from before.
-    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return dist.PrefixStore(f"{attempt}, join {_next_join(attempt)}", store)
-
-
-def _join(store: dist.Store, rank: int, size: int, device: torch.device, timeout: datetime.timedelta) -> None:
+def _join(process: JobProcess, device: torch.device, timeout: datetime.timedelta) -> None:
+    """Connect this rank with the others, which are there."""
     cuda = device.type == "cuda"
     if cuda:
-        claim_device(device, store, rank)
+        claim_device(device, process.store, process.rank)
         set_nccl_defaults()
     try:
         dist.init_process_group(
             "nccl" if cuda else "gloo",
-            store=dist.PrefixStore("plait", store),
-            rank=rank,
-            world_size=size,
+            store=dist.PrefixStore("plait", process.base),
+            rank=process.rank,
+            world_size=process.size,
             timeout=timeout,
             device_id=device if cuda else None,
         )
     except (RuntimeError, ValueError) as error:
         raise CommError(
             "the process group cannot be created",
-            given=f"rank {rank} of {size}: {str(error).splitlines()[0]}",
-            expected="the same address and a free port for all ranks",
-            hint="another MASTER_PORT",
+            given=f"rank {process.rank} of {process.size}: {str(error).splitlines()[0]}",
+            expected="ranks that run, and reach each other over the network",
+            hint="look for the first rank that ended; or set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME",
         ) from error

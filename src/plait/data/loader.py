@@ -121,7 +121,7 @@ def loader(
         batch_size=None,
         sampler=numbers,
         num_workers=workers,
-        multiprocessing_context=worker_context() if workers else None,
+        multiprocessing_context=worker_context(workers) if workers else None,
         prefetch_factor=PREFETCH if workers else None,
         worker_init_fn=init_loader_worker if workers else None,
         pin_memory=pin_memory,

@@ -6,14 +6,15 @@ package once; each worker is a cheap fork of it. All end when this process does,
 
 [Note: signals to a process group]  torchrun, a terminal and job queues send SIGTERM or SIGINT to all
 processes of a rank. The rank then saves, which needs its workers and the fork server: the server is started
-with SIGTERM blocked, which children inherit, and ignores SIGINT itself. At exit, multiprocessing would send
-SIGTERM and wait, so the workers are killed before that.
+with both blocked, which children inherit; it ignores SIGINT only when it has imported. At exit,
+multiprocessing would send SIGTERM and wait, so the workers are killed before that.
 """
 
 import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -30,19 +31,32 @@ from plait.data.shards import BuildSettings, PartRecord, write_part
 from plait.data.sources import Shard
 from plait.data.tokenizer import encoder
 from plait.errors import DataError
+from plait.launchers import missing_semaphores
 
+_NUM_SEMAPHORES = 4  # for each worker, and some for all; each takes a page and a file's number
+_QUIET = "ignore:resource_tracker"
 POLL_S = 0.2  # update interval of the progress bar
 
 Job = tuple[int, Shard]
 Report = Callable[[int], None]
 
 
-def worker_context() -> ForkServerContext:
-    """Context of the fork server. See [Note: worker processes] and [Note: signals to a process group]."""
+def worker_context(workers: int) -> ForkServerContext:
+    """Context of the fork server, for so many workers. See [Note: worker processes] and [Note: signals to a
+    process group]. Raises DataError if they cannot share semaphores."""
+    if reason := missing_semaphores(_NUM_SEMAPHORES * (workers + 2)):
+        raise DataError(
+            "worker processes cannot share semaphores",
+            given=f"{workers} workers, {reason}",
+            expected="a /dev/shm that can be written to, with free space",
+            hint="data.workers=0 and data.build_workers=0, or a larger /dev/shm (docker run --shm-size=1g)",
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["plait.data.loader", "plait.data.workers"])
+    sys.warnoptions.append(_QUIET)  # the tracker, which removes the semaphores of a killed rank
     resource_tracker.ensure_running()  # first: else the server starts it, which would unblock SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    sys.warnoptions.remove(_QUIET)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
@@ -77,7 +91,7 @@ def write_parts(
         for number, shard in jobs:
             yield number, write_part(number, shard, settings, tokenizer, report)
         return
-    context = worker_context()
+    context = worker_context(workers)
     done_bytes = context.Value("q", 0)
     stop = context.Event()
     pool = ProcessPoolExecutor(

@@ -9,8 +9,8 @@ from torch import nn
 
 from plait.comm import JobProcess, Mesh, World, join_store
 from plait.comm.pair import Meeting
+from plait.comm.rendezvous import leave_store
 from plait.comm.shm.remote import new_arena
-from plait.comm.world import leave_store
 from plait.engine.build import EngineParts, build_shard_map
 from plait.engine.engine import Engine
 from plait.engine.spec import TrainingSpec
@@ -41,16 +41,20 @@ def join_job(plan: Plan, timeout_s: float = 600.0, *, ends_with_first: bool = Fa
 
 def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
     """The world of one process: a rank by itself, whose parameters and gradients the servers reach. Without
-    shared memory, or if the job has several hosts, they are sent. Waits until all processes have joined."""
-    is_one_host = process.is_one_host()
-    return World.of_process(process, new_arena(2 * process.size) if shares_memory and is_one_host else None)
+    shared memory, or if the job has several hosts, they are sent."""
+    shares_memory &= process.is_one_host
+    return World.of_process(process, new_arena(2 * process.size) if shares_memory else None)
 
 
 def fates_of_ranks(plan: Plan, max_restarts: int) -> dict[str, Any]:
     """Return arguments of `launch_local`: the job goes on without workers other than the first, if servers
     are dedicated, starts them `max_restarts` times again, and is over when worker 0 ends it. It also goes on
-    without servers that have replicas."""
+    without servers that have replicas. The error of a death has the name of the role."""
+    roles = [f"worker {rank}" for rank in range(plan.dp)] + [
+        f"server {index}" for index in range(plan.servers)
+    ]
     return {
+        "names": dict(enumerate(roles)) if plan.num_servers else None,
         "may_die": range(1, plan.num_ranks if plan.server == "replicated" else plan.dp)
         if plan.servers
         else (),
@@ -104,7 +108,7 @@ def _serve_replica(
     """Start the replica of the server before this one."""
     previous = (index - 1) % spec.plan.servers
     server = Server(previous, spec, table, primary=spec.plan.dp + previous)
-    meeting = Meeting(process.store, previous, is_replica=True, clones=True)
+    meeting = Meeting(process.store, previous, is_replica=True)
     thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-replica", daemon=True)
     thread.start()
     return thread
@@ -122,10 +126,10 @@ def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, worl
     thread = None
     if spec.plan.server == "colocated":
         server = Server(process.rank, served_spec(spec), chunk_table(model, spec))
-        meeting = Meeting(process.store, process.rank, clones=True)
+        meeting = Meeting(process.store, process.rank)
         thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-server", daemon=True)
         thread.start()
-    servers = Servers(process, spec.plan)
+    servers = Servers(process, spec.plan, world.clock)
 
     def leave() -> None:
         servers.leave(ends_job=process.ends_with_first and process.rank == 0)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from plait.comm.pair import Meeting, Message, Pair, as_bytes
+from plait.comm.rendezvous import announce_begin
 from plait.comm.shm.remote import RemoteMemory
 from plait.comm.shm.rendezvous import HostInfo
 from plait.engine.spec import TrainingSpec
@@ -99,6 +100,7 @@ class Server:
         self._num_written = 0
         self._num_pairs = 0
         self._is_over = False
+        self._has_lost_first = False  # worker 0, with which the job ends
 
     def serve(self, meeting: Meeting) -> None:
         """Accept workers until the job is over or all have left."""
@@ -123,7 +125,7 @@ class Server:
     def _has_ended(self) -> bool:
         with self._changed:
             enough = self._num_pairs >= self._num_workers + (self._primary is not None)
-            return not self._connected and (self._is_over or enough)
+            return not self._connected and (self._is_over or enough or self._has_lost_first)
 
     def _serve_worker(self, number: int, pair: Pair, worker: int, meeting: Meeting) -> None:
         """Serve one connection until it ends; the worker then has left."""
@@ -216,8 +218,12 @@ class Server:
         return is_admitted
 
     def _report_loss(self, worker: int, pair: Pair) -> None:
-        """Print that a worker has died, on one server."""
+        """Print that a worker has died, on one server. Without worker 0 the job ends: see `_check_first`."""
         with self._changed:
+            if worker == 0 and self._joined.get(0) is pair and not self._is_over:
+                self._has_lost_first = True
+                self._changed.notify_all()
+                return
             others = sorted(self.clocks.workers.keys() - {worker})
             is_known = self._joined.get(worker) is pair and worker in self.clocks.workers
             if not (is_known and self._is_active) or self.index or self._is_over or not others:
@@ -227,7 +233,18 @@ class Server:
         go = "go" if len(others) > 1 else "goes"
         report(f"worker {worker} is gone in {self._turn} {clock + 1}: {names} {go} on without it")
 
+    def _check_first(self) -> None:
+        """Raise CommError on the other workers when worker 0 has died."""
+        if self._has_lost_first and not self._is_over:
+            raise CommError(
+                "worker 0 is gone, which logs, saves and ends the job",
+                given=f"its connection with server {self.index} is closed",
+                expected="a worker 0 that runs until the job ends",
+                hint="look for its error, or for a signal; a run continues from its newest checkpoint",
+            )
+
     def _handle(self, worker: int, message: Message) -> Message:
+        self._check_first()
         handler = _HANDLERS.get(message.verb)
         if handler is None or (message.verb == Verb.CLOCKS and worker != self._primary):
             raise CommError("an unknown request", given=f"verb {message.verb} of worker {worker}")
@@ -245,6 +262,7 @@ class Server:
         CommError if the worker that waits for the reply is gone."""
         until_s = time.monotonic() + limit_s
         while not self._is_over and time.monotonic() < until_s:
+            self._check_first()
             found = find()
             if found is not None and found is not False:
                 return found
@@ -280,6 +298,8 @@ class Server:
                 raise CommError("a worker with this rank is present", given=f"worker {worker}")
             return present.clock  # the server died before it replied
         clock: int = self._change_clocks("add", worker)
+        if self.clocks.counts.joined == self._num_workers:
+            announce_begin()
         if self.clocks.counts.joined > self._num_workers:
             report(f"worker {worker} has joined in {self._turn} {clock + 1}")
         return clock

@@ -28,6 +28,7 @@ from plait.comm import JobProcess
 from plait.comm.pair import Meeting, Message, Pair
 from plait.comm.shm.arena import Arena
 from plait.comm.shm.remote import describe
+from plait.comm.stats import WaitClock
 from plait.engine.build import EngineParts
 from plait.errors import CommError, RunError
 from plait.optim.clip import squared_norm
@@ -51,8 +52,10 @@ class JobIsOver(RunError):
 class Servers:
     """A worker's connections with the servers. Methods raise CommError, or what a server replies."""
 
-    def __init__(self, process: JobProcess, plan: Plan) -> None:
+    def __init__(self, process: JobProcess, plan: Plan, clock: WaitClock) -> None:
+        """`clock`: to which requests count as waits."""
         self.worker = process.rank
+        self._clock = clock
         self.waited_s = 0.0  # for other workers
         num_servers = plan.num_servers
         roles = (False, True) if plan.server == "replicated" else (False,)
@@ -64,35 +67,30 @@ class Servers:
 
     def _connect(self, process: JobProcess, index: int, roles: Sequence[bool]) -> list[Pair]:
         pairs = []
-        with self._naming(index):
-            for is_replica in roles:
-                meeting = Meeting(process.store, index, is_replica=is_replica)
-                try:
-                    pairs.append(meeting.connect(self.worker, process.timeout_s))
-                except CommError:
-                    if is_replica is roles[-1] and not pairs:
-                        raise
+        for is_replica in roles:
+            meeting = Meeting(process.store, index, is_replica=is_replica)
+            try:
+                pairs.append(meeting.connect(self.worker, process.timeout_s))
+            except CommError as error:
+                if is_replica is roles[-1] and not pairs:
+                    raise self._lost(index, error) from error
         return pairs
 
-    @contextlib.contextmanager
-    def _naming(self, index: int) -> Iterator[None]:
-        """Let an error of a connection name the server."""
-        try:
-            yield
-        except CommError as error:
-            raise CommError(
-                f"worker {self.worker} has lost server {index}",
-                given=error.given,
-                hint="look for the first process that ended: its error is the cause",
-            ) from error
+    def _lost(self, index: int, error: CommError) -> CommError:
+        return CommError(
+            f"worker {self.worker} has lost server {index}",
+            given=error.given or error.fact,
+            expected="servers that run until worker 0 ends the job",
+            hint="look for the first process that ended: its error is the cause",
+        )
 
     def request(self, index: int, message: Message) -> Message:
         """Send a request to a server and return its reply."""
         start_s = time.monotonic()
-        with self._naming(index), self._locks[index]:
+        with self._locks[index], self._clock.during(f"a request to server {index}"):
             if message.verb == Verb.PUSH and len(self.pairs[index]) > 1:
                 self._pushes[index].append(message)
-            reply = self._ask(index, message)
+            reply = self._checked(self._ask(index, message))
         if message.verb in _WAITS:
             self.waited_s += time.monotonic() - start_s
         if message.verb == Verb.ADVANCE:  # the step's update is on all servers and replicas
@@ -103,14 +101,14 @@ class Servers:
     def _ask(self, index: int, message: Message) -> Message:
         """Send a request to a server, or to its replica: see [Note: death of a server] in `replica.py`."""
         try:
-            reply = self.pairs[index][0].request(message)
-        except CommError:
+            return self.pairs[index][0].request(message)
+        except CommError as error:
             if len(self.pairs[index]) == 1:
-                raise
-            self.pairs[index].pop(0).close()
-            for again in (*self._pushes[index], message):
-                reply = self._ask(index, again)
-        return self._checked(reply)
+                raise self._lost(index, error) from error
+        self.pairs[index].pop(0).close()
+        for push in self._pushes[index]:
+            self._checked(self._ask(index, push))
+        return self._ask(index, message)
 
     def _checked(self, reply: Message) -> Message:
         if reply.verb == Verb.ERROR:
@@ -123,19 +121,20 @@ class Servers:
         """Send requests to a server at once, so that it sends a reply while the one before is read; yield the
         replies."""
         num_read = 0
-        with self._naming(index), self._locks[index]:
+        with self._locks[index]:
             pair = self.pairs[index][0]
-            try:
-                for message in messages:
-                    pair.send(message)
-                while num_read < len(messages):
+            while num_read < len(messages):
+                try:
+                    for message in messages if not num_read else ():
+                        pair.send(message)
                     reply = pair.receive()
-                    num_read += 1
-                    yield self._checked(reply)
-            except CommError:
-                pair.close()  # replies that are under way are of no use
-                for message in messages[num_read:]:
-                    yield self._ask(index, message)
+                except CommError:
+                    pair.close()  # replies that are under way are of no use
+                    break
+                num_read += 1
+                yield self._checked(reply)
+            for message in messages[num_read:]:
+                yield self._checked(self._ask(index, message))
 
     def greet_replicas(self, message: Message) -> None:
         """Send HELLO to the replicas."""

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from plait.comm import connect, launch_local
-from plait.comm.world import RENDEZVOUS_FILE
 from plait.errors import CommError, PlaitError
 from plait.fileio import write_json
+from plait.launchers import RENDEZVOUS_FILE
 from plait.plan import Plan
 from plait.verify.result import Outcome, Verdict
 from plait.verify.sweep import simpler_plans

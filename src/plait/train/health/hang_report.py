@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from plait.comm.rendezvous import Member
+from plait.comm.shm import host_identity
 from plait.errors import CommError
 
 _PROCESS_STATES = {
@@ -59,6 +61,31 @@ def read_statuses(paths: Sequence[Path]) -> list[RankStatus]:
         with contextlib.suppress(OSError, ValueError, TypeError):  # the file may be half written
             statuses.append(RankStatus(**json.loads(path.read_text().partition("\n")[0])))
     return statuses
+
+
+def statuses_of_processes(members: Mapping[int, Member], first: RankStatus) -> list[RankStatus]:
+    """Return statuses of a job's servers and other workers, which write none, by the states of those on this
+    host. `first`: worker 0's."""
+    here = host_identity()
+    return [
+        replace(
+            first,
+            rank=rank,
+            pid=member.pid,
+            phase="a worker or server",
+            within="a wait for requests or replies",
+            dumped=member.host != here or _state(member.pid) not in "TtZ",
+        )
+        for rank, member in members.items()
+        if rank
+    ]
+
+
+def _state(pid: int) -> str:
+    """Return the kernel's letter; that of an exited process if it cannot be seen."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "Z"
 
 
 def blocking_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
@@ -145,8 +172,7 @@ def _why_silent(status: RankStatus, folder: Path, host: str) -> str:
     if has_stacks(folder, status.rank):
         return "one of its threads held the interpreter lock"
     if status.host == host:
-        with contextlib.suppress(OSError, IndexError):
-            state = Path(f"/proc/{status.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state in _PROCESS_STATES:
-                return f"the process {_PROCESS_STATES[state]}"
+        state = _state(status.pid)
+        if state in _PROCESS_STATES:
+            return f"the process {_PROCESS_STATES[state]}"
     return "it does not respond: the process is stopped, or has exited"

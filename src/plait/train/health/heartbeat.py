@@ -37,6 +37,7 @@ from pathlib import Path
 
 from plait.comm import World
 from plait.comm.flight_recorder import pending_collectives
+from plait.comm.rendezvous import present_members
 from plait.errors import CommError, RunError
 from plait.fileio import WRITABLE, disk_hint
 from plait.train.health.hang_report import (
@@ -46,6 +47,7 @@ from plait.train.health.hang_report import (
     has_stacks,
     read_statuses,
     stacks_file,
+    statuses_of_processes,
 )
 
 SLOW_FACTOR = 4  # see [Note: slow phases]
@@ -162,8 +164,12 @@ class Heartbeat:
         except OSError:  # another rank writes it
             self._wait_for(lambda: report.exists() and report.stat().st_size > 0, 2 * self._gather_s)
             os._exit(_EXIT_CODE)
-        statuses = self._gather(self._gather_s)
-        error = hang_error(statuses, self._world.size, self._folder, self._limit_s, self._status.host)
+        statuses, size = self._gather(self._gather_s), self._world.size
+        if self._world.num_processes > 1:  # of which only worker 0 has a heartbeat
+            size = self._world.num_processes
+            with contextlib.suppress(CommError, IndexError):
+                statuses += statuses_of_processes(present_members(self._world.store, size), statuses[0])
+        error = hang_error(statuses, size, self._folder, self._limit_s, self._status.host)
         text = f"\n{error.message()}\n".encode()
         os.write(2, text)  # sys.stderr has a lock
         os.write(descriptor, text)
