@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import plait
 from plait.errors import ModelError
+from plait.plan import subtract_traffic
 from support import programs
 from support.pool import Pool
 
@@ -121,17 +122,25 @@ def test_an_average_of_weights_is_an_optimizers_state_under_every_plan(pool: Poo
     torch.testing.assert_close(pool.over("gloo").run(averages, 2, "dp=2 zero=3")[0], expected)
 
 
-def generated(plan: str) -> Tensor:
+def generated(plan: str) -> tuple[Tensor, list[int]]:
+    """Train a step and generate twice; the tokens, and the all-gathers of each time."""
     model = programs.llama(exact=False)
     engine = plait.parallelize(model, plan, optimizer_args=programs.ADAMW, seed=3)
     engine.step(engine.shard(programs.batches(1)[0]))
     engine.model.eval()
-    ids = torch.arange(8).view(2, 4)
-    tokens: Tensor = engine.model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    return tokens
+    ids, gathers = torch.arange(8).view(2, 4), list[int]()
+    for _ in range(2):
+        before = engine.world.comm_log.read()
+        tokens: Tensor = engine.model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        sent = subtract_traffic(before, engine.world.comm_log.read())
+        gathers.append(sum(count.count for key, count in sent.items() if key.op == "all-gather"))
+    return tokens, gathers
 
 
-def test_text_is_generated_from_sharded_parameters(pool: Pool) -> None:
-    expected = generated("dp=1")
-    for tokens in pool.over("gloo").run(generated, 2, "dp=2 zero=3"):
-        assert torch.equal(tokens, expected)
+def test_text_is_generated_from_sharded_parameters_gathered_once_if_they_are_kept(pool: Pool) -> None:
+    """Which is how a hybrid engine trains and generates in turns."""
+    expected, _ = generated("dp=1")
+    for plan, counts in (("dp=2 zero=3", [24, 24]), ("dp=2 zero=3 reshard=step", [4, 0])):
+        for tokens, gathers in pool.over("gloo").run(generated, 2, plan):
+            assert torch.equal(tokens, expected)
+            assert gathers == counts
