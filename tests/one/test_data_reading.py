@@ -118,6 +118,13 @@ def test_globs_are_sorted_and_recursive(tmp_path: Path) -> None:
     assert names == ["a.txt", "deep/er/m.txt", "z.txt"]
 
 
+def test_a_file_that_links_to_folders_reach_again_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "z.md").write_text("text")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = list_source(f"{tmp_path}/**/*.md")
+    assert [item.name for item in found] == [str(tmp_path / "z.md")]
+
+
 def test_the_standard_library_comes_without_its_tests() -> None:
     names = [item.name for item in list_source("python-stdlib")]
     assert len(names) > 300

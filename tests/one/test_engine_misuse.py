@@ -329,6 +329,27 @@ def test_a_plan_given_to_parallelize_is_a_plan_or_its_text() -> None:
         parallelize(llama(), None)  # type: ignore[arg-type]
 
 
+def test_a_second_backward_of_a_loss_is_an_error(engine: Engine) -> None:
+    loss, num_targets = engine.loss({key: entry[:2] for key, entry in GOOD.items()})
+    engine.backward(loss, num_targets)
+    with pytest.raises(ModelError, match="has had its backward already"):
+        engine.backward(loss, num_targets)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("model", "fact"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(3)), "0.weight of Sequential"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(3, 3))), "0 of Sequential"),
+    ],
+)
+def test_lazy_and_scripted_modules_are_refused(model: Any, fact: str) -> None:
+    with pytest.raises(ModelError, match=r"no shape yet|cannot be sharded") as caught:
+        parallelize(model(), "dp=1")
+    assert caught.value.given == fact
+
+
 def test_complex_parameters_are_refused_if_they_are_trained() -> None:
     class Spectral(nn.Module):
         def __init__(self, *, trained: bool) -> None:

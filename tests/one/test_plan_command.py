@@ -110,14 +110,16 @@ def test_measured_plans_correct_later_predictions(
     host = save(HostProfile({}, {2: speed}), tmp_path / "host.json")
     work = ("--model", config, "--cluster", f"{host}:2", "--batch-tokens", "16K", "--seq", "4096")
 
-    def predicted_s(plan: str = "dp=2") -> float:
+    def predicted_s(plan: str = "dp=2 precision=fp32") -> float:
         code, text = run(*work, "--plan", plan, "--json", "-")
         assert code == 0, text
         seconds: float = json.loads(text)["step_s"]
         return seconds
 
     before_s = predicted_s()
-    monkeypatch.setattr("plait.bench.plans.step_seconds", lambda _, plan, **__: 1.5 * predicted_s(str(plan)))
+    monkeypatch.setattr(
+        "plait.bench.plans.step_seconds", lambda _, plan, **__: 1.5 * predicted_s(f"{plan} precision=fp32")
+    )
     code, text = run(*work, "--pin", "precision=fp32 recompute=none", "--measure", "3")
     assert code == 0, text
     found = re.search(r"3 plans determine (\d+) of (\d+) constants: \w+ \S+ -> ", text)
@@ -181,6 +183,38 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_have_their_published_sizes(name: str) -> None:
     assert ModelShape.named(name).num_params / 1e9 == pytest.approx(MODELS[name], rel=0.002)
+
+
+@pytest.mark.parametrize(("key", "name"), [("cp=2", "context"), ("ep=8", "expert")])
+def test_parallelism_that_is_missing_is_named(config: str, key: str, name: str) -> None:
+    code, text = run("--model", config, *WORK, "--plan", f"dp=4 {key}")
+    assert code == 2
+    assert f"{name} parallelism is not implemented yet" in text
+    assert "try     : " in text
+
+
+def test_a_plan_has_the_searched_numbers_and_its_two_memories_are_named(config: str, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    code, text = run("--model", config, *WORK, "--pin", "tp=2", "--top", "1", "--json", str(out))
+    assert code == 0, text
+    [found] = json.loads(out.read_text())["plans"]
+    assert "simplest within 3%" in text, "the table is printed beside the file"
+    plan = found["plan"].replace(" precision=bf16", "")
+    code, text = run("--model", config, *WORK, "--plan", plan, "--json", str(out))
+    assert code == 0, text
+    assert json.loads(out.read_text())["step_s"] == found["step_s"]
+    assert "upper end on the fullest rank" in " ".join(text.split())
+    assert "memory, middle estimate on the fullest rank" in text
+
+
+def test_an_answer_says_what_the_planner_does_not_know(config: str) -> None:
+    work = ("--cluster", "dgx-a100:8", "--batch-tokens", "1M", "--seq", "32768", "--top", "1")
+    code, text = run("--model", "mixtral-8x7b", *work, "--pin", "tp=16 pp=1 zero=3 recompute=full")
+    assert code == 0, text
+    for words in ("not calibrated", "Context parallelism is not implemented yet", "(tp across hosts)"):
+        assert words in text
+    code, text = run("--model", config, *WORK, "--pin", "tp=2 pp=1")
+    assert not any(words in text for words in ("calibrated", "Context", "across"))
 
 
 HEAD = "layers,hidden,heads,seq_len,gpu,n_gpus,global_batch,step_time_s,pp,virtual_stages\n"

@@ -152,7 +152,7 @@ def test_the_smallest_cluster_meets_the_deadline_and_the_next_smaller_does_not()
 
 def test_families_say_why_their_plans_are_not_the_best() -> None:
     machine, work = small_cluster(4, 1.7), Workload(1024, 4)
-    found = search(SMALL, machine, work, top=3)
+    found = search(SMALL, machine, work, top=3, headroom=0.0)
     families = {family.name: family for family in found.families}
     assert all(f"tp={each.plan.tp}" not in families for each in found.best)
     found_plans = [family for family in families.values() if family.best is not None]
@@ -171,7 +171,7 @@ def test_families_agree_with_an_exhaustive_search(monkeypatch: pytest.MonkeyPatc
     """A family's plan is its fastest, or its bounds hold, however soon the search gives up."""
     monkeypatch.setattr(importlib.import_module("plait.planner.families"), "_MOST_STEPS", most_steps)
     machine, work, pins = small_cluster(4, 2.3), Workload(1024, 4), "offload=none"
-    found = search(SMALL, machine, work, top=3, pins=pins)
+    found = search(SMALL, machine, work, top=3, pins=pins, headroom=0.0)
     prices = [price(SMALL, plan, machine, work) for plan in Space(SMALL, 4, 4, read_pins(pins)).plans()]
     fitting = [each for each in prices if each.memory_high_bytes <= machine.device.memory_bytes]
     are_exact = []
@@ -248,6 +248,25 @@ def test_searches_without_a_plan_say_what_would_work(
 def test_a_deadline_needs_tokens() -> None:
     with pytest.raises(ConfigError, match="tokens"):
         search(SMALL, small_cluster(8), FEW, deadline_days=3)
+
+
+def test_the_best_plans_differ_in_more_than_sharding_and_leave_memory_free() -> None:
+    found = search(SEVEN_B, cluster("dgx-h100:2"), Workload(2048, 64), top=5, pins="micro=2 sp=false")
+    kinds = {(p.plan.pp, p.plan.tp, p.plan.recompute, p.plan.schedule) for p in found.best}
+    assert len(kinds) == 5
+    capacity_bytes = cluster("dgx-h100:2").device.memory_bytes
+    assert all(each.price.memory_high_bytes <= 0.95 * capacity_bytes for each in found.best)
+
+
+def test_a_search_ends_when_its_time_is_over() -> None:
+    sizes = "layers=720 hidden=2520 heads=2520 head_dim=64 ffn=10080 vocab=50400"  # with many divisors
+    machine, work = cluster("dgx-h100:90"), Workload(2048, 23040)
+    start_s = time.process_time()
+    with pytest.raises(PlanError, match="has found no plan yet") as caught:
+        search(ModelShape.parse(sizes), machine, work, seconds=0.5)
+    assert time.process_time() - start_s < 5
+    assert "--pin" in str(caught.value)
+    assert "--seconds 5" in str(caught.value)
 
 
 def test_a_large_search_is_no_slower_than_the_published_plan() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from plait.errors import DDPError
 from support.ddp import (
     PLAIT_ONLY,
     Layers,
@@ -92,7 +93,8 @@ def _mismatched(kind: str) -> None:
     text = (
         "expects same model across all ranks" if kind == "number" else f"{odd}.*appears not to match {kind}"
     )
-    with pytest.raises(RuntimeError, match=text if rank or kind == "number" else None):
+    text = text if rank or kind == "number" else "DDP expects same model across all ranks"
+    with pytest.raises(DDPError, match=text):
         wrapped(model, process_group=group)
 
 

@@ -222,6 +222,31 @@ def test_branches_compression_and_misuse(pool: Pool) -> None:
     pool.run(_branches, 2)
 
 
+def _refused() -> None:
+    hvd.init()
+    x = torch.ones(2)
+    calls: list[tuple[str, Any]] = [
+        ("dense", lambda: hvd.allreduce([1.0])),
+        ("dense", lambda: hvd.allreduce_async(None)),
+        ("dense", lambda: hvd.allreduce(x.to_sparse())),
+        ("dense", lambda: hvd.broadcast(x.to("meta"), 0)),
+        ("no rows", lambda: hvd.allgather(torch.tensor(1.0))),
+        ("splits", lambda: hvd.alltoall(x, [3, -1])),
+        ("in progress", lambda: hvd.synchronize(5)),
+        ("in progress", lambda: hvd.poll(None)),
+        ("compression", lambda: hvd.allreduce(x, compression="x")),
+    ]
+    for words, call in calls:
+        with pytest.raises(CompatError, match=words) as caught:
+            call()
+        assert None not in (caught.value.given, caught.value.expected, caught.value.hint)
+    assert hvd.allreduce(x, op=hvd.Sum).tolist() == [hvd.size()] * 2, "no rank is behind"
+
+
+def test_arguments_that_no_operation_takes_are_errors(pool: Pool) -> None:
+    pool.run(_refused, 2)
+
+
 def _operations() -> None:
     hvd.init()
     rank, size = hvd.rank(), hvd.size()

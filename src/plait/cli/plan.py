@@ -67,6 +67,12 @@ Measure = Annotated[
     int,
     typer.Option(min=0, help="Run this many of the best plans for a few steps, with --cluster this:RANKS."),
 ]
+Headroom = Annotated[
+    float, typer.Option(min=0, max=0.9, help="Part of the devices' memory that plans leave free.")
+]
+Seconds = Annotated[
+    float, typer.Option(min=0, help="Processor time after which the search gives what it has found.")
+]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(metavar="A B", help="Compare two plans, part by part.", show_default=False),
@@ -89,6 +95,8 @@ def find(
     plan: Annotated[str | None, typer.Option(help="Price this plan instead of searching.")] = None,
     compare: Compare = None,
     measure: Measure = 0,
+    headroom: Headroom = 0.05,
+    seconds: Seconds = 60.0,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
@@ -122,13 +130,14 @@ def find(
             pins=pin,
             tokens=total,
             deadline_days=None if deadline is None else _days(deadline),
+            headroom=headroom,
+            seconds=seconds,
             report=show,
         )
-        choices = alternatives(found, pin, show) if html is not None else []
-    if json is not None:
-        write_json_output(json, report.search_json(found))
-    else:
-        Console().print(*report.search_tables(found), sep="\n")
+        choices = alternatives(found, pin, show, headroom=headroom, of_degrees=html is not None)
+    write_json_output(json, report.search_json(found))
+    if json != STDOUT:
+        Console().print(*report.search_tables(found, choices), sep="\n")
     _write_page(html, choices, report.search_json(found), quiet=json == STDOUT)
     if measure:
         _measure(model, found, machine, work, measure)
@@ -194,7 +203,9 @@ def _show_prices(outcomes: "list[Outcome]", json: Path | None) -> None:
     if json is not None:
         values = [report.to_json(outcome) for outcome in outcomes]
         write_json_output(json, values if len(values) > 1 else values[0])
-    elif len(outcomes) > 1:
+    if json == STDOUT:
+        return
+    if len(outcomes) > 1:
         Console().print(report.compare_table(*outcomes))
     else:
         Console().print(*report.price_tables(outcomes[0]), sep="\n")
@@ -232,8 +243,10 @@ def _price(
     text: str, model: "ModelShape", cluster: "Cluster", work: "Workload", tokens: float | None
 ) -> "Outcome":
     from plait.planner import Outcome, price
+    from plait.planner.space import DEFAULT_PRECISION
 
-    plan = Plan.parse(text).resolved(cluster.num_devices)
+    values = {"precision": DEFAULT_PRECISION} | Plan.read_values(text)
+    plan = Plan(**values).resolved(cluster.num_devices)
     if plan.num_ranks < cluster.num_devices and plan.num_ranks % cluster.domain_size == 0:
         cluster = replace(
             cluster, num_hosts=plan.num_ranks // cluster.host_size

@@ -174,11 +174,12 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
 def read_count(flag: str, text: str) -> float:
     """Read `70B` or `1.5e12`. Raises ConfigError."""
     match = _NUMBER.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
+    count = float(match[1]) * _FACTORS[match[2].upper()] if match else 0.0
+    if not 0 < count <= 1e21:
         raise ConfigError(
-            f"{flag} is not a number", given=text, expected="digits and K, M, B or T", hint="70B"
+            f"{flag} is not a number", given=text, expected="digits and K, M, B or T, up to 1e21", hint="70B"
         )
-    return float(match[1]) * _FACTORS[match[2].upper()]
+    return count
 
 
 def _lines(found: "Bill") -> dict[str, str]:

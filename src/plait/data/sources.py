@@ -103,15 +103,18 @@ def _glob_files(source: str) -> list[Path]:
     if path.exists():
         return [path]
     found = glob.glob(str(path), recursive=True)  # noqa: PTH207  Path.glob takes no absolute pattern
-    paths = [path for path in sorted(map(Path, found)) if path.is_file()]
-    if not paths:
+    files: dict[tuple[int, int], Path] = {}  # by device and inode: links to folders give a file many paths
+    for each in sorted(map(Path, found), key=lambda each: (len(each.parts), each)):
+        if each.is_file():
+            files.setdefault(((status := each.stat()).st_dev, status.st_ino), each)
+    if not files:
         raise DataError(
             f"the source {source} is missing",
             given=f"no such file, relative to {Path.cwd()}",
             expected="a path or a glob of text, .jsonl or .jsonl.gz files, hf:NAME, or python-stdlib",
             hint="an absolute path",
         )
-    return paths
+    return sorted(files.values())
 
 
 def _stdlib() -> list[Path]:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
 
 from plait.comm import World
 from plait.errors import ConfigError, ModelError, shown
@@ -94,4 +96,17 @@ def _module(model: object) -> nn.Module:
                 hint="nn.Sequential(*layers)",
             )
         model = Chain(modules)
+    lazy = next((name for name, each in model.named_parameters() if is_lazy(each)), None)
+    scripted = next((name for name, each in model.named_modules() if isinstance(each, ScriptModule)), None)
+    for name, fact, hint in (
+        (lazy, "a parameter has no shape yet", "a batch through the model before parallelize"),
+        (
+            scripted,
+            "a compiled module cannot be sharded",
+            "the model before torch.jit.script or torch.jit.trace",
+        ),
+    ):
+        if name is not None:
+            given = f"{name or 'the model'} of {type(model).__name__}"
+            raise ModelError(fact, given=given, expected="modules and parameters as built", hint=hint)
     return model

@@ -51,6 +51,7 @@ from plait.engine.misuse import (
     no_trace,
     not_copyable,
     one_thread,
+    second_backward,
     too_large_explained,
 )
 from plait.engine.runner import MicrobatchRunner
@@ -247,9 +248,9 @@ class Engine:
             self._micros_done += 1
             last = self._micros_done == self.plan.micro
             stage.zero.backward([self._add_loss(loss, num_targets)], [None], last=last)
-        except BaseException:
+        except BaseException as error:
             self.discard_step()
-            raise
+            raise second_backward(error) from error.__cause__
 
     def _check_ready(self) -> None:
         """Begin a step, if it may start."""

@@ -209,3 +209,15 @@ class InputFacts:
             expected=f"0 to {self.vocabulary - 1}",
             hint="the model's own tokenizer",
         )
+
+
+def second_backward(error: BaseException) -> BaseException:
+    """Return the error of a backward: torch's own, or one in words if the graph was used before."""
+    if "backward through the graph a second time" not in str(error):
+        return error
+    return ModelError(
+        "this loss has had its backward already",
+        given="a loss whose graph is freed",
+        expected="one engine.backward for each loss",
+        hint="another forward, or the sum of the losses in one backward",
+    )

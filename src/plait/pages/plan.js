@@ -134,7 +134,7 @@ function facts(compared) {
     ["MFU, full attention", "mfu_full", format.percent], ["memory, upper end", "memory_high_bytes", format.bytes],
     ["memory", "memory_bytes", format.bytes], ["exposed communication", "exposed_s", format.seconds],
     ["bubble", "bubble", format.percent], ["days", "days", format.number], ["device-hours", "device_hours", format.number],
-    ["dollars", "dollars", format.number], ["energy, J", "joules", format.number]]
+    ["dollars", "dollars", format.number], ["energy, MWh", "joules", (joules) => format.number(joules / 3.6e9)]]
     .filter(([, key]) => compared[0][key] !== null);
   const headings = ["", "chosen", ...compared.slice(1).map((_, at) => `pinned ${at + 1}`)];
   const plans = compared.length > 1 ? [["plan", ...compared.map((plan) => el("code", {}, plan.plan))]] : [];

@@ -55,6 +55,11 @@ _PATTERNS = (
 _RENAMED_VALUES = {("accumulate", "whole"): "unsharded", ("accumulate", "cut"): "sharded"}
 _RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp32 or optim_dtype=bf16"}
 
+_MISSING = {
+    "cp": ("context parallelism", "sp=true with tp, and recompute=full"),
+    "ep": ("expert parallelism", "tp, which shards every expert, or zero=3"),
+}
+
 _KEY, _EXAMPLE = "a key of docs/plans.md", "dp=2 precision=bf16"
 
 
@@ -336,6 +341,9 @@ class Plan:
             if not equals:
                 fact = "a plan is a list of key=value pairs"
                 raise PlanError(fact, given=repr(word), expected="key=value", hint=_EXAMPLE)
+            if key in _MISSING:
+                name, instead = _MISSING[key]
+                raise PlanError(f"{name} is not implemented yet", given=word, expected=_KEY, hint=instead)
             if key not in types:
                 hint = _RENAMED.get(key) or unknown_key_hint(key, types)
                 raise PlanError(f"unknown plan key {key!r}", given=word, expected=_KEY, hint=hint)

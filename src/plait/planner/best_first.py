@@ -16,6 +16,7 @@ drop again.
 
 import heapq
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -47,6 +48,7 @@ class Field:
 
     weight     what is minimized, per second of a step: dollars, joules, or 1
     limit_s    slower plans are dropped
+    headroom   part of a device's memory that plans leave free
     """
 
     cluster: Cluster
@@ -54,10 +56,11 @@ class Field:
     pricing: Prices
     weight: float = 1.0
     limit_s: float = math.inf
+    headroom: float = 0.0
 
     @property
     def capacity_bytes(self) -> float:
-        return self.cluster.device.memory_bytes
+        return self.cluster.device.memory_bytes * (1 - self.headroom)
 
 
 # Bound or value, 1 for a value, what orders equal ones, the number of the plan's field, the plan, its level.
@@ -70,9 +73,11 @@ class Search:
 
     report        called now and then with the counts
     most_steps    plans taken from the heap, after which it gives up
+    end_s         of the process's time, after which it gives up too
     enough        a complete plan with this value or less ends it
     reached       value up to which there is no other plan than those found
     is_exhausted  there is no other plan at all
+    gave_up       the search has ended before it has found all
     least         the least value of a complete plan, and the plan, which may not have been yielded
     heap          what is left; a search that is given one begins with it
     found         what was yielded
@@ -82,9 +87,11 @@ class Search:
     counts: Counts = field(default_factory=Counts)
     report: Callable[[Counts], None] = lambda _: None
     most_steps: int | None = None
+    end_s: float = math.inf
     enough: float = -math.inf
     reached: float = 0.0
     is_exhausted: bool = False
+    gave_up: bool = False
     least: tuple[float, Plan | None] = (math.inf, None)
     heap: list[_Entry] | None = None
     found: list[_Entry] = field(default_factory=list)
@@ -104,7 +111,13 @@ class Search:
         least = (math.inf, None) if best is None else (best[0], best[4])
         fields = [at] * len(self.fields)
         return Search(
-            report=self.report, most_steps=most_steps, least=least, heap=kept, fields=fields, _ties=self._ties
+            report=self.report,
+            most_steps=most_steps,
+            end_s=self.end_s,
+            least=least,
+            heap=kept,
+            fields=fields,
+            _ties=self._ties,
         )
 
     def fastest(self, fields: Sequence[Field] = ()) -> Iterator[tuple[Field, Price]]:
@@ -155,7 +168,8 @@ class Search:
         heap = self.heap
         for step in count():
             self.is_exhausted = not heap
-            if not heap or step == self.most_steps:
+            self.gave_up = self.gave_up or bool(heap and step == self.most_steps)
+            if not heap or self.gave_up:
                 return
             entry = heapq.heappop(heap)
             least, is_exact, _, number, plan, decided = entry
@@ -176,6 +190,9 @@ class Search:
                 level = Decided(decided + 1)
                 for child in at.space.expand(plan, decided):
                     self._count()
+                    if time.process_time() > self.end_s:
+                        self.gave_up = True
+                        return
                     child_least = max(least, bound(at, child, level) * _ROUNDING)
                     if math.isfinite(child_least):
                         heapq.heappush(heap, (child_least, 0, next(self._ties), number, child, level))

@@ -1,5 +1,6 @@
 """Plans that are not among the best because of one of their values, and the reason."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ def rejected_families(at: Field, best: Sequence[Price], searched: Search) -> Ite
     for key in _KEYS:
         shown = {getattr(price.plan, key) for price in best}
         for name, values in _groups(key, at, degrees):
-            if not shown & values:
+            if not shown & values and time.process_time() < searched.end_s:
                 space = replace(at.space, only={key: values})
                 family = _family(name, key, replace(at, space=space), best, searched)
                 if family is not None:
@@ -70,7 +71,9 @@ def _family(name: str, key: str, at: Field, ranked: Sequence[Price], searched: S
         return _found(name, price, best, "")
     found = () if fastest.is_exhausted else (fastest.least[1], _nearby(key, at, ranked, fastest))
     plans = [plan for plan in found if plan is not None]
-    lean = Search(report=searched.report, most_steps=_MOST_STEPS, enough=at.capacity_bytes)
+    lean = Search(
+        report=searched.report, most_steps=_MOST_STEPS, end_s=searched.end_s, enough=at.capacity_bytes
+    )
     smallest = None if plans else lean.smallest(at)
     if smallest is not None:
         excess = smallest[1] - at.capacity_bytes
@@ -78,7 +81,7 @@ def _family(name: str, key: str, at: Field, ranked: Sequence[Price], searched: S
         return Family(name, None, None, excess, reason)
     if fastest.is_exhausted:
         return None
-    least = max(fastest.reached / at.weight, ranked[-1].step_s) / best.step_s  # it is not among them
+    least = fastest.reached / at.weight / best.step_s
     if lean.least[0] <= at.capacity_bytes and lean.least[1] is not None:
         like = _nearby(key, at, [at.pricing.price(lean.least[1])], fastest)
         plans = [plan for plan in (lean.least[1], like) if plan is not None]

@@ -8,7 +8,7 @@ from plait.planner.best_first import Counts, Field, Search
 from plait.planner.bounds import Prices
 from plait.planner.outcome import Outcome
 from plait.planner.price import Price
-from plait.planner.search import Found
+from plait.planner.search import HEADROOM, Found
 from plait.planner.space import VALUES, Decided, Space, read_pins
 from plait.planner.workload import OWN
 
@@ -19,18 +19,23 @@ _MOST_DEGREES = 60
 
 
 def alternatives(
-    found: Found, pins: str = "", report: Callable[[Counts], None] = lambda _: None
+    found: Found,
+    pins: str = "",
+    report: Callable[[Counts], None] = lambda _: None,
+    *,
+    headroom: float = HEADROOM,
+    of_degrees: bool = True,
 ) -> list[Outcome]:
-    """Return the best plans; plans of less and less memory; and one of every tp, pp and zero, as far as one
-    is found soon: each a fast one, if not the fastest. Ascending by time, on the best plan's cluster."""
+    """Return the best plans; plans of less and less memory; and, if `of_degrees`, one of every tp, pp and
+    zero, as far as one is found soon: each a fast one, if not the fastest. Ascending by time, on the best
+    plan's cluster."""
     best = found.best[0]
     cluster, work = best.cluster, best.work
     space = Space(best.model, cluster.num_devices, work.batch, read_pins(pins))
-    at = Field(cluster, space, Prices(best.model, cluster, work, OWN))
+    at = Field(cluster, space, Prices(best.model, cluster, work, OWN), headroom=headroom)
     known = [each.price for each in found.best if each.cluster == cluster]
-    prices = {
-        price.plan: price for price in (*_of_degrees(at, report), *_smaller(at, known[0], report), *known)
-    }
+    others = _of_degrees(at, report) if of_degrees else ()
+    prices = {price.plan: price for price in (*others, *_smaller(at, known[0], report), *known)}
     return [replace(best, price=price) for price in sorted(prices.values(), key=lambda price: price.step_s)]
 
 
@@ -50,7 +55,7 @@ def _smaller(at: Field, best: Price, report: Callable[[Counts], None]) -> Iterat
             return
         yield price
         device = replace(at.cluster.device, memory_bytes=_SMALLER * price.memory_high_bytes)
-        smaller = replace(at, cluster=replace(at.cluster, device=device))
+        smaller = replace(at, cluster=replace(at.cluster, device=device), headroom=0.0)
         price = _soon(smaller, _STEPS, report)
 
 

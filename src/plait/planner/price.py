@@ -26,6 +26,7 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import Constants
+from plait.planner.hardware import Device
 from plait.planner.memory import peak_memory, rank_layout, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
@@ -209,8 +210,7 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
             expected=f"at most {cluster.num_devices} ranks",
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
-    check_is_priced(plan.precision)
-    cluster.device.check_precision(plan.precision)
+    check_is_priced(plan.precision, cluster.device)
     servers.check_is_priced(plan)
     if plan.local_steps:
         raise PlanError(
@@ -223,8 +223,9 @@ def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, softw
     block_counts(model, plan, software)
 
 
-def check_is_priced(precision: str) -> None:
-    """Raise PlanError for float8: no published step shows what the casts around its products take."""
+def check_is_priced(precision: str, device: Device) -> None:
+    """Raise PlanError for a precision that the device does not have, and for float8: no published step shows
+    what the casts around its products take."""
     if precision in FLOAT8:
         raise PlanError(
             "products in float8 are not priced",
@@ -232,6 +233,7 @@ def check_is_priced(precision: str) -> None:
             expected=" or ".join(name for name in PRECISIONS if name not in FLOAT8),
             hint="precision=bf16, and measure steps of both",
         )
+    device.check_precision(precision)
 
 
 @lru_cache(maxsize=1 << 12)

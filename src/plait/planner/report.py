@@ -8,9 +8,10 @@ from rich.text import Text
 
 from plait.plan import format_bytes
 from plait.planner.families import format_seconds
+from plait.planner.frontier import front
 from plait.planner.outcome import Outcome
 from plait.planner.price import Price
-from plait.planner.search import Found
+from plait.planner.search import HEADROOM, Found
 from plait.tables import facts_table, plain, table
 
 _FOOT = (
@@ -18,12 +19,15 @@ _FOOT = (
     "MFU: with attention to earlier tokens only, and to the full sequence; without recomputation.\n"
     "memory: of the fullest rank, upper end. exposed: waiting for communication."
 )
+_NEARLY = 1.03  # times the best plan's step
+_LONG = 1 << 15  # tokens of a sequence
 _NEAR = "\n~: the interval overlaps with the first plan's"
 _TOTALS = "dollars: device-hours at the device's price. energy: devices at full load only."
 
 
-def search_tables(found: Found) -> Iterator[RenderableType]:
-    """Yield what a search found: the ranked plans, and a line for each rejected family."""
+def search_tables(found: Found, choices: list[Outcome]) -> Iterator[RenderableType]:
+    """Yield what a search found: the ranked plans, those of less memory among the `choices`, and a line for
+    each rejected family."""
     first = found.best[0]
     ranks = [
         f"{'~' if rank > 1 and found.is_near_tie(outcome) else ''}{rank}"
@@ -36,8 +40,20 @@ def search_tables(found: Found) -> Iterator[RenderableType]:
     if first.tokens is not None:
         title = f"training on {first.tokens:,.0f} tokens"
         yield _ranked(title, ranks, [_totals(outcome) for outcome in found.best], _TOTALS)
-    plans = (plain(f"{rank:>3}  {outcome.plan}") for rank, outcome in zip(ranks, found.best, strict=True))
+    plans = [
+        plain(f"{rank:>3}  {_plan(outcome)}{_across_hosts(outcome)}")
+        for rank, outcome in zip(ranks, found.best, strict=True)
+    ]
+    near = [each for each in choices if each.price.step_s <= _NEARLY * first.price.step_s]
+    simple = min(near, key=lambda each: (len(str(each.plan).split()), each.price.step_s))
+    plans.append(plain(f"simplest within {_NEARLY - 1:.0%}: {_plan(simple)}"))
     yield Group(Text("plans", style="italic"), *plans)
+    leaner = [
+        (format_seconds(each.price.step_s), format_bytes(int(each.price.memory_high_bytes)), _plan(each))
+        for each in front(choices)[1:]
+    ]
+    if leaner:
+        yield table("the fastest of less memory", ("step", "memory", "plan"), leaner, left=("plan",))
     if found.families:
         lines = [(family.name, family.reason) for family in found.families]
         yield table(
@@ -46,6 +62,7 @@ def search_tables(found: Found) -> Iterator[RenderableType]:
             lines,
             left=("plans with", "the fastest of them, or the memory that it lacks"),
         )
+    yield from map(plain, _limits(found))
     counts = found.counts
     yield plain(
         f"{counts.bounded:,} plans and parts of plans, {counts.too_large:,} dropped because of memory, "
@@ -53,9 +70,32 @@ def search_tables(found: Found) -> Iterator[RenderableType]:
     )
 
 
+def _limits(found: Found) -> Iterator[str]:
+    """Yield what the answer does not know."""
+    first = found.best[0]
+    if not found.is_complete:
+        yield "The search has ended because its time was over (--seconds): there may be faster plans."
+    if first.model.experts:
+        yield (
+            "Experts: not calibrated by any published run; plait has no expert parallelism yet; tokens are "
+            "assumed to be spread evenly."
+        )
+    if first.work.sequence >= _LONG:
+        yield (
+            "Context parallelism is not implemented yet: published trainings on sequences of this length use "
+            "it, and keep a higher MFU than any plan above."
+        )
+
+
+def _across_hosts(outcome: Outcome) -> str:
+    ranks = outcome.plan.rows * outcome.plan.cols
+    return "  (tp across hosts)" if ranks > outcome.cluster.domain_size else ""
+
+
 def price_tables(outcome: Outcome) -> Iterator[RenderableType]:
     """Yield the figures of one plan, and the parts of its step."""
-    facts = {"plan": _plan(outcome)} | dict(_columns(outcome)) | {"memory": _memory(outcome)}
+    memory = f"{_memory(outcome)}, upper end on the fullest rank"
+    facts = {"plan": _plan(outcome) + _across_hosts(outcome)} | dict(_columns(outcome)) | {"memory": memory}
     yield facts_table(subject(outcome), [*facts.items(), *_totals(outcome)])
     price = outcome.price
     rows = [
@@ -63,7 +103,7 @@ def price_tables(outcome: Outcome) -> Iterator[RenderableType]:
         for part, seconds in price.parts.items()
     ]
     yield table("a step of the slowest rank", ("part", "time", "share", "hidden"), rows, left=("part",))
-    yield plain(f"memory: {price.memory}")
+    yield plain(f"memory, middle estimate on the fullest rank: {price.memory}")
 
 
 def compare_table(one: Outcome, other: Outcome) -> RenderableType:
@@ -87,7 +127,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     """Return the figures of a plan, in SI units."""
     price = outcome.price
     return {
-        "plan": str(outcome.plan),
+        "plan": _plan(outcome),
         "devices": outcome.cluster.num_devices,
         "step_s": price.step_s,
         "interval_s": [price.low_s, price.high_s],
@@ -177,7 +217,7 @@ def _totals(outcome: Outcome) -> list[tuple[str, str]]:
 def _plan(outcome: Outcome) -> str:
     """Return the plan's text, with the precision even if it is the default."""
     text = str(outcome.plan)
-    return text if "precision=" in text else f"{text} (precision={outcome.plan.precision})"
+    return text if "precision=" in text else f"{text} precision={outcome.plan.precision}"
 
 
 def _interval(price: Price) -> str:
@@ -189,10 +229,9 @@ def _interval(price: Price) -> str:
 def _memory(outcome: Outcome) -> str:
     """Format a plan's memory, and whether the device has it."""
     needed, device = outcome.price.memory_high_bytes, outcome.cluster.device
-    fits = (
-        "" if needed <= device.memory_bytes else f" > {format_bytes(int(device.memory_bytes))}: does not fit"
-    )
-    return format_bytes(int(needed)) + fits
+    of = f" of {format_bytes(int(device.memory_bytes))}"
+    fits = ", within the headroom" if needed > device.memory_bytes * (1 - HEADROOM) else ""
+    return format_bytes(int(needed)) + of + (fits if needed <= device.memory_bytes else ": does not fit")
 
 
 def _hidden(outcome: Outcome, part: str) -> str:

@@ -1,15 +1,17 @@
 """The best plans of a cluster, by time, money or energy, or on the fewest devices that meet a deadline."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from plait.errors import ConfigError, PlanError
 from plait.plan import format_bytes
 from plait.planner.best_first import Counts, Field, Search
-from plait.planner.bounds import Prices, computation
+from plait.planner.bounds import Prices
 from plait.planner.cluster import Cluster
 from plait.planner.families import Family, rejected_families
 from plait.planner.model_shape import ModelShape
@@ -18,6 +20,8 @@ from plait.planner.price import Price, Software, Workload, check_is_priced
 from plait.planner.space import DEFAULT_PRECISION, Space, no_plan_error, read_pins
 
 Objective = Literal["time", "cost", "energy"]
+HEADROOM = 0.05
+_kind = attrgetter("pp", "tp", "sp", "recompute", "schedule")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
@@ -31,11 +35,13 @@ class Found:
     best      the best plans, the first is the answer
     families  plans that are not among them because of one of their values, with the reason
     counts    plans of the search
+    is_complete  False if its time was over: there may be better plans
     """
 
     best: tuple[Outcome, ...]
     families: tuple[Family, ...]
     counts: Counts
+    is_complete: bool = True
 
     def is_near_tie(self, outcome: Outcome) -> bool:
         """True if the interval of its time, or of its device-hours on another cluster, overlaps with the
@@ -56,6 +62,8 @@ def search(
     tokens: float | None = None,
     deadline_days: float | None = None,
     software: Software = _OWN,
+    headroom: float = HEADROOM,
+    seconds: float = 60.0,
     report: Callable[[Counts], None] = lambda _: None,
 ) -> Found:
     """Find the `top` best plans for all devices of a cluster.
@@ -65,6 +73,8 @@ def search(
     pins           values that all plans have, such as `tp=8 zero=3`
     tokens         of the whole training
     deadline_days  longest training. With `objective="time"`, the fewest hosts that meet it are chosen
+    headroom       part of a device's memory that the plans leave free
+    seconds        of processor time, after which the search gives what it has found
     report         called now and then during the search
 
     Raises PlanError if no plan exists, fits into memory or meets the deadline; ConfigError for an objective.
@@ -78,34 +88,41 @@ def search(
         )
     limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
     pinned = read_pins(pins)
-    check_is_priced(pinned.get("precision", DEFAULT_PRECISION))
+    check_is_priced(pinned.get("precision", DEFAULT_PRECISION), cluster.device)
+    end_s = time.process_time() + seconds
 
     def field(of: Cluster) -> Field:
         space = Space(model, of.num_devices, work.batch, pinned)
-        return Field(of, space, Prices(model, of, work, software), _weight(objective, of), limit_s)
+        return Field(of, space, Prices(model, of, work, software), _weight(objective, of), limit_s, headroom)
 
     by_size = objective == "time" and deadline_days is not None
     fields = [field(of) for of in (parts(cluster) if by_size or objective != "time" else [cluster])]
     counts, found, ranked = Counts(), Search(), list[tuple[Field, Price]]()
     for group in [[each] for each in fields] if by_size else [fields]:
-        found = Search(counts, report)
+        found = Search(counts, report, end_s=end_s)
         ranked = list(islice(_distinct(found.fastest(group)), top))
-        if ranked:
+        if ranked or found.gave_up:
             break
+    if found.gave_up and not ranked:
+        raise PlanError(
+            "the search has found no plan yet",
+            given=f"{seconds:g} s of processor time, {counts.bounded:,} plans and parts of plans considered",
+            expected="fewer plans, or more time",
+            hint=f'--pin "tp=8 pp=8", or --seconds {10 * seconds:g}',
+        )
     if not ranked:
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
     of_best = ranked[0][0]  # families are of its devices
     families = rejected_families(of_best, [price for at, price in ranked if at is of_best], found)
-    return Found(best, tuple(families), counts)
+    return Found(best, tuple(families), counts, is_complete=time.process_time() < end_s)
 
 
 def _distinct(found: Iterator[tuple[Field, Price]]) -> Iterator[tuple[Field, Price]]:
-    """Yield the first of plans that differ only in how they shard, and take the same time, such as `zero=1`
-    and `zero=2 accumulate=unsharded`."""
+    """Yield the first of plans that differ only in how they shard, in micro-batches and in chunks."""
     seen = set()
     for at, price in found:
-        key = (at.cluster.num_hosts, computation(price.plan), f"{price.step_s:.6g}")
+        key = (at.cluster.num_hosts, _kind(price.plan))
         if key not in seen:
             seen.add(key)
             yield at, price

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait import comm
 from plait.comm import Work
 from plait.compat.horovod.job import DTYPES, job, staged
-from plait.errors import CompatError
+from plait.errors import CompatError, shown
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,23 @@ class Handle:
 
 def poll(handle: Handle) -> bool:
     """Return whether `synchronize` would not block."""
-    return handle.is_done()
+    return _checked(handle).is_done()
 
 
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation and return its output. Raises CommError, which is HorovodInternalError."""
-    return handle.wait()
+    return _checked(handle).wait()
+
+
+def _checked(handle: object) -> Handle:
+    if isinstance(handle, Handle):
+        return handle
+    raise CompatError(
+        "not an operation in progress",
+        given=shown(handle),
+        expected="what an operation whose name has `async` returns",
+        hint="hvd.synchronize(hvd.allreduce_async(tensor))",
+    )
 
 
 def check_op(op: Op | None, average: bool | None = None) -> Op:
@@ -112,6 +123,35 @@ def check_process_set(process_set: object) -> None:
             given=repr(process_set),
             expected="hvd.global_process_set",
             hint="plait.comm.World.new_group, for collectives of some of the ranks",
+        )
+
+
+def check_call(
+    tensor: object, process_set: object = None, compression: object = None, *, has_rows: bool = False
+) -> None:
+    """Raise CompatError for arguments that no operation takes. `has_rows`: the tensor needs a first dim."""
+    check_process_set(process_set)
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+        kind = f"{tensor.layout}, on {tensor.device}" if isinstance(tensor, Tensor) else shown(tensor)
+        raise CompatError(
+            "not a dense tensor with values",
+            given=kind,
+            expected="a dense torch.Tensor on a CPU or a GPU",
+            hint="tensor.to_dense(), torch.as_tensor(values), or hvd.allgather_object for other values",
+        )
+    if has_rows and not tensor.dim():
+        raise CompatError(
+            "a tensor without dims has no rows",
+            given="a scalar tensor",
+            expected="at least one dim, along which ranks send",
+            hint="tensor.reshape(1)",
+        )
+    if compression is not None and not hasattr(compression, "decompress"):
+        raise CompatError(
+            "not a compression",
+            given=shown(compression),
+            expected="hvd.Compression.none or hvd.Compression.fp16",
+            hint="compression=hvd.Compression.fp16",
         )
 
 
@@ -155,12 +195,13 @@ def allreduce_async_(
     process_set: object = None,
 ) -> Handle:
     """Start reducing `tensor` in place."""
-    check_process_set(process_set)
+    check_call(tensor, process_set)
     return _start_allreduce(tensor, tensor, check_op(op, average), prescale_factor, postscale_factor)
 
 
 def allreduce_async(tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
     """Start reducing a copy of `tensor`; arguments as those of `allreduce_async_`."""
+    check_call(tensor)
     return allreduce_async_(tensor.detach().clone(), *args, **kwargs)
 
 
@@ -224,7 +265,7 @@ def allreduce(
     process_set: object = None,
 ) -> Tensor:
     """Return the ranks' tensors reduced: op of (tensor x prescale_factor), x postscale_factor."""
-    check_process_set(process_set)
+    check_call(tensor, process_set, compression)
     narrow, context = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
     return compression.decompress(_Allreduce.apply(narrow, check_op(op, average), factors), context)
@@ -252,7 +293,7 @@ def _start_allgather(tensor: Tensor) -> Handle:
 
 def _start_alltoall(tensor: Tensor, splits: Sequence[int]) -> Handle:
     own, source = job(), staged(tensor)
-    if len(splits) != own.group.size or sum(splits) != source.shape[0]:
+    if len(splits) != own.group.size or sum(splits) != source.shape[0] or min(splits) < 0:
         raise CompatError(
             "the splits of an alltoall do not match the tensor",
             given=f"splits={list(splits)} of {source.shape[0]} rows",
@@ -327,13 +368,13 @@ class _Reducescatter(torch.autograd.Function):
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: object = None) -> Handle:  # noqa: ARG001
     """Start concatenating the ranks' tensors along the first dim."""
-    check_process_set(process_set)
+    check_call(tensor, process_set, has_rows=True)
     return _start_allgather(tensor)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: object = None) -> Tensor:  # noqa: ARG001
     """Return the ranks' tensors, concatenated along the first dim."""
-    check_process_set(process_set)
+    check_call(tensor, process_set, has_rows=True)
     gathered: Tensor = _Allgather.apply(tensor)
     return gathered
 
@@ -358,7 +399,7 @@ def alltoall_async(
     process_set: object = None,
 ) -> Handle:
     """Start sending `splits[i]` rows to each rank i; the result is as that of `alltoall`."""
-    check_process_set(process_set)
+    check_call(tensor, process_set, has_rows=True)
     handle = _start_alltoall(tensor, _splits(tensor, splits))
 
     def finish() -> Any:
@@ -376,7 +417,7 @@ def alltoall(
 ) -> Any:
     """Send `splits[i]` rows (default: as many to each) to each rank i. Return what was received, and with
     `splits` the number of rows from each rank."""
-    check_process_set(process_set)
+    check_call(tensor, process_set, has_rows=True)
     out, received = _Alltoall.apply(tensor, _splits(tensor, splits))
     return out if splits is None else (out, received)
 
@@ -390,7 +431,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a `reducescatter`."""
-    check_process_set(process_set)
+    check_call(tensor, process_set, has_rows=True)
     factors = (prescale_factor, postscale_factor)
     return _start_reducescatter(tensor, check_op(op), _even_rows(tensor), factors)
 
@@ -405,7 +446,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Return this rank's rows of the reduced tensors; the first ranks get one more if they do not divide."""
-    check_process_set(process_set)
+    check_call(tensor, process_set, compression, has_rows=True)
     narrow, context = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
     return compression.decompress(_Reducescatter.apply(narrow, check_op(op), factors), context)
@@ -445,12 +486,13 @@ def broadcast_async_(
     process_set: object = None,
 ) -> Handle:
     """Start overwriting `tensor` with the root's."""
-    check_process_set(process_set)
+    check_call(tensor, process_set)
     return _start_broadcast(tensor, tensor, root_rank)
 
 
 def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **kwargs: Any) -> Handle:
     """Start copying the root's tensor into a new one."""
+    check_call(tensor)
     return broadcast_async_(tensor.detach().clone(), root_rank, *args, **kwargs)
 
 
@@ -466,7 +508,7 @@ def broadcast(
     process_set: object = None,
 ) -> Tensor:
     """Return the root's tensor."""
-    check_process_set(process_set)
+    check_call(tensor, process_set)
     copied: Tensor = _Broadcast.apply(tensor, root_rank)
     return copied
 
