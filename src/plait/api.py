@@ -18,7 +18,7 @@ from plait.engine.loss import Loss
 from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
-from plait.errors import CheckpointError, ModelError
+from plait.errors import CheckpointError, ConfigError, ModelError
 from plait.models import Blocks, with_layout
 from plait.optim.requirements import DECLARATION, GroupOptimizer, state_kinds
 from plait.parallel.batch_norm import batch_norms
@@ -97,6 +97,13 @@ def _connect(plan: Plan, world: World | None) -> tuple[World, JobProcess | None]
     set_numerics(plan)  # first: NCCL reads its settings when it connects
     if not plan.num_servers:
         return world or connect(), None
+    if world is not None and world.size > 1:
+        raise ConfigError(
+            "workers and servers are no ranks of one world",
+            given=f"world= of {world.size} ranks, {plan}",
+            expected="no world: parallelize connects each process to the servers",
+            hint="parallelize(...) without world=",
+        )
     process = join_job(plan)
     return world or process_world(process), process
 
@@ -123,6 +130,7 @@ def _start(
         _warn_of_batch_statistics(model, spec.plan)
         _warn_if_widened(model, spec.plan)
         _warn_of_full_tensors(spec)
+        _warn_of_sparse_gradients(model)
         if spec.plan.is_float8 and world.device.type == "cpu":
             warnings.warn(
                 f"precision={spec.plan.precision}: CPUs have no float8 products. They are emulated in "
@@ -186,6 +194,17 @@ def _warn_of_full_tensors(spec: TrainingSpec) -> None:
         warnings.warn(
             f"{name} is not known to be element-wise, so ranks update full tensors: right, but slower. "
             f"Try {DECLARATION}; is_elementwise = False ends this warning",
+            stacklevel=4,
+        )
+
+
+def _warn_of_sparse_gradients(model: nn.Module) -> None:
+    """Warn of embeddings whose gradients are made dense."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    names = [name for name, module in model.named_modules() if isinstance(module, tables) and module.sparse]
+    if names:
+        warnings.warn(
+            f"{', '.join(names)}: sparse=True saves nothing here: gradients are made dense to be added up",
             stacklevel=4,
         )
 

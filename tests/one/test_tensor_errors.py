@@ -1,9 +1,11 @@
 """Models that cannot be sharded are refused with an error whose suggestion works."""
 
 import pytest
+import torch
 
 from plait.errors import ModelError, PlanError
 from plait.models import causal_lm_on_meta
+from plait.verify.model_spec import parse_source
 from support.tensor_models import COMMON, plan_of, small
 
 
@@ -64,3 +66,23 @@ def test_a_users_word_overrides_one_of_the_models_that_cannot_be_honoured() -> N
     assert f"'replicate' for {path} and everything in it" in str(raised.value)
     plan = plan_of(model, 1, 2, given={path: "replicate", f"{path}.*": "replicate"})
     assert not any(".mlp." in cut.name for cut in plan.parameters)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "given"),
+    [
+        ("ctrl", "transformer", "CTRLModel with pos_encoding, a table of 32 features"),
+        ("xglm", "model.embed_positions", "with weights, a table of 32 features"),
+        ("trocr", "model.decoder.layers.0.self_attn.k_proj", "Linear with weight, bias"),
+    ],
+)
+def test_a_module_that_adds_full_features_to_those_of_one_row_is_refused_by_name(
+    model_type: str, name: str, given: str
+) -> None:
+    """Tables of positions that are no parameters, and an attention that no plan shards."""
+    model = parse_source(model_type, layers=2).spec().build(torch.float32)
+    with pytest.raises(ModelError) as caught:
+        plan_of(model, 2, 1)
+    assert caught.value.fact == f"{name} does not support hidden features that are sharded over rows"
+    assert given in str(caught.value.given)
+    assert caught.value.hint == "tp=1x2"

@@ -17,7 +17,7 @@ from plait.comm import rendezvous
 from plait.comm.pair import Message
 from plait.comm.rendezvous import leave_store
 from plait.comm.shm import remote
-from plait.errors import ModelError
+from plait.errors import ConfigError, ModelError
 from plait.plan import Plan
 from plait.server.job import join_job, process_world
 from plait.server.protocol import Verb
@@ -324,3 +324,19 @@ def test_asynchronous_steps_are_stable_up_to_the_rate_of_their_staleness(pool: P
         sizes[share] = max(size[-10:]) / max(size[10:20])
     assert sizes[0.95] < 0.5
     assert sizes[1.05] > 2.0
+
+
+def _with_a_world_of_all() -> str:
+    everybody = world.connect()
+    with pytest.raises(ConfigError) as caught:
+        plait.parallelize(
+            programs.rough_llama(), "dp=1 servers=1", loss=programs.summed_loss, world=everybody
+        )
+    return str(caught.value)
+
+
+def test_a_world_of_workers_and_servers_together_is_refused(pool: Pool) -> None:
+    for said in pool.run(_with_a_world_of_all, 2):
+        assert "workers and servers are no ranks of one world" in said
+        assert "given   : world= of 2 ranks, dp=1 servers=1" in said
+        assert "try     : parallelize(...) without world=" in said

@@ -4,6 +4,7 @@ Every case is compared with the one-process program: losses, norms, all gradient
 steps; float64, clipping and weight decay active, labels masked unevenly.
 """
 
+import warnings
 from typing import Any
 
 import pytest
@@ -220,3 +221,25 @@ def test_gradients_clipped_by_value_are_those_of_one_process(pool: Pool, plan: s
     ours = check_parity(pool, task, plan)
     largest = [float(g.abs().max()) for gradients in ours.gradients for g in gradients.values()]
     assert max(largest) == pytest.approx(limit), "clipping was not active"
+
+
+def _sparse_llama() -> Any:
+    model: Any = programs.llama()
+    model.model.embed_tokens.sparse = True
+    return model
+
+
+def _trained_with_sparse_gradients(plan: str) -> tuple[programs.Trace, list[str]]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trace = programs.train(_sparse_llama, plan)
+    return trace, [str(warning.message) for warning in said]
+
+
+@pytest.mark.parametrize("plan", ["dp=3 zero=1", "dp=2 micro=3 zero=3 prefetch=2"])
+def test_sparse_gradients_of_embeddings_are_made_dense_and_it_is_said(pool: Pool, plan: str) -> None:
+    ranks = int(plan[3])
+    ours, said = pool.run(_trained_with_sparse_gradients, ranks, f"{plan} precision=fp64")[0]
+    micros = ranks * (3 if "micro" in plan else 1)
+    programs.assert_same(ours, programs.one_process_task(Task(programs.llama), ours.first_weights, micros))
+    assert [text for text in said if "model.embed_tokens: sparse=True saves nothing" in text]

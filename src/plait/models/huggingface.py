@@ -62,7 +62,7 @@ def _built_for_bfloat16(model: "PreTrainedModel") -> dict[str, torch.dtype]:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with RecordedConstruction(), torch.device("meta"):
-            twin = type(model)(copy.deepcopy(model.config))
+            rebuilt = type(model)(copy.deepcopy(model.config))
     except (
         RuntimeError,
         TypeError,
@@ -73,7 +73,7 @@ def _built_for_bfloat16(model: "PreTrainedModel") -> dict[str, torch.dtype]:
     finally:
         torch.set_default_dtype(default)
     wide = set(model._keep_in_fp32_modules_strict or ())
-    return {name: b.dtype for name, b in twin.named_buffers() if wide.isdisjoint(name.split("."))}
+    return {name: b.dtype for name, b in rebuilt.named_buffers() if wide.isdisjoint(name.split("."))}
 
 
 def pretrained_causal_lm(path: str) -> "PreTrainedModel":

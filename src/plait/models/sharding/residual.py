@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
@@ -78,14 +78,40 @@ def add_residual_layers(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
         elif builder.is_norm(name) and (own or not list(module.children())):
             _add_norm(builder, name, own)
         elif not own:
-            continue
-        elif isinstance(module, nn.Linear) and {module.in_features, module.out_features} <= widths:
+            _refuse_table(builder, name, module)
+        elif (
+            _is_on_stream(builder, name, sharded)
+            and isinstance(module, nn.Linear)
+            and {module.in_features, module.out_features} <= widths
+        ):
             out = builder.shard_over_row(module.out_features, name)
             inp = builder.shard_over_row(module.in_features, name)
             builder.layers[name] = LayerSharding(name, Style.REPLICATE, out, inp)
         else:
             kind = type(module).__name__
             raise _row_error(builder, name or kind, f"{kind} with {', '.join(own)}")
+
+
+def _is_on_stream(builder: TPPlanBuilder, name: str, regions: frozenset[str]) -> bool:
+    """Return whether a module's output may be the stream, or added to it. One of several linear layers of a
+    module in a block is not, as in an attention that is not sharded, unless others of its class are: then
+    this one does not run (the attention to an encoder, in a decoder by itself)."""
+    parent, block = builder.modules[name.rpartition(".")[0]], builder.block_of(name)
+    linears = [child for child in parent.children() if isinstance(child, nn.Linear)]
+    is_inner = block is not None and parent is not builder.modules[block] and len(linears) > 1
+    return not is_inner or any(type(builder.modules[region]) is type(parent) for region in regions)
+
+
+def _refuse_table(builder: TPPlanBuilder, name: str, module: nn.Module) -> None:
+    """Raise ModelError for a table of the stream's width that is no parameter: positions, which the model's
+    code adds to embeddings."""
+    for key, value in {**vars(module), **module._buffers}.items():
+        is_table = isinstance(value, Tensor) and value.ndim > 1 and value.is_floating_point()
+        if is_table and value.shape[-1] == residual_width(builder):
+            kind = type(module).__name__
+            raise _row_error(
+                builder, name or kind, f"{kind} with {key}, a table of {value.shape[-1]} features"
+            )
 
 
 def _add_norm(builder: TPPlanBuilder, name: str, own: dict[str, str]) -> None:

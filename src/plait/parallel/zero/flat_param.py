@@ -314,6 +314,7 @@ class FlatParam:
             return  # a split backward: it arrives with the second half
         self._check_expected(index, parameter)
         gradient, parameter.grad = parameter.grad, None
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if self.listener.try_defer(parameter, gradient):
             self.grad_buffer.mark_arrived(index)
         else:
