@@ -21,8 +21,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     defaults       as of the optimizer's class
     """
 
-    _step_supports_amp_scaling = True  # GradScaler.step then calls `step`, which raises
-
     def __init__(self, parts: EngineParts, drop: Callable[[], object], rank: int) -> None:
         """`drop`: discards gradients that have been accumulated since the last update."""
         self._parts, self._real, self._drop, self._rank = parts, parts.optimizer.optimizer, drop, rank

@@ -111,8 +111,8 @@ class FlatParam:
         self._parameters: list[UnitParameter] = []
         self._versions: list[int] = []  # of the parameters
         self._exposed: list[weakref.ref[Tensor]] = []  # tensors through which a script may write
-        self._exposed_values: Tensor | None = None  # the storage before, if writes are refused
-        self.refuses_writes = context.shares_params
+        self._handed_out: list[tuple[str, Tensor, Tensor]] = []  # if shared: name, values, and their copy
+        self.is_shared = context.shares_params  # parameters are written by others than this rank
         self.master = self.shard
         if layout.trains:
             self._make_training_storages(context)
@@ -190,8 +190,8 @@ class FlatParam:
                 write_data(parameter, view)
             self._points_to_nan = False
 
-    def expose(self, name: str, data: Tensor) -> None:
-        """See `ParameterOwner`. Comparing with masters or with a copy is left to `adopt_writes`."""
+    def expose(self, name: str, data: Tensor) -> Tensor:
+        """Return what a script gets for `.data`: see `ParameterOwner`. `adopt_writes` finds what it writes."""
         if self._points_to_nan:
             raise ModelError(
                 "the parameter is sharded: it has no values here",
@@ -199,23 +199,29 @@ class FlatParam:
                 expected="values, which it has while its module computes, or under zero=2 or less",
                 hint="engine.full_parameters()",
             )
-        if self.refuses_writes and self._exposed_values is None:
-            self._exposed_values = self.storage.clone()
-        if self.refuses_writes or self.master is not self.shard or not self.unsharded.persistent:
+        if self.is_shared:
+            self._handed_out.append((name, data, data.clone()))
+            return self._handed_out[-1][2]
+        if self.master is not self.shard or not self.unsharded.persistent:
             self._exposed.append(weakref.ref(data))
+        return data
 
     def adopt_writes(self) -> None:
         """Write to `master` what was written to the parameters through `.data`; each rank its own range, so
-        that the ranks that hold a parameter need to make the same writes. Costs nothing unless `.data` was
-        read. Raises ModelError if ranks share the memory: each would have written to all of it."""
+        that ranks that hold the same parameter need to make the same writes. Compares only if `.data` was
+        read. Raises ModelError if other ranks use the memory: the writes, to copies, have had no effect."""
+        while self._handed_out:
+            name, data, copy = self._handed_out.pop()
+            if not torch.allclose(copy, data, rtol=0, atol=0, equal_nan=True):
+                raise ModelError(
+                    "a parameter in memory that others share was written through .data",
+                    given=name,
+                    expected="parameters of which each rank has its own copy, which it trains itself",
+                    hint="zero=0, without servers",
+                )
         if not self._exposed:
             return
         self._exposed = [reference for reference in self._exposed if reference() is not None]
-        before, self._exposed_values = self._exposed_values, None
-        if before is not None and not torch.allclose(self.storage, before, rtol=0, atol=0, equal_nan=True):
-            raise _written_where_lost(self.layout.name)
-        if self.refuses_writes:
-            return
         own = self.storage[self.start : self.stop]
         is_shard = own.data_ptr() == self.shard.data_ptr()
         held = (self.master if is_shard else self.shard).to(own.device, own.dtype)
@@ -417,13 +423,4 @@ def given_to_another_engine(name: str) -> ModelError:
         given=f"{name}, which another call of parallelize has replaced",
         expected="one engine per model: the newest",
         hint="the newer engine; or parallelize(copy.deepcopy(model), ...) for each",
-    )
-
-
-def _written_where_lost(name: str) -> ModelError:
-    return ModelError(
-        "a parameter was written through .data where that has another effect than in one process",
-        given=f"a parameter of {name}, whose memory ranks share (or which parameter servers train)",
-        expected="a write by each rank to a copy of its own",
-        hint="zero=0, without servers",
     )

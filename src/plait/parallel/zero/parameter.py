@@ -35,8 +35,8 @@ class ParameterOwner(Protocol):
     def has_gradient(self) -> bool:
         """True from a step's first gradient to its end."""
 
-    def expose(self, name: str, data: Tensor) -> None:
-        """Note that a script may write through `data`. Raises ModelError if writes would be lost."""
+    def expose(self, name: str, data: Tensor) -> Tensor:
+        """Return `data`, or a copy, through which a script may write. Raises ModelError if it has no values."""
 
     def check_copy(self, name: str) -> None:
         """Raise ModelError if the parameter's values are not here."""
@@ -49,9 +49,7 @@ class UnitParameter(nn.Parameter):
     def data(self) -> Tensor:
         data: Tensor = read_data(self)
         owner, name = owner_of(self)
-        if owner is not None:
-            owner.expose(name, data)
-        return data
+        return data if owner is None else owner.expose(name, data)
 
     @data.setter
     def data(self, value: Tensor) -> None:

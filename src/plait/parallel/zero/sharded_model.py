@@ -81,8 +81,9 @@ _UPDATES_WITH_GATHERS = 3  # calls of the optimizer, if all-gathers follow them
 Root = Tensor | torch.autograd.graph.GradientEdge
 
 
-def _refuse_to_load(*_: Any) -> None:
-    raise changed_outside_engine("load_state_dict() of a model that is being trained")
+def _refuse_to_load(model: nn.Module, *_: Any) -> None:
+    if any(isinstance(parameter, UnitParameter) for parameter in model.parameters()):  # not of a copy
+        raise changed_outside_engine("load_state_dict() of a model that is being trained")
 
 
 class DeferredWork(Protocol):
@@ -125,6 +126,7 @@ class ShardedStage:
         for unit in self.units:
             unit.listener = self
             unit.record_versions()
+            unit.point_to_nan()
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters.values()}
         self._model = model
         self._record_module_tree()
@@ -145,7 +147,7 @@ class ShardedStage:
         self.reduction = reduction
         self.reducer.reduce_with(reduction)
         for unit in self.units:
-            unit.refuses_writes = True
+            unit.is_shared = True
 
     # --- listener of the units' gradients
 
