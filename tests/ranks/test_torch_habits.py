@@ -1,9 +1,9 @@
-"""What a loop for one device does with its optimizer and its parameters has torch's effect, or is an error."""
+"""What a loop for one device does with its optimizer and parameters has torch's effect, or is an error."""
 
 import copy
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,8 @@ from transformers import get_scheduler
 
 import plait
 from plait.errors import PlaitError
+from plait.plan import Plan
+from plait.server.job import join_job, process_world
 from support.pool import Pool
 
 STEPS, SAMPLES, WIDTH = 4, 8, 6
@@ -70,8 +72,8 @@ def _in_torch(habit: Habit, *, by_hand: bool) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _in_an_engine(plan: str, name: str) -> dict[str, Tensor] | str:
-    """The weights; or the error, which has four parts. The last step finds what was done before it."""
+def _in_an_engine(plan: str, name: str, world: Any = None) -> dict[str, Tensor] | str:
+    """The weights; or the error's fact. The last step finds what was done before it."""
     habit, model = HABITS[name][0], _net()
     how = {"param_groups": _groups(model), "optimizer": torch.optim.SGD, "optimizer_args": SGD}
     how |= {"example_batch": {"x": torch.ones(2, WIDTH).double()}} if "p=2" in plan else {}
@@ -79,7 +81,7 @@ def _in_an_engine(plan: str, name: str) -> dict[str, Tensor] | str:
     next(acts)
     try:
         with warnings.catch_warnings(action="error"):
-            engine = plait.parallelize(model, plan, loss=_squares, **how)
+            engine = plait.parallelize(model, plan, loss=_squares, world=world, **how)
             acts.send(engine.optimizer)
             for step in range(STEPS):
                 share = engine.shard(_data(step))
@@ -93,8 +95,8 @@ def _in_an_engine(plan: str, name: str) -> dict[str, Tensor] | str:
                     next(acts)
             return engine.full_parameters()
     except PlaitError as error:
-        assert all((error.given, error.expected, error.hint)), error
-        return error.fact
+        has_four_parts = all((error.given, error.expected, error.hint))
+        return error.fact if has_four_parts else str(error)
 
 
 def _after_steps(act: Act) -> Habit:
@@ -288,7 +290,7 @@ HABITS: dict[str, tuple[Habit, str, dict[str, str]]] = {
     ),
     "copy of the optimizer": (
         _after_steps(lambda _, o: copy.deepcopy(o)),
-        "an engine's optimizer cannot be pickled or copied",
+        "an engine cannot be pickled or copied",
         {},
     ),
     "late clip_grad_norm_": (_after_steps(lambda m, _: clip_grad_norm_(m.parameters(), 0.1)), HANDS, {}),
@@ -325,8 +327,22 @@ PLANS = {
     "dp=2 zero=1 precision=fp64": 2,
     "dp=2 zero=3 precision=fp64": 2,
     "tp=2 precision=fp64": 2,
-    "pp=2 micro=2 precision=fp64": 2,
+    "pp=2 micro=2 schedule=zb-h1 precision=fp64": 2,
 }
+
+
+def _on_servers(names: Sequence[str]) -> dict[str, Any] | None:
+    """The weights of a worker; None on the server."""
+    plan = "dp=2 servers=1 precision=fp64"
+    results = {}
+    for name in names:
+        world = process_world(join_job(Plan.parse(plan)))
+        try:
+            results[name] = _in_an_engine(plan, name, world)
+        except SystemExit:
+            continue
+        world.close()
+    return results or None
 
 
 def _all_habits(plan: str) -> dict[str, Any]:
@@ -363,3 +379,11 @@ def test_a_habit_has_torchs_effect_or_is_an_error(pool: Pool, plan: str, in_torc
                 if max(differences) > (2e-2 if "bf16" in plan else 1e-9):
                     problems[name, rank] = f"differs by {max(differences)}"
     assert not problems
+
+
+def test_habits_have_torchs_effect_under_parameter_servers(pool: Pool, in_torch: dict[str, Any]) -> None:
+    names = ("zero_grad", "OneCycleLR", "masks")
+    for result in pool.run(_on_servers, 3, names)[:2]:
+        for name in names:
+            for key, full in in_torch[name].items():
+                torch.testing.assert_close(result[name][key], full, rtol=0, atol=1e-9)

@@ -118,7 +118,7 @@ class Engine:
         self._groups = self._parts.context.groups
         self._precision = self._parts.context.precision
         self.layout = self._parts.layout
-        self.optimizer = EngineOptimizer(self._parts, self._drop_gradients, self.world.rank)
+        self.optimizer = EngineOptimizer(self._parts, self.plan, self.world.rank, self._drop_gradients)
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
         self._scale = SumLossScale(spec.loss_scaling)

@@ -1,5 +1,7 @@
 """The optimizer that scripts hold: one of torch for schedulers, which only the engine steps."""
 
+import copy
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -8,9 +10,9 @@ import torch
 from torch import Tensor
 
 from plait.engine.build import EngineParts
+from plait.engine.misuse import not_copyable
 from plait.errors import CheckpointError, ConfigError, RunError
-
-_SHARDS, _HAS_STATES = "shards", "has_states"  # keys of a state dict: what its states are of; on any rank
+from plait.plan import Plan
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -21,9 +23,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     defaults       as of the optimizer's class
     """
 
-    def __init__(self, parts: EngineParts, drop: Callable[[], object], rank: int) -> None:
+    def __init__(self, parts: EngineParts, plan: Plan, rank: int, drop: Callable[[], object]) -> None:
         """`drop`: discards gradients that have been accumulated since the last update."""
-        self._parts, self._real, self._drop, self._rank = parts, parts.optimizer.optimizer, drop, rank
+        self._parts, self._plan, self._rank, self._drop = parts, plan, rank, drop
+        self._real = parts.optimizer.optimizer
         real = self._real
         self.__setstate__({"defaults": dict(real.defaults), "param_groups": real.param_groups})
         for group in real.param_groups:  # the stepper has noted the leaves, and sets those that it steps
@@ -48,12 +51,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     def stepping(self, *, skipped: bool) -> Iterator[None]:
         """Run the hooks of `register_step_pre_hook` and `register_step_post_hook` around a step's update."""
         self._opt_called = True  # torch's schedulers warn if they step before
-        hooks: Any = () if skipped else self._optimizer_step_pre_hooks.values()
-        for hook in hooks:
+        for hook in () if skipped else self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
         yield
-        hooks = () if skipped else self._optimizer_step_post_hooks.values()
-        for hook in hooks:
+        for hook in () if skipped else self._optimizer_step_post_hooks.values():
             hook(self, (), {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
@@ -80,38 +81,30 @@ class EngineOptimizer(torch.optim.Optimizer):
         )
 
     def __reduce__(self) -> NoReturn:
-        raise RunError(
-            "an engine's optimizer cannot be pickled or copied",
-            given="engine.optimizer",
-            expected="its states and options",
-            hint="engine.save, or engine.optimizer.state_dict()",
-        )
+        raise not_copyable()
 
     def state_dict(self) -> dict[str, Any]:
         """The options of all groups and the states of this rank's shards, not copied: for `load_state_dict`
         of the same rank under the same plan. Weights and the number of steps are in `engine.state()` only."""
-        self._check_local()
         chunked = self._parts.optimizer.chunked
         return {
             "state": {index: chunked.state(leaf) for index, leaf in enumerate(chunked.leaves)},
             "param_groups": [
                 {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
             ],
-            _SHARDS: self._shards(),
-            _HAS_STATES: self._parts.optimizer.has_states,
+            "shards": self._shards(),
+            "has_states": self._parts.optimizer.has_states,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. Raises CheckpointError, before anything changes, for that of
         another rank, plan, model or optimizer."""
-        self._check_local()
-        chunked, shards = self._parts.optimizer.chunked, self._shards()
-        found = state_dict.get(_SHARDS) if isinstance(state_dict, Mapping) else None
-        if found != shards:
+        chunked, expected = self._parts.optimizer.chunked, self._shards()
+        if (given := dict(state_dict).get("shards")) != expected:
             raise CheckpointError(
                 "the state dict is not of this engine's optimizer",
-                given=f"that of {found[0] if found else 'another optimizer'}",
-                expected=shards[0],
+                given=given or "of another optimizer",
+                expected=expected,
                 hint="engine.save and engine.load, which work from any plan to any other",
             )
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -121,27 +114,12 @@ class EngineOptimizer(torch.optim.Optimizer):
                 else:
                     group[key] = value
         for index, leaf in enumerate(chunked.leaves):
-            state = state_dict["state"][index]
-            chunked.load(leaf, {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
-        self._parts.optimizer.has_states = state_dict[_HAS_STATES]
+            chunked.load(leaf, copy.deepcopy(state_dict["state"][index]))
+        self._parts.optimizer.has_states = state_dict["has_states"]
 
-    def _check_local(self) -> None:
-        if self._parts.context.plan.num_servers:
-            raise ConfigError(
-                "the optimizer's states are on the parameter servers",
-                given="a state dict of engine.optimizer",
-                expected="a plan without servers",
-                hint="engine.save and engine.load",
-            )
-
-    def _shards(self) -> list[str]:
-        """This rank and plan, then what this rank's states are of."""
-        optimizer = self._parts.optimizer
-        flat = [
-            f"{unit.layout.name}: {[shard.name for shard in unit.layout.params]} {part.start}:{part.stop}"
-            for unit, parts in optimizer.slices.items()
-            for part in parts
-        ]
-        full = [f"{each.name}: {each.shape}" for each in optimizer.full.owned]
+    def _shards(self) -> str:
+        """What this rank's states are of. Raises PlanError if servers have them."""
+        self._plan.check_no_servers("optimizer.state_dict")
         kind = f"{type(self._real).__name__} with {len(self.param_groups)} groups"
-        return [f"rank {self._rank} of {self._parts.context.plan}", kind, *flat, *full]
+        digest = hashlib.sha256(repr(self._parts.layout).encode()).hexdigest()[:16]
+        return f"{kind}, rank {self._rank} of {self._plan}, shards {digest}"

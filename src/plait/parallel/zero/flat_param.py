@@ -191,7 +191,7 @@ class FlatParam:
             self._points_to_nan = False
 
     def expose(self, name: str, data: Tensor) -> Tensor:
-        """Return what a script gets for `.data`: see `ParameterOwner`. `adopt_writes` finds what it writes."""
+        """Return what a script gets for `.data`; `adopt_writes` finds what it writes to it."""
         if self._points_to_nan:
             raise ModelError(
                 "the parameter is sharded: it has no values here",

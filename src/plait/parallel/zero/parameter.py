@@ -14,7 +14,7 @@ An operation on a subclass of Parameter costs 0.35 us more, for a lookup of `__t
 
 import sys
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +26,6 @@ read_data, write_data = _TENSOR.data.__get__, _TENSOR.data.__set__
 read_grad, write_grad = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _USES_GRADIENTS = ("torch.optim", "torch.nn.utils.clip_grad", "torch.amp")  # modules
 _OWNER, _HOOK = "_plait_owner", "_plait_hook"
-
-
-class ParameterOwner(Protocol):
-    """Holds the values and gradients of parameters. Implemented by `FlatParam`."""
-
-    @property
-    def has_gradient(self) -> bool:
-        """True from a step's first gradient to its end."""
-
-    def expose(self, name: str, data: Tensor) -> Tensor:
-        """Return `data`, or a copy, through which a script may write. Raises ModelError if it has no values."""
-
-    def check_copy(self, name: str) -> None:
-        """Raise ModelError if the parameter's values are not here."""
 
 
 class UnitParameter(nn.Parameter):
@@ -93,13 +79,13 @@ class UnitParameter(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad)
 
 
-def owner_of(parameter: Tensor) -> tuple[ParameterOwner | None, str]:
-    """The unit of a parameter, None if its engine is gone, and its name."""
+def owner_of(parameter: Tensor) -> tuple[Any, str]:
+    """The unit (`FlatParam`) of a parameter, None if its engine is gone, and its name."""
     reference, name = vars(parameter).get(_OWNER, (None, ""))
     return None if reference is None else reference(), name
 
 
-def bind(old: nn.Parameter, values: Tensor, owner: ParameterOwner, name: str, *, keep: bool) -> UnitParameter:
+def bind(old: nn.Parameter, values: Tensor, owner: object, name: str, *, keep: bool) -> UnitParameter:
     """Return `old` as the parameter of a unit, a view of its storage; a new one unless `keep`, or if torch
     cannot give `old` other memory."""
     parameter: Any = old
