@@ -41,7 +41,7 @@ def _engine(plan: str) -> plait.Engine:
 def _optimizer_calls(plan: str) -> int:
     engine = _engine(plan)
     calls: list[None] = []
-    engine.optimizer.register_step_post_hook(lambda *_: calls.append(None))
+    engine._parts.optimizer.optimizer.register_step_post_hook(lambda *_: calls.append(None))
     engine.step(programs.share_of(programs.batches(1)[0], engine))
     return len(calls)
 

@@ -29,6 +29,7 @@ from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, InFlightReductions
 from plait.parallel.zero.materialize import bind_flat_params, init_flat_params, release_unused
+from plait.parallel.zero.parameter import has_hooks
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.replica_check import ReplicaCheck
 from plait.parallel.zero.shard_map import ShardMap
@@ -60,6 +61,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
     """Build the parts and materialize the model, in place with one stage. All ranks call it. `job`: the plan
     of the job, of which this engine may be one worker."""
     shard_map = build_shard_map(model, spec, mesh.grid)
+    _check_hooks(model, shard_map)
     groups, device = DataGroups.build(mesh, spec.plan), mesh.world.device
     layouts = shard_map.layouts[groups.model.rank]
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
@@ -111,6 +113,23 @@ def build_shard_map(model: nn.Module, spec: TrainingSpec, grid: Grid) -> ShardMa
     facts = unit_facts(model, spec.blocks, spec.group_of)
     coords, rank_of = TPCoord.all_coords(spec.tensor), spec.schedule.rank_of
     return ShardMap.from_plan(model, facts, spec.stages, rank_of, grid, coords, spec.plan)
+
+
+def _check_hooks(model: nn.Module, shard_map: ShardMap) -> None:
+    """Raise ModelError for a hook of a parameter whose full gradient no rank computes."""
+    hooked = {name for name, parameter in model.named_parameters() if has_hooks(parameter)}
+    stages: dict[str, int] = {}
+    for stage, _, by_rank in shard_map.units() if hooked else ():
+        for piece in (piece for unit in by_rank.values() for piece in unit.params if piece.name in hooked):
+            is_sharded = piece.boxes.shape != piece.full_shape
+            if is_sharded or stages.setdefault(piece.name, stage) != stage:
+                raise ModelError(
+                    "a hook needs the full gradient of its parameter, which no rank has",
+                    given=f"a hook on {piece.name}, "
+                    + ("a shard on each rank" if is_sharded else "on two stages"),
+                    expected="hooks on parameters that tp does not shard, and that one stage uses",
+                    hint="a plan without tp (or pp), or a module with the hook's effect in forward",
+                )
 
 
 def build_stages(

@@ -54,10 +54,11 @@ from plait.engine.misuse import (
     second_backward,
     too_large_explained,
 )
+from plait.engine.optimizer import EngineOptimizer
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.shares import Shares, share_of
 from plait.engine.spec import TrainingSpec
-from plait.engine.step_count import StepCount
+from plait.engine.step_count import StepCount, read_count
 from plait.engine.trace import Trace
 from plait.engine.update import LocalUpdater, Updater
 from plait.errors import CheckpointError, ModelError, PlanError
@@ -80,7 +81,7 @@ class Engine:
     plan        the plan, with `dp=auto` resolved
     model       the model that was passed in: in place with one stage; with several, only this rank's blocks
                 are kept
-    optimizer   torch's optimizer over this rank's flat shards, for schedulers of the learning rate
+    optimizer   an optimizer of torch, for schedulers of the learning rate; see `EngineOptimizer`
     num_steps   steps taken, skipped ones included; part of a checkpoint
     world       the ranks of the job: `world.rank`, `world.size`
     device      this rank's device, to which batches are moved
@@ -118,7 +119,7 @@ class Engine:
         self._groups = self._parts.context.groups
         self._precision = self._parts.context.precision
         self.layout = self._parts.layout
-        self.optimizer = self._parts.optimizer.optimizer
+        self.optimizer = EngineOptimizer(self._parts, self.plan, self.world.rank, self._drop_gradients)
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = mesh.coord["replicate"] > 0
         self._scale = SumLossScale(spec.loss_scaling)
@@ -323,8 +324,9 @@ class Engine:
         if num_targets:
             loss, norm = loss_sum / num_targets, self._rounded(math.sqrt(square_sum) / num_targets / scale)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
-        if not skipped:
-            self._apply(clip_factor(norm, self._spec.clip_norm) / num_targets / scale)
+        with self.optimizer.stepping(skipped=skipped):
+            if not skipped:
+                self._apply(clip_factor(norm, self._spec.clip_norm) / num_targets / scale)
         if num_targets:
             self._scale.update(skipped=skipped)
         scaled = self._scale.factor / scale
@@ -497,7 +499,7 @@ class Engine:
         try:
             self._parts.state.load(source, weights_only=weights_only)
             self._scale.load(() if weights_only else source.shapes, source.read_full)
-            self.num_steps = 0 if weights_only else _read_count(source, _NUM_STEPS)
+            self.num_steps = 0 if weights_only else read_count(source, _NUM_STEPS)
             load_options(self.optimizer, option_keys, lambda key: source.read_full(f"{_OPTIONS}{key}"))
             self._parts.islands.load(source, self.num_steps)
         except CheckpointError as error:
@@ -574,22 +576,13 @@ class Engine:
         """Numbers of events on parameter servers, see `ServerUpdater.counts`; {} without servers."""
         return self._updater.counts()
 
+    def _drop_gradients(self) -> None:
+        if self._micros_done:
+            self.discard_step()
+
     def discard_step(self) -> None:
         """Discard the micro-batches of an unfinished step; also called after an exception."""
         for stage in self._stages:
             stage.reset()
         self._totals.zero_()
         self._micros_done = 0
-
-
-def _read_count(source: StateReader, key: str) -> int:
-    """Read a counter of an engine. Raises CheckpointError."""
-    value = source.read_full(key).item()
-    if not isinstance(value, int | float) or not 0 <= value < 2**53:
-        raise CheckpointError(
-            "this is not the state of an engine",
-            given=f"{key} = {value}",
-            expected="a count",
-            hint="engine.load with another checkpoint",
-        )
-    return int(value)

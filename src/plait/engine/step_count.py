@@ -11,7 +11,8 @@ n counts are equal if and only if n times the sum of their squares is the square
 import torch
 
 from plait.comm import Group, all_gather
-from plait.errors import RunError
+from plait.errors import CheckpointError, RunError
+from plait.parallel.zero.state_io import StateReader
 
 _MODULUS = 2**12  # so that float64 sums are exact for 2 ** 14 ranks
 
@@ -48,3 +49,16 @@ class StepCount:
             expected="as many calls of engine.step on all ranks, also of calls that raise an error",
             hint="let a rank exit if its step raises an error; engine.load on all ranks resets the count",
         )
+
+
+def read_count(source: StateReader, key: str) -> int:
+    """Read a counter of an engine. Raises CheckpointError."""
+    value = source.read_full(key).item()
+    if not isinstance(value, int | float) or not 0 <= value < 2**53:
+        raise CheckpointError(
+            "this is not the state of an engine",
+            given=f"{key} = {value}",
+            expected="a count",
+            hint="engine.load with another checkpoint",
+        )
+    return int(value)

@@ -96,7 +96,8 @@ class LocalUpdater:
         return num_steps, result
 
     def fetch(self) -> None:
-        pass
+        for stage in self._parts.sharded.stages.values():
+            stage.adopt_writes()
 
     def publish(self, num_steps: int) -> int:
         return num_steps

@@ -21,7 +21,7 @@ class FlatSlice:
     """A range of a unit's storage that belongs to one optimizer group.
 
     `leaf` is the optimizer's parameter: a view of the master weights whose `.grad` is a view of the unit's
-    `grad_shard`, permanently: zero_grad is never called.
+    `grad_shard`, permanently: nothing calls the optimizer's zero_grad.
     """
 
     group: int

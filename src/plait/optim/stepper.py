@@ -100,6 +100,15 @@ class ChunkedOptimizer:
         if blocks := self._make_blocks():
             self._pipeline = DiskPipeline(blocks)
 
+    @property
+    def leaves(self) -> Sequence[Tensor]:
+        """All leaves, in the order in which they are stepped."""
+        return self._order
+
+    def options(self, leaf: Tensor) -> dict[str, Any]:
+        """The options of the leaf's group."""
+        return self.optimizer.param_groups[self._states[leaf].group]
+
     def step(self, leaves: Sequence[Tensor], factor: float, number: int, *, finish: bool = True) -> None:
         """Step these leaves, with gradients multiplied by `factor`; the gradients may be scaled in place.
 

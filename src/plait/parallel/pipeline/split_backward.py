@@ -47,6 +47,7 @@ from plait.parallel.linear_ops import (
     autocast_dtype,
     bias_gradient,
 )
+from plait.parallel.zero.parameter import has_hooks
 
 AccumulateGrad = Callable[[Tensor, Tensor], object]  # (parameter, gradient)
 
@@ -206,8 +207,7 @@ class _Linear(Function):
         if w_OI is not None:
             dx_TI = products.input_gradient(operand_TO, ctx.cast(w_OI)).to(ctx.x_dtype)
         deferred = ctx.layer.splitter.deferred
-        # Those that are computed from parameters need their gradients now.
-        if deferred is None or not all(tensor is None or tensor.is_leaf for tensor in (weight, bias)):
+        if deferred is None or not (_may_wait(weight) and _may_wait(bias)):
             dw_OI = None
             if weight is not None:
                 dw_OI = products.weight_gradient(operand_TO, x_TI).to(weight.dtype)
@@ -218,6 +218,11 @@ class _Linear(Function):
         if weight is not None:
             deferred.add(weight, products.weight_gradient, operand_TO, x_TI)
         return dx_TI, None, None, None
+
+
+def _may_wait(tensor: Tensor | None) -> bool:
+    """Return whether neither a hook nor what the tensor was computed from needs the gradient now."""
+    return tensor is None or (tensor.is_leaf and not has_hooks(tensor))
 
 
 @dataclass(frozen=True)

@@ -43,23 +43,30 @@ until the second half (weight gradients). Unless it is persistent, they are queu
 gradients and accumulated together with them.
 """
 
-import functools
 import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.parallel.zero.grad_buffer import GradBuffer, GradientState, LeasedTensor, ResizableTensor
+from plait.parallel.zero.parameter import (
+    UnitParameter,
+    bind,
+    changed_outside_engine,
+    move_gradients,
+    owner_of,
+    read_grad,
+    write_data,
+    write_grad,
+)
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.state_io import slice_boxes
 from plait.plan import UnitLayout
-
-_ENGINES = "_plait_is_engines"  # attribute of parameters that an engine has made
 
 
 class GradientListener(Protocol):
@@ -101,8 +108,11 @@ class FlatParam:
         self._nan = torch.full((), math.nan, dtype=context.precision.compute, device=context.device)
         self._points_to_nan = False
         self.listener: GradientListener  # the stage, from `ShardedStage.__init__` on
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: list[UnitParameter] = []
         self._versions: list[int] = []  # of the parameters
+        self._exposed: list[weakref.ref[Tensor]] = []  # tensors through which a script may write
+        self._handed_out: list[tuple[str, Tensor, Tensor]] = []  # if shared: name, values, and their copy
+        self.is_shared = context.shares_params  # parameters are written by others than this rank
         self.master = self.shard
         if layout.trains:
             self._make_training_storages(context)
@@ -148,26 +158,17 @@ class FlatParam:
                 self.master[overlap.at : overlap.at + owned.numel()].copy_(owned)
 
     def make_parameters(self, replaced: Mapping[str, nn.Parameter]) -> None:
-        """Create parameters that are views of `storage`; copy attributes that libraries have set. Their
-        gradients need a `listener`."""
+        """Make the model's parameters views of `storage`. Their gradients need a `listener`."""
         for piece, view in zip(self.layout.params, self._views, strict=True):
-            parameter = nn.Parameter(view.new_empty(0), requires_grad=self.trains)
-            # A version counter of its own: all-gathers and updates do not count as edits.
-            parameter.data = view
-            parameter.__dict__.update(replaced[piece.name].__dict__)
-            self._mark(piece.name, parameter)
-            self._parameters.append(parameter)
+            old = replaced[piece.name]
+            owner = owner_of(old)[0]
+            # A parameter that several stages of this rank hold has a copy in each.
+            is_copy = isinstance(owner, FlatParam) and owner.context is self.context
+            self._parameters.append(bind(old, view, self, piece.name, keep=not is_copy))
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         if self.trains:
             for index, parameter in enumerate(self._parameters):
-                parameter.register_post_accumulate_grad_hook(self._make_grad_hook(index))
-
-    def _mark(self, name: str, parameter: Any) -> None:
-        """Mark the parameter as an engine's; refuse copies of it if they would be NaN."""
-        setattr(parameter, _ENGINES, True)
-        vars(parameter).pop("__deepcopy__", None)  # another engine's
-        if not self.unsharded.persistent:
-            parameter.__deepcopy__ = functools.partial(_refuse_copy, name)
+                move_gradients(parameter, self._make_grad_hook(index))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -178,7 +179,7 @@ class FlatParam:
         """After a reshard: let the parameters read NaN instead of freed memory."""
         if not self.unsharded.persistent and not self._points_to_nan:
             for parameter in self._parameters:
-                parameter.data = self._nan.expand(parameter.shape)
+                write_data(parameter, self._nan.expand(parameter.shape))
             self._points_to_nan = True
 
     def point_to_storage(self) -> None:
@@ -186,8 +187,48 @@ class FlatParam:
         if self._points_to_nan:
             self._check_values()  # a script may freeze them in a forward that is not a step's
             for parameter, view in zip(self._parameters, self._views, strict=True):
-                parameter.data = view
+                write_data(parameter, view)
             self._points_to_nan = False
+
+    def expose(self, name: str, data: Tensor) -> Tensor:
+        """Return what a script gets for `.data`; `adopt_writes` finds what it writes to it."""
+        if self._points_to_nan:
+            raise ModelError(
+                "the parameter is sharded: it has no values here",
+                given=f"{name}.data",
+                expected="values, which it has while its module computes, or under zero=2 or less",
+                hint="engine.full_parameters()",
+            )
+        if self.is_shared:
+            self._handed_out.append((name, data, data.clone()))
+            return self._handed_out[-1][2]
+        if self.master is not self.shard or not self.unsharded.persistent:
+            self._exposed.append(weakref.ref(data))
+        return data
+
+    def adopt_writes(self) -> None:
+        """Write to `master` what was written to the parameters through `.data`; each rank its own range, so
+        that ranks that hold the same parameter need to make the same writes. Compares only if `.data` was
+        read. Raises ModelError if other ranks use the memory: the writes, to copies, have had no effect."""
+        while self._handed_out:
+            name, data, copy = self._handed_out.pop()
+            if not torch.allclose(copy, data, rtol=0, atol=0, equal_nan=True):
+                raise ModelError(
+                    "a parameter in memory that others share was written through .data",
+                    given=name,
+                    expected="parameters of which each rank has its own copy, which it trains itself",
+                    hint="zero=0, without servers",
+                )
+        if not self._exposed:
+            return
+        self._exposed = [reference for reference in self._exposed if reference() is not None]
+        own = self.storage[self.start : self.stop]
+        is_shard = own.data_ptr() == self.shard.data_ptr()
+        held = (self.master if is_shard else self.shard).to(own.device, own.dtype)
+        changed = (own != held).to(self.master.device)
+        self.master[changed] = own.to(self.master.device, self.master.dtype)[changed]
+        if not is_shard:
+            self.shard.copy_(own)
 
     def write_back(self) -> None:
         """Round the updated master weights into `shard`; on the copy stream, if only they are in host
@@ -212,6 +253,7 @@ class FlatParam:
 
     def check_unchanged(self) -> None:
         """Raise ModelError if a parameter's values or `requires_grad` were changed outside the engine."""
+        self.adopt_writes()
         self._check_values()
         for piece, p in zip(self.layout.params, self._parameters, strict=True):
             if p.requires_grad != self.trains:
@@ -227,9 +269,25 @@ class FlatParam:
         expected_storage = (self._nan if self._points_to_nan else self.storage).untyped_storage()._cdata
         for piece, p, version in zip(self.layout.params, self._parameters, self._versions, strict=True):
             if p._version != version or p.untyped_storage()._cdata != expected_storage:
-                raise changed_outside_engine(piece.name)
+                of_another = owner_of(p)[0] is not self
+                raise (given_to_another_engine if of_another else changed_outside_engine)(piece.name)
+
+    def check_copy(self, name: str) -> None:
+        """Raise ModelError if a copy of the parameter would be NaN."""
+        if not self.unsharded.persistent:
+            raise ModelError(
+                "a copy of the model would be NaN: its parameters are sharded",
+                given=name,
+                expected="zero=2 or less, or the full parameters",
+                hint="engine.full_parameters(), or a copy made before parallelize",
+            )
 
     # --- gradients
+
+    @property
+    def has_gradient(self) -> bool:
+        """True from a step's first gradient to its end."""
+        return self.trains and (self.has_sum or self.grad_buffer.state is not GradientState.EMPTY)
 
     def begin_micro(self) -> None:
         """Start a micro-batch's backward: no gradient has arrived."""
@@ -310,10 +368,11 @@ class FlatParam:
 
     def _on_grad(self, index: int, parameter: Tensor) -> None:
         """Move `parameter.grad` into `grad_buffer`. See [Note: gradient accumulation in hooks]."""
-        if parameter.grad is None:
-            return  # a split backward: it arrives with the second half
+        gradient = read_grad(parameter)
+        if gradient is None:
+            return  # a split backward: it arrives with the second half; or a hook has dropped it
         self._check_expected(index, parameter)
-        gradient, parameter.grad = parameter.grad, None
+        write_grad(parameter, None)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if self.listener.try_defer(parameter, gradient):
             self.grad_buffer.mark_arrived(index)
@@ -341,7 +400,7 @@ class FlatParam:
     def _check_expected(self, index: int, parameter: Tensor) -> None:
         if self._in_micro and not self.grad_buffer.has_arrived(index):
             return
-        parameter.grad = None
+        write_grad(parameter, None)
         name = self.layout.params[index].name
         if not self._in_micro:
             raise ModelError(
@@ -358,11 +417,6 @@ class FlatParam:
         )
 
 
-def is_engines(parameter: object) -> bool:
-    """Return whether an engine has made this parameter."""
-    return hasattr(parameter, _ENGINES)
-
-
 def given_to_another_engine(name: str) -> ModelError:
     """The error for a parameter that a newer engine of the same model has replaced."""
     return ModelError(
@@ -370,23 +424,4 @@ def given_to_another_engine(name: str) -> ModelError:
         given=f"{name}, which another call of parallelize has replaced",
         expected="one engine per model: the newest",
         hint="the newer engine; or parallelize(copy.deepcopy(model), ...) for each",
-    )
-
-
-def _refuse_copy(name: str, _memo: object) -> NoReturn:
-    raise ModelError(
-        "a copy of the model would be NaN: its parameters are sharded",
-        given=name,
-        expected="zero=2 or less, or the full parameters",
-        hint="engine.full_parameters(), or a copy made before parallelize",
-    )
-
-
-def changed_outside_engine(name: str) -> ModelError:
-    """The error for a parameter that something other than the engine wrote."""
-    return ModelError(
-        "a parameter was changed outside the engine",
-        given=name,
-        expected="weights that only the engine changes: its master weights would overwrite other changes",
-        hint="load weights before parallelize, or with engine.load_state",
     )

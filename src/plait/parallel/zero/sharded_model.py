@@ -67,13 +67,9 @@ from torch import Tensor, nn
 from plait.comm import Group, Mesh, all_reduce
 from plait.errors import ModelError
 from plait.parallel.zero.exec_order import UnitGroup, agreed_order
-from plait.parallel.zero.flat_param import (
-    FlatParam,
-    changed_outside_engine,
-    given_to_another_engine,
-    is_engines,
-)
+from plait.parallel.zero.flat_param import FlatParam, given_to_another_engine
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, GradReducer, InFlightReductions
+from plait.parallel.zero.parameter import UnitParameter, changed_outside_engine
 from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.reduce_ops import GradReduction, make_reduction
 from plait.parallel.zero.shard_map import persistent_buffers
@@ -85,8 +81,9 @@ _UPDATES_WITH_GATHERS = 3  # calls of the optimizer, if all-gathers follow them
 Root = Tensor | torch.autograd.graph.GradientEdge
 
 
-def _refuse_to_load(*_: Any) -> None:
-    raise changed_outside_engine("load_state_dict() of a model that is being trained")
+def _refuse_to_load(model: nn.Module, *_: Any) -> None:
+    if any(isinstance(parameter, UnitParameter) for parameter in model.parameters()):  # not of a copy
+        raise changed_outside_engine("load_state_dict() of a model that is being trained")
 
 
 class DeferredWork(Protocol):
@@ -129,6 +126,7 @@ class ShardedStage:
         for unit in self.units:
             unit.listener = self
             unit.record_versions()
+            unit.point_to_nan()
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters.values()}
         self._model = model
         self._record_module_tree()
@@ -148,6 +146,8 @@ class ShardedStage:
         """Give gradients to another reduction than the plan's: to parameter servers."""
         self.reduction = reduction
         self.reducer.reduce_with(reduction)
+        for unit in self.units:
+            unit.is_shared = True
 
     # --- listener of the units' gradients
 
@@ -170,7 +170,8 @@ class ShardedStage:
         """Raise ModelError if a parameter was changed, replaced or added outside the engine."""
         for holder, key, name, parameter in self._slots:
             if (present := holder.get(key)) is not parameter:
-                raise given_to_another_engine(name) if is_engines(present) else changed_outside_engine(name)
+                is_engines = isinstance(present, UnitParameter)
+                raise given_to_another_engine(name) if is_engines else changed_outside_engine(name)
         for unit in self.units:
             unit.check_unchanged()
         for module, children, num_params in self._tree:
@@ -227,9 +228,15 @@ class ShardedStage:
 
     def begin_update(self) -> None:
         """Free unsharded parameters that will be out of date."""
+        self.adopt_writes()
         if not self._unshards_after_update:
             self.unsharder.reshard_all()
         self.unsharder.wait_all()
+
+    def adopt_writes(self) -> None:
+        """Make writes to parameters through `.data` those of the master weights."""
+        for unit in self.units:
+            unit.adopt_writes()
 
     def update(self, step: Callable[[Sequence[FlatParam]], None]) -> None:
         """Update the units' shards with `step`, and all-gather them unless they are freed after use."""

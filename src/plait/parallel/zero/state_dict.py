@@ -300,8 +300,7 @@ class ShardedState:
         value = source.read_full(f"{kind}/{name}")
         if kind.startswith("number."):
             return value.item()
-        groups = {leaf: g for g in self._optimizer.optimizer.param_groups for leaf in g["params"]}
-        return value.to(scalar_device(groups[leaf], leaf), copy=True)
+        return value.to(scalar_device(self._optimizer.chunked.options(leaf), leaf), copy=True)
 
     def _full_state_of(self, tensor: FullTensor, leaf: Tensor, source: StateReader) -> dict[str, Any]:
         """Read a full tensor's state, in the form in which the optimizer holds it."""

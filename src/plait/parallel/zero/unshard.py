@@ -428,6 +428,7 @@ class Unsharder:
     def _reshard(self, unit: FlatParam) -> None:
         """Free the unsharded parameters."""
         self._wait_for_unshard(unit)
+        unit.adopt_writes()
         unit.unsharded.free()
         unit.point_to_nan()
         self._unsharded.pop(unit, None)

@@ -1,0 +1,125 @@
+"""The optimizer that scripts hold: one of torch for schedulers, which only the engine steps."""
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from plait.engine.build import EngineParts
+from plait.engine.misuse import not_copyable
+from plait.errors import CheckpointError, ConfigError, RunError
+from plait.plan import Plan
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The options and hooks of an engine's optimizer, and the states of this rank's shards.
+
+    param_groups   the dicts of the real optimizer, so that schedulers and scripts set its options; `params`
+                   are this rank's parameters of the model
+    defaults       as of the optimizer's class
+    """
+
+    def __init__(self, parts: EngineParts, plan: Plan, rank: int, drop: Callable[[], object]) -> None:
+        """`drop`: discards gradients that have been accumulated since the last update."""
+        self._parts, self._plan, self._rank, self._drop = parts, plan, rank, drop
+        self._real = parts.optimizer.optimizer
+        real = self._real
+        self.__setstate__({"defaults": dict(real.defaults), "param_groups": real.param_groups})
+        for group in real.param_groups:  # the stepper has noted the leaves, and sets those that it steps
+            group["params"] = []
+        for unit in parts.sharded.trained:
+            for piece, parameter in zip(unit.layout.params, unit.parameters.values(), strict=True):
+                if (index := unit.layout.group_of(piece)) is not None:
+                    real.param_groups[index]["params"].append(parameter)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:
+        """Raise RunError: it would be a second update."""
+        raise RunError(
+            "an engine steps its optimizer itself",
+            given="engine.optimizer.step()" if closure is None else "engine.optimizer.step(closure)",
+            expected="engine.step(batch), or engine.backward and engine.update, which update the weights",
+            hint="leave the call out; parallelize(clip_norm=...) clips, and precision=fp16 scales the loss",
+        )
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch adds no hooks: `stepping` runs them
+
+    @contextmanager
+    def stepping(self, *, skipped: bool) -> Iterator[None]:
+        """Run the hooks of `register_step_pre_hook` and `register_step_post_hook` around a step's update."""
+        self._opt_called = True  # torch's schedulers warn if they step before
+        for hook in () if skipped else self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
+        yield
+        for hook in () if skipped else self._optimizer_step_post_hooks.values():
+            hook(self, (), {})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Drop the gradients that have been accumulated since the last update, as `engine.discard_step`."""
+        self._drop()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:  # noqa: ARG002
+        """Raise ConfigError."""
+        raise ConfigError(
+            "an engine's optimizer takes no further parameters",
+            given="add_param_group after parallelize",
+            expected="groups that are known when the shards are laid out",
+            hint="parallelize(param_groups=[...]) with all groups; lr=0 for one that is to wait",
+        )
+
+    @property
+    def state(self) -> NoReturn:  # type: ignore[override]
+        """Raise RunError: states are of shards, not of parameters."""
+        raise RunError(
+            "an engine's optimizer has no states by parameter",
+            given="engine.optimizer.state",
+            expected="states of this rank's shards, which no parameter has",
+            hint="engine.state(): full states by name, such as 'exp_avg/<parameter>'",
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copyable()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The options of all groups and the states of this rank's shards, not copied: for `load_state_dict`
+        of the same rank under the same plan. Weights and the number of steps are in `engine.state()` only."""
+        chunked = self._parts.optimizer.chunked
+        return {
+            "state": {index: chunked.state(leaf) for index, leaf in enumerate(chunked.leaves)},
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"} for group in self.param_groups
+            ],
+            "shards": self._shards(),
+            "has_states": self._parts.optimizer.has_states,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned. Raises CheckpointError, before anything changes, for that of
+        another rank, plan, model or optimizer."""
+        chunked, expected = self._parts.optimizer.chunked, self._shards()
+        if (given := dict(state_dict).get("shards")) != expected:
+            raise CheckpointError(
+                "the state dict is not of this engine's optimizer",
+                given=given or "of another optimizer",
+                expected=expected,
+                hint="engine.save and engine.load, which work from any plan to any other",
+            )
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for key, value in saved.items():
+                if isinstance(present := group.get(key), Tensor):
+                    present.fill_(value)  # a captured graph may read it
+                else:
+                    group[key] = value
+        for index, leaf in enumerate(chunked.leaves):
+            chunked.load(leaf, copy.deepcopy(state_dict["state"][index]))
+        self._parts.optimizer.has_states = state_dict["has_states"]
+
+    def _shards(self) -> str:
+        """What this rank's states are of. Raises PlanError if servers have them."""
+        self._plan.check_no_servers("optimizer.state_dict")
+        kind = f"{type(self._real).__name__} with {len(self.param_groups)} groups"
+        digest = hashlib.sha256(repr(self._parts.layout).encode()).hexdigest()[:16]
+        return f"{kind}, rank {self._rank} of {self._plan}, shards {digest}"
