@@ -7,10 +7,12 @@ import os
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
@@ -161,6 +163,99 @@ def test_nothing_of_a_vocabulary_that_does_not_divide_is_padded_in_a_checkpoint(
     assert shapes == alone
     assert said == estimated
     assert sum(shape[0] == programs.VOCABULARY for shape in shapes.values() if len(shape) == 2) == 6
+
+
+# --- what a loop changes on the model
+
+
+class _Changing(nn.Module):
+    """Depends on all that a loop may change outside of blocks, and counts its own calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.enter, *blocks = (nn.Linear(6, 6) for _ in range(5))
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(6, 6)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) / 2
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.full((6,), 0.1))
+        self.register_buffer("seen", torch.zeros(()))
+        self.gain, self.calls, self.config = 1.0, 0, SimpleNamespace(scale=1.0)
+        self.act, self.drop = nn.Tanh(), nn.Dropout(0.5)
+        self.around = [self.act]  # the same module, in a plain list
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        x = self.enter(x + self.shift) * self.gain * (1 + 0.1 * self.calls)
+        for block in self.blocks:
+            x = torch.sin(block(x))
+        self.last_size = x.square().mean()
+        x = self.around[0](x) * self.config.scale + self.act(x) * self.gain
+        return self.head(self.drop(x)) / self.temperature * float(self.seen)
+
+
+def _doubled(layer: nn.Linear, x: Tensor) -> Tensor:
+    return 2 * F.linear(x, layer.weight, layer.bias)
+
+
+def _changed(model: Any, number: int) -> None:
+    """Changes before step `number`."""
+    if number == 0:
+        model.eval()  # and with it dropout
+    if number == 1:
+        model.gain, model.config.scale = 0.7, 1.3
+        model.shift.mul_(-3.0)
+        model.drop.register_forward_hook(lambda *call: call[-1] * 1.25)
+    if number == 2:
+        model.shift, model.act = model.shift + 1.0, nn.Sigmoid()
+        model.calls = 0
+        model.enter.forward = MethodType(_doubled, model.enter)
+
+
+def _trained_with_changes(plan: str | None) -> list[float]:
+    """Losses of steps between which the loop changes the model; None: in plain torch."""
+    model: Any = _Changing().double()
+
+    def loss(outputs: Tensor, _: Any) -> tuple[Tensor, int]:
+        return outputs.square().sum() + model.last_size, len(outputs)
+
+    data = torch.linspace(-1, 1, 4 * 24, dtype=torch.float64).view(4, 4, 6).sin()
+    losses = []
+    if plan is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for number, x in enumerate(data):
+            _changed(model, number)
+            optimizer.zero_grad()
+            totals = [loss(model(half), None)[0] / 4 for half in x.chunk(2)]
+            torch.autograd.backward(totals)
+            optimizer.step()
+            losses.append(sum(total.item() for total in totals))
+        return losses
+    engine = plait.parallelize(
+        model,
+        f"{plan} micro=2 precision=fp64",
+        optimizer=torch.optim.SGD,
+        optimizer_args={"lr": 0.05},
+        loss=loss,
+        example_batch={"x": data[0]},
+    )
+    for number, x in enumerate(data):
+        _changed(engine.model, number)
+        losses.append(engine.step({"x": x}).loss)
+    return losses
+
+
+SCHEDULES = [f"pp=2 schedule={name}" for name in ("gpipe", "1f1b", "interleaved chunks=2", "zb-h1", "zbv")]
+
+
+@pytest.mark.parametrize("plan", SCHEDULES)
+def test_what_a_loop_changes_on_the_model_outside_of_blocks_reaches_every_stage(pool: Pool, plan: str) -> None:
+    """Stages ran a copy of the model: gains, buffers, hooks and `eval()` were lost on the way."""
+    expected = pytest.approx(_trained_with_changes(None), rel=1e-9)
+    assert pool.run(_trained_with_changes, 2, plan) == [expected] * 2
 
 
 # --- several engines

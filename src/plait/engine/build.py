@@ -84,13 +84,18 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         placed = {id(p) for of in units.values() for unit in of for p in unit.parameters.values()}
         release_unused(model, placed | {id(parameter) for parameter in standalone.values()})
         model.register_forward_pre_hook(_refuse_forward)
+        of_stages = [stage.part.modules for stage in stages.values() if stage.part.modules is not None]
+        for modules in of_stages:
+            modules.publish()
+        for modules in of_stages:
+            modules.record()
     tied_reduce = TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh)
     sharded = ShardedModel({s: stage.zero for s, stage in stages.items()}, groups, tied_reduce)
     group_optimizers = GroupOptimizer.of_groups(spec.optimizer, spec.arguments, spec.groups)
     optimizer = ShardedOptimizer(
         units, context, shard_map, spec.plan, group_optimizers, masters, spec.offload_dir
     )
-    modules = {s: stage.part.module for s, stage in stages.items()}
+    modules_of = {s: stage.part.module for s, stage in stages.items()}
     outer = OuterOptimizer([*sharded.stages.values()], context, job)
     return EngineParts(
         context,
@@ -100,7 +105,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         sharded,
         optimizer,
         IslandState(outer),
-        ShardedState(context, modules, units, optimizer, shard_map),
+        ShardedState(context, modules_of, units, optimizer, shard_map),
         ReplicaCheck(sharded.units, context, shard_map, outer.common),
         Pipeline(spec.schedule.rank_of, mesh, splitter),
         dataflow,
@@ -148,13 +153,16 @@ def build_stages(
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     device, dtype = context.device, context.precision.compute
-    parts = [split_stage(model, spec.blocks, spec.stages, s, device=device, dtype=dtype) for s in units]
+    last = spec.stages.num_stages - 1
+    with_loss = last if last in units else min(units)  # shares the model's state: the loss may read it
+    split = partial(split_stage, model, spec.blocks, spec.stages, device=device, dtype=dtype)
+    parts = [split(stage, shares_state=stage == with_loss) for stage in units]
     runners = {}
     for stage, part in zip(units, parts, strict=True):
         owners = bind_flat_params(part.module, names, part.blocks, units[stage], standalone)
         zero = ShardedStage(part.module, owners, context, column_reduce, in_flight)
         runners[stage] = _build_stage(
-            part, spec, context, zero, splitter, is_last=stage == spec.stages.num_stages - 1
+            part, spec, context, zero, splitter, is_last=stage == last
         )
     return runners
 

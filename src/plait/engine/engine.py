@@ -265,6 +265,7 @@ class Engine:
         self._step_count.begin()
         self._check_consistent()
         check_hyperparameters(self.optimizer)
+        self._runner.refresh()
         for stage in self._stages:
             stage.check_unchanged()
 

@@ -128,8 +128,15 @@ class MicrobatchRunner:
         units = [unit for stage in self._parts.stages.values() for unit in stage.zero.units]
         return {name: parameter._version for unit in units for name, parameter in unit.parameters.items()}
 
+    def refresh(self) -> None:
+        """Adopt what was changed on the model since the last pass. See models/stages/shell.py."""
+        for stage in self._parts.stages.values():
+            if stage.part.modules is not None:
+                stage.part.modules.refresh()
+
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
+        self.refresh()
         modules = [m for stage in self._parts.stages.values() for m in stage.part.module.modules()]
         modes = [(module, module.training) for module in modules]
         for stage in self._parts.stages.values():
@@ -176,6 +183,10 @@ class MicrobatchRunner:
             self._is_broken = self._last > 0 and schedule.num_ranks > 1
             self._parts.context.mesh.world.was_interrupted |= self._is_broken
             raise
+        finally:
+            for stage in self._parts.stages.values():
+                if stage.part.modules is not None:
+                    stage.part.modules.end_pass()
 
     def _broadcast_from_last(self, make: Callable[[], Any]) -> Any:
         """Broadcast the result of `make` on the last stage's rank. If it fails there, all ranks raise."""

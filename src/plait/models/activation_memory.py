@@ -179,7 +179,10 @@ def running_on_meta(device: torch.device) -> Iterator[None]:
 def copy_to_meta(model: nn.Module) -> nn.Module:
     """Return a copy of the model with parameters and buffers on meta, in the same dtypes."""
     memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers(), *(tensor for _, tensor in placeholders(model))):
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    computed = [t for t in attributes if isinstance(t, Tensor) and not t.is_leaf]  # as by nn.utils.prune
+    given = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in placeholders(model))]
+    for tensor in (*given, *computed):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty

@@ -5,11 +5,10 @@ are replaced by the received tensors. NaN reveals a result that is not replaced.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-_KEYS_ATTRIBUTE = "_placeholder_keys"  # of a module: the keys of its placeholders
 
 
 def placeholder_like(parameter: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
@@ -20,21 +19,15 @@ def placeholder_like(parameter: Tensor, device: torch.device, dtype: torch.dtype
     return value.expand(parameter.shape)
 
 
-def make_placeholder(module: nn.Module, key: str, placeholder: Tensor) -> None:
-    """Replace the module's parameter by a plain attribute, which is not trained, counted or saved."""
-    del module._parameters[key]
-    module.__dict__[key] = placeholder
-    module.__dict__[_KEYS_ATTRIBUTE] = (*module.__dict__.get(_KEYS_ATTRIBUTE, ()), key)
-
-
-def placeholder_keys(module: nn.Module) -> tuple[str, ...]:
-    """The keys of the module's direct parameters that belong to another stage."""
-    keys: tuple[str, ...] = module.__dict__.get(_KEYS_ATTRIBUTE, ())
-    return keys
+def placeholders_of(module: nn.Module) -> dict[str, Tensor]:
+    """The placeholders that a stage's module has in place of direct parameters, by key."""
+    is_shell = hasattr(type(module), "_stage_placeholders")  # models/stages/shell.py
+    of_shell: Any = module._stage_placeholders if is_shell else {}
+    return of_shell  # type: ignore[no-any-return]
 
 
 def placeholders(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield all placeholders with their names, tied ones under each name."""
     for name, module in model.named_modules():
-        for key in placeholder_keys(module):
-            yield f"{name}.{key}" if name else key, module.__dict__[key]
+        for key, placeholder in placeholders_of(module).items():
+            yield f"{name}.{key}" if name else key, placeholder

@@ -1,7 +1,7 @@
 """Pipeline stages of a model: each is the model itself, with other stages' blocks replaced by pass-throughs.
 
 [Note: forward of a stage]
-Stages send each other the output of a stage's last block, of any structure. A stage's shell is a copy of the
+Stages send each other the output of a stage's last block, of any structure. A stage's shell (shell.py) has the
 model's structure with the stage's own blocks, and a `PassThrough` in place of each other one. The one before
 the first own block returns the received output, which the model's own code unpacks as it does in one process.
 Those before that return their blocks' outputs where this stage or a later one reads them (skip connections,
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.placeholder import make_placeholder, placeholder_keys, placeholder_like, placeholders
+from plait.models.placeholder import placeholder_like, placeholders, placeholders_of
 from plait.models.stages.assign import out_of_order
 from plait.models.stages.inbox import StageInbox, message_of
+from plait.models.stages.shell import Shell, StageModules
 from plait.models.tensors import tensors_in
 from plait.models.transformers_types import is_pretrained_config
 from plait.plan.sharding import TPPlan
@@ -43,6 +44,7 @@ class StageModule:
     blocks          the stage's own, under their names in the model
     earlier         the names of the blocks of earlier stages, by number: it receives the output of the last
     carried         the numbers of others whose outputs it receives
+    modules         its modules by the model's; None if it is the model
     """
 
     number: int
@@ -50,6 +52,7 @@ class StageModule:
     blocks: list[tuple[str, nn.Module]]
     earlier: Mapping[int, str] = field(default_factory=dict)
     carried: tuple[int, ...] = ()
+    modules: StageModules | None = None
 
     def received_from(self, output_of: Callable[[str], Any]) -> Any:
         """Return what the stage receives, out of the outputs of the model's blocks by name."""
@@ -86,7 +89,8 @@ class StageModule:
                 dims = shardings[name].ranges(placeholder.shape, row, col)
                 shape = [sum(stop - start for start, stop in ranges) for ranges in dims]
                 owner, _, key = name.rpartition(".")
-                self.module.get_submodule(owner).__dict__[key] = placeholder.flatten()[0].expand(*shape)
+                of_owner = placeholders_of(self.module.get_submodule(owner))
+                of_owner[key] = placeholder.flatten()[0].expand(*shape)
 
     def _shards_placeholders(self, plan: TPPlan) -> bool:
         return bool(self.earlier) and plan.rows > 1
@@ -120,13 +124,15 @@ def split_stage(
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
+    shares_state: bool = True,
 ) -> StageModule:
-    """Build one stage from the model's own blocks, parameters and modules outside of blocks.
+    """Build one stage from the model's own blocks, and modules outside of blocks whose parameters it alone has.
 
-    Modules that have parameters of several stages, or none, are copied, and buffers with them, so these must
-    be initialized; so are modules in blocks that an earlier stage's blocks share, as one module cannot hold
-    the parameters of two stages. `dtype`: of the placeholders for other stages' parameters, if not their own.
-    The model is not changed, but a stage's last block gets a second object that shares its attributes.
+    It has shells for the other modules outside of blocks, which share their state with the model unless
+    `shares_state` is False; and copies of modules in blocks that an earlier stage's blocks share, as one module
+    cannot hold the parameters of two stages. `dtype`: of the placeholders for other stages' parameters, if not
+    their own. The model is not changed, but a stage's last block gets a second object that shares its
+    attributes.
     """
     if assignment.num_stages == 1:
         return StageModule(0, model, list(blocks))
@@ -134,10 +140,10 @@ def split_stage(
     is_last = stage == assignment.num_stages - 1
     sends = () if is_last else assignment.carried_into(stage + 1)
     inbox = StageInbox(stage, sends, (start, stop))
-    memo = _modules_not_copied(model, blocks, assignment, stage)
-    for name, parameter in model.named_parameters():
-        is_own = stage in assignment.stages_with(name)
-        memo[id(parameter)] = parameter if is_own else placeholder_like(parameter, device, dtype)
+    parameters = [(p, stage in assignment.stages_with(name)) for name, p in model.named_parameters()]
+    foreign = {id(p): placeholder_like(p, device, dtype) for p, is_own in parameters if not is_own}
+    modules = _own_modules(model, blocks, assignment, stage)
+    memo: dict[int, Any] = {id(parameter): parameter for parameter, _ in parameters}
     own = []
     earlier = {module for _, block in blocks[:start] for module in block.modules()}
     for number, (name, block) in enumerate(blocks):
@@ -149,14 +155,19 @@ def split_stage(
             elif not is_last:
                 unshared.register_forward_hook(partial(_add_output, inbox, number))
             own.append((name, unshared))
-            memo[id(block)] = unshared
+            modules[block] = unshared
         else:
-            memo[id(block)] = PassThrough(name, block, inbox, assignment.changing, number)
-    shell = copy.deepcopy(model, memo)
-    _install_placeholders(shell, inbox)
-    shell.forward = StageForward(shell.forward, inbox, ends=not is_last)
+            modules[block] = PassThrough(name, block, inbox, assignment.changing, number)
+    of_blocks = {block for _, block in blocks}
+    of_stage = StageModules(inbox, modules, of_blocks, foreign, shares_state=shares_state)
+    shell = of_stage.of(model)
+    of_stage.translate_attributes()
+    for name, module in shell.named_modules():
+        if placeholders_of(module):
+            module.register_forward_pre_hook(partial(_record_run, name, inbox))
+    shell.forward = StageForward(shell, inbox, ends=not is_last)
     names = {number: blocks[number][0] for number in range(start)}
-    return StageModule(stage, shell, own, names, assignment.carried_into(stage))
+    return StageModule(stage, shell, own, names, assignment.carried_into(stage), of_stage)
 
 
 def foreign_modules(
@@ -175,22 +186,20 @@ def foreign_modules(
     return foreign
 
 
-def _modules_not_copied(
+def _own_modules(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], assignment: StageAssignment, stage: int
-) -> dict[int, Any]:
-    """The deepcopy memo of configurations, and of modules outside of blocks that only this stage has."""
-    inner = {id(module) for _, block in blocks for module in block.modules()}
+) -> dict[nn.Module, nn.Module]:
+    """The modules outside of blocks that only this stage has, each with itself; also those of TorchScript, whose
+    classes cannot be extended."""
+    inner = {module for _, block in blocks for module in block.modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        if id(module) in inner:
-            continue
-        memo |= _configs(module)
+    found: dict[nn.Module, nn.Module] = {}
+    for module in set(model.modules()) - inner:
         below = [names[id(parameter)] for parameter in module.parameters()]
-        is_own = below and all(assignment.stages_with(name) == (stage,) for name in below)
-        if is_own and not any(id(m) in inner for m in module.modules()):
-            memo[id(module)] = module
-    return memo
+        is_own = all(assignment.stages_with(name) == (stage,) for name in below)
+        if is_own and (below or isinstance(module, torch.jit.ScriptModule)) and inner.isdisjoint(module.modules()):
+            found[module] = module
+    return found
 
 
 def _unshare_modules(block: nn.Module, earlier: Set[nn.Module], memo: dict[int, Any]) -> nn.Module:
@@ -199,34 +208,10 @@ def _unshare_modules(block: nn.Module, earlier: Set[nn.Module], memo: dict[int, 
         return block
     memo |= {id(buffer): buffer for buffer in block.buffers()}
     for module in block.modules():
-        memo |= _configs(module)
+        memo |= {id(value): value for value in vars(module).values() if is_pretrained_config(value)}
         if earlier.isdisjoint(module.modules()):
             memo[id(module)] = module
     return copy.deepcopy(block, memo)
-
-
-def _configs(module: nn.Module) -> dict[int, Any]:
-    return {id(value): value for value in vars(module).values() if is_pretrained_config(value)}
-
-
-def _install_placeholders(shell: nn.Module, inbox: "StageInbox") -> None:
-    """Remove foreign parameters from the shell's modules, and record which modules run with placeholders."""
-    for name, module in shell.named_modules():
-        for key, tensor in list(module._parameters.items()):
-            if tensor is not None and not isinstance(tensor, nn.Parameter):
-                make_placeholder(module, key, tensor)
-        if placeholder_keys(module):
-            module.register_forward_pre_hook(partial(_record_run, name, inbox))
-    for module in shell.modules():
-        if any(True for _ in placeholders(module)) and not any(True for _ in module.parameters()):
-            module.__dict__["parameters"] = partial(_parameters, module, inbox)
-
-
-def _parameters(module: nn.Module, inbox: StageInbox, recurse: bool = True) -> Iterator[Tensor]:
-    """Yield the placeholders of a module without parameters to the model's code, which may read the dtype or
-    the device of the first."""
-    if inbox.is_filled:
-        yield from (tensor for name, tensor in placeholders(module) if recurse or "." not in name)
 
 
 class ElsewhereError(ModelError, AttributeError):
@@ -271,28 +256,34 @@ class PassThrough(nn.Module):
         self, name: str, block: nn.Module, inbox: StageInbox, changing: Set[str], number: int
     ) -> None:
         """`changing`: names of attributes that a block's forward sets, which cannot be read here."""
+        self.__dict__["_stage_original"] = lambda: block  # read at each access; and not copied
         super().__init__()
-        for key, value in _attributes(block).items():
-            is_plain = isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value)
-            if not key.startswith("_") and key not in changing and is_plain:
-                setattr(self, key, value)
         self.__dict__.update(_modules_elsewhere(name, block, inbox.stage))
         self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_number=number)
         self.__dict__["_stage_changing"] = changing
 
+    @property
+    def training(self) -> bool:
+        """That of the block."""
+        return bool(self.__dict__["_stage_original"]().training)
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self.__dict__["_stage_original"]().training = value
+
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("_stage_changing", ()):
+        if name.startswith("_"):
+            return super().__getattr__(name)
+        if name in self.__dict__["_stage_changing"]:
             raise ModelError(
                 f"{name} of {self.__dict__['_stage_block']} is set in another stage",
                 given=f"stage {self.__dict__['_stage_inbox'].stage} reads what a block's forward sets",
                 expected="blocks that return what later ones and the model need",
                 hint="return it with the block's output, and pass it on; or no pipeline",
             )
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_stage_block" not in self.__dict__ or name.startswith("__"):
-                raise
+        value = _attributes(self.__dict__["_stage_original"]()).get(name, self)
+        if isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value):
+            return value
         raise _elsewhere_error(f"{self.__dict__['_stage_block']}.{name}", self.__dict__["_stage_inbox"].stage)
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -350,9 +341,9 @@ def _observed(block: nn.Module, inbox: StageInbox, number: int | None) -> nn.Mod
 class StageForward:
     """The forward of a stage's shell. See [Note: forward of a stage]."""
 
-    def __init__(self, forward: Any, inbox: StageInbox, *, ends: bool) -> None:
+    def __init__(self, shell: Shell, inbox: StageInbox, *, ends: bool) -> None:
         """`ends`: after the last own block, before the end of the model's forward."""
-        self.forward = forward
+        self.shell = shell
         self.inbox = inbox
         self.ends = ends
 
@@ -362,7 +353,7 @@ class StageForward:
         inbox.is_taken = inbox.stage == 0
         has_ended = False
         try:
-            output = self.forward(*args, **kwargs)
+            output = self.shell.plain_forward()(*args, **kwargs)
         except _EndOfStage as end:
             output, has_ended = inbox.message(end.output), True
         except ModelError:

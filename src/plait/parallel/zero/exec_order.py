@@ -86,7 +86,7 @@ def encloses(module: nn.Module, root: nn.Module, owners: Set[nn.Module]) -> bool
 
 def reads_no_weight_in_backward(module: nn.Module) -> bool:
     """True if the gradient of the module's weight does not depend on the weight."""
-    return type(module) is nn.Embedding
+    return module.__class__ is nn.Embedding
 
 
 def tensors_in(output: Any) -> tuple[list[Tensor], bool]:
