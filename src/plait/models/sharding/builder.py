@@ -8,7 +8,8 @@ from torch import nn
 
 from plait.errors import ModelError, PlanError
 from plait.models.sharding.styles import StyleSpec, replicate_hint
-from plait.models.transformers_types import is_conv1d, is_pretrained_model
+from plait.models.task import pretrained_base
+from plait.models.transformers_types import is_conv1d
 from plait.plan.sharding import (
     ArgumentSharding,
     DimSharding,
@@ -25,7 +26,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)  # hold modules, a
 @dataclass
 class TPPlanBuilder:
     """See `TPPlan` for what is collected. `specs`: declared styles, by name; `blocks`: the blocks' names;
-    `read_in_full`: layers of a derived plan whose outputs the model's code may use in full."""
+    `read_in_full`: layers of a derived plan whose outputs the model's code may use in full; `wrappers`: modules
+    that have given their style to a layer in them."""
 
     model: nn.Module
     rows: int
@@ -37,11 +39,14 @@ class TPPlanBuilder:
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     arguments: list[ArgumentSharding] = field(default_factory=list)
     read_in_full: set[str] = field(default_factory=set)
+    wrappers: set[str] = field(default_factory=set)
     modules: dict[str, nn.Module] = field(init=False)
     shapes: dict[str, tuple[int, ...]] = field(init=False)
+    pretrained: Any = field(init=False)  # the model of transformers, which may be wrapped; None for another
     _names: dict[int, str] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.pretrained = pretrained_base(self.model)
         self.modules = dict(self.model.named_modules())
         self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         self._names = {id(p): name for name, p in self.model.named_parameters()}
@@ -49,7 +54,7 @@ class TPPlanBuilder:
     @property
     def config(self) -> Any:
         """The text configuration of a transformers model; None for another model."""
-        return self.model.config.get_text_config() if is_pretrained_model(self.model) else None
+        return None if self.pretrained is None else self.pretrained.config.get_text_config()
 
     def own_parameters(self, module: str) -> dict[str, str]:
         """Map the module's direct parameters, by their name in it, to their full names in the model."""

@@ -14,7 +14,7 @@ from plait.models.sharding.builder import TPPlanBuilder
 from plait.models.sharding.heads import Heads
 from plait.models.sharding.styles import Patterns
 from plait.models.sharding.styles import plan_of_layers as _plan
-from plait.models.transformers_types import is_pretrained_model
+from plait.models.task import pretrained_base
 from plait.plan.sharding import ArgumentSharding
 
 _BLOOM = _plan(
@@ -128,11 +128,11 @@ _HEAD_ARGUMENTS = {"bloom": (("alibi", -3),), "falcon": (("alibi", -3), ("attent
 
 def family_plan(model: nn.Module, cols: int) -> Patterns:
     """The plan that plait has for a transformers model, which overrides the model's own."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if not is_pretrained_model(model) or kind not in FAMILIES:
+    base = pretrained_base(model)
+    if base is None or base.config.model_type not in FAMILIES:
         return {}
-    family = FAMILIES[kind]
-    return family if isinstance(family, dict) else family(model.config.get_text_config(), cols)
+    family = FAMILIES[base.config.model_type]
+    return family if isinstance(family, dict) else family(base.config.get_text_config(), cols)
 
 
 def add_head_arguments(builder: TPPlanBuilder, heads: Heads) -> None:

@@ -12,7 +12,7 @@ the width of a head (`/64`). In the second, there are `num_attention_heads` quer
 recognized by their names. A head's width is the layer's width divided by the heads, so that gates next to
 queries, and latent projections, are sharded correctly too.
 
-Also parameters between sharded layers: norms of queries and keys, learned activations.
+Also norms of queries and keys.
 """
 
 import math
@@ -85,7 +85,7 @@ def attention_of(builder: TPPlanBuilder, name: str) -> str | None:
         if path == block:
             return None
         names = path.rpartition(".")[2], type(builder.modules[path]).__name__
-        if any(map(_ATTENTION.search, names)) and head_counts(builder, path) is not None:
+        if path not in builder.wrappers and any(map(_ATTENTION.search, names)) and head_counts(builder, path) is not None:
             return path
     return None
 
@@ -273,7 +273,6 @@ def _scale_to_columns(heads: Heads, key: str, value: int, queries: list[int], ke
     )
 
 
-_ACTIVATION = re.compile(r"^act(ivation)?(_fn)?$")
 _QK_NORM = re.compile(r"^(q|k|query|key)_?(layer_?)?(norm|ln)$")
 
 
@@ -322,15 +321,6 @@ def add_undeclared_head_norms(builder: TPPlanBuilder) -> None:
                 expected="a norm per head, or projections that are gathered",
                 hint="colwise_gather_output for the projections and rowwise_split_input for the last layer",
             )
-
-
-def add_activations(builder: TPPlanBuilder) -> None:
-    """Add the learned scalars of activations; each column has a partial gradient, from its features."""
-    for name in builder.modules:
-        is_other = name in builder.specs or not _ACTIVATION.match(name.rpartition(".")[2])
-        if not is_other and _sibling_column_layers(builder, name):
-            for full_name in builder.own_parameters(name).values():
-                builder.shard_parameter(full_name, [None] * len(builder.shapes[full_name]), partial=True)
 
 
 def _sibling_column_layers(builder: TPPlanBuilder, name: str) -> list[LayerSharding]:

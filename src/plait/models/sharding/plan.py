@@ -38,10 +38,10 @@ from plait.models.sharding.builder import (
     part_width,
     repeat_per_part,
 )
+from plait.models.sharding.columns import Columns, follow_columns
 from plait.models.sharding.derive import derive_styles
 from plait.models.sharding.families import add_head_arguments, family_plan
 from plait.models.sharding.heads import (
-    add_activations,
     add_head_attributes,
     add_head_norm,
     add_undeclared_head_norms,
@@ -57,12 +57,18 @@ from plait.models.sharding.mixers import (
     add_mixer_parameter,
     add_norm_over_columns,
 )
+from plait.models.sharding.placement import (
+    adapted_layer,
+    columns_by_names,
+    find_adapted,
+    mark_sums,
+    place_layers,
+)
 from plait.models.sharding.residual import (
     add_residual_layers,
     check_rows,
     check_sequence,
     find_regions,
-    mark_partial_grads,
     pure_regions,
 )
 from plait.models.sharding.styles import (
@@ -72,7 +78,7 @@ from plait.models.sharding.styles import (
     resolve_styles,
     style_text,
 )
-from plait.models.transformers_types import input_embedding, is_pretrained_model
+from plait.models.transformers_types import input_embedding
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, StyleLine, TPPlan, split_width
 
 
@@ -100,6 +106,7 @@ def build_tp_plan(
     failure = _derive(builder, batch) if is_derived else None
     _declare_embedding_and_head(builder)
     dims = {} if layout is None else apply_layout(builder, layout, names, sequence=sequence)
+    find_adapted(builder)
     for name, spec in specs.items():
         if name in builder.modules:
             _add_module(builder, name, spec)
@@ -108,7 +115,6 @@ def build_tp_plan(
     _add_experts(builder)
     _add_head_numbers(builder)
     add_undeclared_head_norms(builder)
-    add_activations(builder)
     if not builder.layers or (given is None and not any(map(builder.block_of, builder.layers))):
         raise ModelError(
             "there is no tensor plan for this model",
@@ -117,20 +123,24 @@ def build_tp_plan(
             hint=_example_plan(builder, batch),
         )
     _check_shared(builder)
-    regions = find_regions(builder)
+    regions, sequence = find_regions(builder), sequence and cols > 1
+    if sequence:
+        check_sequence(builder, regions)
+    columns = follow_columns(builder, regions, batch, sequence=sequence) if cols > 1 else Columns()
+    columns = columns or columns_by_names(builder, regions, sequence=sequence)
+    place_layers(builder, columns, sequence=sequence)
     if rows > 1:
         add_residual_layers(builder, regions)
         check_rows(builder, regions)
-    if sequence and cols > 1:
-        check_sequence(builder, regions)
-    mark_partial_grads(builder, regions, sequence=sequence)
+    pure = pure_regions(builder, regions)
+    mark_sums(builder, columns, pure if sequence else frozenset(), sequence=sequence)
     return TPPlan(
         rows,
         cols,
         tuple(builder.layers.values()),
         tuple(builder.parameters.values()),
         regions,
-        pure_regions(builder, regions),
+        pure,
         tuple((module, key, values) for (module, key), values in builder.attributes.items()),
         tuple(builder.arguments),
         _lines(builder, dims),
@@ -189,10 +199,11 @@ def _example_plan(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
 
 def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
     """Declare styles for a transformers model's embedding and head, tied or not."""
-    if not is_pretrained_model(builder.model) or not builder.specs:
+    if builder.pretrained is None or not builder.specs:
         return
     names = {id(module): name for name, module in builder.modules.items()}
-    embedding, head = input_embedding(builder.model), builder.model.get_output_embeddings()
+    embedding = _adapted(builder, names, input_embedding(builder.pretrained), Style.VOCABULARY)
+    head = _adapted(builder, names, builder.pretrained.get_output_embeddings(), Style.COLUMN)
     replicated = {name for name, spec in builder.specs.items() if spec.style is Style.REPLICATE}
     is_tied = False
     if isinstance(head, nn.Linear) and names.get(id(head), "") not in {"", *replicated}:
@@ -206,6 +217,14 @@ def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
     for name in tables:  # several if an encoder and a decoder share the weight
         if is_tied or not (is_read_elsewhere or name in replicated):
             builder.specs[name] = StyleSpec(Style.VOCABULARY)
+
+
+def _adapted(
+    builder: TPPlanBuilder, names: Mapping[int, str], module: nn.Module | None, style: Style
+) -> nn.Module | None:
+    """The layer that a module of the model is or wraps."""
+    layer = adapted_layer(builder, names[id(module)], style) if id(module) in names else None
+    return module if layer is None else builder.modules[layer]
 
 
 def _check_shared(builder: TPPlanBuilder) -> None:
@@ -254,7 +273,8 @@ def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
 def _rotary_features(builder: TPPlanBuilder, name: str) -> Range:
     """The last features of a latent projection, which all heads rotate and read."""
     path = name.rpartition(".")[0]
-    attention, features = builder.modules[path], linear_features(builder.modules[name])
+    attention, layer = builder.modules[path], adapted_layer(builder, name, Style.MLA_LATENT)
+    features = None if layer is None else linear_features(builder.modules[layer])
     width = getattr(attention, "qk_rope_head_dim", None)
     if not isinstance(width, int) or features is None:
         raise ModelError(

@@ -1,14 +1,13 @@
 """Regions and the residual stream between them, with features sharded over `row` or tokens over `col`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import is_head_norm
-from plait.plan.sharding import LayerSharding, ParamSharding, Style
+from plait.plan.sharding import LayerSharding, Style
 
 _LINEAR = (Style.COLUMN, Style.ROW)
 _SHARDED = (*_LINEAR, Style.EXPERTS)
@@ -215,33 +214,3 @@ def _sequence_error(builder: TPPlanBuilder, name: str, given: str) -> ModelError
         expected="blocks of norms, and of sharded attention and mlp",
         hint=f"tp={builder.rows}x{builder.cols} without sp",
     )
-
-
-def mark_partial_grads(builder: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) -> None:
-    """Mark the parameters that see only their column's tokens. See `plan.py` [Note: partial gradients]."""
-    for table in [name for name in builder.layers if builder.style_of(name) is Style.VOCABULARY]:
-        for name in builder.inside(table):
-            for full_name in builder.own_parameters(name).values():
-                _mark_partial(builder, full_name)
-    if not sequence:
-        return
-    sharded = frozenset(regions)
-    biases = {
-        full_name
-        for name, layer in builder.layers.items()
-        if layer.style is Style.ROW and builder.block_of(name) is not None
-        for key, full_name in builder.own_parameters(name).items()
-        if key == "bias"
-    }
-    for full_name in builder.shapes:
-        is_between = builder.block_of(full_name) is not None and not _is_in_any(builder, full_name, sharded)
-        if full_name in biases or is_between:
-            _mark_partial(builder, full_name)
-
-
-def _mark_partial(builder: TPPlanBuilder, full_name: str) -> None:
-    """Mark a parameter, unless its shards differ between columns."""
-    unsharded = ParamSharding(full_name, (None,) * len(builder.shapes[full_name]))
-    param = builder.parameters.get(full_name, unsharded)
-    is_over_col = any(sharding is not None and sharding.axis == "col" for sharding in param.dims)
-    builder.parameters[full_name] = replace(param, partial=not is_over_col)

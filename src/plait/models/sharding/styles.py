@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from plait.errors import ModelError, nearest
-from plait.models.transformers_types import is_pretrained_model
+from plait.models.task import pretrained_base
 from plait.plan.sharding import Range, Style
 
 Patterns = dict[str, str]  # styles by patterns of paths
@@ -195,13 +195,14 @@ def resolve_styles(
 
 def shipped_plan(model: nn.Module) -> dict[str, str]:
     """The tensor plan that a transformers model ships, by paths from the model; {} where it ships none."""
-    if not is_pretrained_model(model):
+    base = pretrained_base(model)
+    if base is None:
         return {}
-    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    plan = getattr(base, "tp_plan", None) or getattr(base, "_tp_plan", None)
     if plan:
-        return dict(plan)
+        return {f"{path_of(model, base)}{key}": style for key, style in dict(plan).items()}
     prefix = base_prefix(model)
-    return {f"{prefix}{key}": style for key, style in (model.config.base_model_tp_plan or {}).items()}
+    return {f"{prefix}{key}": style for key, style in (base.config.base_model_tp_plan or {}).items()}
 
 
 def plan_of_layers(layer: str, colwise: str, rowwise: str) -> Patterns:
@@ -212,8 +213,16 @@ def plan_of_layers(layer: str, colwise: str, rowwise: str) -> Patterns:
 
 def base_prefix(model: nn.Module) -> str:
     """The path of a transformers model's base model, with a dot, or ''."""
-    prefix = getattr(model, "base_model_prefix", "")
-    return f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+    base = pretrained_base(model) or model
+    prefix = getattr(base, "base_model_prefix", "")
+    has_base = prefix and isinstance(getattr(base, prefix, None), nn.Module)
+    return f"{path_of(model, base)}{prefix}." if has_base else path_of(model, base)
+
+
+def path_of(model: nn.Module, inner: nn.Module) -> str:
+    """The path of a module in the model, with a dot, or ''."""
+    path = next(name for name, module in model.named_modules() if module is inner)
+    return f"{path}." if path else ""
 
 
 def matching(pattern: str, names: Sequence[str]) -> list[str]:

@@ -106,7 +106,7 @@ def uses_of(
             setattr(builder.modules[name], key, values[0])
         tracer = _Tracer(builder, uses, whole)
         assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
-        with assumed, DeviceKernelsOnMeta(torch.device("cpu")), _WithoutDropout(), tracer:
+        with assumed, DeviceKernelsOnMeta(torch.device("cpu")), WithoutDropout(), tracer:
             for is_training in (True, False):
                 result = model.train(is_training)(**forward_inputs(model, batch))
                 uses.returned |= tracer.sources_of(tensors_in(result))
@@ -158,7 +158,7 @@ def _narrow(module: nn.Module, key: str, dim: int, size: int) -> None:
     module._parameters[key] = nn.Parameter(shard, requires_grad=False)
 
 
-class _WithoutDropout(TorchFunctionMode):
+class WithoutDropout(TorchFunctionMode):
     """Leave out dropout, which is element-wise, but not one operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

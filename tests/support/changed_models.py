@@ -1,0 +1,211 @@
+"""Models of families with changed blocks: adapters of PEFT, and modules that no table of styles knows."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support import silent_error_models, programs
+
+Change = Callable[[Any], None]  # of a block
+
+ATTENTIONS = {"gpt2": "attn", "opt": "self_attn"}
+PROJECTIONS = {"gpt2": ("c_proj", "c_proj"), "phi3": ("o_proj", "down_proj")}
+LORA_TARGETS = {
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj"]
+    + ["down_proj"],
+}
+
+
+def lora(
+    family: str,
+    *,
+    wrapped: bool = True,
+    targets: list[str] | None = None,
+    on_meta: bool = False,
+    **options: Any,
+) -> nn.Module:
+    """A family's model with adapters of rank 4. `wrapped`: as PEFT returns it, or the model in it."""
+    import peft
+
+    assert not on_meta, "adapters have values"
+    model = silent_error_models.with_random_weights(family)
+    default = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=targets or LORA_TARGETS.get(family, default),
+        fan_in_fan_out=family == "gpt2",
+        task_type="CAUSAL_LM",
+        **options,
+    )
+    torch.manual_seed(7)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore")  # of transformers and PEFT, about names and patterns
+        adapted: Any = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.double()
+    return adapted if wrapped else adapted.base_model.model
+
+
+class Scaled(nn.Module):
+    """A layer of which the input or the output is multiplied with a parameter."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, ...], of: str) -> None:
+        super().__init__()
+        self.layer, self.of = layer, of
+        self.scale = nn.Parameter(1.0 + 0.3 * torch.randn(shape))
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.of == "input":
+            return self.layer(x * self.scale, *args, **kwargs)
+        output = self.layer(x, *args, **kwargs)
+        return (output[0] * self.scale, *output[1:]) if isinstance(output, tuple) else output * self.scale
+
+
+class Appended(nn.Module):
+    """A layer, and another one that reads its output."""
+
+    def __init__(self, layer: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.second = layer, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.layer(x))
+
+
+class Beside(nn.Module):
+    """A layer plus an adapter that reads the same input."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down, self.up = nn.Linear(width, 6), nn.Linear(6, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(torch.tanh(self.down(x)))
+
+
+class OtherNorm(nn.Module):
+    """A norm over the last dim of a name that no rule knows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(1.0 + 0.3 * torch.randn(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1) * self.gain
+
+
+class OtherRMSNorm(OtherNorm):
+    pass
+
+
+def _widths(model: Any) -> tuple[int, int]:
+    config = model.config
+    hidden = getattr(config, "hidden_size", None) or config.n_embd
+    ffn = next(
+        (value for key in ("intermediate_size", "ffn_dim", "n_inner") if (value := getattr(config, key, None))),
+        4 * hidden,
+    )
+    return hidden, ffn
+
+
+def _set(module: Any, key: str, wrap: Callable[[Any], nn.Module]) -> None:
+    setattr(module, key, wrap(getattr(module, key)))
+
+
+def changed(family: str, change: str, on_meta: bool = False) -> nn.Module:
+    assert not on_meta, "changes have values"
+    model: Any = silent_error_models.with_random_weights(family)
+    torch.manual_seed(7)
+    hidden, ffn = _widths(model)
+    blocks = next(
+        module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1
+    )
+    o, down = PROJECTIONS.get(family, ("o_proj", "down_proj"))
+    up = "c_fc" if family == "gpt2" else "gate_up_proj" if family == "phi3" else "up_proj"
+    act = "act" if family == "gpt2" else "activation_fn" if family == "phi3" else "act_fn"
+    norm = "ln_2" if family == "gpt2" else "post_attention_layernorm"
+    for block in blocks:
+        attention, mlp = getattr(block, ATTENTIONS.get(family, "self_attn")), block.mlp
+        match change:
+            case "scalar in the mlp":
+                _set(mlp, down, lambda layer: Scaled(layer, (), "input"))
+            case "scalar after the first layer":
+                _set(mlp, up, lambda layer: Scaled(layer, (1,), "output"))
+            case "scalar before the first layer":
+                _set(mlp, up, lambda layer: Scaled(layer, (), "input"))
+            case "scale of features in the mlp":
+                _set(mlp, down, lambda layer: Scaled(layer, (ffn,), "input"))
+            case "temperature":
+                _set(attention, o, lambda layer: Scaled(layer, (1,), "input"))
+            case "layer scale":
+                _set(mlp, down, lambda layer: Scaled(layer, (hidden,), "output"))
+            case "layer scale of the attention":
+                _set(attention, o, lambda layer: Scaled(layer, (hidden,), "output"))
+            case "layer scale of the module":
+                block.mlp = Scaled(mlp, (hidden,), "output")
+            case "layer in the mlp":
+                _set(mlp, act, lambda layer: Appended(layer, nn.Linear(ffn, ffn)))
+            case "layer after the mlp":
+                _set(mlp, down, lambda layer: Appended(layer, nn.Linear(hidden, hidden)))
+            case "layer after the module":
+                block.mlp = Appended(mlp, nn.Linear(hidden, hidden))
+            case "adapter beside the mlp":
+                block.mlp = Beside(mlp, hidden)
+            case "adapter beside the last layer":
+                _set(mlp, down, lambda layer: Beside2(layer, ffn, hidden))
+            case "norm in the mlp":
+                _set(mlp, act, lambda layer: Appended(layer, nn.LayerNorm(ffn)))
+            case "another norm":
+                setattr(block, norm, OtherRMSNorm(hidden))
+            case "norm of another name":
+                setattr(block, norm, OtherNorm(hidden))
+            case _:
+                raise AssertionError(change)
+    return model
+
+
+class Beside2(nn.Module):
+    """A layer plus an adapter with a norm between its layers."""
+
+    def __init__(self, layer: nn.Module, width: int, out: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down, self.norm, self.up = nn.Linear(width, 6), nn.LayerNorm(6), nn.Linear(6, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.norm(self.down(x)))
+
+
+CHANGES = (
+    "scalar in the mlp",
+    "scalar after the first layer",
+    "scalar before the first layer",
+    "scale of features in the mlp",
+    "temperature",
+    "layer scale",
+    "layer scale of the attention",
+    "layer scale of the module",
+    "layer in the mlp",
+    "layer after the mlp",
+    "layer after the module",
+    "adapter beside the mlp",
+    "adapter beside the last layer",
+    "norm in the mlp",
+    "another norm",
+    "norm of another name",
+)
+
+
+def task(build: Callable[..., nn.Module], *args: Any, **options: Any) -> programs.Task:
+    """The task of training a changed model for three steps: LoRA's first gradient is zero in half of its
+    matrices."""
+    return programs.Task(functools.partial(build, *args, **options), steps=3, own_loss=True)
