@@ -134,9 +134,9 @@ class GroupOptimizer:
         for base in own.__mro__:
             if base.__name__ in _REFUSED:
                 raise self.refusal(_REFUSED[base.__name__])
+        matrix = self._update([(2, 12)])
         if own in _ELEMENTWISE:
             return Needs.ELEMENTS
-        matrix = self._update([(2, 12)])
         if not _are_close(self._update([(2, 12)], reads_first=True), matrix):
             raise self.refusal("it reads the parameters when it is built, before they have their values")
         if hasattr(own, "sum_over_shards"):
