@@ -18,7 +18,7 @@ from torch import nn
 from plait.errors import ModelError
 from plait.models import input_embedding, linear_forwards, pretrained_base
 from plait.parallel.float8 import PLAIN, LayerProducts
-from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding, local_padding_idx
+from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding
 from plait.parallel.tensor.functional import split
 from plait.parallel.tensor.groups import ShardedDim, TensorGroups
 from plait.parallel.tensor.linear import HeadOutput, ParallelLinear
@@ -107,8 +107,6 @@ class _Application:
             case Style.VOCABULARY:
                 check_embedding(name, module)
                 if inp is not None and inp.group.size > 1:
-                    if isinstance(module, nn.Embedding):
-                        module.padding_idx = local_padding_idx(module.padding_idx, inp)
                     set_forward(module, VocabParallelEmbedding(forward, inp))
             case Style.FEATURE_EMBEDDING:
                 check_embedding(name, module)

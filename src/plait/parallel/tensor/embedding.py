@@ -7,7 +7,8 @@ shard, so what a subclass adds to it (Gemma's scale) is preserved.
 # B batch  S sequence  H hidden;  h = this rank's features
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,8 @@ class VocabParallelEmbedding:
         if not self.vocabulary.is_first:
             mask_BS = torch.ones_like(mask_BS)  # a copy of a shard: the first holder provides its rows
         if any(stop > start for start, stop in ranges):
-            rows = self.forward(module, local_BS, *args, **kwargs)
+            with _padding_in_shard(module, self.vocabulary):
+                rows = self.forward(module, local_BS, *args, **kwargs)
         else:  # in the graph, as on other ranks: a consumer reduces gradients on every rank or on none
             weight = weight_of(module)
             rows = weight.new_zeros(*indices_BS.shape, weight.shape[-1]) + weight.sum()
@@ -76,14 +78,23 @@ def check_embedding(name: str, module: nn.Module) -> None:
             )
 
 
-def local_padding_idx(index: int | None, vocabulary: ShardedDim) -> int | None:
-    """Return the row of `padding_idx`, which gets no gradient, in this rank's shard; None if not in it."""
-    begin = 0
+@contextlib.contextmanager
+def _padding_in_shard(module: Any, vocabulary: ShardedDim) -> Iterator[None]:
+    """Let `padding_idx`, whose row gets no gradient, be a row of this rank's shard, or None. An adapter with
+    a full table reads it outside of the embedding's forward."""
+    index = getattr(module, "padding_idx", None)
+    if index is None:
+        yield
+        return
+    begin, module.padding_idx = 0, None
     for start, stop in vocabulary.sharding.ranges[vocabulary.coord]:
-        if index is not None and start <= index < stop:
-            return begin + index - start
+        if start <= index < stop:
+            module.padding_idx = begin + index - start
         begin += stop - start
-    return None
+    try:
+        yield
+    finally:
+        module.padding_idx = index
 
 
 def _to_local(indices: Tensor, ranges: tuple[Range, ...]) -> tuple[Tensor, Tensor]:
