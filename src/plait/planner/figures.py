@@ -231,8 +231,8 @@ def machines() -> list[Listing]:
         for name in _HOSTS
         for each in [cluster(f"{name}:1")]
     ]
-    title = "Fat trees of k-port switches: k, k^2/2 and k^3/4 hosts"
-    levels = "ports", "hosts, 1 level", "2 levels", "3 levels", "switches", "cables", "in the bisection"
+    title = "Fat trees of k-port switches: k, k^2/2 and k^3/4 network cards"
+    levels = "ports", "cards, 1 level", "2 levels", "3 levels", "switches", "cables", "in the bisection"
     device_headings = "", "memory, GB", "memory, GB/s", "link, GB/s a direction", "16-bit TFLOP/s", "W", "$/h"
     host_headings = "", "devices", "", "network, Gb/s", "network cards"
     source = "data sheets, named in plan/devices.toml and planner/data/clusters.toml; prices are assumptions"
