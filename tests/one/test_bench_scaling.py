@@ -41,6 +41,27 @@ def test_every_plan_of_a_family_runs_with_the_threads_of_the_most_ranks(
     assert REQUEST.threads == 3, "OMP_NUM_THREADS"
 
 
+def test_a_plan_with_one_batch_in_both_kinds_of_scaling_runs_once_for_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[int, int]] = []
+
+    def run(_: object, plan: Plan, *, batch: int, **__: object) -> list[Step]:
+        given.append((plan.num_ranks, batch))
+        return [Step(float(batch), 1.0, 0.0)]
+
+    monkeypatch.setattr(bench_scaling, "run_steps", run)
+    request = ScalingRequest("dp={n}", (1, 3), model="tiny", length=16, rounds=1)
+    points = measure_scaling(request, lambda _: None)
+    assert given == [(1, 2), (3, 6), (1, 6)]
+    assert [(point.kind, point.ranks, point.batch, point.step_s) for point in points] == [
+        ("weak", 1, 2, 2.0),
+        ("weak", 3, 6, 6.0),
+        ("strong", 1, 6, 6.0),
+        ("strong", 3, 6, 6.0),
+    ]
+
+
 def test_a_rank_computes_with_the_threads_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = torch.get_num_threads(), list[int]()
 

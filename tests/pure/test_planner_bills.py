@@ -25,6 +25,7 @@ def test_the_walls_are_those_of_the_lectures() -> None:
     assert values["memory: 7.5 B weights in fp16"] == 15e9
     assert values["with Adam in mixed precision"] == 120e9, "of 7.5 B"
     assert values["communication: 128 copies, one iteration"] == 89.6e12
+    assert values["all of it over one link of 800 Gb/s"] == 896
     assert values["embedding: 64,000 x 5,120 in fp32"] == 1250 * 2**20
     assert round(values["with its gradient"] / 2**30, 1) == 2.4
 

@@ -51,15 +51,15 @@ def test_offload_trains_ten_times_the_parameters_on_one_gpu() -> None:
     """As in DeepSpeed's figure: a V100 of 32 GB trains 1.3 B parameters, and with offload 13 B."""
     rows = {row[:2]: row[2:] for row in offloaded().rows}
     assert [(size, states, row[1]) for (size, states), row in rows.items()] == [
-        ("1.3", "on it", "yes"),
+        ("1.3", "on the GPU", "yes"),
         ("1.3", "on the host", "yes"),
-        ("13", "on it", "no"),
+        ("13", "on the GPU", "no"),
         ("13", "on the host", "yes"),
     ]
     host_gib = rows["13", "on the host"][2]
     assert isinstance(host_gib, float)
     assert 250 < host_gib < 350, "24 bytes per parameter"
-    assert rows["13", "on it"][2] == 0
+    assert rows["13", "on the GPU"][2] == 0
 
 
 def test_all_reduces_of_60_million_parameters_level_off_at_millions_per_call(known: list[Entry]) -> None:

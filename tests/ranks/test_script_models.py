@@ -138,7 +138,7 @@ def generated(plan: str) -> tuple[Tensor, list[int]]:
 
 
 def test_text_is_generated_from_sharded_parameters_gathered_once_if_they_are_kept(pool: Pool) -> None:
-    """Which is how a hybrid engine trains and generates in turns."""
+    """Train and generate in turns, as a hybrid engine does."""
     expected, _ = generated("dp=1")
     for plan, counts in (("dp=2 zero=3", [24, 24]), ("dp=2 zero=3 reshard=step", [4, 0])):
         for tokens, gathers in pool.over("gloo").run(generated, 2, plan):

@@ -111,32 +111,33 @@ class Point:
 
 
 def measure_scaling(request: ScalingRequest, report: Callable[[str], None]) -> list[Point]:
-    """Run the plans in turn, some steps in each round, and price them. Raises PlaitError."""
-    config, runs = MODELS[request.model], dict[tuple[Kind, int], list[Step]]()
-    for number_of_round in range(request.rounds):
-        for kind in request.kinds:
-            for number in request.measured:
-                plan = request.plan(number)
-                report(f"round {number_of_round + 1} of {request.rounds}: {kind}, {plan}")
-                runs.setdefault((kind, number), []).extend(
-                    run_steps(
-                        config,
-                        plan,
-                        sequence=request.length,
-                        batch=request.batch(kind, plan),
-                        steps=request.steps,
-                        threads=request.threads,
-                    )
-                )
-    return list(_points(request, {key: typical_step(steps).seconds for key, steps in runs.items()}))
+    """Run the plans in turn, some steps in each round, and price them. Raises PlaitError.
+
+    The most ranks have the same batch in both kinds, and run once for both.
+    """
+    config, runs = MODELS[request.model], dict[tuple[Plan, int], list[Step]]()
+    plans = [request.plan(number) for number in request.measured]
+    cases = dict.fromkeys((plan, request.batch(kind, plan)) for kind in request.kinds for plan in plans)
+    for number_of_round, (plan, batch) in product(range(request.rounds), cases):
+        report(f"round {number_of_round + 1} of {request.rounds}: {plan}, {batch} sequences")
+        steps = run_steps(
+            config,
+            plan,
+            sequence=request.length,
+            batch=batch,
+            steps=request.steps,
+            threads=request.threads,
+        )
+        runs.setdefault((plan, batch), []).extend(steps)
+    return list(_points(request, {case: typical_step(steps).seconds for case, steps in runs.items()}))
 
 
-def _points(request: ScalingRequest, measured: dict[tuple[Kind, int], float]) -> Iterator[Point]:
+def _points(request: ScalingRequest, measured: dict[tuple[Plan, int], float]) -> Iterator[Point]:
     for kind in request.kinds:
         for number in dict.fromkeys((*request.measured, *request.beyond)):
             plan = request.plan(number)
-            batch, found = request.batch(kind, plan), measured.get((kind, number))
-            predicted = _predicted(request, plan, batch)
+            batch = request.batch(kind, plan)
+            found, predicted = measured.get((plan, batch)), _predicted(request, plan, batch)
             if found is not None or predicted is not None:
                 yield Point(kind, str(plan), plan.num_ranks, batch, found, predicted)
 

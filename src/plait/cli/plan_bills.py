@@ -112,7 +112,7 @@ def bill(
     print_line(f"Assumed: {price} a device, {FACILITY:g} x for the facility; 6 FLOP per parameter and token.")
     if json is not None:
         values = {name: getattr(found, name) for name in ("flops", "hours", "days", "dollars", "watt_hours")}
-        write_json_output(json, {"cluster": on.name, "num_devices": on.num_devices, **values})
+        write_json_output(json, {"cluster": on.name, "num_devices": on.num_devices, "lost": lost, **values})
 
 
 @report_errors
@@ -147,7 +147,8 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
         return cell(y, unit) + interval
 
     if not isinstance(figure, Figure):
-        return table(figure.title, figure.headings, [[*map(cell, row)] for row in figure.rows])
+        rows = [[*map(cell, row)] for row in figure.rows]
+        return table(figure.title, figure.headings, rows, caption=figure.note)
     unit, names = figure.y.unit, dict(figure.names)
     columns = {each.name: {x: shown(*point) for x, *point in each.points} for each in figure.curves}
     expected = {each.name: each.expected for each in figure.curves if each.expected}

@@ -156,6 +156,7 @@ def walls() -> tuple[Wall, ...]:
         Wall("memory: 7.5 B weights in fp16", "7.5 B x 2 bytes", 2 * 7.5e9, "B"),
         Wall("  with Adam in mixed precision", "7.5 B x 16 bytes", zero_bytes(7.5e9, 1, 0), "B"),
         Wall("communication: 128 copies, one iteration", "128 x 700 GB", copies * weights, "B"),
+        Wall("  all of it over one link of 800 Gb/s", "the same / 100 GB/s", copies * weights / link, "s"),
         Wall("  a ring all-reduce, per copy", "2 x 127 / 128 x 700 GB", sent, "B"),
         Wall("  over one link of 800 Gb/s", "the same / 100 GB/s", sent / link, "s"),
         Wall("embedding: 64,000 x 5,120 in fp32", "64,000 x 5,120 x 4 bytes", embedding, "B"),

@@ -33,7 +33,7 @@ _ZERO_RANKS = 64  # of the table of ZeRO's paper
 _ZERO_GB = (120.0, 31.4, 16.6, 1.9)  # 1910.02054, figure 1
 _CALLS = [1 << power for power in range(10, 26, 2)]
 _NCCL = 61e-6, 135e9  # seconds, bus bytes/s: fitted to vTrain's tables of 8 V100, "trace/*/AR_GPU8_LUT"
-_GLOO_S = ((1 << 10, 741.0), (1 << 14, 41.0), (1 << 18, 4.2), (1 << 22, 0.62), (1 << 24, 0.62))
+_GLOO_S = ((1 << 10, 741.0), (1 << 14, 41.0), (1 << 18, 4.2), (1 << 22, 0.62), (1 << 24, 0.62))  # measured
 _DEEPSPEED = ((1007.96, 165.4), (2062.0, 157.0))  # its page of 2022-07-26: 1,024 A100, 8 x 1,024 tokens each
 _GPT = {
     "1.3": "layers=24 hidden=2048 heads=16 vocab=50257 tied=true",  # 2005.14165, table 2.1
@@ -167,9 +167,9 @@ def offloaded() -> Listing:
         found = price(ModelShape.parse(_GPT[size]), Plan.parse(plan), on, work)
         fits = "yes" if found.memory_high_bytes < on.device.memory_bytes else "no"
         device_gib, host_gib = found.memory_high_bytes / gib, found.memory.host / gib
-        rows.append((size, "on the host" if "offload" in plan else "on it", device_gib, fits, host_gib))
-    title = f"Largest GPT on one V100 of {on.device.memory_bytes / gib:.1f} GiB: fp16, 8 x 1,024 tokens"
-    headings = "10^9 parameters", "states", "GiB of it, upper end", "fits", "GiB of the host"
+        rows.append((size, "on the host" if "offload" in plan else "on the GPU", device_gib, fits, host_gib))
+    title = f"GPT on one V100 of {on.device.memory_bytes / gib:.1f} GiB: fp16, 8 x 1,024 tokens"
+    headings = "10^9 parameters", "states", "GiB, upper end", "fits", "GiB of the host"
     source = "DeepSpeed's training page: without offload up to 1.4 B parameters on one GPU, with it 13 B"
     return Listing(title, headings, tuple(rows), source, f"On the host: {_OFFLOAD}")
 
@@ -193,9 +193,7 @@ def _all_reduces() -> Figure:
     )
     title = f"All-reduces of {FIGURE_PARAMETERS // 10**6} M parameters in fp32"
     axes = Axis("parameters per call", log=10), Axis("total time, s", "seconds", 10)
-    source = (
-        "2006.15704, figure 2, is this figure on other machines; NCCL: vTrain's tables; Gloo: docs/figures.md"
-    )
+    source = "as 2006.15704, figure 2, for other machines; NCCL: vTrain's tables; Gloo: docs/figures.md"
     return Figure(title, *axes, curves, source=source, note="Calls one after the other, over NVLink or Gloo.")
 
 
@@ -233,8 +231,8 @@ def machines() -> list[Listing]:
         for name in _HOSTS
         for each in [cluster(f"{name}:1")]
     ]
-    title = "Fat trees of k-port switches: k, k^2/2 and k^3/4 hosts"
-    levels = "ports", "hosts, 1 level", "2 levels", "3 levels", "switches", "cables", "in the bisection"
+    title = "Fat trees of k-port switches: k, k^2/2 and k^3/4 network cards"
+    levels = "ports", "cards, 1 level", "2 levels", "3 levels", "switches", "cables", "in the bisection"
     device_headings = "", "memory, GB", "memory, GB/s", "link, GB/s a direction", "16-bit TFLOP/s", "W", "$/h"
     host_headings = "", "devices", "", "network, Gb/s", "network cards"
     source = "data sheets, named in plan/devices.toml and planner/data/clusters.toml; prices are assumptions"
