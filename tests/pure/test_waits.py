@@ -18,7 +18,7 @@ BLOCKS |= {"waitid", "waitpid", "select", "shutdown", "sleep", "get", "join"}
 BLOCKS |= {"recv", "recv_into", "accept", "sendall", "create_connection", "getaddrinfo"}  # of sockets
 BLOCKS |= {"poll"}  # with a time
 # Of torch's stores and process groups, which have no limit, or one of their own.
-MAKES_STORE = re.compile(r"\bdist\.(\w*Store|rendezvous|init_process_group)\(|_get_default_store\(")
+MAKES_STORE = {"FileStore", "TCPStore", "rendezvous", "init_process_group"}
 READS_STORE = {"get", "set", "add", "check", "compare_set", "wait", "multi_get"}
 BLOCKS_IN_C = re.compile(
     r"\b(?:nanosleep|pthread_join|pthread_cond_(?:timed)?wait|FUTEX_WAIT|(?<!void )pl_sleep)\b"
@@ -36,13 +36,13 @@ def blocking_calls(path: Path) -> Iterator[str]:
                 continue
             if isinstance(child, ast.Call) and _blocks(child, stores):
                 yield f"{path.relative_to(SOURCES)}: {name}"
-            if not (
-                isinstance(child, ast.Call) and ast.unparse(child.func) == "self._call"
-            ):  # JobStore's, limited
+            is_limited = isinstance(child, ast.Call) and getattr(child.func, "attr", "") == "_call"
+            if not is_limited:  # JobStore's calls, in its thread
                 yield from visit(child, name)
 
-    tree = ast.parse(path.read_text())
-    stores = raw_stores(tree)
+    text = path.read_text()
+    tree = ast.parse(text)
+    stores = raw_stores(tree) if "dist.Store" in text or "Store(" in text else set()
     yield from visit(tree, "")
 
 
@@ -63,8 +63,8 @@ def raw_stores(tree: ast.AST) -> set[str]:
 
 def _blocks(call: ast.Call, stores: Collection[str] = ()) -> bool:
     function = call.func
-    if MAKES_STORE.match(f"{ast.unparse(function)}(") and "PrefixStore" not in ast.unparse(function):
-        return True
+    if isinstance(function, ast.Attribute) and function.attr in MAKES_STORE:
+        return ast.unparse(function.value) == "dist"
     if isinstance(function, ast.Name):
         return function.id in BLOCKS
     if not isinstance(function, ast.Attribute):

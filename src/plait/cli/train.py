@@ -113,8 +113,10 @@ def rank(run: Run, debug: Debug = False) -> None:
     end_with_parent()
     from plait.train.run_dir import RunDir
 
-    recipe = RunDir(run).read_recipe()
-    raise typer.Exit(_train_on_rank(recipe, _connect(recipe), debug))
+    with first_rank_first():
+        recipe = RunDir(run).read_recipe()
+        world = _connect(recipe)
+    raise typer.Exit(_train_on_rank(recipe, world, debug))
 
 
 def _train_under_torchrun(

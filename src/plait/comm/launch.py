@@ -103,21 +103,18 @@ def launch_local(
     ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die` after the job has
     begun (`announce_begin`), they go on, and if it is also one of `may_return` (by default all are), it is
     started again, `max_restarts` times in all. `end_s`: the job is over when rank 0 has ended with 0; others
-    have so many seconds to end too. If a signal has killed a rank and no other reports it, `on_death` is
-    called with the error; `names`: of ranks in it.
+    have so many seconds to end too. `on_death`: gets the error of a killed rank, `names`, if none reports it.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
     seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
-    pending for ranks that have not unblocked it yet. Signals are handled only if called in the main thread.
-    After one that asked the ranks to end, all such signals stay ignored: this process is about to end, with
-    the code of the run.
+    pending for ranks that have not unblocked it yet. Signals are handled only in the main thread. After one
+    that asked the ranks to end, all such signals stay ignored: this process is about to end.
 
     Returns the exit code: 0 when all ranks ended with 0; else 2 when any ended with 2 (a user error); else
     that of the rank that failed first, 128 + n for one killed by signal n. After a SIGINT that all ranks
     obeyed: 130. TORCH_DISTRIBUTED_DEBUG=INFO shows the log of torch's agent.
 
-    Raises CommError for less than one rank, or a variable that is not a number, and OSError when the command
-    cannot be started.
+    Raises CommError for arguments or variables that cannot be, and OSError if the command cannot be started.
     """
     if num_ranks < 1:
         raise CommError(

@@ -116,7 +116,6 @@ class Rendezvous:
         self._me = Member.this_process()
         self._place = ""  # for errors
         self._seen: dict[int, Member] = {}  # on rank 0, by rank
-        self._poll_s = _POLL_S
 
     def join(self) -> JobProcess:
         """Return when all ranks are there. Raises CommError after `timeout_s` at most."""
@@ -260,10 +259,10 @@ class Rendezvous:
         return f"no process runs of rank {', '.join(map(str, missing[:_MAX_SHOWN]))}"
 
     def _pause(self, fact: Callable[[], str]) -> None:
-        if time.monotonic() > self._until_s:
+        left_s = self._until_s - time.monotonic()
+        if left_s < 0:
             raise self._failed(f"{fact()}, within {self._timeout_s:g} s")
-        time.sleep(self._poll_s)
-        self._poll_s = min(2 * self._poll_s, _MAX_POLL_S)
+        time.sleep(min(max(_POLL_S, (self._timeout_s - left_s) / 10), _MAX_POLL_S))
 
     def _failed(self, fact: str) -> CommError:
         given = f"rank {self._rank} of {self._size} at {self._place}: {fact}"

@@ -82,7 +82,7 @@ def statuses_of_processes(members: Mapping[int, Member], first: RankStatus) -> l
 
 
 def _state(pid: int) -> str:
-    """Return the kernel's letter; that of an exited process if it cannot be seen."""
+    """Return the kernel's code; that of an exited process if it cannot be seen."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "Z"
