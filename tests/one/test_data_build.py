@@ -316,7 +316,7 @@ def test_a_tokenizer_that_ends_its_process_is_an_error_and_leaves_nothing(
     assert not data.dir.exists()
 
 
-def test_a_configuration_beside_a_tokenizer_is_bounded_too(tmp_path: Path) -> None:
+def test_a_configuration_in_the_folder_of_a_tokenizer_is_bounded_too(tmp_path: Path) -> None:
     train_tokenizer(iter(["a b"]), 300, None).save_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_labels": 10**8}))
     with pytest.raises(DataError, match="cannot read the tokenizer") as caught:
