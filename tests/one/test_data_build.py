@@ -18,7 +18,7 @@ from plait.data import sources
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
-from plait.data.tokenizer import read_tokenizer
+from plait.data.tokenizer import probe_tokenizer, read_tokenizer, train_tokenizer
 from plait.errors import DataError
 
 TRAINED = TokenizerConfig(vocab_size=320)
@@ -339,3 +339,31 @@ def test_two_builds_at_once_make_one_set_of_tokens(
         first, second = threads.map(lambda _: build(data, TRAINED), range(2))
     assert capsys.readouterr().err.count("training the tokenizer") == 1
     assert first.digest == second.digest == open_store(data, verify=True).digest
+
+
+@pytest.mark.parametrize("charsmap", ["AAAA", "/////wAAAAAAAA=="], ids=["panics", "aborts"])
+def test_a_tokenizer_that_ends_its_process_is_an_error_and_leaves_nothing(
+    tmp_path: Path, charsmap: str
+) -> None:
+    trained = train_tokenizer(iter(["a b"]), 300, None).backend_tokenizer
+    values = json.loads(trained.to_str())
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(values))
+    probe_tokenizer(path)
+    path.write_text(
+        json.dumps(values | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}})
+    )
+    (tmp_path / "a.txt").write_text("text")
+    data = DataConfig(dir=tmp_path / "data", sources=[str(tmp_path / "a.txt")], sequence=4)
+    with pytest.raises(DataError, match="cannot read the tokenizer") as caught:
+        build(data, TokenizerConfig(path=path, end_of_document="<|endoftext|>"), progress=False)
+    assert "note:" not in caught.value.given
+    assert not data.dir.exists()
+
+
+def test_a_configuration_in_the_folder_of_a_tokenizer_is_bounded_too(tmp_path: Path) -> None:
+    train_tokenizer(iter(["a b"]), 300, None).save_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_labels": 10**8}))
+    with pytest.raises(DataError, match="cannot read the tokenizer") as caught:
+        read_tokenizer(tmp_path)
+    assert "num_labels = 100000000" in str(caught.value.given)

@@ -198,7 +198,7 @@ def test_a_plan_has_the_searched_numbers_and_its_two_memories_are_named(config: 
     code, text = run("--model", config, *WORK, "--pin", "tp=2", "--top", "1", "--json", str(out))
     assert code == 0, text
     [found] = json.loads(out.read_text())["plans"]
-    assert "simplest within 3%" in text, "the table is printed beside the file"
+    assert "simplest within 3%" in text, "the table is printed too"
     plan = found["plan"].replace(" precision=bf16", "")
     code, text = run("--model", config, *WORK, "--plan", plan, "--json", str(out))
     assert code == 0, text

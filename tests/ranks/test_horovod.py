@@ -240,7 +240,7 @@ def _refused() -> None:
         with pytest.raises(CompatError, match=words) as caught:
             call()
         assert None not in (caught.value.given, caught.value.expected, caught.value.hint)
-    assert hvd.allreduce(x, op=hvd.Sum).tolist() == [hvd.size()] * 2, "no rank is behind"
+    assert hvd.allreduce(x, op=hvd.Sum).tolist() == [hvd.size()] * 2, "all ranks have made as many calls"
 
 
 def test_arguments_that_no_operation_takes_are_errors(pool: Pool) -> None:

@@ -166,6 +166,7 @@ class _Build:
                 return
         path, vocab_size, end = self.tokenizer.path, self.tokenizer.vocab_size, self.tokenizer.end_of_document
         if path is not None:
+            tokenizers.probe_tokenizer(path)
             tokenizer = tokenizers.read_tokenizer(path, end)
         else:
             assert vocab_size is not None, "TokenizerConfig requires path or vocab_size"

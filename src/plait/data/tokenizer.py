@@ -4,6 +4,8 @@ import hashlib
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,16 @@ if TYPE_CHECKING:
 _MAX_FILE_BYTES = 1 << 30
 _MAX_WORD = 256  # characters
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_WORD},}}+|(?<!\s)\s{{{_MAX_WORD},}}+")
+
+_PROBE_S = 300.0  # of a machine at work
+_PROBE = """
+import resource, string, sys
+for limit, most in ((resource.RLIMIT_AS, 1 << 33), (resource.RLIMIT_CPU, 60), (resource.RLIMIT_CORE, 0)):
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (most if hard < 0 else min(most, hard), hard))
+from tokenizers import Tokenizer
+Tokenizer.from_file(sys.argv[1]).encode(string.printable)
+"""
 
 FILES = (
     "tokenizer.json",
@@ -67,6 +79,8 @@ def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTraine
     """Load an existing tokenizer, with the end of a document as its eos token. Raises DataError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    from plait.models import check_integers, read_config
+
     if not path.exists():
         raise DataError(
             f"the tokenizer {path} is missing",
@@ -78,6 +92,8 @@ def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTraine
         if path.is_file():
             found: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
+            if (path / "config.json").is_file():  # which AutoTokenizer builds
+                check_integers(read_config(path))
             found = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Rust raises bare Exceptions
         raise DataError(
@@ -104,6 +120,27 @@ def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTraine
     if end != found.eos_token:
         found.eos_token = end
     return found
+
+
+def probe_tokenizer(path: Path) -> None:
+    """Load a tokenizer.json and tokenize a line with it in a process of its own, in bounded memory and time:
+    a file may abort the process, or expand text without a bound. Raises DataError."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return
+    threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+    command = [sys.executable, "-I", "-c", _PROBE, str(file)]
+    try:
+        subprocess.run(command, env=os.environ | threads, check=True, capture_output=True, timeout=_PROBE_S)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        text = (error.stderr or b"").decode("utf-8", "replace")
+        lines = [line for line in text.strip().splitlines() if not line.startswith("note:")]
+        raise DataError(
+            f"cannot read the tokenizer {path}",
+            given=lines[-1] if lines else str(error).rpartition("' ")[2],
+            expected="a tokenizer.json that tokenizes a line within a minute and 8 GiB",
+            hint="tokenizer.save_pretrained(FOLDER) writes them",
+        ) from error
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> None:

@@ -20,6 +20,7 @@ from plait.models.huggingface import (
 from plait.models.huggingface_config import (
     check_config_values,
     check_forward,
+    check_integers,
     read_config,
     without_warnings,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "check_attends_backwards",
     "check_config_values",
     "check_forward",
+    "check_integers",
     "config_of_model",
     "copy_to_meta",
     "decided_on_cpu",

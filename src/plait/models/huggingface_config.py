@@ -110,6 +110,12 @@ def check_config_values(values: Any) -> None:
         )
     for key, value in _entries(values):
         _check_implementation(key, value)
+    check_integers(values)
+
+
+def check_integers(values: Mapping[str, Any]) -> None:
+    """Raise ModelError for a configuration with too large an integer."""
+    for key, value in _entries(values):
         limit = next(limit for word, limit in _MAX_INTEGERS.items() if word in key)
         if isinstance(value, int) and abs(value) > limit:
             raise ModelError(

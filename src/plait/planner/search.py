@@ -103,19 +103,23 @@ def search(
         ranked = list(islice(_distinct(found.fastest(group)), top))
         if ranked or found.gave_up:
             break
-    if found.gave_up and not ranked:
-        raise PlanError(
-            "the search has found no plan yet",
-            given=f"{seconds:g} s of processor time, {counts.bounded:,} plans and parts of plans considered",
-            expected="fewer plans, or more time",
-            hint=f'--pin "tp=8 pp=8", or --seconds {10 * seconds:g}',
-        )
     if not ranked:
+        if found.gave_up:
+            raise _no_time(seconds, counts)
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
     of_best = ranked[0][0]  # families are of its devices
     families = rejected_families(of_best, [price for at, price in ranked if at is of_best], found)
     return Found(best, tuple(families), counts, is_complete=time.process_time() < end_s)
+
+
+def _no_time(seconds: float, counts: Counts) -> PlanError:
+    return PlanError(
+        "the search has found no plan yet",
+        given=f"{seconds:g} s of processor time, {counts.bounded:,} plans and parts of plans considered",
+        expected="fewer plans, or more time",
+        hint=f'--pin "tp=8 pp=8", or --seconds {10 * seconds:g}',
+    )
 
 
 def _distinct(found: Iterator[tuple[Field, Price]]) -> Iterator[tuple[Field, Price]]:

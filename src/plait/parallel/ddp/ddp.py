@@ -65,16 +65,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             super().__init__(*bound.args, **bound.kwargs)
         except RuntimeError as error:
             index = mismatched_param_index(error)
-            fact, given = str(error).splitlines()[0], "models with other numbers of parameters"
+            fact, found = str(error).splitlines()[0], "models with other numbers of parameters"
             if index is not None:
-                given = f"{_parameter_name(module, index)} differs between ranks"
+                found = f"{_parameter_name(module, index)} differs between ranks"
             elif "gloo" in fact:  # lost the rank that has found a difference
-                fact, given = "DDP expects same model across all ranks", f"another rank has raised: {fact}"
+                fact, found = "DDP expects same model across all ranks", f"another rank has raised: {fact}"
             elif "same model" not in fact:
                 raise
             raise DDPError(
                 fact,
-                given=given,
+                given=found,
                 expected="the same model on all ranks",
                 hint="the same configuration on all ranks",
             ) from error
