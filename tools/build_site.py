@@ -9,6 +9,7 @@ broken link is an error. It reads the configuration of MkDocs, and fetches nothi
 import dataclasses
 import importlib.util
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -25,6 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 _CODE = re.compile(r"^ *(```+|~~~+).*?^ *\1`*~* *$|`[^`\n]*`", re.M | re.S)
 _LINK = re.compile(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)")
 _ANNOTATED = re.compile(r"Annotated\[([\w.]+), [^\]]*\]")
+_WORKER_OF_FILES = """if (location.protocol === "file:") {
+  const worker = URL.createObjectURL(new Blob([%s]));
+  window.Worker = class extends Worker { constructor() { super(worker); } };
+}
+"""
+_MODULE = re.compile(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])")  # before a name
+_COLUMNS = re.compile(r"^(\w[\w, ]*?) {2,}(\S.*(?:\n {4,}.*)*)", re.M)  # of names and their meanings
 _KEY = re.compile(r"^(\w+) +(\S.*(?:\n  +.*)*)", re.M)  # of the keys in Plan's docstring
 
 
@@ -38,7 +46,26 @@ def main() -> int:
     for name, write in REFERENCE.items():
         (sources / name).parent.mkdir(parents=True, exist_ok=True)
         (sources / name).write_text(write(), encoding="utf-8")
-    return subprocess.call([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT)
+    shutil.copyfile(ROOT / "docs" / "site.css", sources / "docs" / "site.css")
+    code = subprocess.call([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT)
+    if code == 0:
+        write_search_of_files(ROOT / config["site_dir"])
+    return code
+
+
+def write_search_of_files(site: Path) -> None:
+    """Make the search work in pages that are opened from files, where a browser reads no other file than a
+    script: write the index as `search.js`, which the pages ask for, and the worker as a script's text."""
+    index = (site / "search.json").read_text(encoding="utf-8")
+    (site / "search.js").write_text(f"var __index = {index};\n", encoding="utf-8")
+    [worker] = (site / "assets" / "javascripts" / "workers").glob("search.*.js")
+    script = worker.with_name("of-files.js")
+    script.write_text(_WORKER_OF_FILES % json.dumps(worker.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        added = r'<script src="\1/workers/of-files.js"></script>\g<0>'
+        text = re.sub(r'<script src="([^"]*/javascripts)/bundle', added, text)
+        page.write_text(text, encoding="utf-8")
 
 
 def pages(nav: list[dict[str, Any]]) -> Iterator[str]:
@@ -146,10 +173,38 @@ def is_method(value: object) -> bool:
 
 
 def documented(name: str, value: Any) -> str:
-    """Signature and docstring in a block of text, which keeps the columns of the docstring."""
+    """Signature, with a parameter per line, and docstring, with its columns as a table."""
     inner = getattr(value, "__func__", value)
-    signature = "" if isinstance(inner, property) else inspect.signature(inner)
-    return f"````text\n{name}{signature}\n\n{inspect.getdoc(inner)}\n````"
+    text = f"{name}: property"
+    if not isinstance(inner, property):
+        signature = inspect.signature(inner)
+        parameters = [
+            re.sub(r"<class '(.*)'>", r"\1", _MODULE.sub("", str(parameter)))
+            for parameter in signature.parameters.values()
+        ]
+        lines = "".join(f"    {parameter},\n" for parameter in parameters)
+        returned = signature.return_annotation
+        end = "" if returned is inspect.Signature.empty else f" -> {inspect.formatannotation(returned)}"
+        text = f"{name}(\n{lines}){_MODULE.sub('', end)}" if lines else f"{name}(){_MODULE.sub('', end)}"
+    paragraphs = (inspect.getdoc(inner) or "").split("\n\n")
+    return "\n\n".join([f"```python\n{text}\n```", *map(paragraph, paragraphs)])
+
+
+def paragraph(text: str) -> str:
+    """A paragraph of a docstring: prose, columns of names as a table, or else a block of text."""
+    if rows := _COLUMNS.findall(text):
+        before = text[: _COLUMNS.search(text).start()].strip()
+        meanings = [(f"`{name}`", escaped(" ".join(meaning.split()))) for name, meaning in rows]
+        return "\n\n".join(filter(None, [escaped(before), table(("name", "meaning"), meanings)]))
+    if re.search(r"^( |[-*] )", text, re.M):
+        return f"````text\n{text}\n````"
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Prose as Markdown: marks outside of code are characters."""
+    parts = text.split("`")
+    return "`".join(part if n % 2 else re.sub(r"([*_<>\[\]])", r"\\\1", part) for n, part in enumerate(parts))
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -55,8 +55,7 @@ def parallelize(
     model           any nn.Module, unmodified, or a list (see `Chain`). Values: rank 0's; on meta, from `seed`
     plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
-    param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases are not decayed,
-                    unlike with torch's AdamW(model.parameters()): [{"params": [*model.parameters()]}]
+    param_groups    as in torch, or with an `optimizer` of their own. None: no decay for norms and biases
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
@@ -67,8 +66,8 @@ def parallelize(
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
 
-    Parameters become new objects; unused ones get a zero gradient and are updated. Raises PlaitError, and on
-    a rank that is a parameter server SystemExit(0), when the workers have left.
+    Unlike the default groups, torch's AdamW(model.parameters()) decays norms and biases. Parameters are new
+    objects; unused ones get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
     """
     model = check_types(model, locals())  # before ranks wait for each other
     world, process = _connect(plan := check_arguments(plan, optimizer, clip_norm, clip_value), world)

@@ -288,6 +288,13 @@ def _too_deep() -> ValueError:
     return ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
+def missing_hint(path: Path) -> str:
+    """Return the `try` text for a missing model or tokenizer: to download it, if this is a name of a hub."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists():
+        return f"hf download {path} --local-dir {path}, which puts the files there"
+    return f"ls -l {path}"
+
+
 def check_path(path: P) -> P:
     """Return the path. Raises ValueError, with the expected kind of path, if no file can have it."""
     try:

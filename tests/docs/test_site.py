@@ -44,3 +44,13 @@ def test_the_site_builds_strictly_and_fetches_nothing_from_other_servers() -> No
     pages = list((ROOT / CONFIG["site_dir"]).rglob("*.html"))
     assert len(pages) > 30
     assert not [page for page in pages if _OTHER_SERVER.search(page.read_text(encoding="utf-8"))]
+    assert (ROOT / CONFIG["site_dir"] / "search.js").read_text(encoding="utf-8").startswith("var __index = {")
+    text = pages[0].read_text(encoding="utf-8")
+    assert 0 < text.find("/of-files.js") < text.find("/javascripts/bundle"), "search without a server"
+
+
+def test_parameters_in_a_docstring_are_a_table_of_the_reference() -> None:
+    page = runpy.run_path(str(ROOT / "tools" / "build_site.py"))["python_page"]()
+    section = page[page.index("## plait.parallelize") :]
+    assert "\n    clip_norm: float | None = None,\n" in section
+    assert "| `clip_norm` | maximum global 2-norm of the gradient; `clip_value`: of an element |" in section

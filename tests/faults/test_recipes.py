@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from plait.checkpoint import open_checkpoint
+from plait.plan import Plan
+from plait.plan.devices import device
+from plait.train.config import check_batches, read_recipe
+from plait.train.explain import cluster_from_recipe, explain_recipe
 from plait.train.metrics import read_metrics
 from support.cli_runs import ROOT, finish, start
 
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
+FOR_GPUS = ("llama-8b-8gpu",)
+RECIPES = sorted({path.stem for path in (ROOT / "recipes").glob("*.toml")} - {*FOR_GPUS})
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +41,18 @@ def train(name: str, run: Path, *words: str, **changes: Any) -> tuple[Path, str]
 
 def records(run: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_a_recipe_for_gpus_fits_them_and_divides_its_batch(name: str) -> None:
+    recipe = read_recipe(ROOT / "recipes" / f"{name}.toml")
+    plan = Plan.parse(recipe.plan)
+    check_batches(recipe, plan)
+    h100 = device("h100")
+    explanation = explain_recipe(recipe, cluster_from_recipe(recipe, 8, h100))
+    assert explanation.num_parameters > 8e9
+    assert 0.5 < explanation.fullest().memory.total / h100.memory_bytes < 0.9, "room for more than is known"
+    assert recipe.data.sequence == recipe.model.config["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from plait.errors import ConfigError
+from plait.data.tokenizer import read_tokenizer
+from plait.errors import ConfigError, ModelError, PlaitError
+from plait.models import read_config
 from plait.plan import Plan
 from plait.plan.loss_scaling import LossScaling
 from plait.train.config import (
@@ -21,6 +23,7 @@ from plait.train.config import (
     read_recipe,
 )
 from plait.train.optimizer import check_optimizer_args, lr_lambda, optimizer_class
+from plait.verify.model_spec import parse_source
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -345,3 +348,21 @@ def test_the_learning_rate_is_that_of_transformers_at_any_step_in_any_order(
     factor = lr_lambda(ScheduleConfig.model_validate({"warmup": 10, **keys}), 100)
     ours = [0.5 * factor(step) for step in reversed(range(100))][::-1]
     assert ours == (pytest.approx(expected, rel=1e-14, abs=0) if "min_lr_ratio" in keys else expected)
+
+
+def test_a_configuration_of_deepspeed_is_named_with_the_page_that_translates_it(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "optimizer": {"type": "AdamW"}}')
+    with pytest.raises(ConfigError, match="a configuration of DeepSpeed is not a recipe") as caught:
+        read_recipe(tmp_path / "ds.json")
+    assert "docs/moving.md" in str(caught.value.hint)
+
+
+def test_a_name_of_a_hub_is_answered_with_the_command_that_downloads_it() -> None:
+    name = "Qwen/Qwen3-0.6B"
+    for read, argument in ((read_config, Path(name)), (read_tokenizer, Path(name))):
+        with pytest.raises(PlaitError) as caught:
+            read(argument)
+        assert f"hf download {name} --local-dir {name}" in str(caught.value.hint)
+    with pytest.raises(ModelError) as wrong:
+        parse_source(name, layers=1)
+    assert "hf download" in str(wrong.value.hint)

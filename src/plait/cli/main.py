@@ -4,9 +4,10 @@ A command module imports at its top only what declares its options: typer, error
 runs a command is imported inside it, so that help texts and wrong options are answered without torch.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from plait import __version__
 from plait.cli.bench import bench
@@ -23,8 +24,20 @@ from plait.cli.schedule import schedule
 from plait.cli.train import rank, train
 from plait.cli.verify import verify, verify_rank
 
+
+class _Commands(TyperGroup):
+    """Commands of which a misspelled one is answered with those that the help text shows."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        command = self.commands.get(args[0])
+        if command is None:
+            self.commands = {name: each for name, each in self.commands.items() if not each.hidden}
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="plait",
+    cls=_Commands,
     help="Train PyTorch models that have outgrown one device.",
     no_args_is_help=True,
     add_completion=False,

@@ -104,7 +104,7 @@ class Index(Strict):
 
     @property
     def skipped(self) -> str:
-        """What was not text and is not among the tokens, as text; empty if there is nothing."""
+        """The numbers of files and rows that were left out as they are not text; empty if there are none."""
         files = sum(source.skipped_files for source in self.sources)
         rows = sum(source.skipped_rows for source in self.sources)
         return ", ".join(counted(number, noun) for number, noun in ((files, "file"), (rows, "row")) if number)

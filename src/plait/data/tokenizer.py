@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from plait.data.config import END_OF_DOCUMENT, TokenizerConfig
 from plait.errors import DataError
-from plait.fileio import open_regular, sync_folder, sync_tree
+from plait.fileio import missing_hint, open_regular, sync_folder, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -86,7 +86,7 @@ def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTraine
             f"the tokenizer {path} is missing",
             given=f"no {path.absolute()}",
             expected="its directory, or a tokenizer.json",
-            hint=f"ls {path.absolute().parent}",
+            hint=missing_hint(path),
         )
     try:
         if path.is_file():

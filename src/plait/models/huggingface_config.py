@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from plait.errors import ModelError, shown, unknown_key_hint
-from plait.fileio import read_json
+from plait.fileio import missing_hint, read_json
 from plait.models.activation_memory import running_on_meta
 from plait.models.construction import RecordedConstruction
 from plait.models.init_weights import with_parameters_on_meta
@@ -67,7 +67,7 @@ def read_config(path: Path) -> dict[str, Any]:
             "the model's configuration cannot be read",
             given=f"{file}: {error}",
             expected="a config.json that this user can read",
-            hint=f"ls -l {file}",
+            hint=missing_hint(path),
         ) from error
     if not isinstance(values, dict):
         raise ModelError(

@@ -256,6 +256,13 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
             expected="an object with the sections of a recipe",
             hint="the recipe.json of a run, or a TOML file",
         )
+    if _DEEPSPEED & values.keys():
+        raise ConfigError(
+            "a configuration of DeepSpeed is not a recipe",
+            given=f"{path}: {', '.join(sorted(_DEEPSPEED & values.keys()))}",
+            expected="a recipe, whose plan says what is distributed",
+            hint="docs/moving.md, which translates the keys",
+        )
     if SavedRecipe.is_saved(values):
         values = SavedRecipe.from_document(values, path).values
     return override_recipe(values, sets, plan, source=str(path))
@@ -368,6 +375,19 @@ def _qualified_key_hint(key: str) -> str:
     return " or ".join(qualified) or match or "run.steps"
 
 
+# Keys of other trainers: what there is instead.
+_EPOCHS = "run.steps: number of samples x epochs / run.batch"
+_RECORDS = "metrics.jsonl and TensorBoard in run.dir, which every run writes; plait report RUN"
+_LORA = "LoRA in a script: docs/scripts.md, Fine-tuning"
+_ELSEWHERE = {
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(("report_to", "wandb", "mlflow"), _RECORDS),
+    **dict.fromkeys(("peft", "lora"), _LORA),
+}
+_EXAMPLES = {"int": "100", "float": "0.1", "bool": "true", "path": "FOLDER"}  # by pydantic's type of an error
+_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+
+
 def _config_error(error: ValidationError, source: str) -> ConfigError:
     """Convert the first of pydantic's errors; an unknown key comes first, as it often explains the others."""
     first = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")[0]
@@ -376,31 +396,34 @@ def _config_error(error: ValidationError, source: str) -> ConfigError:
     if first["type"] == "extra_forbidden":
         where, known = ".".join(path[:-1]), _keys(path[:-1])
         hint = unknown_key_hint(path[-1], known)
+        hint = f"{where}.{hint}" if where and not hint.startswith("one of") else hint
         return ConfigError(
             f"{where or 'a recipe'} has no key {path[-1]!r}",
             given=f"{name} in {source}",
             expected="a key of docs/recipes.md",
-            hint=f"{where}.{hint}" if where and not hint.startswith("one of") else hint,
+            hint=_ELSEWHERE.get(path[-1], hint),
         )
     if first["type"] == "missing":
         return ConfigError(
             f"the recipe has no {name}",
             given=source,
-            expected="a value: it has no default",
-            hint=_set_hint(path),
+            expected="a value, as this key has no default",
+            hint=_set_hint(path, first["type"]),
         )
     message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return ConfigError(
         f"{name or 'the recipe'} has an invalid value",
         given=f"{name} = {first['input']!r} in {source}",
         expected=message,
-        hint=_set_hint(path),
+        hint=_set_hint(path, first["type"]),
     )
 
 
-def _set_hint(path: list[str]) -> str:
-    is_in_list = any(part.isdigit() for part in path)  # which --set replaces whole
-    return "another value in the recipe" if is_in_list or not path else f"--set {'.'.join(path)}=..."
+def _set_hint(path: list[str], problem: str) -> str:
+    if not path or any(part.isdigit() for part in path):  # in a list, which --set replaces whole
+        return "another value in the recipe"
+    example = next((value for kind, value in _EXAMPLES.items() if kind in problem), "...")
+    return f"--set {'.'.join(path)}={example}"
 
 
 def _keys(path: list[str]) -> list[str]:

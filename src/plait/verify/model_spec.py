@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from plait.engine.loss import Loss
 from plait.engine.reference import copy_with_values
 from plait.errors import ModelError, PlaitError, nearest
+from plait.fileio import missing_hint
 from plait.models import (
     IGNORED_LABEL,
     Blocks,
@@ -150,7 +151,7 @@ def parse_source(model: str, *, layers: int, length: int = 16, full: bool = Fals
             "unknown model",
             given=model,
             expected="a config.json, a folder with one, a model_type of transformers, or module:function",
-            hint=nearest(model, CONFIG_MAPPING.keys()) or "a path that exists",
+            hint=nearest(model, CONFIG_MAPPING.keys()) or missing_hint(Path(model)),
         )
     if full:
         return ModelSource(config=values)
