@@ -148,10 +148,7 @@ def memory_by_class_table(explanation: Explanation) -> Table:
     classes = explanation.rank_classes
     on_device, elsewhere = used_categories(*(row.memory for row in classes))
     names = (*on_device, "total", *elsewhere)
-    rows = (
-        (format_ranks(row.ranks), *(format_bytes(getattr(row.memory, name)) for name in names))
-        for row in classes
-    )
+    rows = ((format_ranks(row.ranks), *(row.memory.text_of(name) for name in names)) for row in classes)
     return table("memory per rank", ("ranks", *names), rows, left=("ranks",), padding=0)
 
 
