@@ -28,7 +28,19 @@ from plait.cli.main import app
             ["--model", "llama", "--plan", "dp=2 reduce=int8"],
             "ConfigError: this plan cannot be verified in float64",
         ),
-        (["--model", "llama", "--plan", "dp=2 local_steps=2"], "PlanError: islands that train alone"),
+        (
+            ["--model", "llama", "--dtype", "bf16", "--plan", "dp=2 local_steps=2 exchange=int8"],
+            "PlanError: this exchange of local steps has no reference",
+        ),
+        (
+            ["--model", "llama", "--plan", "dp=2 local_steps=2 exchange_parts=2"],
+            "PlanError: this exchange of local steps has no reference",
+        ),
+        (["--model", "llama", "--plan", "dp=2 servers=1"], "PlanError: plait verify does not know"),
+        (
+            ["--model", "llama", "--plan", "dp=2 servers=1 sync=async"],
+            "PlanError: the results of these parameter servers depend on which worker is faster",
+        ),
         (["--model", ":build", "--plan", "dp=2"], "ModelError: cannot import the function"),
         (
             ["--model", "llama", "--plan", "dp=2", "--tolerance", "0"],

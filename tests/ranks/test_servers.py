@@ -5,6 +5,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.checkpoint import open_checkpoint
 from plait.comm import rendezvous
 from plait.comm.pair import Message
 from plait.comm.rendezvous import leave_store
@@ -340,3 +342,23 @@ def test_a_world_of_workers_and_servers_together_is_refused(pool: Pool) -> None:
         assert "workers and servers are no ranks of one world" in said
         assert "given   : world= of 2 ranks, dp=1 servers=1" in said
         assert "try     : parallelize(...) without world=" in said
+
+
+def _saved_by_all(folder: str) -> dict[str, Tensor] | None:
+    try:
+        engine = plait.parallelize(programs.rough_llama(), "dp=2 servers=1", loss=programs.summed_loss)
+    except SystemExit:
+        return None
+    first, second = programs.batches(2)
+    engine.step(programs.share_of(first, engine))
+    assert engine.save(folder).name == "step-00000001"
+    weights = engine.full_parameters()
+    engine.step(programs.share_of(second, engine))  # both workers: worker 0 has saved
+    engine.world.close()
+    return weights
+
+
+def test_every_worker_may_save(pool: Pool, tmp_path: Path) -> None:
+    weights, *_ = pool.run(_saved_by_all, 3, str(tmp_path))
+    with open_checkpoint(tmp_path / "step-00000001").reader() as reader:
+        assert differing(weights, {name: reader.read_full(f"weights/{name}") for name in weights}) == []

@@ -166,3 +166,32 @@ def test_a_model_that_is_another_at_each_build_has_the_first_ranks_weights(pool:
     assert verdict_of(pool, 2, source, "dp=2").outcome is Outcome.SAME
     with pytest.raises(RankError, match="initial weights depend on the plan"):
         pool.run(verify_models.verify_twice, 1, source, "dp=1")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "plan"),
+    [
+        (2, "dp=2 local_steps=1 outer=nesterov:0.7:0.9"),
+        (2, "dp=2 local_steps=2"),
+        (4, "dp=4 zero=3 shard=2 micro=2 local_steps=3 outer=nesterov:0.7:0.9"),
+        (4, "dp=2 tp=2 local_steps=2 outer=nesterov:0.7:0.9"),
+    ],
+)
+def test_islands_are_compared_with_a_loop_of_programs_that_exchange(
+    pool: Pool, num_ranks: int, plan: str
+) -> None:
+    verdict = verdict_of(pool, num_ranks, verify_models.TIED_LLAMA, plan)
+    assert verdict.outcome is Outcome.SAME, verdict
+    assert 0 < verdict.max_error < 1e-12
+    assert len(verdict.steps) == {1: 3, 2: 4, 3: 6}[Plan.parse(plan).local_steps]
+
+
+def test_islands_that_do_not_exchange_are_found(pool: Pool) -> None:
+    verdict = verdict_of(pool, 2, verify_models.TIED_LLAMA, "dp=2 local_steps=2", "exchange")
+    assert verdict.outcome is Outcome.DIFFERS
+    assert len(verdict.steps) == 3, "the step after the first exchange"
+
+
+def test_buffers_of_islands_become_their_mean(pool: Pool) -> None:
+    with_batch_norm = ModelSource(build="support.verify_models:batch_norm")
+    assert verdict_of(pool, 2, with_batch_norm, "dp=2 local_steps=2").outcome is Outcome.SAME

@@ -343,6 +343,11 @@ def evaluation_that_is_doubled() -> Any:
     return mock.patch.object(Engine, "evaluate", call)
 
 
+def no_exchange_of_islands() -> Any:
+    owner: Any = sys.modules["plait.parallel.local_steps.outer"]
+    return mock.patch.object(owner.OuterOptimizer, "is_due", return_value=False)
+
+
 MUTATIONS: dict[str, Callable[[], Any]] = {
     "recomputation": recomputation_that_changes_buffers,
     "evaluation": evaluation_that_is_doubled,
@@ -352,4 +357,5 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "parts": no_sum_of_partial_gradients,
     "one column": one_column_adds_too_much,
     "tied": no_sum_of_tied_weights,
+    "exchange": no_exchange_of_islands,
 }

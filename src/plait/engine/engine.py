@@ -515,10 +515,13 @@ class Engine:
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Save the training state as a checkpoint, `step-00000120` in a folder that all hosts share: complete
         and synced to disk, or not at all. `facts`: additional JSON; the plan, the seed and the configuration
-        of a Hugging Face model are added. Every rank must call it. Raises CheckpointError, which leaves
-        earlier checkpoints intact; RunError, see `check_replicas`."""
+        of a Hugging Face model are added. Every rank must call it; of several workers of parameter servers
+        the first saves, and the others return at once. Raises CheckpointError, which leaves earlier
+        checkpoints intact; RunError, see `check_replicas`."""
         folder, own_facts = to_path(folder, "folder"), json_facts(facts or {})
         check_facts(own_facts)
+        if not self._updater.saves:
+            return step_path(folder, self.num_steps)
         self.check_replicas()
         config = config_of_model(self.model)
         model = {} if config is None else {"model": {"config": config}}

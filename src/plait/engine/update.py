@@ -15,10 +15,12 @@ class Updater(Protocol):
     `ServerUpdater` in `server/worker.py`, and `IslandUpdater` in `server/island.py`.
 
     data_rank, data_ranks   which share of a step's batch this engine computes
+    saves                   whether this engine saves the training: of several workers, the first
     """
 
     data_rank: int
     data_ranks: int
+    saves: bool
 
     def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
         """From (summed loss, targets, squared norm of the gradient) of this engine's ranks, return those of
@@ -52,6 +54,7 @@ class LocalUpdater:
     """Every rank updates its shards, and the ranks gather them."""
 
     def __init__(self, parts: EngineParts, clip_value: float | None) -> None:
+        self.saves = True
         self.data_rank = parts.context.groups.data.rank
         self.data_ranks = parts.context.groups.data.size
         self._parts = parts

@@ -47,6 +47,7 @@ class IslandUpdater:
     def __init__(self, parts: EngineParts, spec: TrainingSpec, servers: Servers, arena: Arena | None) -> None:
         """Join the job. Raises ModelError if the servers have another model."""
         self.data_rank, self.data_ranks = servers.worker, spec.plan.dp
+        self.saves = servers.worker == 0
         parts.islands.island = servers.worker
         self._steps = spec.plan.local_steps
         self._stages = parts.sharded.stages.values()

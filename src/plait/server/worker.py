@@ -201,6 +201,7 @@ class ServerUpdater:
     ) -> None:
         """Join the job. `plan`: with servers. Raises ModelError if the servers have another model."""
         self.data_rank, self.data_ranks = servers.worker, plan.dp
+        self.saves = servers.worker == 0
         self._servers = servers
         self._num_processes = plan.num_ranks
         self._served = served

@@ -176,10 +176,7 @@ def memory_by_class_table(explanation: Explanation) -> Table:
     on_device, elsewhere = used_categories(*(row.memory for row in classes))
     names = (*on_device, "total", *elsewhere)
     rows = [("ranks", *names)]
-    rows += [
-        (format_ranks(row.ranks), *(format_bytes(getattr(row.memory, name)) for name in names))
-        for row in classes
-    ]
+    rows += [(format_ranks(row.ranks), *(row.memory.text_of(name) for name in names)) for row in classes]
     if len(names) > _MAX_CATEGORIES and len(classes) < len(names):
         rows = list(zip(*rows, strict=True))
     return table("memory per rank", rows[0], rows[1:], left=("ranks",), padding=0)

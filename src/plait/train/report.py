@@ -10,7 +10,7 @@ from rich.table import Table
 from plait.comm import all_gather
 from plait.data.sampler import BatchSizes
 from plait.engine.engine import Engine
-from plait.plan import MemoryUse, format_bytes, used_categories
+from plait.plan import MemoryUse, used_categories
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.metrics import ThinnedRecords, read_metrics
@@ -77,7 +77,7 @@ def memory_table(predicted: MemoryUse, measured: MemoryUse, ranks: str = "per ra
     """Return predicted and measured bytes by category. Offloaded bytes are below the total."""
     on_device, elsewhere = used_categories(predicted, measured)
     rows = (
-        (name, *(format_bytes(getattr(use, name)) for use in (predicted, measured)))
+        (name, *(use.text_of(name) for use in (predicted, measured)))
         for name in (*on_device, "total", *elsewhere)
     )
     return table(f"memory {ranks}", ("", "predicted", "measured"), rows)

@@ -28,7 +28,9 @@ def all_plans(num_ranks: int) -> list[Plan]:
 
 def simpler_plans(plan: Plan) -> dict[str, Plan]:
     """Return the plan without each of its parts, by the name of the part."""
+    alone: dict[str, Any] = {"local_steps": 0, "outer": "average", "exchange": "fp32", "exchange_parts": 1}
     zero_defaults: dict[str, Any] = {
+        **alone,
         "accumulate": "auto",
         "prefetch": 1,
         "reshard": "use",
@@ -41,6 +43,7 @@ def simpler_plans(plan: Plan) -> dict[str, Plan]:
         "pp": {"pp": 1, "schedule": "1f1b", "chunks": 0, "stages": ""},
         "dp": {"dp": 1, "zero": 0, "shard": 0, "reduce": "fp32", **zero_defaults},
         "zero": {"zero": 0, "shard": 0, **zero_defaults},
+        "local_steps": alone,
         "recompute": {"recompute": "none"},
         "compile": {"compile": False},
         "offload": {"offload": "none"},

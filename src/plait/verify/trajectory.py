@@ -15,6 +15,7 @@ from plait.engine.reference import Run, run_with, run_with_own_loss, sum_gradien
 from plait.errors import ModelError
 from plait.models import forward_names
 from plait.parallel.zero.rank_context import Precision
+from plait.plan.local_steps import LocalSteps
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 CLIP_NORM = 0.05  # far below the norms of untrained models: clipping is active in every step
@@ -57,25 +58,57 @@ def train_reference(
     evaluated: Batch,
     precision: Precision,
     loss: Loss | None,
+    local_islands: tuple[LocalSteps, int],
 ) -> Trajectory:
     """Train the model in one process from these weights, with one step per batch; then evaluate it.
 
     A batch is divided into the shares of data ranks, and these into micro-batches. As on ranks, each share
     starts from the buffers of the last step, and those of the first one are kept. The loss is the model's own
-    if it has one and no `loss` is given.
+    if it has one and no `loss` is given. `local_islands`: the local steps, and the number of islands, of
+    which each takes its part of the shares; the results are those of the first one.
     """
+    local, num_islands = local_islands
     model = model.to(precision.compute).train()
     run = run_with_own_loss if loss is None else run_with(loss)
-    masters = {
-        name: nn.Parameter(weights[name].to(precision.master, copy=True), p.requires_grad)
-        for name, p in model.named_parameters()
-    }
-    trained = {name: parameter for name, parameter in masters.items() if parameter.requires_grad}
-    optimizer = torch.optim.AdamW(_groups(model, trained), foreach=False, **ADAMW)
+    islands = [_Program(copy.deepcopy(model), weights, precision, run) for _ in range(num_islands)]
+    outer = _Outer(islands[0].trained, local)
     trajectory = Trajectory()
-    for shares in batches:
-        _copy_weights(masters, model)
-        total, count, sums = _sum_over_shares(model, shares, run, precision.master)
+    for number, shares in enumerate(batches, start=1):
+        size = len(shares) // num_islands
+        parts = [shares[index * size : (index + 1) * size] for index in range(num_islands)]
+        (step, gradients), *_ = [i.step(part) for i, part in zip(islands, parts, strict=True)]
+        trajectory.steps.append(step)
+        trajectory.gradients.append(gradients)
+        if local.steps and number % local.steps == 0:
+            outer.exchange(islands)
+    first = islands[0]
+    _copy_weights(first.masters, first.model)
+    trajectory.weights = {name: parameter.detach() for name, parameter in first.masters.items()}
+    trajectory.buffers = {name: buffer.detach().clone() for name, buffer in first.model.named_buffers()}
+    trajectory.evaluation = _evaluate(first.model.eval(), evaluated, run)
+    return trajectory
+
+
+class _Program:
+    """A model in one process with its master weights and its optimizer."""
+
+    def __init__(
+        self, model: nn.Module, weights: Mapping[str, Tensor], precision: Precision, run: Run
+    ) -> None:
+        self.model, self._run, self._dtype = model, run, precision.master
+        self.masters = {
+            name: nn.Parameter(weights[name].to(precision.master, copy=True), p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        self.trained = {
+            name: parameter for name, parameter in self.masters.items() if parameter.requires_grad
+        }
+        self._optimizer = torch.optim.AdamW(_groups(model, self.trained), foreach=False, **ADAMW)
+
+    def step(self, shares: Sequence[Sequence[Batch]]) -> tuple[Step, dict[str, Tensor]]:
+        """Run one step. Returns its numbers, and the gradients before clipping."""
+        _copy_weights(self.masters, self.model)
+        total, count, sums = _sum_over_shares(self.model, shares, self._run, self._dtype)
         if not count:
             raise ModelError(
                 "a step of the data has no targets",
@@ -83,17 +116,39 @@ def train_reference(
                 expected="at least one target in a step",
                 hint="labels that are not all -100",
             )
-        for name, parameter in trained.items():
+        for name, parameter in self.trained.items():
             parameter.grad = sums[name] / count
-        trajectory.gradients.append({name: sums[name] / count for name in trained})
-        norm = nn.utils.clip_grad_norm_(trained.values(), CLIP_NORM, foreach=False)
-        trajectory.steps.append(Step(total / count, norm.item()))
-        optimizer.step()
-    _copy_weights(masters, model)
-    trajectory.weights = {name: parameter.detach() for name, parameter in masters.items()}
-    trajectory.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    trajectory.evaluation = _evaluate(model.eval(), evaluated, run)
-    return trajectory
+        gradients = {name: sums[name] / count for name in self.trained}
+        norm = nn.utils.clip_grad_norm_(self.trained.values(), CLIP_NORM, foreach=False)
+        self._optimizer.step()
+        return Step(total / count, norm.item()), gradients
+
+
+class _Outer:
+    """The weights that islands exchange, and their optimizer. See `plan/local_steps.py`."""
+
+    def __init__(self, weights: Mapping[str, Tensor], local: LocalSteps) -> None:
+        self._weights = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
+        lr, momentum = local.learning_rate or 1.0, local.momentum
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
+        self._optimizer = torch.optim.SGD(self._weights.values(), **options)
+
+    @torch.no_grad()
+    def exchange(self, islands: Sequence[_Program]) -> None:
+        """Step with the islands' mean change, and give them the result and the mean of their buffers."""
+        for name, weight in self._weights.items():
+            weight.grad = weight - torch.stack([island.trained[name] for island in islands]).mean(0)
+        self._optimizer.step()
+        buffers = [[*island.model.buffers()] for island in islands]
+        means = [
+            torch.stack(of).mean(0) if of[0].is_floating_point() else of[0]
+            for of in zip(*buffers, strict=True)
+        ]
+        for island, own in zip(islands, buffers, strict=True):
+            for name, weight in self._weights.items():
+                island.trained[name].copy_(weight)
+            for buffer, mean in zip(own, means, strict=True):
+                buffer.copy_(mean)
 
 
 def _copy_weights(masters: Mapping[str, Tensor], model: nn.Module) -> None:

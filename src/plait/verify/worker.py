@@ -21,6 +21,7 @@ from plait.models import vocabulary_size
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Plan, Traffic, subtract_traffic
+from plait.plan.local_steps import LocalSteps
 from plait.plan.plan import FLOAT8
 from plait.verify.locate import locate_mismatches
 from plait.verify.model_spec import ModelSource, ModelSpec, random_numbers, random_tokens
@@ -60,6 +61,18 @@ class Case:
         return Plan.parse(self.plan).num_ranks
 
     @property
+    def local(self) -> tuple[LocalSteps, int]:
+        """The plan's local steps, and the number of islands."""
+        plan = Plan.parse(self.plan)
+        return plan.local, plan.num_islands
+
+    @property
+    def num_steps(self) -> int:
+        """Steps to train: with local steps, those of two exchanges or more."""
+        between = Plan.parse(self.plan).local_steps
+        return max(2, -(-self.steps // between)) * between if between else self.steps
+
+    @property
     def precision(self) -> Precision:
         return Precision.from_plan(Plan(precision=PRECISIONS[self.dtype]))
 
@@ -85,12 +98,19 @@ def check(case: Case) -> tuple[ModelSpec, LayerProducts]:
     """Return the model to verify, and the products of its layers. Raises PlanError or ModelError if the plan
     cannot shard it. Needs no ranks."""
     spec, plan = case.source.spec(), Plan.parse(case.plan)
-    if plan.local_steps:
+    if (plan.exchange, plan.exchange_parts) != ("fp32", 1):
         raise PlanError(
-            "islands that train alone do not compute the steps of one process",
+            "this exchange of local steps has no reference: it rounds, or depends on the layout of ranks",
+            given=f"exchange={plan.exchange} exchange_parts={plan.exchange_parts}",
+            expected="exchange=fp32 exchange_parts=1",
+            hint=str(replace(plan, exchange="fp32", exchange_parts=1)),
+        )
+    if plan.num_servers and plan.sync != "all":
+        raise PlanError(
+            "the results of these parameter servers depend on which worker is faster",
             given=case.plan,
-            expected="local_steps=0",
-            hint=f"the plan of one island: dp={plan.shard_degree}, and no local_steps",
+            expected="sync=all, whose results are those of zero=1",
+            hint=f"dp={plan.dp} zero=1",
         )
     plan.check_no_servers("plait verify")
     model = spec.build(torch.float32)
@@ -129,13 +149,14 @@ class Verifier:
             world.store.wait_for(_REFERENCE_READY)  # may take longer than a step's timeout
             _train(case, spec, engine, None)
             return None
-        expected, tolerances = self._reference(case, spec, products, weights, (1, 1))
+        islands = engine.plan.num_islands
+        expected, tolerances = self._reference(case, spec, products, weights, (islands, 1))
         world.store.set(_REFERENCE_READY)
         comparator = Comparator(case, expected, tolerances)
         verdict = _train(case, spec, engine, comparator)
         assert verdict is not None, "rank 0 has no verdict"
         division = (engine.plan.dp, engine.plan.micro)
-        if verdict.outcome is Outcome.SAME or division == (1, 1):
+        if verdict.outcome is Outcome.SAME or division == (islands, 1):
             return verdict
         is_divided = comparator.matches(*self._reference(case, spec, products, weights, division))
         return replace(verdict, message=DEPENDS_ON_DIVISION) if is_divided else verdict
@@ -153,7 +174,8 @@ class Verifier:
         key = (case.source, case.dtype, case.seed)
         if self._key != key:  # the cache is for one source at a time
             self._key, self._weights, self._references = key, weights, {}
-        data_key = (division, products.layers.names, case.steps, case.samples, case.length, case.tolerance)
+        data = (case.num_steps, case.samples, case.length)
+        data_key = (division, products.layers.names, data, case.tolerance, case.local)
         for name, weight in weights.items():
             if not torch.equal(weight, self._weights[name]):
                 raise ModelError(
@@ -234,7 +256,7 @@ def _engine(case: Case, spec: ModelSpec, world: World, folder: Path) -> Engine:
 def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator | None) -> Verdict | None:
     """Train until the first mismatch: later steps would be wrong because of it."""
     traffic: Traffic = {}
-    for step in range(case.steps):
+    for step in range(case.num_steps):
         batch = _batch(case, spec, step, engine.model)
         before = engine.world.comm_log.read()
         share, micro = split_batch(batch, engine.data_ranks)[engine.data_rank], engine.plan.micro
@@ -245,12 +267,13 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
         gradients = {name: g.cpu() / done.clip_factor for name, g in engine.full_gradients().items()}
         is_same = comparator is None or comparator.check_step(done, gradients)
         if engine.world.any_flag(not is_same):
-            expected = {} if comparator is None else comparator.worst_gradients()
+            # The gradients of other islands are others.
+            expected = {} if comparator is None or case.local[1] > 1 else comparator.worst_gradients()
             where = locate_mismatches(expected, engine, tolerance=case.base_tolerance)
             return None if comparator is None else comparator.verdict(traffic, where)
     weights = {name: weight.cpu() for name, weight in engine.full_parameters().items()}
     buffers = {name: buffer.cpu() for name, buffer in engine.full_buffers().items()}
-    share = split_batch(_batch(case, spec, case.steps, engine.model), engine.data_ranks)[engine.data_rank]
+    share = split_batch(_batch(case, spec, case.num_steps, engine.model), engine.data_ranks)[engine.data_rank]
     evaluated = engine.evaluate(share)
     if comparator is None:
         return None
@@ -285,18 +308,18 @@ def _run_reference(
     precision, (shares, micros) = case.precision, division
     model = spec.build_reference(precision.compute)
     products.convert(model)
-    *batches, evaluated = [_batch(case, spec, step, model) for step in range(case.steps + 1)]
+    *batches, evaluated = [_batch(case, spec, step, model) for step in range(case.num_steps + 1)]
     data = [[split_batch(share, micros) for share in split_batch(batch, shares)] for batch in batches]
-    trajectory = train_reference(model, weights, data, evaluated, precision, spec.loss)
+    trajectory = train_reference(model, weights, data, evaluated, precision, spec.loss, case.local)
     if case.dtype == "float64" or case.tolerance is not None:
         return trajectory, Tolerances(case.base_tolerance)
     float64 = Precision(torch.float64, torch.float64)
     in_float64 = spec.build_reference(torch.float64)
-    exact = train_reference(in_float64, weights, data, evaluated, float64, spec.loss)
+    exact = train_reference(in_float64, weights, data, evaluated, float64, spec.loss, case.local)
     noise, step_noise = rounding_noise(trajectory, exact)
     if not math.isfinite(step_noise + sum(noise.values())):
         raise ModelError(
-            f"in {case.dtype} the model cannot train for {case.steps} steps in one process either",
+            f"in {case.dtype} the model cannot train for {case.num_steps} steps in one process either",
             given="a non-finite loss or gradient",
             expected="finite losses and gradients",
             hint="--dtype float64",

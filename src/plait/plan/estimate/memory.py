@@ -70,9 +70,15 @@ class MemoryUse:
 
     @cached_property
     def total(self) -> int:
-        """Bytes on the device."""
+        """Bytes on the device, without activations if they are unknown."""
         on_device = (field.name for field in fields(self) if field.name not in _OFFLOADED)
         return sum(getattr(self, name) or 0 for name in on_device)
+
+    def text_of(self, category: str) -> str:
+        """The bytes of a category, or the total, with their unit. A total says what it lacks."""
+        text = format_bytes(getattr(self, category))
+        lacks = category == "total" and self.activations is None
+        return f"at least {text}, without activations" if lacks else text
 
     @property
     def tensors(self) -> int:
@@ -81,10 +87,9 @@ class MemoryUse:
 
     def __str__(self) -> str:
         on_device, offloaded = (
-            [f"{name} {format_bytes(getattr(self, name))}" for name in names]
-            for names in used_categories(self)
+            [f"{name} {self.text_of(name)}" for name in names] for names in used_categories(self)
         )
-        return "; ".join([", ".join(on_device), f"total {format_bytes(self.total)}", *offloaded])
+        return "; ".join([", ".join(on_device), f"total {self.text_of('total')}", *offloaded])
 
 
 def used_categories(*uses: MemoryUse) -> tuple[list[str], list[str]]:
