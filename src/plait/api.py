@@ -66,7 +66,7 @@ def parallelize(
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
 
-    Parameters become new objects; unused ones get a zero gradient and are updated. Raises PlaitError, and on
+    Unused parameters get a zero gradient and are updated. Raises PlaitError, and on
     a rank that is a parameter server SystemExit(0), when the workers have left.
     """
     model = check_types(model, locals())  # before ranks wait for each other
