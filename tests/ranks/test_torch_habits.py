@@ -1,4 +1,4 @@
-"""What a loop for one device does with its optimizer and parameters has torch's effect, or is an error."""
+"""Uses of optimizer and parameters in a loop for one device have torch's effect, or are errors."""
 
 import copy
 import io

@@ -118,7 +118,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._parts.optimizer.has_states = state_dict["has_states"]
 
     def _shards(self) -> str:
-        """What this rank's states are of. Raises PlanError if servers have them."""
+        """The plan, rank and shards that the states are of. Raises PlanError if servers have them."""
         self._plan.check_no_servers("optimizer.state_dict")
         kind = f"{type(self._real).__name__} with {len(self.param_groups)} groups"
         digest = hashlib.sha256(repr(self._parts.layout).encode()).hexdigest()[:16]

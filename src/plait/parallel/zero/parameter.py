@@ -62,6 +62,16 @@ class UnitParameter(nn.Parameter):
             raise gradient_is_the_engines(f"{name}.grad = {'None' if value is None else 'a tensor'}")
         write_grad(self, value)
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        handle = super().register_post_accumulate_grad_hook(hook)
+        hooks, engines = self._post_accumulate_grad_hooks, vars(self).get(_HOOK)
+        if engines is not None and hooks is not None:
+            hooks[engines.id] = hooks.pop(engines.id)  # last: it moves the gradient
+        return handle
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: ARG002
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self._plain().detach().clone(), self.requires_grad)
         memo[id(self)] = copied
