@@ -36,6 +36,8 @@ _HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
 )
 _OWN = ("_parameters", "_modules", *_HOOKS)  # of each shell
 _SLOTS = (*_OWN, "_stage_forward", "_stage_placeholders", "_stage_modules", "_stage_users", "_stage_seen")
