@@ -5,16 +5,17 @@ products, which are most of the FLOPs, and recomputes norms, activations, dropou
 with the square of the sequence length, and fused attention is cheap compared with the memory it would save
 (Korthikanti et al. 2205.05198, section 5). `every=k` is `full` for blocks 0, k, 2k ...
 
-The implementation is torch's non-reentrant checkpoint. It restores the state of torch's random generators, so
-dropout masks are equal both times and the results are those of `none`, bit for bit. A block's `forward` is
-wrapped, not its call: module hooks stay outside and do not run again. Buffers that it changes, and the state of
-other generators, are put back first: see parallel/module_state.py.
+The implementation is torch's non-reentrant checkpoint. It restores the state of torch's random generators,
+so dropout masks are equal both times and the results are those of `none`, bit for bit. A block's `forward`
+is wrapped, not its call: module hooks stay outside and do not run again. Buffers that it changes, and the
+state of other generators, are put back first: see parallel/module_state.py.
 
 [Note: recomputed outputs]
 A block may draw from a generator that is found nowhere, or read the time or a global variable. So the first
-`COMPARED` recomputations in training mode, and in evaluation mode, compare the block's output with that of its
-forward: a norm, and a projection that is not zero if they differ. torch stops a recomputation early, when all
-saved tensors are there; these run to their ends, and compute saved products too. A block that changes its input in place cannot be recomputed.
+`COMPARED` recomputations in training mode, and in evaluation mode, compare the block's output with that of
+its forward: a norm, and a projection that is not zero if they differ. torch stops a recomputation early,
+when all saved tensors are there; these run to their ends, and compute saved products too. A block that
+changes its input in place cannot be recomputed.
 
 [Note: random state of the device]
 torch's checkpoint keeps the random state of the CPU, and of the devices of its positional tensors. Of a block
@@ -102,8 +103,9 @@ class RecomputedForward:
             contexts = _TRACED_CONTEXTS if self.selective else noop_context_fn
             return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        for value in inputs if self.on_save is not None else ():
-            self.on_save(value)
+        if self.on_save is not None:
+            for value in inputs:
+                self.on_save(value)
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         versions = [value._version for value in inputs]
@@ -115,7 +117,7 @@ class RecomputedForward:
             run: Callable[..., Any] = functools.partial(_run_without_marker, self.forward)
             run = _Compared(run, self._name) if is_compared else run
             given = (_device_marker(inputs), *args)
-            options = {"use_reentrant": False, "context_fn": contexts, "early_stop": not is_compared}
+            options: Any = {"use_reentrant": False, "context_fn": contexts, "early_stop": not is_compared}
             output = checkpoint(run, *given, **options, **kwargs)
         if [value._version for value in inputs] != versions:
             raise _in_place_error(self._name)
@@ -165,10 +167,10 @@ class _Compared:
         elif len(self._first) != len(values) or any(map(_differ, self._first, summaries, values)):
             raise ModelError(
                 "a recomputed block returned other values in backward than in forward",
-                given=f"a {self._name}: random numbers of a generator that is unknown, or something else that "
+                given=f"a {self._name}: random numbers of a generator that is unknown, or another thing that "
                 "changes between calls",
-                expected="random numbers of torch's default generators, of `random`, of numpy.random, or of a "
-                "generator that is an attribute of a module in the block",
+                expected="random numbers of torch's default generators, of `random`, of numpy.random, or of "
+                "a generator that is an attribute of a module in the block",
                 hint="such a generator; or recompute=none",
             )
         return output
@@ -242,8 +244,8 @@ class _SaveMode(TorchDispatchMode):
 
 
 class _ReplayMode(TorchDispatchMode):
-    """In backward: returns the saved outputs in the same order, each once, and recomputes those that are gone;
-    all of them, if the block's output will be compared."""
+    """In backward: returns the saved outputs in the same order, each once, and recomputes those that are
+    gone; all of them, if the block's output will be compared."""
 
     def __init__(self, saved: list[_SavedProduct | None], *, replays: bool) -> None:
         super().__init__()

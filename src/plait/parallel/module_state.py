@@ -3,9 +3,9 @@
 [Note: state that a forward changes]
 A forward may change BatchNorm's running statistics, counters or the vectors of spectral norm. A second
 forward would change them twice, and compute with other values than the first. So a recomputation runs with
-the values from before the forward, and the current ones are restored afterwards. The first forward in training
-mode, and in evaluation mode, shows which buffers and attributes change, mostly none; later ones copy only
-these. A buffer that changes for the first time later is an error: its old value is lost.
+the values from before the forward, and the current ones are restored afterwards. The first forward in
+training mode, and in evaluation mode, shows which buffers and attributes change, mostly none; later ones
+copy only these. A buffer that changes for the first time later is an error: its old value is lost.
 
 The same holds for random generators: `random`'s and NumPy's global ones, and those that are attributes of the
 modules. (torch's default generators are torch.utils.checkpoint's.) Copying the state of the global ones takes
@@ -14,7 +14,6 @@ modules. (torch's default generators are torch.utils.checkpoint's.) Copying the 
 
 import random
 import sys
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +34,9 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._changing: dict[bool, tuple[_Cell, ...]] = {}  # by training mode; unknown before its first forward
+        self._changing: dict[
+            bool, tuple[_Cell, ...]
+        ] = {}  # by training mode; unknown before its first forward
 
     @property
     def training(self) -> bool:
@@ -43,8 +44,8 @@ class ModuleState:
 
     @contextmanager
     def recorded(self) -> Iterator[Mapping[_Cell, Any]]:
-        """Run a forward inside the context. Yields a mapping that is filled at its end: what changes, with the
-        values from before."""
+        """Run a forward inside the context. Yields a mapping that is filled at its end: what changes, and its
+        value from before."""
         modules = list(self._module.modules())
         buffers = {(m, key): b for m in modules for key, b in m._buffers.items() if b is not None}
         versions = {cell: buffer._version for cell, buffer in buffers.items()}
@@ -98,14 +99,19 @@ def put_back(recorded: Mapping[_Cell, Any]) -> Iterator[None]:
 
 
 def _is_buffer(cell: _Cell) -> bool:
-    module, key = cell
-    return key != _STATE and key in module._buffers
+    owner, key = cell
+    return key != _STATE and key in owner._buffers
+
+
+def _values(cell: _Cell) -> dict[str, Any]:
+    owner: nn.Module = cell[0]
+    return owner._buffers if _is_buffer(cell) else vars(owner)
 
 
 def _read(cell: _Cell) -> Any:
     owner, key = cell
     if key != _STATE:
-        return (owner._buffers if _is_buffer(cell) else vars(owner)).get(key)
+        return _values(cell).get(key)
     if isinstance(owner, random.Random):
         return owner.getstate()
     return owner.bit_generator.state if hasattr(owner, "bit_generator") else owner.get_state()
@@ -114,7 +120,7 @@ def _read(cell: _Cell) -> Any:
 def _write(cell: _Cell, value: Any) -> None:
     owner, key = cell
     if key != _STATE:
-        (owner._buffers if _is_buffer(cell) else vars(owner))[key] = value
+        _values(cell)[key] = value
     elif isinstance(owner, random.Random):
         owner.setstate(value)
     elif hasattr(owner, "bit_generator"):
