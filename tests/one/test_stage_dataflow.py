@@ -293,3 +293,25 @@ def test_equal_operators_on_meta_run_once_in_a_process(monkeypatch: pytest.Monke
         assert len(numbers.nonzero()) == 15
     with OperatorsOnMeta(), pytest.raises(NotImplementedError):
         numbers.nonzero()
+
+
+class WritesWeight(nn.Module):
+    """Changes a weight of its head before the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight.data.clamp_(-0.1, 0.1)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def test_a_forward_that_changes_a_weight_is_refused_before_any_stage_runs() -> None:
+    with pytest.raises(ModelError, match="changes a parameter outside of the blocks") as caught:
+        plait.parallelize(WritesWeight(), PLAN, loss=lambda *_: None, example_batch={"x": torch.randn(2, 4)})
+    assert caught.value.given == "head.weight"
+    assert "weight.clamp(min=0)" in str(caught.value)

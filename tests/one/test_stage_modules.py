@@ -1,6 +1,7 @@
 """A stage's module as hooks, copies and runs on meta see it."""
 
 import copy
+import warnings
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils._pytree import tree_map_only
 
+import plait
+from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
     StageModule,
@@ -182,3 +186,65 @@ def test_each_stage_reports_why_the_full_models_forward_failed() -> None:
     for block in ("blocks.0", "blocks.1"):
         with pytest.raises(ValueError, match="no more can be made"):
             outputs.output_of(block, {"x": torch.ones(2, 4, device="meta")})
+
+
+class _Reparametrized(nn.Module):
+    """Layers whose weights are computed by hooks, and are no leaves of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head, *blocks = (nn.Linear(4, 4) for _ in range(5))
+        self.blocks = nn.ModuleList(blocks)
+        with warnings.catch_warnings(action="ignore"):
+            for layer in (self.enter, self.head, self.blocks[1]):
+                nn.utils.weight_norm(layer)
+        for layer in (self.enter, self.blocks[2]):
+            prune.random_unstructured(layer, "bias", 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_weights_that_hooks_compute_train_in_stages(num_stages: int) -> None:
+    torch.manual_seed(3)
+    model, x = _Reparametrized().double(), torch.randn(2, 4, dtype=torch.float64)
+    engine = plait.parallelize(
+        copied := copy_by_state(model),
+        f"schedule=interleaved chunks={num_stages} precision=fp64" if num_stages > 1 else "precision=fp64",
+        optimizer=torch.optim.SGD,
+        optimizer_args={"lr": 0.5},
+        loss=lambda outputs, _: (outputs.square().sum(), 1),
+        blocks=list(copied.blocks),
+        example_batch={"x": x},
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        assert engine.step({"x": x}).loss == pytest.approx(loss.item(), rel=1e-9)
+
+
+def copy_by_state(model: nn.Module) -> Any:
+    copied = _Reparametrized().double()
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+@pytest.mark.parametrize("change", ["replaced", "wrapped"])
+def test_blocks_replaced_after_the_split_are_refused(change: str) -> None:
+    model, (first, second) = stages()
+    for part in (first, second):
+        assert part.modules is not None
+        part.modules.refresh()  # nothing has changed
+    layers = model.model.layers
+    layers[3] = nn.Identity() if change == "replaced" else nn.Sequential(layers[3])
+    for part in (first, second):
+        with pytest.raises(ModelError, match="a block was replaced after the model was split") as caught:
+            part.modules.refresh()
+        assert "ModuleList.3 is a" in caught.value.given

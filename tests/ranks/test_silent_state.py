@@ -252,7 +252,7 @@ SCHEDULES = [f"pp=2 schedule={name}" for name in ("gpipe", "1f1b", "interleaved 
 
 
 @pytest.mark.parametrize("plan", SCHEDULES)
-def test_what_a_loop_changes_on_the_model_outside_of_blocks_reaches_every_stage(pool: Pool, plan: str) -> None:
+def test_changes_of_the_model_outside_of_blocks_reach_every_stage(pool: Pool, plan: str) -> None:
     """Stages ran a copy of the model: gains, buffers, hooks and `eval()` were lost on the way."""
     expected = pytest.approx(_trained_with_changes(None), rel=1e-9)
     assert pool.run(_trained_with_changes, 2, plan) == [expected] * 2

@@ -1,5 +1,6 @@
 """Under tp, inputs and outputs of the model are those of one process, or are refused."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -83,20 +84,31 @@ def _engine(family: str, plan: str, loss: Any) -> plait.Engine:
     return plait.parallelize(model, f"{plan} precision=fp64", loss=loss)
 
 
-def _reading(family: str, plan: str, what: str) -> tuple[str, str]:
+def _reading(family: str, plan: str, what: str, since: int) -> tuple[str, str]:
+    """The errors of a loss that reads an entry from a call on, and of outputs that are picked."""
     losses = {"attentions": _attention_loss, "hidden_states": _hidden_loss}
-    engine = _engine(family, plan, losses[what])
+    numbers = itertools.count()
+    engine = _engine(
+        family,
+        plan,
+        lambda *given: (losses[what] if next(numbers) >= since else programs.summed_loss)(*given),
+    )
+    for _ in range(since):
+        assert not engine.step(BATCH).skipped
     picked = _refusal(lambda: engine.outputs(BATCH, lambda outputs: outputs[what]))
     return _refusal(lambda: engine.step(BATCH)), picked
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "since"), [("llama", 0), ("gpt2", 0), ("llama", 2)])
 @pytest.mark.parametrize(
     ("plan", "what"),
     [("tp=2", "attentions"), ("tp=2 sp=true", "hidden_states"), ("tp=2x1", "hidden_states")],
 )
-def test_a_loss_of_outputs_that_tp_shards_is_refused(pool: Pool, family: str, plan: str, what: str) -> None:
-    for message, picked in pool.run(_reading, 2, family, plan, what):
+def test_a_loss_of_outputs_that_tp_shards_is_refused(
+    pool: Pool, family: str, since: int, plan: str, what: str
+) -> None:
+    """Also of a loss whose first calls do not read them."""
+    for message, picked in pool.run(_reading, 2, family, plan, what, since):
         assert f"outputs['{what}'][" in message
         assert "only their shards of an output that is read" in picked
 

@@ -161,9 +161,7 @@ def build_stages(
     for stage, part in zip(units, parts, strict=True):
         owners = bind_flat_params(part.module, names, part.blocks, units[stage], standalone)
         zero = ShardedStage(part.module, owners, context, column_reduce, in_flight)
-        runners[stage] = _build_stage(
-            part, spec, context, zero, splitter, is_last=stage == last
-        )
+        runners[stage] = _build_stage(part, spec, context, zero, splitter, is_last=stage == last)
     return runners
 
 

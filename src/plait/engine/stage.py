@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.comm import Group
 from plait.engine.loss import Loss, choose_loss
-from plait.engine.replicated_outputs import RecordedReads, check_replicated
+from plait.engine.replicated_outputs import LossReads
 from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
@@ -61,13 +61,12 @@ class StageRunner:
         self.zero = zero
         self.is_last = is_last
         self._is_checked = False  # its outputs were checked to use only its own weights
-        self._is_loss_checked = False  # the loss was checked to read nothing that is sharded
         self._checked_entries: set[frozenset[str]] = set()  # keys of batches
         self._head = head
         self._user_loss = loss
         self._tokens = tokens
         self._columns = columns
-        self._tp = tp
+        self._loss_reads = LossReads(tp)
         self._col = SINGLE_RANK if self._columns is None else col
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
@@ -112,17 +111,12 @@ class StageRunner:
         return result
 
     def _call(self, loss: Loss, outputs: Any, micro: Mapping[str, Tensor]) -> Any:
-        """The loss's result. In the first call, check that a user's loss reads nothing that is sharded; for
-        new entries, that they are used: [Note: entries of a batch]."""
+        """The loss's result. Check that a user's loss reads nothing that is sharded; and that new entries are
+        used: [Note: entries of a batch]."""
         recorded = None if frozenset(micro) in self._checked_entries else RecordedBatch(micro)
         batch = micro if recorded is None else recorded
-        if self._user_loss is None or self._is_loss_checked:
-            result = loss(outputs, batch)
-        else:
-            with RecordedReads() as reads:
-                result = loss(outputs, batch)
-            check_replicated(reads.of(outputs), self._tp)
-            self._is_loss_checked = True
+        is_users = self._user_loss is not None
+        result = self._loss_reads.call(loss, outputs, batch) if is_users else loss(outputs, batch)
         if recorded is not None:
             recorded.check_used(self.part.module, label_keys(self.part.module))
             self._checked_entries.add(frozenset(micro))

@@ -5,7 +5,7 @@ are replaced by the received tensors. NaN reveals a result that is not replaced.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ def placeholder_like(parameter: Tensor, device: torch.device, dtype: torch.dtype
 
 
 def placeholders_of(module: nn.Module) -> dict[str, Tensor]:
-    """The placeholders that a stage's module has in place of direct parameters, by key."""
-    is_shell = hasattr(type(module), "_stage_placeholders")  # models/stages/shell.py
-    of_shell: Any = module._stage_placeholders if is_shell else {}
-    return of_shell  # type: ignore[no-any-return]
+    """The placeholders that a stage's module (models/stages/shell.py) has in place of direct parameters, by
+    key."""
+    found: Any = module._stage_placeholders if hasattr(type(module), "_stage_placeholders") else {}
+    return cast(dict[str, Tensor], found)
 
 
 def placeholders(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -22,3 +23,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 seen.add(id(leaf))
                 pending.extend(getattr(leaf, "__dict__", {}).values())
                 pending.extend(getattr(leaf, key, None) for key in getattr(type(leaf), "__slots__", ()))
+
+
+def summary(tensor: Tensor) -> Tensor:
+    """The projection on a fixed direction, and the norm, in float64: equal for equal tensors, and otherwise
+    apart by about the norm of the difference. NaN counts as 0, infinity as 1."""
+    flat = torch.nan_to_num(tensor.detach().double().flatten(), posinf=1.0, neginf=-1.0)
+    direction = torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=torch.float64))
+    return torch.stack([flat @ direction, flat.norm()])

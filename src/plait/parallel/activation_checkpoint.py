@@ -5,10 +5,17 @@ products, which are most of the FLOPs, and recomputes norms, activations, dropou
 with the square of the sequence length, and fused attention is cheap compared with the memory it would save
 (Korthikanti et al. 2205.05198, section 5). `every=k` is `full` for blocks 0, k, 2k ...
 
-The implementation is torch's non-reentrant checkpoint. It restores the random state, so dropout masks are
-equal both times and the results are those of `none`, bit for bit. A block's `forward` is wrapped, not its
-call: module hooks stay outside and do not run again. Buffers that it changes are put back first: see
-parallel/module_state.py.
+The implementation is torch's non-reentrant checkpoint. It restores the state of torch's random generators,
+so dropout masks are equal both times and the results are those of `none`, bit for bit. A block's `forward`
+is wrapped, not its call: module hooks stay outside and do not run again. Buffers that it changes, and the
+state of other generators, are put back first: see parallel/module_state.py.
+
+[Note: recomputed outputs]
+A block may draw from a generator that is found nowhere, or read the time or a global variable. So the first
+`COMPARED` recomputations in training mode, and in evaluation mode, compare the block's output with that of
+its forward: a norm, and a projection that is not zero if they differ. torch stops a recomputation early,
+when all saved tensors are there; these run to their ends, and compute saved products too. A block that
+changes its input in place cannot be recomputed.
 
 [Note: random state of the device]
 torch's checkpoint keeps the random state of the CPU, and of the devices of its positional tensors. Of a block
@@ -42,6 +49,7 @@ from torch.utils.checkpoint import (
 )
 
 from plait.errors import ModelError
+from plait.models.tensors import summary
 from plait.parallel.module_state import ModuleState, put_back
 
 # Matrix products as dispatched to a device; bmm and baddbmm belong to attention.
@@ -60,6 +68,7 @@ _PRODUCTS = frozenset(
         "plait_float8::emulated_scaled_mm",  # parallel/float8_products.py
     }
 )
+COMPARED = 4  # of a block: an element of chance, such as a dropped layer, may be equal by chance
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], recompute: str) -> None:
@@ -80,6 +89,8 @@ class RecomputedForward:
     def __init__(self, block: nn.Module, *, selective: bool) -> None:
         self.forward = block.forward
         self.selective = selective
+        self._name = type(block).__name__
+        self._num_compared = {True: 0, False: 0}  # by training mode
         self._state = ModuleState(block)
         self.on_save: Callable[[Tensor], object] | None = None
 
@@ -89,28 +100,37 @@ class RecomputedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         traced = torch.compiler.is_compiling()
-        if self.on_save is not None and not traced:
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor):
-                    self.on_save(value)
         if traced:
             contexts = _TRACED_CONTEXTS if self.selective else noop_context_fn
             return checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if self.on_save is not None:
+            for value in inputs:
+                self.on_save(value)
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        versions = [value._version for value in inputs]
         with self._state.recorded() as before:
-            contexts = functools.partial(self._contexts, before)
-            run = functools.partial(_run_without_marker, self.forward)
-            marker = _device_marker(args, kwargs)
-            return checkpoint(run, marker, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            is_on_meta = any(value.is_meta for value in inputs)
+            is_compared = self._num_compared[training := self._state.training] < COMPARED and not is_on_meta
+            self._num_compared[training] += is_compared
+            contexts = functools.partial(self._contexts, before, replays=not is_compared)
+            run: Callable[..., Any] = functools.partial(_run_without_marker, self.forward)
+            run = _Compared(run, self._name) if is_compared else run
+            given = (_device_marker(inputs), *args)
+            options: Any = {"use_reentrant": False, "context_fn": contexts, "early_stop": not is_compared}
+            output = checkpoint(run, *given, **options, **kwargs)
+        if [value._version for value in inputs] != versions:
+            raise _in_place_error(self._name)
+        return output
 
     def _contexts(
-        self, before: Mapping[Any, Any]
+        self, before: Mapping[Any, Any], *, replays: bool
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         if not self.selective:
             return nullcontext(), _Recomputation(before, nullcontext())
         saved: list[_SavedProduct | None] = []
-        return _SaveMode(saved, self.on_save), _Recomputation(before, _ReplayMode(saved))
+        return _SaveMode(saved, self.on_save), _Recomputation(before, _ReplayMode(saved, replays=replays))
 
 
 class _Recomputation(AbstractContextManager[None]):
@@ -130,11 +150,52 @@ class _Recomputation(AbstractContextManager[None]):
         self._stack.__exit__(*error)
 
 
-def _device_marker(args: Any, kwargs: Any) -> Tensor | None:
-    """Return an empty tensor of the accelerator among the arguments' devices; None if all are on the CPU. See
+class _Compared:
+    """A forward whose later runs must return what the first one did. See [Note: recomputed outputs]."""
+
+    def __init__(self, run: Callable[..., Any], name: str) -> None:
+        self._run = run
+        self._name = name
+        self._first: list[list[float]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._run(*args, **kwargs)
+        tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and not value.is_meta]
+        values = [value for value in tensors if value.is_floating_point()]
+        summaries = [summary(value).tolist() for value in values]
+        if self._first is None:
+            self._first = summaries
+        elif len(self._first) != len(values) or any(map(_differ, self._first, summaries, values)):
+            raise ModelError(
+                "a recomputed block returned other values in backward than in forward",
+                given=f"a {self._name}: random numbers of a generator that is unknown, or another thing that "
+                "changes between calls",
+                expected="random numbers of torch's default generators, of `random`, of numpy.random, or of "
+                "a generator that is an attribute of a module in the block",
+                hint="such a generator; or recompute=none",
+            )
+        return output
+
+
+def _differ(first: list[float], second: list[float], values: Tensor) -> bool:
+    """Compare with a limit between the rounding of sums in another order, and the difference of two masks."""
+    limit: float = torch.finfo(values.dtype).eps ** 0.75 * first[1]
+    return any(abs(mine - other) > limit for mine, other in zip(first, second, strict=True))
+
+
+def _in_place_error(name: str) -> ModelError:
+    return ModelError(
+        "with recompute, a block changes its input in place: it cannot run again",
+        given=f"a {name}, such as one with x += f(x)",
+        expected="blocks that leave their inputs as they are",
+        hint="x = x + f(x); or recompute=none",
+    )
+
+
+def _device_marker(inputs: Sequence[Tensor]) -> Tensor | None:
+    """Return an empty tensor of the accelerator among the inputs' devices; None if all are on the CPU. See
     [Note: random state of the device]."""
-    on_device = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device.type != "cpu")
-    first = next(on_device, None)
+    first = next((value for value in inputs if value.device.type != "cpu"), None)
     return None if first is None else torch.empty(0, device=first.device)
 
 
@@ -178,11 +239,12 @@ class _SaveMode(TorchDispatchMode):
 
 class _ReplayMode(TorchDispatchMode):
     """In backward: returns the saved outputs in the same order, each once, and recomputes those that are
-    gone."""
+    gone; all of them, if the block's output will be compared."""
 
-    def __init__(self, saved: list[_SavedProduct | None]) -> None:
+    def __init__(self, saved: list[_SavedProduct | None], *, replays: bool) -> None:
         super().__init__()
         self._saved = saved
+        self._replays = replays
         self._next = 0
 
     def __enter__(self) -> "_ReplayMode":
@@ -194,7 +256,7 @@ class _ReplayMode(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         saved = self._pop(func) if _is_product(func) else None
-        if saved is None or saved.output._version != saved.version:
+        if saved is None or not self._replays or saved.output._version != saved.version:
             return func(*args, **(kwargs or {}))
         return saved.output
 

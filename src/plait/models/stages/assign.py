@@ -94,7 +94,14 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
 
 def check_flow(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
     """Raise ModelError if a block needs the graph of a block of an earlier stage, or what it has computed but
-    not returned."""
+    not returned; or if the forward changes a parameter, which other stages have too or alone."""
+    if flow.written:
+        raise ModelError(
+            "the model's forward changes a parameter outside of the blocks",
+            given=", ".join(sorted(flow.written)[:2]),
+            expected="weights that only the engine changes: its master weights would overwrite other changes",
+            hint="a buffer; or a function of the parameter, such as weight.clamp(min=0)",
+        )
     num_blocks = len(flow.into) - 1
     stages = "stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges)
     for earlier, later in sorted(flow.gradients):

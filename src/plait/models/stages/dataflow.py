@@ -65,6 +65,7 @@ class Dataflow:
     unreturned  (k, g): block g reads what block k has computed, but not returned
     gradients   (k, g): a gradient that block g, or code after it, takes passes through block k
     changing    names of the blocks' attributes that their forwards set
+    written     names of parameters that code outside of blocks changes in place
     calls       the numbers of the blocks in the order of their calls
     error       the exception that ended the run: the other fields are incomplete
     loss_error  the exception that ended the loss: what it reads besides the model's result is unknown
@@ -75,6 +76,7 @@ class Dataflow:
     unreturned: set[tuple[int, int]] = field(default_factory=set)
     gradients: set[tuple[int, int]] = field(default_factory=set)
     changing: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
     calls: list[int] = field(default_factory=list)
     error: Exception | None = None
     loss_error: Exception | None = None
@@ -305,6 +307,7 @@ class _Tracer(OperatorsOnMixed):
         self._flow = flow
         self._sources: dict[int, set[_Source]] = {}
         self._alive: list[Any] = []  # storages, so that no address is reused
+        self._parameters = {_key(parameter): name for name, parameter in model.named_parameters()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.add(tensor, {name})
 
@@ -365,6 +368,9 @@ class _Tracer(OperatorsOnMixed):
         self.read(sources)
         is_mixed = len({tensor.is_meta for tensor in tensors}) > 1
         views = set() if is_mixed or func._schema.is_mutable else keys
+        if self.inside is None and func._schema.is_mutable:
+            written = {_key(tensor) for tensor in _written(func, args, kwargs or {})}
+            self._flow.written |= {self._parameters[key] for key in written & self._parameters.keys()}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.inside is not None:
             sources = {_Computed(self.inside, is_result=False)}  # its inputs were read above
@@ -403,6 +409,17 @@ def _tensors(values: Any) -> list[Tensor]:
     elif not isinstance(values, tuple | list):
         return []
     return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operator changes in place."""
+    if not func._schema.is_mutable:
+        return []
+    declared = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(declared, args, strict=False)} | dict(kwargs)
+    return _tensors(
+        [given.get(a.name) for a in declared if a.alias_info is not None and a.alias_info.is_write]
+    )
 
 
 def _key(tensor: Tensor) -> int:

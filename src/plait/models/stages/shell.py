@@ -36,9 +36,11 @@ _HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
 )
 _OWN = ("_parameters", "_modules", *_HOOKS)  # of each shell
-_SLOTS = (*_OWN, "_stage_forward", "_stage_placeholders", "_stage_modules", "_stage_users", "_stage_seen")
+_COPIED = (*_OWN, "_stage_forward", "_stage_users_forward", "_stage_placeholders", "_stage_modules")
 _ABSENT = object()
 
 
@@ -95,7 +97,9 @@ class StageModules:
                 expected="blocks that stay where they are; modules within a block may be replaced",
                 hint="replace it before parallelize; or no pipeline",
             )
-        known = any(self._modules.get(module, module) is not module for module in (new.modules() if new else ()))
+        known = any(
+            self._modules.get(module, module) is not module for module in (new.modules() if new else ())
+        )
         return self.of(new) if new is not None and known else new
 
     def parameters_of(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -167,17 +171,18 @@ class Shell(nn.Module):
     """A module of a stage that shares the `__dict__` of the user's module. See [Note: state that stages share
     with the model]. Shells have classes of their own, which derive from this and from the module's class."""
 
-    __slots__ = _SLOTS
-    _stage_forward: Any
+    __slots__ = (*_COPIED, "_stage_users", "_stage_seen")
+    _stage_forward: Any  # set on the shell
+    _stage_users_forward: Any  # set on the user's module, by the user
     _stage_placeholders: dict[str, Tensor]
     _stage_modules: StageModules
     _stage_users: dict[str, Any]  # the `__dict__` of the user's module
     _stage_seen: dict[str, Any]  # that `__dict__` at the end of the last pass, with copies of containers
     forward: Any = _Forward()
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[override]
     def __class__(self) -> type[nn.Module]:
-        """That of the user's module: a slice of an nn.ModuleList makes another one."""
+        """The class of the user's module: a slice of an nn.ModuleList makes another one."""
         bases = type(self).__mro__
         return bases[bases.index(Shell) + 1]
 
@@ -187,9 +192,8 @@ class Shell(nn.Module):
 
     def plain_forward(self) -> Any:
         """The forward as it is without stages."""
-        set_on_module = self._stage_users.get("forward")
-        if set_on_module is not None:
-            return self._stage_modules.translated(set_on_module)
+        if self._stage_users_forward is not None:
+            return self._stage_modules.translated(self._stage_users_forward)
         return super().forward
 
     def __getattr__(self, name: str) -> Any:
@@ -199,8 +203,8 @@ class Shell(nn.Module):
         return super().__getattr__(name)
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
-        """Yield placeholders to the model's code if there are no others: it may read the dtype or the device of
-        the first."""
+        """Yield placeholders to the model's code if there are no others: it may read the dtype or the
+        device of the first."""
         is_empty = True
         for parameter in super().parameters(recurse):
             is_empty = False
@@ -212,8 +216,13 @@ class Shell(nn.Module):
         copied: Shell = object.__new__(type(self))
         memo[id(self)] = copied
         values = {key: getattr(self, key) for key in vars(self) if key not in _OWN and key != "forward"}
-        for key in (*_OWN, "_stage_forward", "_stage_placeholders", "_stage_modules"):
-            object.__setattr__(copied, key, copy.deepcopy(getattr(self, key), memo))
+        for key in _COPIED:
+            own = (
+                self._stage_modules.translated(getattr(self, key))
+                if key == "_stage_users_forward"
+                else getattr(self, key)
+            )
+            object.__setattr__(copied, key, copy.deepcopy(own, memo))
         vars(copied).update(copy.deepcopy(values, memo))
         copied._stage_users, copied._stage_seen = vars(copied), {}
         return copied
@@ -223,17 +232,21 @@ class Shell(nn.Module):
     def record(self) -> None:
         """Record the state of the user's module, with which `refresh` compares."""
         users = self._stage_users
-        self._stage_seen = {key: dict(users[key]) for key in _OWN}
+        self._stage_seen = {key: dict(users[key]) for key in _OWN} | {"forward": users.get("forward")}
         if users is not vars(self):
             versions = {key: (b, -1 if b is None else b._version) for key, b in users["_buffers"].items()}
             self._stage_seen |= {"plain": dict(users), "_buffers": versions}
 
     def refresh(self) -> None:
-        """Adopt what was changed on the user's module since `record`. Raises ModelError for a replaced block."""
+        """Adopt what was changed on the user's module since `record`. Raises ModelError for a replaced
+        block."""
         users, seen = self._stage_users, self._stage_seen
         changed = [key for key in _OWN if not _same(users[key], seen[key])]
         for key in changed:
             self._adopt(key, users[key], seen[key])
+        if users.get("forward") is not seen["forward"]:
+            self._stage_users_forward = users.get("forward")
+            changed.append("forward")
         if users is not vars(self):
             self._follow(users, seen)
         elif changed:
@@ -244,7 +257,9 @@ class Shell(nn.Module):
         for name in seen.keys() - users.keys():
             own.pop(name, None)
         for name, value in users.items():
-            if seen.get(name, _ABSENT) is value or (key == "_parameters" and name in self._stage_placeholders):
+            if seen.get(name, _ABSENT) is value or (
+                key == "_parameters" and name in self._stage_placeholders
+            ):
                 continue
             if key == "_modules":
                 value = self._stage_modules.of_added(seen.get(name), value, f"{type(self).__name__}.{name}")
@@ -276,15 +291,23 @@ def _new_shell(module: nn.Module, modules: StageModules, *, shares_state: bool) 
     own, foreign = modules.parameters_of(module)
     slots = {
         **{key: copy.copy(users[key]) for key in _HOOKS},
-        **{"_parameters": own, "_modules": {}, "_stage_placeholders": foreign, "_stage_forward": None},
-        **{"_stage_modules": modules, "_stage_users": users, "_stage_seen": {}},
+        "_parameters": own,
+        "_modules": {},
+        "_stage_placeholders": foreign,
+        "_stage_forward": None,
+        "_stage_users_forward": users.get("forward"),
+        "_stage_modules": modules,
+        "_stage_users": users,
+        "_stage_seen": {},
     }
     for key, value in slots.items():
         object.__setattr__(shell, key, value)
     if shares_state:
         shell.__dict__ = users
     else:
-        buffers = {key: None if buffer is None else buffer.clone() for key, buffer in users["_buffers"].items()}
+        buffers = {
+            key: None if buffer is None else buffer.clone() for key, buffer in users["_buffers"].items()
+        }
         vars(shell).update({key: value for key, value in users.items() if key not in _OWN}, _buffers=buffers)
     shell.record()
     return shell

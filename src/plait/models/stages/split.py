@@ -1,14 +1,14 @@
 """Pipeline stages of a model: each is the model itself, with other stages' blocks replaced by pass-throughs.
 
 [Note: forward of a stage]
-Stages send each other the output of a stage's last block, of any structure. A stage's shell (shell.py) has the
-model's structure with the stage's own blocks, and a `PassThrough` in place of each other one. The one before
-the first own block returns the received output, which the model's own code unpacks as it does in one process.
-Those before that return their blocks' outputs where this stage or a later one reads them (skip connections,
-an encoder's output), as stages send these along. All others return NaN in the received structure, which
-reveals a use that the run on meta did not show. When the last own block has returned, the forward ends: an
-exception carries the output to the shell's forward, which returns it. Hooks of the block have run by then,
-and hooks of the shell see an ordinary return.
+Stages send each other the output of a stage's last block, of any structure. A stage's shell (shell.py) has
+the model's structure with the stage's own blocks, and a `PassThrough` in place of each other one. The one
+before the first own block returns the received output, which the model's own code unpacks as it does in one
+process. Those before that return their blocks' outputs where this stage or a later one reads them (skip
+connections, an encoder's output), as stages send these along. All others return NaN in the received
+structure, which reveals a use that the run on meta did not show. When the last own block has returned, the
+forward ends: an exception carries the output to the shell's forward, which returns it. Hooks of the block
+have run by then, and hooks of the shell see an ordinary return.
 
 Parameters outside of blocks that the stage does not use are placeholders (models/placeholder.py).
 """
@@ -22,7 +22,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from plait.errors import ModelError
 from plait.models.placeholder import placeholder_like, placeholders, placeholders_of
@@ -126,13 +126,14 @@ def split_stage(
     dtype: torch.dtype | None = None,
     shares_state: bool = True,
 ) -> StageModule:
-    """Build one stage from the model's own blocks, and modules outside of blocks whose parameters it alone has.
+    """Build one stage from the model's own blocks, and modules outside of blocks whose parameters it alone
+    has.
 
     It has shells for the other modules outside of blocks, which share their state with the model unless
-    `shares_state` is False; and copies of modules in blocks that an earlier stage's blocks share, as one module
-    cannot hold the parameters of two stages. `dtype`: of the placeholders for other stages' parameters, if not
-    their own. The model is not changed, but a stage's last block gets a second object that shares its
-    attributes.
+    `shares_state` is False; and copies of modules in blocks that an earlier stage's blocks share, as one
+    module cannot hold the parameters of two stages. `dtype`: of the placeholders for other stages'
+    parameters, if not their own. The model is not changed, but a stage's last block gets a second object
+    that shares its attributes.
     """
     if assignment.num_stages == 1:
         return StageModule(0, model, list(blocks))
@@ -189,15 +190,19 @@ def foreign_modules(
 def _own_modules(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], assignment: StageAssignment, stage: int
 ) -> dict[nn.Module, nn.Module]:
-    """The modules outside of blocks that only this stage has, each with itself; also those of TorchScript, whose
-    classes cannot be extended."""
+    """The modules outside of blocks that only this stage has, each with itself; also those of TorchScript,
+    whose classes cannot be extended."""
     inner = {module for _, block in blocks for module in block.modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[nn.Module, nn.Module] = {}
     for module in set(model.modules()) - inner:
         below = [names[id(parameter)] for parameter in module.parameters()]
         is_own = all(assignment.stages_with(name) == (stage,) for name in below)
-        if is_own and (below or isinstance(module, torch.jit.ScriptModule)) and inner.isdisjoint(module.modules()):
+        if (
+            is_own
+            and (below or isinstance(module, torch.jit.ScriptModule))
+            and inner.isdisjoint(module.modules())
+        ):
             found[module] = module
     return found
 
@@ -264,7 +269,7 @@ class PassThrough(nn.Module):
 
     @property
     def training(self) -> bool:
-        """That of the block."""
+        """The mode of the block."""
         return bool(self.__dict__["_stage_original"]().training)
 
     @training.setter
@@ -341,8 +346,9 @@ def _observed(block: nn.Module, inbox: StageInbox, number: int | None) -> nn.Mod
 class StageForward:
     """The forward of a stage's shell. See [Note: forward of a stage]."""
 
-    def __init__(self, shell: Shell, inbox: StageInbox, *, ends: bool) -> None:
+    def __init__(self, shell: nn.Module, inbox: StageInbox, *, ends: bool) -> None:
         """`ends`: after the last own block, before the end of the model's forward."""
+        assert isinstance(shell, Shell), "a model has blocks, of which each stage has some"
         self.shell = shell
         self.inbox = inbox
         self.ends = ends
