@@ -14,6 +14,8 @@ scatters its tokens. Everything else is followed through the operators, whatever
   many features as it meets is a COLUMN layer, sharded like these. One that has read all tokens of a region,
   and meets this column's, is a ROW layer that splits its input. So an adapter is sharded like the layer that
   it adapts.
+- In a pure region (see `TPPlan`) COLUMN layers do not sum their input's gradient: a parameter before it, of
+  which the region gets another input, has a partial gradient.
 - The stream itself must not meet features, except in a pure region, whose input's gradient is summed.
 
 Where the rules of features.py end (a recurrence, a kernel), the features' dim is unknown, but a tensor is
@@ -25,7 +27,7 @@ Of blocks with the same modules, shapes, attributes and shardings, one is follow
 output.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -114,9 +116,15 @@ def misfit(builder: TPPlanBuilder, name: str, given: str, *, sequence: bool, hin
 
 
 def follow_columns(
-    builder: TPPlanBuilder, regions: Sequence[str], batch: Mapping[str, Tensor] | None, *, sequence: bool
+    builder: TPPlanBuilder,
+    regions: Sequence[str],
+    pure: Set[str],
+    batch: Mapping[str, Tensor] | None,
+    *,
+    sequence: bool,
 ) -> Columns | None:
-    """Run the model on meta under the builder's plan; None if it does not run there. `regions`: see `TPPlan`.
+    """Run the model on meta under the builder's plan; None if it does not run there. `regions`, `pure`: see
+    `TPPlan`.
 
     Raises MisfitError for a parameter or a layer that the plan does not fit.
     """
@@ -127,7 +135,9 @@ def follow_columns(
             found = Columns(equal=equal)
             try:
                 with running_on_meta(builder.model):
-                    tracer = _Tracer(builder, regions, sequence, found, own)
+                    tracer = _Tracer(
+                        builder, regions, pure if sequence else frozenset(), sequence, found, own
+                    )
                     inputs = forward_inputs(builder.model, traced)
                     with tracer:
                         tracer.complete(tensors_in(builder.model.train()(**inputs)))
@@ -183,12 +193,14 @@ class _Tracer(OperatorsOnMixed):
         self,
         builder: TPPlanBuilder,
         regions: Sequence[str],
+        pure: Set[str],
         sequence: bool,
         found: Columns,
         own: Mapping[str, Mapping[str, str]],
     ) -> None:
         super().__init__()
         self._builder, self._found, self._sequence, self._own = builder, found, sequence, own
+        self._pure = pure
         self._states: dict[int, State] = {}  # by tensor
         self._written: dict[int, State] = {}  # by storage, of tensors that are older than the last write
         self._fresh: dict[int, set[int]] = {}  # tensors that are not, by storage
@@ -236,6 +248,8 @@ class _Tracer(OperatorsOnMixed):
 
     def _add_block(self, name: str, *, is_first: bool, is_last: bool) -> None:
         block: Any = self._builder.modules[name]
+        if self._sequence:
+            block.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
         if self._sequence and is_first:
             block.register_forward_pre_hook(partial(self._enter_tokens, "own"), with_kwargs=True)
         block.register_forward_hook(partial(self._end_block, name), prepend=True)
@@ -243,6 +257,13 @@ class _Tracer(OperatorsOnMixed):
             block.register_forward_hook(partial(self._leave_tokens, ""))
         if (first := self._found.equal.get(name)) is not None:
             block.forward = lambda *_, **__: self._outputs[first]
+
+    def _copy_inputs(self, _: nn.Module, *given: Any) -> None:
+        """Begin a block: gradients of tensors from outside of the blocks are summed (side_inputs.py)."""
+        for tensor in tensors_in(given):
+            if (state := self._state(tensor)).parts and not state.tokens:
+                self.complete([tensor])
+                self._set(tensor, replace(state, parts=_STREAM))
 
     def _end_block(self, name: str, *call: Any) -> None:
         self._outputs[name] = call[-1]
@@ -278,8 +299,12 @@ class _Tracer(OperatorsOnMixed):
         if self._depth == 1:
             self._region = self._builder.region_of(name) or name
             tensors = [tensor for tensor in tensors_in(given) if tensor.is_floating_point()]
-            enter(name, [(tensor, self._state(tensor)) for tensor in tensors])
-            self.complete(tensors)
+            states = [(tensor, self._state(tensor)) for tensor in tensors]
+            enter(name, states)
+            if self._region in self._pure and self._builder.style_of(name) is Style.COLUMN:
+                self._found.summed |= _NONE.union(*(state.parts for _, state in states)) - _STREAM
+            else:
+                self.complete(tensors)
 
     def _end(self, name: str, leave: Any, _: nn.Module, *call: Any) -> None:
         self._depth -= 1

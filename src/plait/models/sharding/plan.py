@@ -140,13 +140,13 @@ def _build(
     regions = find_regions(builder)
     if sequence:
         check_sequence(builder, regions)
-    columns = Columns() if cols == 1 else follow_columns(builder, regions, batch, sequence=sequence)
+    pure = pure_regions(builder, regions)
+    columns = Columns() if cols == 1 else follow_columns(builder, regions, pure, batch, sequence=sequence)
     columns = columns or columns_by_names(builder, regions, sequence=sequence)
     place_layers(builder, columns, sequence=sequence)
     if rows > 1:
         add_residual_layers(builder, regions)
         check_rows(builder, regions)
-    pure = pure_regions(builder, regions)
     mark_sums(builder, columns, pure if sequence else frozenset(), sequence=sequence)
     return TPPlan(
         rows,
