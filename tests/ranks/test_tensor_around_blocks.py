@@ -99,7 +99,8 @@ def _gap(kind: str, plan: str, length: int, source: int) -> float:
     batch = {"x": torch.randn(2, length, W), "source": torch.randn(2, source, W)}
     batch["labels"] = batch["x"].flip(-1)
     whole = copy.deepcopy(net).double()
-    engine = plait.parallelize(net, plan, loss=_loss, tensor_plan=CUTS, optimizer_args={"lr": 0.0})
+    options: Any = {"example_batch": batch, "optimizer_args": {"lr": 0.0}}
+    engine = plait.parallelize(net, plan, loss=_loss, tensor_plan=CUTS, **options)
     for _ in range(2):  # the second step knows which layers read together
         loss, found = engine.step(batch).loss, engine.full_gradients()
     wide = {key: value.double() for key, value in batch.items()}

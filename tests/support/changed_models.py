@@ -9,17 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support import silent_error_models, programs
+from support import programs, silent_error_models
 
 Change = Callable[[Any], None]  # of a block
 
 ATTENTIONS = {"gpt2": "attn", "opt": "self_attn"}
 PROJECTIONS = {"gpt2": ("c_proj", "c_proj"), "phi3": ("o_proj", "down_proj")}
+_LATENT = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj"
+_PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 LORA_TARGETS = {
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj"]
-    + ["down_proj"],
+    "gpt2": "c_attn c_proj c_fc",
+    "phi3": "qkv_proj o_proj gate_up_proj down_proj",
+    "mixtral": "q_proj k_proj v_proj o_proj",
+    "deepseek_v3": _LATENT,
 }
 
 
@@ -27,19 +29,19 @@ def lora(
     family: str,
     *,
     wrapped: bool = True,
-    targets: list[str] | None = None,
+    targets: str = "",
     on_meta: bool = False,
     **options: Any,
 ) -> nn.Module:
     """A family's model with adapters of rank 4. `wrapped`: as PEFT returns it, or the model in it."""
-    import peft
+    import peft  # noqa: PLC0415 - takes seconds, and other tests import this file
 
     assert not on_meta, "adapters have values"
     model = silent_error_models.with_random_weights(family)
-    default = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    names = targets or LORA_TARGETS.get(family, _PROJECTIONS)
     config = peft.LoraConfig(
         r=4,
-        target_modules=targets or LORA_TARGETS.get(family, default),
+        target_modules=names.split(),
         fan_in_fan_out=family == "gpt2",
         task_type="CAUSAL_LM",
         **options,
@@ -80,7 +82,7 @@ class Appended(nn.Module):
         return self.second(self.layer(x))
 
 
-class Beside(nn.Module):
+class NextTo(nn.Module):
     """A layer plus an adapter that reads the same input."""
 
     def __init__(self, layer: nn.Module, width: int) -> None:
@@ -90,6 +92,27 @@ class Beside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + self.up(torch.tanh(self.down(x)))
+
+
+def _with_forward(module: Any, forward: Callable[..., Any], **parts: Any) -> None:
+    """Give a module parts and a class of its own, with this forward: it is called with the old one."""
+    cls = type(module)
+    changed = {"forward": lambda self, x: forward(self, cls.forward, x)}
+    module.__class__ = type(cls.__name__, (cls,), changed)
+    for key, part in parts.items():
+        setattr(module, key, part)
+
+
+def _scaled_output(module: Any, forward: Any, x: Tensor) -> Tensor:
+    return forward(module, x) * module.scale
+
+
+def _plus_adapter(module: Any, forward: Any, x: Tensor) -> Tensor:
+    return forward(module, x) + module.adapter(x)
+
+
+def _gated(module: Any, forward: Any, x: Tensor) -> Tensor:
+    return forward(module, x * torch.sigmoid(module.gate(x)))
 
 
 class OtherNorm(nn.Module):
@@ -111,7 +134,11 @@ def _widths(model: Any) -> tuple[int, int]:
     config = model.config
     hidden = getattr(config, "hidden_size", None) or config.n_embd
     ffn = next(
-        (value for key in ("intermediate_size", "ffn_dim", "n_inner") if (value := getattr(config, key, None))),
+        (
+            value
+            for key in ("intermediate_size", "ffn_dim", "n_inner")
+            if (value := getattr(config, key, None))
+        ),
         4 * hidden,
     )
     return hidden, ffn
@@ -148,6 +175,13 @@ def changed(family: str, change: str, on_meta: bool = False) -> nn.Module:
                 _set(attention, o, lambda layer: Scaled(layer, (1,), "input"))
             case "layer scale":
                 _set(mlp, down, lambda layer: Scaled(layer, (hidden,), "output"))
+            case "layer scale in the mlp":
+                _with_forward(mlp, _scaled_output, scale=nn.Parameter(torch.rand(hidden)))
+            case "adapter in the mlp":
+                adapter = nn.Sequential(nn.Linear(hidden, 6), nn.Tanh(), nn.Linear(6, hidden))
+                _with_forward(mlp, _plus_adapter, adapter=adapter)
+            case "gate of the input":
+                _with_forward(mlp, _gated, gate=nn.Linear(hidden, 1))
             case "layer scale of the attention":
                 _set(attention, o, lambda layer: Scaled(layer, (hidden,), "output"))
             case "layer scale of the module":
@@ -158,10 +192,10 @@ def changed(family: str, change: str, on_meta: bool = False) -> nn.Module:
                 _set(mlp, down, lambda layer: Appended(layer, nn.Linear(hidden, hidden)))
             case "layer after the module":
                 block.mlp = Appended(mlp, nn.Linear(hidden, hidden))
-            case "adapter beside the mlp":
-                block.mlp = Beside(mlp, hidden)
-            case "adapter beside the last layer":
-                _set(mlp, down, lambda layer: Beside2(layer, ffn, hidden))
+            case "adapter next to the mlp":
+                block.mlp = NextTo(mlp, hidden)
+            case "adapter next to the last layer":
+                _set(mlp, down, lambda layer: WithAdapter(layer, ffn, hidden))
             case "norm in the mlp":
                 _set(mlp, act, lambda layer: Appended(layer, nn.LayerNorm(ffn)))
             case "another norm":
@@ -173,7 +207,7 @@ def changed(family: str, change: str, on_meta: bool = False) -> nn.Module:
     return model
 
 
-class Beside2(nn.Module):
+class WithAdapter(nn.Module):
     """A layer plus an adapter with a norm between its layers."""
 
     def __init__(self, layer: nn.Module, width: int, out: int) -> None:
@@ -192,13 +226,16 @@ CHANGES = (
     "scale of features in the mlp",
     "temperature",
     "layer scale",
+    "layer scale in the mlp",
+    "adapter in the mlp",
+    "gate of the input",
     "layer scale of the attention",
     "layer scale of the module",
     "layer in the mlp",
     "layer after the mlp",
     "layer after the module",
-    "adapter beside the mlp",
-    "adapter beside the last layer",
+    "adapter next to the mlp",
+    "adapter next to the last layer",
     "norm in the mlp",
     "another norm",
     "norm of another name",

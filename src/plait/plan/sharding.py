@@ -313,6 +313,36 @@ class TPPlan:
 
 
 @dataclass(frozen=True)
+class TokenRegion:
+    """A region under sequence parallelism. `is_closed`: nothing in it scatters tokens; `gathers`: its input's
+    tokens are all-gathered."""
+
+    is_closed: bool
+    gathers: bool
+
+
+def token_regions(
+    layers: Sequence[LayerSharding], regions: Sequence[str], blocks: Sequence[str]
+) -> dict[str, TokenRegion]:
+    """Return the regions, and one for each linear layer of a block that is in none of them."""
+
+    def is_in(name: str, ancestors: Sequence[str]) -> bool:
+        return any(not of or name == of or name.startswith(f"{of}.") for of in ancestors)
+
+    linear = {layer.module: layer for layer in layers if layer.style in (Style.COLUMN, Style.ROW)}
+    lone = [name for name in linear if is_in(name, blocks) and not is_in(name, regions)]
+    found = {}
+    for name in (*regions, *lone):
+        styles = {layer.style for layer in layers if is_in(layer.module, [name])}
+        if name in linear:  # the input of a lone ROW layer has sharded features, and all tokens already
+            is_column = linear[name].style is Style.COLUMN
+            found[name] = TokenRegion(is_column and linear[name].gathers, is_column)
+        else:
+            found[name] = TokenRegion(Style.ROW not in styles or Style.EXPERTS in styles, gathers=True)
+    return found
+
+
+@dataclass(frozen=True)
 class Box:
     """A hyper-rectangle of a full tensor: start and stop per dim."""
 

@@ -26,8 +26,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)  # hold modules, a
 @dataclass
 class TPPlanBuilder:
     """See `TPPlan` for what is collected. `specs`: declared styles, by name; `blocks`: the blocks' names;
-    `read_in_full`: layers of a derived plan whose outputs the model's code may use in full; `wrappers`: modules
-    that have given their style to a layer in them."""
+    `read_in_full`: layers of a derived plan whose outputs the model's code may use in full; `wrappers`:
+    modules that have given their style to a layer in them."""
 
     model: nn.Module
     rows: int

@@ -59,6 +59,20 @@ def joined(placed: Sequence[Placed], shape: Sequence[int]) -> Features | None:
     return _union(moved)
 
 
+def copied(base: Tensor, target: Tensor, source: Tensor, features_of: FeaturesOf) -> Features | None:
+    """The features of memory without values, `base`, into a view of which a tensor is copied."""
+    features, present = features_of(source), features_of(base)
+    if base.ndim != target.ndim:
+        return None
+    placed: list[Placed] = [(expandable_shape(source) if features is None else source.shape, features)]
+    placed += [] if present is None else [(target.shape, present)]
+    found = joined(placed, target.shape)
+    is_all = found is not None and all(
+        of(base)[found.dim] == of(target)[found.dim] for of in (Tensor.size, Tensor.stride)
+    )
+    return found if is_all else None
+
+
 def expandable_shape(tensor: Tensor) -> tuple[int, ...]:
     """The shape that a tensor has before it is expanded."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)

@@ -85,7 +85,11 @@ def attention_of(builder: TPPlanBuilder, name: str) -> str | None:
         if path == block:
             return None
         names = path.rpartition(".")[2], type(builder.modules[path]).__name__
-        if path not in builder.wrappers and any(map(_ATTENTION.search, names)) and head_counts(builder, path) is not None:
+        if (
+            path not in builder.wrappers
+            and any(map(_ATTENTION.search, names))
+            and head_counts(builder, path) is not None
+        ):
             return path
     return None
 

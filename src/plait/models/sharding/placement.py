@@ -4,15 +4,16 @@ A wrapper around a layer that has a style (an adapter) passes the style on to th
 it. What the wrapper adds is placed by what it meets; see columns.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.models.sharding.builder import TPPlanBuilder, add_linear, linear_features
 from plait.models.sharding.columns import Columns, misfit
-from plait.models.sharding.features import Features
+from plait.models.sharding.features import Source
 from plait.models.sharding.heads import shard_over_col
 from plait.models.sharding.styles import StyleSpec
 from plait.plan.sharding import DimSharding, LayerSharding, ParamSharding, Style
@@ -33,64 +34,63 @@ def find_adapted(builder: TPPlanBuilder) -> None:
 def adapted_layer(builder: TPPlanBuilder, name: str, style: Style | None) -> str | None:
     """The layer that the module `name` with this style is or wraps: the largest one."""
     layers = [path for path in builder.inside(name) if _is_layer(builder.modules[path], style)]
-    return max(layers, key=lambda path: builder.modules[path].weight.numel(), default=None)
+    return max(layers, key=lambda path: _weight(builder.modules[path]).numel(), default=None)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor), "a layer with a weight"
+    return weight
 
 
 def _is_layer(module: nn.Module, style: Style | None) -> bool:
-    return isinstance(module, nn.Embedding) if style is Style.VOCABULARY else linear_features(module) is not None
+    return (
+        isinstance(module, nn.Embedding) if style is Style.VOCABULARY else linear_features(module) is not None
+    )
 
 
 def place_layers(builder: TPPlanBuilder, columns: Columns, *, sequence: bool) -> None:
-    """Shard what has got a style in the run."""
-    both = columns.complete & (columns.summed | columns.placed.keys())
-    if both:
+    """Shard what has got a style in the run. Raises MisfitError if no sum of a gradient is right."""
+    if both := columns.complete & (columns.summed | columns.placed.keys()):
         given = "is used with features or tokens that only this column has, and with those of all"
         raise misfit(builder, min(both), given, sequence=sequence)
-    for name, (style, features) in _in_equal_blocks(columns, columns.placed).items():
-        sharding = None
-        if features is not None:
-            size = _size(builder, name, style)
-            sharding = _sharding(builder, features, size)
-            if sharding is None:
-                raise misfit(builder, name, f"{size} features of unknown order", sequence=sequence)
+    for name, first in _with_equal(columns, columns.placed):
+        style, features = columns.placed[first]
+        sizes = builder.shapes.get(name) or linear_features(builder.modules[name]) or ()
+        size = sizes[0 if style is Style.COLUMN else 1]
+        counts = {} if features is None else dict(sorted(features.sources))
+        block = builder.block_of(name)
+        near = {of: counts[to] for of, to in _with_equal(columns, counts) if builder.block_of(of) == block}
+        sharding = _sharding(builder, near.items(), size)
+        if sharding is None and features is not None:
+            raise misfit(builder, name, f"{size} features of unknown order", sequence=sequence)
         if name in builder.shapes:
-            assert sharding is not None
-            builder.shard_parameter(name, (sharding, *[None] * (len(builder.shapes[name]) - 1)))
+            builder.shard_parameter(name, (sharding, *[None] * (len(sizes) - 1)))
             continue
-        spec = StyleSpec(style, splits=features is None)
-        if style is Style.COLUMN and features is not None:
-            like = [of for of, _ in sorted(features.sources) if of in builder.specs and of in builder.layers]
-            spec = builder.specs[like[0]] if like else spec
-        builder.specs[name] = spec
-        add_linear(
-            builder, name, spec, lambda size, s=sharding, n=name, of=spec: s or shard_over_col(builder, n, of, size)
-        )
+        like = [builder.specs[of] for of in near if of in builder.layers and style is Style.COLUMN]
+        spec = builder.specs[name] = like[0] if like else StyleSpec(style, splits=features is None)
+        add_linear(builder, name, spec, partial(_or_shard, sharding, builder, name, spec))
 
 
-def _in_equal_blocks(columns: Columns, placed: Mapping[str, tuple[Style, Features | None]]) -> dict[str, tuple[Style, Features | None]]:
-    found = dict(placed)
-    for block, first in columns.equal.items():
-        for name, (style, features) in placed.items():
+def _or_shard(
+    sharding: DimSharding | None, builder: TPPlanBuilder, name: str, spec: StyleSpec, size: int
+) -> DimSharding:
+    return sharding or shard_over_col(builder, name, spec, size)
+
+
+def _with_equal(columns: Columns, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the names, and those in equal blocks with the name that they are equal to."""
+    for name in names:
+        yield name, name
+        for block, first in columns.equal.items():
             if name.startswith(f"{first}."):
-                if features is not None:
-                    sources = frozenset((block + of[len(first) :] if of.startswith(f"{first}.") else of, count) for of, count in features.sources)
-                    features = replace(features, sources=sources)
-                found[block + name[len(first) :]] = style, features
-    return found
+                yield block + name[len(first) :], name
 
 
-def _size(builder: TPPlanBuilder, name: str, style: Style) -> int:
-    if name in builder.shapes:
-        return builder.shapes[name][0]
-    features = linear_features(builder.modules[name])
-    assert features is not None, "a linear layer"
-    return features[0] if style is Style.COLUMN else features[1]
-
-
-def _sharding(builder: TPPlanBuilder, features: Features, size: int) -> DimSharding | None:
-    """The sharding of a dim of this size that holds such features; None if it is unknown."""
+def _sharding(builder: TPPlanBuilder, sources: Iterable[Source], size: int) -> DimSharding | None:
+    """The sharding of a dim of this size that holds features of these layers; None if it is unknown."""
     found: list[tuple[bool, DimSharding]] = []
-    for name, parts in sorted(features.sources):
+    for name, parts in sources:
         if name in builder.layers:
             sharding, layer = builder.layers[name].out, linear_features(builder.modules[name])
             full = 0 if layer is None else layer[0]
@@ -118,10 +118,7 @@ def mark_sums(builder: TPPlanBuilder, columns: Columns, pure: frozenset[str], *,
         for name in builder.inside(table):
             for full_name in builder.own_parameters(name).values():
                 _mark_partial(builder, full_name)
-    summed = set(columns.summed)
-    for block, first in columns.equal.items():
-        summed |= {block + name[len(first) :] for name in columns.summed if name.startswith(f"{first}.")}
-    for name in sorted(summed):
+    for name, _ in _with_equal(columns, sorted(columns.summed)):
         if name in builder.modules:
             features = linear_features(builder.modules[name])
             assert features is not None, "a linear layer"
@@ -135,7 +132,8 @@ def mark_sums(builder: TPPlanBuilder, columns: Columns, pure: frozenset[str], *,
 def columns_by_names(builder: TPPlanBuilder, regions: Sequence[str], *, sequence: bool) -> Columns:
     """The sums of a model that does not run on meta: parameters between regions, and biases of ROW layers.
 
-    Raises ModelError for a parameter in a region that has no style, unless the model is as its family builds it.
+    Raises MisfitError for a parameter in a region that has no style, unless the model is as its family builds
+    it.
     """
     columns, is_family = Columns(), _is_as_built(builder.pretrained)
     for module in builder.modules:
@@ -146,8 +144,8 @@ def columns_by_names(builder: TPPlanBuilder, regions: Sequence[str], *, sequence
                 columns.summed.add(name)
             is_known = name in builder.parameters or is_bias or {name, module} & builder.specs.keys()
             if is_inside and not is_known and not is_family:
-                given = "has no style, and the model does not run on meta; example_batch= may change that"
-                raise misfit(builder, name, given, sequence=sequence)
+                given = "has no style, and the model does not run on meta"
+                raise misfit(builder, name, given, sequence=sequence, hint="example_batch=batch, ")
     return columns
 
 
@@ -156,7 +154,7 @@ def _is_as_built(model: nn.Module | None) -> bool:
     if model is None:
         return False
     with torch.device("meta"):
-        built = type(model)(model.config)  # type: ignore[call-arg]
+        built = type(model)(model.config)
 
     def contents(of: nn.Module) -> dict[str, object]:
         types = {name: type(module) for name, module in of.named_modules()}

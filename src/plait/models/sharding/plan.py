@@ -2,33 +2,31 @@
 
 [Note: partial gradients]
 Take a parameter that is replicated, or sharded over `row` alone, so that every column holds the same shard.
-Its gradient on a column is complete if the module's input, and the gradient of its output, are the same on
-every column.
+Its gradient on a column is complete if what it computes with is the same on all columns, and if the gradient
+of its output is: a COLUMN layer sums its input's gradient over the columns, a ROW layer its output, so the
+residual stream and its gradient are complete on each. If it meets features that only this column has, or
+tokens (under sequence parallelism, between the first block and the last), its gradient is a partial sum. A
+run of the model on meta shows what each parameter meets: columns.py [Note: states of tensors]. No name counts
+in it, so a block may be changed: adapters, scales, other layers.
 
-- On the residual stream, outside of regions: they are. A COLUMN layer sums its input's gradient over the
-  columns, a ROW layer its output, so the stream and its gradient are complete on each. The bias of a ROW
-  layer is added after the sum: complete.
-- Under sequence parallelism each column has its own tokens of the stream between the first block and the
-  last. Norms, biases of ROW layers (added after the tokens are scattered), everything in a block but outside
-  of regions: partial. Before the first block and after the last the stream has all tokens: not partial.
-- In a region, a replicated weight that reads the region's input (a router, a latent projection) reads all
-  tokens, also under sequence parallelism. Its output is the input of a COLUMN layer, a gather or the experts,
-  and these sum its gradient. Not partial.
-- In a region, a weight applied to each head separately (PER_HEAD_NORM), or a learned scalar of an activation,
-  sees this column's features: always partial. Between projections that are gathered it sees all: not partial.
+- A parameter that a table styles `replicated_with_grad_allreduce` is partial, as the table says.
 - In an embedding that is sharded by vocabulary, other parameters than the table (a norm) see the rows of this
   column's tokens: always partial.
+- Of a model that does not run on meta (and gets no example_batch), parameters between regions are partial
+  under sequence parallelism, and the biases of ROW layers; others have to have styles.
 
 A shard that columns share because they share kv heads (see `DimSharding.sharers`) has a partial gradient on
 each of them, and needs no mark. Along `row` nothing is partial: rows hold different shards, or compute the
 same.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
-from plait.errors import ModelError
+from plait.errors import ModelError, PlanError
 from plait.models.batch_entries import forward_names
 from plait.models.sharding.builder import (
     TPPlanBuilder,
@@ -38,7 +36,7 @@ from plait.models.sharding.builder import (
     part_width,
     repeat_per_part,
 )
-from plait.models.sharding.columns import Columns, follow_columns
+from plait.models.sharding.columns import Columns, MisfitError, follow_columns
 from plait.models.sharding.derive import derive_styles
 from plait.models.sharding.families import add_head_arguments, family_plan
 from plait.models.sharding.heads import (
@@ -99,22 +97,38 @@ def build_tp_plan(
     rules and names (`layout.py`). Without a plan one is derived from a run on meta, with `batch` as example.
     Raises ModelError for a model that cannot be sharded, PlanError for a grid that does not fit.
     """
+    build = partial(
+        _build, model, rows, cols, sequence and cols > 1, [name for name, _ in blocks], given, batch
+    )
+    try:
+        return build(derives=False)
+    except MisfitError:
+        with contextlib.suppress(ModelError, PlanError):
+            if given is None:
+                return build(derives=True)
+        raise
+
+
+def _build(
+    model: nn.Module,
+    rows: int,
+    cols: int,
+    sequence: bool,
+    blocks: Sequence[str],
+    given: Mapping[str, str] | None,
+    batch: Mapping[str, Tensor] | None,
+    *,
+    derives: bool,
+) -> TPPlan:
+    """Build the plan. `derives`: without the styles of the model's family."""
     layout, styles, names = split_table(given)
-    specs = resolve_styles(model, family_plan(model, cols), styles)
-    builder = TPPlanBuilder(model, rows, cols, tuple(name for name, _ in blocks), specs)
+    specs = {} if derives else resolve_styles(model, family_plan(model, cols), styles)
+    builder = TPPlanBuilder(model, rows, cols, tuple(blocks), specs)
     is_derived = given in (None, {LAYOUT: layout}) and not any(map(builder.block_of, specs))
     failure = _derive(builder, batch) if is_derived else None
     _declare_embedding_and_head(builder)
     dims = {} if layout is None else apply_layout(builder, layout, names, sequence=sequence)
-    find_adapted(builder)
-    for name, spec in specs.items():
-        if name in builder.modules:
-            _add_module(builder, name, spec)
-        else:
-            _add_parameter(builder, name, spec)
-    _add_experts(builder)
-    _add_head_numbers(builder)
-    add_undeclared_head_norms(builder)
+    _add_styles(builder)
     if not builder.layers or (given is None and not any(map(builder.block_of, builder.layers))):
         raise ModelError(
             "there is no tensor plan for this model",
@@ -123,16 +137,16 @@ def build_tp_plan(
             hint=_example_plan(builder, batch),
         )
     _check_shared(builder)
-    regions, sequence = find_regions(builder), sequence and cols > 1
+    regions = find_regions(builder)
     if sequence:
         check_sequence(builder, regions)
-    columns = follow_columns(builder, regions, batch, sequence=sequence) if cols > 1 else Columns()
+    pure = pure_regions(builder, regions)
+    columns = Columns() if cols == 1 else follow_columns(builder, regions, pure, batch, sequence=sequence)
     columns = columns or columns_by_names(builder, regions, sequence=sequence)
     place_layers(builder, columns, sequence=sequence)
     if rows > 1:
         add_residual_layers(builder, regions)
         check_rows(builder, regions)
-    pure = pure_regions(builder, regions)
     mark_sums(builder, columns, pure if sequence else frozenset(), sequence=sequence)
     return TPPlan(
         rows,
@@ -146,6 +160,19 @@ def build_tp_plan(
         _lines(builder, dims),
         layout or "",
     )
+
+
+def _add_styles(builder: TPPlanBuilder) -> None:
+    """Add the layers and parameters that have styles, and what follows from these."""
+    find_adapted(builder)
+    for name, spec in builder.specs.items():
+        if name in builder.modules:
+            _add_module(builder, name, spec)
+        else:
+            _add_parameter(builder, name, spec)
+    _add_experts(builder)
+    _add_head_numbers(builder)
+    add_undeclared_head_norms(builder)
 
 
 def _lines(builder: TPPlanBuilder, named: Mapping[str, Dims]) -> tuple[StyleLine, ...]:

@@ -8,7 +8,8 @@ a sum over columns. Anywhere else (in a layer, in the residual stream, in the mo
 and it cannot be both.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from plait.models.activation_memory import DeviceKernelsOnMeta
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
-from plait.models.sharding.features import Features, Followed, Placed, expandable_shape, follow, joined
+from plait.models.sharding.features import Features, Followed, copied, expandable_shape, follow
 from plait.models.sharding.heads import add_head_attributes, find_heads
 from plait.models.sharding.styles import StyleSpec
 from plait.models.stages.dataflow import OperatorsOnMixed, borrowed_on_meta
@@ -99,20 +100,29 @@ def uses_of(
     """
     model, uses, styles = builder.model, Uses(), styles or {}
     attributes = _head_attributes(builder, styles)
-    config: Any = torch.fx.experimental._config
-    with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with running_on_meta(model):
         _shard_on_meta(builder, styles)
         for (name, key), values in attributes.items():
             setattr(builder.modules[name], key, values[0])
         tracer = _Tracer(builder, uses, whole)
-        assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
-        with assumed, DeviceKernelsOnMeta(torch.device("cpu")), WithoutDropout(), tracer:
+        with tracer:
             for is_training in (True, False):
                 result = model.train(is_training)(**forward_inputs(model, batch))
                 uses.returned |= tracer.sources_of(tensors_in(result))
                 tracer.keep(tensors_in(result))
         uses.operators = tracer.operators()
     return uses
+
+
+@contextmanager
+def running_on_meta(model: nn.Module) -> Iterator[None]:
+    """Run the model on meta inside the context, without gradients and dropout. Changes of its modules are
+    reverted after it."""
+    config: Any = torch.fx.experimental._config
+    with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+        assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
+        with assumed, DeviceKernelsOnMeta(torch.device("cpu")), _WithoutDropout():
+            yield
 
 
 def _head_attributes(
@@ -158,7 +168,7 @@ def _narrow(module: nn.Module, key: str, dim: int, size: int) -> None:
     module._parameters[key] = nn.Parameter(shard, requires_grad=False)
 
 
-class WithoutDropout(TorchFunctionMode):
+class _WithoutDropout(TorchFunctionMode):
     """Leave out dropout, which is element-wise, but not one operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -333,15 +343,10 @@ class _Tracer(OperatorsOnMixed):
         place."""
         base = self._blank.get(_key(target))
         features, parts = self._features_of(source), self._parts_of([source])
-        if base is None or base.ndim != target.ndim or (features is None and _SEVERAL in parts):
+        if base is None or (features is None and _SEVERAL in parts):
             return False
-        placed: list[Placed] = [(expandable_shape(source) if features is None else source.shape, features)]
-        if (present := self._features_of(base)) is not None:
-            placed.append((target.shape, present))
-        found = joined(placed, target.shape)
-        if found is None or any(
-            of(base)[found.dim] != of(target)[found.dim] for of in (Tensor.size, Tensor.stride)
-        ):
+        found = copied(base, target, source, self._features_of)
+        if found is None:
             return False
         for tensor in (base, target):
             self._mark(tensor, found)

@@ -35,7 +35,7 @@ from plait.parallel.tensor.sequence_forward import (
 )
 from plait.parallel.tensor.shared_input import SharedInputs
 from plait.parallel.tensor.side_inputs import SideInputs
-from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan
+from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, token_regions
 
 _LINEAR = (Style.COLUMN, Style.ROW)
 
@@ -220,26 +220,17 @@ class _Application:
         ]
 
     def _regions(self) -> dict[str, Region]:
-        """Return the plan's regions, and one for each linear layer of a block that is in none of them."""
-        linears = [layer for layer in self.plan.layers if layer.style in _LINEAR]
-        lone = [
-            layer.module
-            for layer in linears
-            if any(_is_in(layer.module, block) for block in self.block_names)
-            and not any(_is_in(layer.module, region) for region in self.plan.regions)
-        ]
-        return {name: self._region(name) for name in (*self.plan.regions, *lone)}
-
-    def _region(self, name: str) -> Region:
-        layers = [layer for layer in self.plan.layers if _is_in(layer.module, name)]
-        lone = next((layer for layer in layers if layer.module == name and layer.style in _LINEAR), None)
-        if lone is not None:
-            # The input of a lone ROW layer has sharded features, and all tokens already.
-            is_column = lone.style is Style.COLUMN
-            return Region(name, is_pure=True, is_closed=is_column and lone.gathers, gathers=is_column)
-        styles = {layer.style for layer in layers}
-        is_closed = Style.ROW not in styles or Style.EXPERTS in styles
-        return Region(name, name in self.plan.pure and not is_closed, is_closed, gathers=True)
+        found = token_regions(self.plan.layers, self.plan.regions, self.block_names)
+        is_lone = {layer.module for layer in self.plan.layers if layer.style in _LINEAR}
+        return {
+            name: Region(
+                name,
+                name in is_lone or (name in self.plan.pure and not region.is_closed),
+                region.is_closed,
+                region.gathers,
+            )
+            for name, region in found.items()
+        }
 
 
 def _is_in(name: str, ancestor: str) -> bool:
