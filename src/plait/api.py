@@ -66,8 +66,8 @@ def parallelize(
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
 
-    Unlike the default groups, torch's AdamW(model.parameters()) decays norms and biases. Unused parameters get
-    a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
+    Unlike the default groups, torch's AdamW(model.parameters()) decays norms and biases. Unused parameters
+    get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
     """
     model = check_types(model, locals())  # before ranks wait for each other
     world, process = _connect(plan := check_arguments(plan, optimizer, clip_norm, clip_value), world)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.checkpoint import open_checkpoint
-from plait.comm import rendezvous
+from plait.comm import connect, rendezvous
 from plait.comm.pair import Message
 from plait.comm.rendezvous import leave_store
 from plait.comm.shm import remote
@@ -329,7 +329,7 @@ def test_asynchronous_steps_are_stable_up_to_the_rate_of_their_staleness(pool: P
 
 
 def _with_a_world_of_all() -> str:
-    everybody = world.connect()
+    everybody = connect()
     with pytest.raises(ConfigError) as caught:
         plait.parallelize(
             programs.rough_llama(), "dp=1 servers=1", loss=programs.summed_loss, world=everybody
