@@ -135,6 +135,7 @@ class GroupOptimizer:
             if base.__name__ in _REFUSED:
                 raise self.refusal(_REFUSED[base.__name__])
         if own in _ELEMENTWISE:
+            self._kinds((24,))  # raises for arguments
             return Needs.ELEMENTS
         matrix = self._update([(2, 12)])
         if not _are_close(self._update([(2, 12)], reads_first=True), matrix):
