@@ -315,3 +315,11 @@ def test_a_forward_that_changes_a_weight_is_refused_before_any_stage_runs() -> N
         plait.parallelize(WritesWeight(), PLAN, loss=lambda *_: None, example_batch={"x": torch.randn(2, 4)})
     assert caught.value.given == "head.weight"
     assert "weight.clamp(min=0)" in str(caught.value)
+
+
+def test_a_model_that_cannot_run_is_said_to_fail_itself() -> None:
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4)), {"input": torch.randn(2, 4)}
+    with pytest.raises(ModelError, match="the model's own forward fails") as caught:
+        plait.parallelize(model, PLAN, loss=lambda *_: None, example_batch=batch)
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x4 and 5x4)" in caught.value.given
+    assert "model(**batch) in plain torch" in str(caught.value)

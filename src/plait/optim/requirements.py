@@ -136,6 +136,7 @@ class GroupOptimizer:
                 raise self.refusal(_REFUSED[base.__name__])
         matrix = self._update([(2, 12)])
         if own in _ELEMENTWISE:
+            self._kinds((24,))  # raises for arguments
             return Needs.ELEMENTS
         if not _are_close(self._update([(2, 12)], reads_first=True), matrix):
             raise self.refusal("it reads the parameters when it is built, before they have their values")

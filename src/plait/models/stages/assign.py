@@ -37,7 +37,7 @@ def plan_stages(
     _check(model, len(blocks), num_stages, given)
     flow = trace_dataflow(model, blocks, batch, loss)
     if flow.error is not None and batch is not None:
-        raise untraceable(flow.error)
+        raise untraceable(flow.error, is_models=flow.is_models)
     if flow.error is None and flow.calls != [*range(len(blocks))]:
         called = ", ".join(blocks[number][0] for number in flow.calls) or "none of them"
         raise out_of_order(f"a run on meta called {called[:200]}")
@@ -134,12 +134,19 @@ def bypassing(skip: tuple[int, int], num_blocks: int, **parts: str) -> ModelErro
     return ModelError(fact, **parts)
 
 
-def untraceable(error: Exception) -> ModelError:
-    """The error of a model whose flow of values between blocks is unknown."""
-    text = " ".join(str(error).split())[:200]
+def untraceable(error: Exception, *, is_models: bool = False) -> ModelError:
+    """The error of a model whose flow of values between blocks is unknown. `is_models`: on the CPU too."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if is_models:
+        return ModelError(
+            "the model's own forward fails, so its values cannot be traced between stages",
+            given=f"{text}, on the CPU with zeros for weights",
+            expected="a model that runs with this batch in one process",
+            hint="model(**batch) in plain torch; if that runs: no pipeline, or a plait.Chain of modules",
+        )
     return ModelError(
         "cannot trace which values the stages need from each other",
-        given=f"the model or the loss cannot run on meta tensors: {type(error).__name__}: {text}",
+        given=f"the model or the loss cannot run on meta tensors: {text}",
         expected="code that does not read values of tensors, as .numpy() and .tolist() do",
         hint="no pipeline, or a plait.Chain of modules",
     )

@@ -68,6 +68,7 @@ class Dataflow:
     written     names of parameters that code outside of blocks changes in place
     calls       the numbers of the blocks in the order of their calls
     error       the exception that ended the run: the other fields are incomplete
+    is_models   one like it ended the run on the CPU too: the model itself fails
     loss_error  the exception that ended the loss: what it reads besides the model's result is unknown
     """
 
@@ -79,6 +80,7 @@ class Dataflow:
     written: set[str] = field(default_factory=set)
     calls: list[int] = field(default_factory=list)
     error: Exception | None = None
+    is_models: bool = False
     loss_error: Exception | None = None
 
     def gaps_of(self, name: str) -> set[int]:
@@ -135,6 +137,8 @@ def trace_dataflow(
             flow.error = error
         if best is None or (best.error is not None and flow.error is None):
             best = flow
+        if make is _of_zeros and flow.error is not None and type(best.error) is type(flow.error):
+            best.error, best.is_models = flow.error, True
     assert best is not None, "there are attempts"
     return best
 

@@ -51,7 +51,7 @@ class DataflowCheck:
             )
         flow = trace_dataflow(self.meta_model, self._blocks, batch, loss)
         if (error := flow.error or flow.loss_error) is not None:
-            raise untraceable(error)
+            raise untraceable(error, is_models=flow.is_models)
         check_flow(flow, self._assignment.blocks)
         self._check_carried(flow)
         self._check_parameters(flow)

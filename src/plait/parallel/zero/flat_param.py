@@ -111,7 +111,7 @@ class FlatParam:
         self._parameters: list[UnitParameter] = []
         self._versions: list[int] = []  # of the parameters
         self._exposed: list[weakref.ref[Tensor]] = []  # tensors through which a script may write
-        self._handed_out: list[tuple[str, Tensor, Tensor]] = []  # if shared: name, values, and their copy
+        self._handed_out: list[tuple[str, Tensor]] = []  # if shared: copies of values, with names
         self.is_shared = context.shares_params  # parameters are written by others than this rank
         self.master = self.shard
         if layout.trains:
@@ -200,8 +200,8 @@ class FlatParam:
                 hint="engine.full_parameters()",
             )
         if self.is_shared:
-            self._handed_out.append((name, data, data.clone()))
-            return self._handed_out[-1][2]
+            self._handed_out.append((name, data.clone()))
+            return self._handed_out[-1][1]
         if self.master is not self.shard or not self.unsharded.persistent:
             self._exposed.append(weakref.ref(data))
         return data
@@ -211,8 +211,8 @@ class FlatParam:
         that ranks that hold the same parameter need to make the same writes. Compares only if `.data` was
         read. Raises ModelError if other ranks use the memory: the writes, to copies, have had no effect."""
         while self._handed_out:
-            name, data, copy = self._handed_out.pop()
-            if not torch.allclose(copy, data, rtol=0, atol=0, equal_nan=True):
+            name, copy = self._handed_out.pop()
+            if copy._version:  # the memory itself may already be in another rank's update
                 raise ModelError(
                     "a parameter in memory that others share was written through .data",
                     given=name,

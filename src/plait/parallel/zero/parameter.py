@@ -69,7 +69,7 @@ class UnitParameter(nn.Parameter):
             hooks[engines.id] = hooks.pop(engines.id)  # last: it moves the gradient
         return handle
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # noqa: ARG002
+    def __repr__(self, **_: Any) -> Any:  # type: ignore[override]
         return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
