@@ -5,10 +5,13 @@ import json
 import math
 from dataclasses import replace
 
+import pytest
 import torch
 from rich.console import Console
 
+from plait.cli.verify import _with_dtype
 from plait.engine.reference import Tolerances
+from plait.plan import Plan
 from plait.verify import Mismatch, Outcome, Verdict
 from plait.verify.report import verdict_matrix
 from plait.verify.result import compare
@@ -65,3 +68,10 @@ def test_any_of_loss_gradient_weight_buffer_and_evaluation_makes_courses_differ(
     for other in (*others, course(1.0, buffer=2.1), course(1.0, evaluation=3.1)):
         assert not compare(other, course(1.0), limits)[0]
     assert compare(course(1.01), course(1.0), Tolerances(1e-9, noise={"w": 0.01}))[0]
+
+
+def test_a_precision_that_is_replaced_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _with_dtype("float64", Plan.parse("dp=2 precision=bf16")).precision == "fp64"
+    assert "precision=bf16 is replaced by fp64" in capsys.readouterr().err
+    _with_dtype("float64", Plan.parse("dp=2"))
+    assert not capsys.readouterr().err

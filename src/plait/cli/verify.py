@@ -164,9 +164,13 @@ def _device(asked: Device, transport: str, num_ranks: int) -> str:
 
 
 def _with_dtype(dtype: Dtype, plan: Plan) -> Plan:
-    """Return the plan with the precision to verify in. Raises ConfigError."""
+    """Return the plan with the precision to verify in. Prints if it replaces one that was chosen. Raises
+    ConfigError."""
     from plait.verify.worker import PRECISIONS
 
+    if plan.precision not in (Plan().precision, PRECISIONS[dtype]):
+        text = f"note: precision={plan.precision} is replaced by {PRECISIONS[dtype]}; --dtype measures others"
+        print_line(text, file=sys.stderr)
     try:
         return replace(plan, precision=PRECISIONS[dtype])
     except PlanError as error:

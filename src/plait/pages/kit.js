@@ -208,8 +208,10 @@ function lines(parent, title, { series, x, y, height = 230, marks = [], zero = f
       const noted = marks.filter((mark) => mark.at === xs[index]).map((mark) => mark.text);
       say(`${x.name} ${read(xs[index])}: ${[...values, ...noted].join(", ")}`);
     });
-    return [shown.length > 1 ? legend(shown.map((each) => each.name), colors) : null, frame.node].filter(Boolean);
-  }, { note: "pointer or arrow keys: the values at a place", values: () => table([x.name, ...shown.map((each) => each.name)], xs.map((value) => [[value, read],
+    const named = shown.map((each, at) => [each, colors[at]]).filter(([each]) => !each.unlisted);
+    return [shown.length > 1 ? legend(named.map(([each]) => each.name), named.map(([, color]) => color)) : null, frame.node]
+      .filter(Boolean);
+  }, { values: () => table([x.name, ...shown.map((each) => each.name)], xs.map((value) => [[value, read],
     ...shown.map((each) => [new Map(each.points).get(value) ?? null, y.format])])) });
 }
 

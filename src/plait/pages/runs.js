@@ -25,10 +25,10 @@ function curves(runs, several, main) {
   const named = (run, name) => (several ? `${run.name}${name ? `, ${name}` : ""}` : name);
   const points = (run, key) => (run.curves[key] || []).map((value, at) => [run.curves.step[at], value]);
   const losses = runs.flatMap((run, at) => [
-    { name: named(run, "training"), points: points(run, "loss"), color: COLORS[at % COLORS.length] },
-    { name: named(run, "validation"), points: run.validation, dashed: true, dots: true,
+    { name: several ? run.name : "training", points: points(run, "loss"), color: COLORS[at % COLORS.length] },
+    { name: named(run, "validation"), points: run.validation, dashed: true, dots: true, unlisted: several,
       color: COLORS[(several ? at : 1) % COLORS.length] }]);
-  lines(columns, "loss, nats per token", { series: losses, x, y: { name: "loss", format: format.number }, marks, height: 300 });
+  lines(columns, `loss, nats per token${several ? " (dashed: validation)" : ""}`, { series: losses, x, y: { name: "loss", format: format.number }, marks, height: 300 });
   for (const [key, title, formatter] of CURVES) {
     lines(columns, title, { x, y: { name: title, format: formatter }, marks, zero: key !== "grad_norm",
       series: runs.map((run) => ({ name: named(run, "") || title, points: points(run, key) })) });

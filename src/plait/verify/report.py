@@ -13,14 +13,17 @@ _STYLES = {Outcome.SAME: "green", Outcome.DIFFERS: "red", Outcome.REFUSED: "yell
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
-    """Print the losses, the worst parameters, the traffic and the verdict on one plan."""
+    """Print the losses, the worst parameters, the traffic and the verdict: first, if it differs."""
+    text = plain(summary(verdict), style=_STYLES[verdict.outcome])
+    if verdict.outcome is Outcome.DIFFERS:
+        console.print(text, highlight=False, soft_wrap=True)
     if verdict.outcome in (Outcome.SAME, Outcome.DIFFERS):
         console.print(_steps(verdict))
         console.print(_parameters(verdict))
         if verdict.traffic:
             console.print(_traffic(verdict))
-    text = plain(summary(verdict), style=_STYLES[verdict.outcome])
-    console.print(text, highlight=False, soft_wrap=True)
+    if verdict.outcome is not Outcome.DIFFERS:
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def summary(verdict: Verdict) -> str:
