@@ -25,6 +25,14 @@ LORA_TARGETS = {
 }
 
 
+RANK = 4
+FAMILIES = ("llama", "qwen3", "gpt2", "phi3")
+
+
+def small_lora() -> nn.Module:
+    return lora("llama")
+
+
 def lora(
     family: str,
     *,
@@ -40,7 +48,7 @@ def lora(
     model = silent_error_models.with_random_weights(family)
     names = targets or LORA_TARGETS.get(family, _PROJECTIONS)
     config = peft.LoraConfig(
-        r=4,
+        r=RANK,
         target_modules=names.split(),
         fan_in_fan_out=family == "gpt2",
         task_type="CAUSAL_LM",
