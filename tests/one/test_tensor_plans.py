@@ -14,7 +14,7 @@ from plait.models import blocks_of, build_tp_plan, causal_lm_on_meta
 from plait.models.sharding.columns import _Tracer
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
 from plait.verify import parse_source
-from support.changed_models import Scaled
+from support import changed_models
 from support.derived_models import Block, Derived, Plain
 from support.tensor_models import (
     COMMON,
@@ -421,6 +421,6 @@ def test_a_parameter_without_a_style_is_refused_if_the_model_does_not_run_on_met
 def test_a_learned_scale_of_sharded_logits_is_refused() -> None:
     """Whether its gradient is a sum depends on the loss: one of the user's own gets all logits."""
     model: Any = small("llama")
-    model.lm_head = Scaled(model.lm_head, (), "output")
+    model.lm_head = changed_models.Scaled(model.lm_head, (), "output")
     with pytest.raises(ModelError, match=r"does not fit lm_head\.scale"):
         plan_of(model, 1, 2)
