@@ -419,7 +419,7 @@ def test_a_parameter_without_a_style_is_refused_if_the_model_does_not_run_on_met
 
 
 def test_a_learned_scale_of_sharded_logits_is_refused() -> None:
-    """Whether its gradient is a sum depends on the loss: one of the user's own gets all logits."""
+    """Its gradient is a sum with one loss and not with another: the user's own gets all logits."""
     model: Any = small("llama")
     model.lm_head = changed_models.Scaled(model.lm_head, (), "output")
     with pytest.raises(ModelError, match=r"does not fit lm_head\.scale"):
