@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from plait.errors import ModelError, PlaitError
 from plait.models import blocks_of, build_tp_plan, causal_lm_on_meta
+from plait.models.sharding.columns import _Tracer
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
 from plait.verify import parse_source
+from support import changed_models
 from support.derived_models import Block, Derived, Plain
 from support.tensor_models import (
     COMMON,
@@ -381,3 +384,43 @@ def test_a_user_may_leave_the_head_and_the_embedding_whole() -> None:
     embedding = plan_of(model, 1, 2, given={"model.embed_tokens": "replicate"})
     assert any(layer.head for layer in embedding.layers)
     assert not any(layer.style is Style.VOCABULARY for layer in embedding.layers)
+
+
+def test_equal_blocks_are_followed_once() -> None:
+    """But for those whose number is that of something in them, such as the heads."""
+    counts = []
+    for layers in (2, 12):
+        with mock.patch.object(_Tracer, "_begin", autospec=True, side_effect=_Tracer._begin) as begin:
+            plan = plan_of(small("llama", num_hidden_layers=layers), 1, 2)
+        counts.append(begin.call_count)
+        assert sum(layer.style is Style.ROW for layer in plan.layers) == 2 * layers
+    embedding_and_head, of_block = 2, 7
+    assert counts[0] == embedding_and_head + of_block
+    assert counts[1] <= embedding_and_head + 4 * of_block
+
+
+def test_a_parameter_without_a_style_is_refused_if_the_model_does_not_run_on_meta() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x) * self.scale)
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ModuleDict({"ffn": Scaled()}) for _ in range(2)])
+    styles = {"blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"}
+    with pytest.raises(ModelError, match=r"does not fit blocks\.0\.ffn\.scale") as caught:
+        plan_of(model, 1, 2, given=styles)
+    assert "try     : example_batch=batch, tensor_plan={'blocks.*.ffn.*': 'replicate'}, or tp=1" in str(
+        caught.value
+    )
+
+
+def test_a_learned_scale_of_sharded_logits_is_refused() -> None:
+    """Its gradient is a sum with one loss and not with another: the user's own gets all logits."""
+    model: Any = small("llama")
+    model.lm_head = changed_models.Scaled(model.lm_head, (), "output")
+    with pytest.raises(ModelError, match=r"does not fit lm_head\.scale"):
+        plan_of(model, 1, 2)

@@ -474,6 +474,8 @@ class _Tracer(OperatorsOnMixed):
             if parts and followed is None and tensor.numel() > 1 and parts != _STREAM:
                 given = f"meets features that only this column has, in {call.func}"
                 self._refuse(min(parts - _STREAM), given)
+            if parts - _STREAM and any(map(self._is_of_head, own.values())):
+                self._refuse(min(parts - _STREAM), "meets logits, which a loss= of one's own gets gathered")
             if parts >= _STREAM:
                 self._found.streams.add(self._region)
             self._found.summed |= parts - _STREAM
@@ -490,10 +492,16 @@ class _Tracer(OperatorsOnMixed):
         if state.parts >= _STREAM or len(wide) != 1:
             names = [*wide, *sorted(state.parts - _STREAM), self._region]
             self._refuse(names[0], "meets features that only this column has")
+        if self._is_of_head(features) and not {*wide} <= self._builder.modules.keys():
+            self._refuse(wide[0], "meets logits, which a loss= of one's own gets gathered")
         self._place(wide[0], Style.COLUMN, features)
         self._found.summed |= state.parts - {*wide}
         sources = features.sources | {(wide[0], count) for _, count in features.sources}
         return replace(features, sources=sources, dim=tensor.ndim + from_last)
+
+    def _is_of_head(self, features: Features | None) -> bool:
+        layers = [self._builder.layers.get(name) for name, _ in features.sources] if features else []
+        return any(layer is not None and layer.head for layer in layers)
 
     def _width(self, part: str) -> int:
         """The number of features that a layer outputs, or the size of a parameter's first dim."""
