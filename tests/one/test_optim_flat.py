@@ -187,6 +187,7 @@ def test_a_class_that_is_not_declared_element_wise_needs_full_tensors(
         (optimizers.FactoredLarge, r"shape \(160, 160\) is not updated as a vector"),
         (optimizers.LaterByTensor, "parts of a parameter"),
         (optimizers.Counting, "stepped by turns"),
+        (optimizers.FirstRate, "reads other groups"),
         (RowsOfMatrices, r"shape \(2, 12\) is not updated as a vector"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

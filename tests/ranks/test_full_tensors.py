@@ -143,7 +143,7 @@ def test_weights_are_those_of_one_process(pool: Pool, kind: str, plan: str) -> N
     assert difference < 1e-9, name
 
 
-OWN = [kind.__name__ for kind in optimizers.BY_TENSOR]
+OWN = [kind.__name__ for kind in (*optimizers.BY_TENSOR, optimizers.Replacing)]
 
 
 def _all_trained(kinds: list[str], plan: str) -> dict[str, tuple[Weights, ...]]:
@@ -170,6 +170,31 @@ def test_an_optimizer_that_declares_nothing_trains_as_in_one_process(
         expected = _reference(kind, first, programs.llama)
         difference, name = programs.largest_difference(weights, expected)
         assert difference < 1e-9, (kind, name)
+
+
+def _weights_of_a_tiny_model() -> list[list[Tensor]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is not known to be element-wise")
+        engine = plait.parallelize(
+            nn.Linear(2, 1, bias=False, dtype=torch.float64),
+            "dp=2 zero=3 precision=fp64",
+            optimizer=optimizers.Stable,
+            loss=lambda outputs, _: (outputs.sum(), len(outputs)),
+        )
+    before = [weight.clone() for weight in engine.full_parameters().values()]
+    for _ in range(2):
+        engine.step({"input": torch.ones(2, 2, dtype=torch.float64)})
+    return [before, [*engine.full_parameters().values()]]
+
+
+def test_a_rank_without_any_part_of_a_model_takes_part_in_updates_of_full_tensors(pool: Pool) -> None:
+    [before], [after] = pool.run(_weights_of_a_tiny_model, 2)[0]
+    expected = nn.Parameter(before.clone())
+    optimizer = optimizers.Stable([expected])
+    for _ in range(2):
+        expected.grad = torch.ones_like(expected)
+        optimizer.step()
+    torch.testing.assert_close(after, expected.detach(), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "LAMB", pytest.param("Adafactor", marks=pytest.mark.sweep)])

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class _Moments(torch.optim.Optimizer):
@@ -146,6 +146,36 @@ class ByElement(torch.optim.Optimizer):
                 average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 p.sub_(group["lr"] * average.lerp(p.grad, 0.1).sign())
                 average.lerp_(p.grad, 0.01)
+
+
+class Replacing(torch.optim.Optimizer):
+    """Treats parameters as a loop's: replaces gradients and data, keeps the last gradient, and drops it."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert isinstance(p, nn.Parameter)
+                p.grad = p.grad - p.grad.mean()
+                last = self.state[p].get("last", p.grad)
+                self.state[p]["last"] = p.grad
+                p.data = p.data - group["lr"] * (p.grad + 0.5 * last)
+                p.grad = None
+
+
+class FirstRate(torch.optim.Optimizer):
+    """Steps all groups with the learning rate of the first one."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.sub_(self.param_groups[0]["lr"] * p.grad)
 
 
 BY_TENSOR = (Stable, Cautious, Clipping, Factored, LaterByTensor, Counting)

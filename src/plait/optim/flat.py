@@ -5,12 +5,13 @@ Parameters with other options (weight decay) are in a range of their own: see `U
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.errors import ConfigError
 from plait.optim.requirements import DEFAULT_GROUPS, GroupOptimizer
@@ -29,7 +30,7 @@ class FlatSlice:
 
     @classmethod
     def from_views(cls, group: int, master: Tensor, gradient: Tensor) -> "FlatSlice":
-        leaf = master.detach().requires_grad_()
+        leaf = nn.Parameter(master.detach())
         leaf.grad = gradient
         return cls(group, leaf)
 
@@ -138,6 +139,12 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
     scaling float32 gradients needs no separate pass over memory.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(map(_is_of_others, getattr(optimizer, "by_name", {"": optimizer}).values())):
+        with _restored(parameters):
+            for parameter in parameters if factor != 1.0 else ():
+                parameter.grad.mul_(factor)
+            optimizer.step()
+        return
     in_kernel = getattr(optimizer, "_step_supports_amp_scaling", False)
     if factor == 1.0 or not in_kernel or not parameters or parameters[0].dtype != torch.float32:
         if factor != 1.0:
@@ -153,3 +160,24 @@ def scaled_step(optimizer: torch.optim.Optimizer, factor: float) -> None:
         optimizer.step()
     finally:
         del scaled.grad_scale, scaled.found_inf
+
+
+def _is_of_others(optimizer: torch.optim.Optimizer) -> bool:
+    return not type(optimizer).__module__.startswith(("torch.optim.", "plait.optim."))
+
+
+@contextmanager
+def _restored(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Give an optimizer gradients that it may keep, exchange or drop, as it may those of a loop, and copy new
+    data of a parameter into its memory."""
+    before = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
+    for parameter, _, gradient in before:
+        parameter.grad = None if gradient is None else gradient.clone()
+    try:
+        yield
+    finally:
+        for parameter, data, gradient in before:
+            if parameter.data_ptr() != data.data_ptr():
+                data.copy_(parameter.data)
+                parameter.data = data
+            parameter.grad = gradient

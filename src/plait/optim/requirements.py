@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ConfigError, nearest
@@ -52,6 +52,7 @@ DECLARATION = "is_elementwise = True in the class, if an element's update depend
 _STEPS = 6
 _SHAPES = ((24,), (2, 12), (2, 3, 2, 2), (160, 160))
 _PARTS = ([(9,), (15,)], [(1, 12)] * 2)  # of the first shape
+_LARGE_PARTS = [(9_000,), (16_600,)]  # of the last one
 _SIZES = (3, 5, 7, 11, 13, 17)  # of dims, where the shape of states is tried
 
 
@@ -134,10 +135,10 @@ class GroupOptimizer:
         for base in own.__mro__:
             if base.__name__ in _REFUSED:
                 raise self.refusal(_REFUSED[base.__name__])
-        matrix = self._update([(2, 12)])
         if own in _ELEMENTWISE:
             self._kinds((24,))  # raises for arguments
             return Needs.ELEMENTS
+        matrix = self._update([(2, 12)])
         if not _are_close(self._update([(2, 12)], reads_first=True), matrix):
             raise self.refusal("it reads the parameters when it is built, before they have their values")
         if hasattr(own, "sum_over_shards"):
@@ -156,20 +157,21 @@ class GroupOptimizer:
     def _try_elements(self) -> None:
         """Raise ConfigError unless vectors are updated as the same elements in other shapes and in parts."""
         for shape in _SHAPES:
-            vector = self._update([(math.prod(shape),)])
-            if not _are_close(self._update([shape]), vector):
+            large = self._update([(math.prod(shape),)])
+            if not _are_close(self._update([shape]), large):
                 raise self._misdeclared(f"a parameter of shape {shape} is not updated as a vector is")
         vector = self._update([(24,)])
-        if not all(_are_close(self._update(shapes), vector) for shapes in _PARTS):
+        parts = [(vector, shapes) for shapes in _PARTS] + [(large, _LARGE_PARTS)]
+        if not all(_are_close(self._update(shapes), of) for of, shapes in parts):
             raise self._misdeclared("parts of a parameter are not updated as the full one is")
         self._try_by_turns()
 
     def _try_by_turns(self) -> None:
         """Raise ConfigError unless parameters may be stepped one after another."""
-        shapes = [(12,), (12,)]
-        if not _are_close(self._update(shapes, by_turns=True), self._update(shapes, sums=False)):
+        by_turns, together = (self._update([(12,), (12,)], turns=turns) for turns in (2, 1))
+        if not _are_close(by_turns, together):
             raise self._misdeclared(
-                "two parameters that are stepped by turns are updated otherwise: it counts"
+                "two groups that are stepped by turns are updated otherwise: it counts, or reads other groups"
             )
 
     def _misdeclared(self, reason: str) -> ConfigError:
@@ -238,20 +240,19 @@ class GroupOptimizer:
         *,
         device: str = "cpu",
         reads_first: bool = False,
-        by_turns: bool = False,
-        sums: bool = True,
+        turns: int = 0,
     ) -> tuple[torch.optim.Optimizer, list[Tensor]]:
         """Run steps on parameters. Raises ConfigError. See [Note: trying an optimizer].
 
         reads_first   parameters have their values already when the class is built
-        by_turns      each step is one call for each parameter, and none is summed with another
-        sums          `sum_over_shards` takes the parameters for parts of one
+        turns         0: the parameters are parts of one, for `sum_over_shards`; 1, 2: each is in a group of
+                      its own, with another learning rate; 2: and a step is a call for each group
         """
         leaves, numbers = [], []
         for shape in shapes:
             stop = start + math.prod(shape)
             numbers.append(torch.arange(start, stop, dtype=torch.float64, device=device).view(shape))
-            leaves.append(torch.zeros_like(numbers[-1], requires_grad=True))
+            leaves.append(nn.Parameter(torch.zeros_like(numbers[-1])))
             start = stop
 
         def fill() -> None:
@@ -260,19 +261,23 @@ class GroupOptimizer:
 
         if reads_first:
             fill()
-        optimizer = self.build(leaves)
+        groups: list[dict[str, Any]] = [{"params": [leaf]} for leaf in leaves]
+        optimizer = self.build(groups if turns else leaves)
+        for index, group in enumerate(optimizer.param_groups):
+            group |= {"lr": group["lr"] * 0.5**index} if isinstance(group.get("lr"), float) else {}
         fill()
-        if hasattr(optimizer, "sum_over_shards") and sums and not by_turns:
+        if hasattr(optimizer, "sum_over_shards") and not turns:
             optimizer.sum_over_shards = lambda _, sums: sums.sum(0, keepdim=True).expand_as(sums)
-        before = _options_text(optimizer)
+        before, all_groups = _options_text(optimizer), optimizer.param_groups
         try:
             with _ReadsOfMeta():
                 for step in range(_STEPS):
                     for leaf, number in zip(leaves, numbers, strict=True):
                         leaf.grad = 100.0 ** (step % 4 - 1) * ((number + 1) * (0.7 * step + 1.3)).sin()
-                    for turn in [[leaf] for leaf in leaves] if by_turns else [leaves]:
-                        optimizer.param_groups[0]["params"] = turn
+                    for turn in [[group] for group in all_groups] if turns > 1 else [all_groups]:
+                        optimizer.param_groups = turn
                         optimizer.step()
+                    optimizer.param_groups = all_groups
         except (RuntimeError, TypeError, ValueError, AssertionError) as error:
             raise ConfigError(
                 f"{self.name} cannot step with these arguments",

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm import all_to_all_list
 from plait.optim.requirements import GroupOptimizer, Needs
@@ -181,7 +181,11 @@ class FullTensorUpdate:
         nothing = torch.zeros((), dtype=dtype, device=device)
         # Between updates the optimizer's parameters have a shape, but no memory.
         self._placeholders = [nothing.expand(tensor.shape) for tensor in self.owned]
-        self.leaves = [placeholder.detach().requires_grad_() for placeholder in self._placeholders]
+        self.leaves = [nn.Parameter(placeholder.detach()) for placeholder in self._placeholders]
+        # A class may read attributes that a script has set on parameters.
+        for leaf, tensor in zip(self.leaves, self.owned, strict=True):
+            given = vars(self._unit(tensor).parameters[tensor.name])
+            vars(leaf).update({key: value for key, value in given.items() if not key.startswith("_plait")})
         # Parts that this rank holds, by the owner; parts of what it owns (index in `owned`), by the holder.
         ranks = range(self._group.size)
         self._held = [
@@ -226,8 +230,8 @@ class FullTensorUpdate:
         in place."""
         if self.is_empty:
             return
-        if factor != 1.0:
-            own_gradients = [part.slice_of(unit.grad_shard) for held in self._held for unit, part in held]
+        own_gradients = [part.slice_of(unit.grad_shard) for held in self._held for unit, part in held]
+        if own_gradients and factor != 1.0:
             torch._foreach_mul_(own_gradients, factor)
         if self._group.size == 1:
             update(self.leaves)
