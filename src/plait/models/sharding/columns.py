@@ -23,8 +23,9 @@ still known to be this column's. Only a layer without a style, or a parameter th
 there.
 
 [Note: equal blocks]
-Of blocks with the same modules, shapes, attributes and shardings, one is followed: the others return its
-output.
+Of blocks with the same modules, shapes, attributes and shardings, that get inputs of the same states, one is
+followed: the others return its output. The first block and the last are followed, as their code may tell that
+they are.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -34,6 +35,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
@@ -85,14 +87,14 @@ class Columns:
     complete  their gradients are complete
     placed    they have got a style, and the features that they output or, ROW, sum over; None: split
     streams   regions whose input meets features
-    equal     blocks that did not run, and the equal one that did
+    equal     blocks that did not run, each with the equal one that did
     """
 
     summed: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)
     placed: dict[str, tuple[Style, Features | None]] = field(default_factory=dict)
     streams: set[str] = field(default_factory=set)
-    equal: dict[str, str] = field(default_factory=dict)
+    equal: list[tuple[str, str]] = field(default_factory=list)
 
 
 class MisfitError(ModelError):
@@ -129,14 +131,14 @@ def follow_columns(
     Raises MisfitError for a parameter or a layer that the plan does not fit.
     """
     own = {name: builder.own_parameters(name) for name in builder.modules}
-    all_equal = _equal_blocks(builder)
+    kinds = {block: _signature(builder, block) for block in builder.blocks}
     for traced in traced_batches(builder.model, batch):
-        for equal in [all_equal, {}] if all_equal else [{}]:
-            found = Columns(equal=equal)
+        for kind_of in (kinds, {}):
+            found = Columns()
             try:
                 with running_on_meta(builder.model):
                     tracer = _Tracer(
-                        builder, regions, pure if sequence else frozenset(), sequence, found, own
+                        builder, regions, pure if sequence else frozenset(), sequence, found, own, kind_of
                     )
                     inputs = forward_inputs(builder.model, traced)
                     with tracer:
@@ -149,15 +151,10 @@ def follow_columns(
     return None
 
 
-def _equal_blocks(builder: TPPlanBuilder) -> dict[str, str]:
-    """Map blocks to the first equal one: [Note: equal blocks]."""
-    firsts: dict[Any, str] = {}
-    pairs = [(block, firsts.setdefault(_signature(builder, block), block)) for block in builder.blocks]
-    return {block: first for block, first in pairs if block != first}
-
-
 def _signature(builder: TPPlanBuilder, block: str) -> Any:
+    """Return what equal blocks have in common: [Note: equal blocks]."""
     number, entries = block.rpartition(".")[2], list[Any]()
+    entries += [block if block in (builder.blocks[0], builder.blocks[-1]) else ""]
     for path, module in builder.modules[block].named_modules(prefix=block):
         layer, values = builder.layers.get(path), vars(module)
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -187,7 +184,8 @@ def _key(tensor: Tensor) -> int:
 
 
 class _Tracer(OperatorsOnMixed):
-    """Follow the states of tensors through operators. `own`: names of each module's parameters."""
+    """Follow the states of tensors through operators. `own`: names of each module's parameters; `kinds`: of
+    blocks, the same if they are equal."""
 
     def __init__(
         self,
@@ -197,10 +195,11 @@ class _Tracer(OperatorsOnMixed):
         sequence: bool,
         found: Columns,
         own: Mapping[str, Mapping[str, str]],
+        kinds: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._builder, self._found, self._sequence, self._own = builder, found, sequence, own
-        self._pure = pure
+        self._pure, self._kinds = pure, kinds
         self._states: dict[int, State] = {}  # by tensor
         self._written: dict[int, State] = {}  # by storage, of tensors that are older than the last write
         self._fresh: dict[int, set[int]] = {}  # tensors that are not, by storage
@@ -208,7 +207,7 @@ class _Tracer(OperatorsOnMixed):
         self._blank: dict[int, Tensor] = {}  # memory without values, by storage
         self._depth = 0  # of layers that run
         self._region = ""  # of the last layer that ran
-        self._outputs: dict[str, Any] = {}  # of blocks
+        self._followed: dict[Any, tuple[str, Any]] = {}  # a block and its output, by its kind and inputs
         layers = [*builder.layers.values()]
         self._regions = token_regions(layers, regions, builder.blocks) if sequence else {}
         for name, module in builder.modules.items():
@@ -252,11 +251,26 @@ class _Tracer(OperatorsOnMixed):
             block.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
         if self._sequence and is_first:
             block.register_forward_pre_hook(partial(self._enter_tokens, "own"), with_kwargs=True)
-        block.register_forward_hook(partial(self._end_block, name), prepend=True)
+        block.register_forward_hook(self._end_block, prepend=True)
         if self._sequence and is_last:
             block.register_forward_hook(partial(self._leave_tokens, ""))
-        if (first := self._found.equal.get(name)) is not None:
-            block.forward = lambda *_, **__: self._outputs[first]
+        block.forward = partial(self._run_block, name, block.forward)
+
+    def _run_block(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a block, or return the output of an equal one: [Note: equal blocks]."""
+
+        def described(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.shape, self._state(leaf)
+            return leaf if leaf is None or type(leaf) in (bool, str, int, float) else type(leaf)
+
+        leaves, structure = tree_flatten((args, kwargs))
+        key = (self._kinds.get(name, name), str(structure), *map(described, leaves))
+        if key not in self._followed:
+            self._followed[key] = name, forward(*args, **kwargs)
+        first, output = self._followed[key]
+        self._found.equal += [(name, first)] if first != name else []
+        return output
 
     def _copy_inputs(self, _: nn.Module, *given: Any) -> None:
         """Begin a block: gradients of tensors from outside of the blocks are summed (side_inputs.py)."""
@@ -265,8 +279,7 @@ class _Tracer(OperatorsOnMixed):
                 self.complete([tensor])
                 self._set(tensor, replace(state, parts=_STREAM))
 
-    def _end_block(self, name: str, *call: Any) -> None:
-        self._outputs[name] = call[-1]
+    def _end_block(self, *call: Any) -> None:
         for tensor in tensors_in(call[-1]):
             if (state := self._state(tensor)).parts:
                 self.complete([tensor])

@@ -82,7 +82,7 @@ def _with_equal(columns: Columns, names: Iterable[str]) -> Iterator[tuple[str, s
     """Yield the names, and those in equal blocks with the name that they are equal to."""
     for name in names:
         yield name, name
-        for block, first in columns.equal.items():
+        for block, first in columns.equal:
             if name.startswith(f"{first}."):
                 yield block + name[len(first) :], name
 
