@@ -41,11 +41,16 @@ from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.features import Features, copied, follow
 from plait.models.sharding.styles import layer_pattern
-from plait.models.sharding.uses import running_on_meta
-from plait.models.stages.dataflow import OperatorsOnMixed, traced_batches
+from plait.models.sharding.tracing import (
+    BLANK,
+    TensorTracer,
+    has_linear_forward,
+    storage_key,
+    tracing_on_meta,
+)
+from plait.models.stages.dataflow import traced_batches
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
-from plait.models.transformers_types import linear_forwards
 from plait.plan.sharding import Style, token_regions
 
 _ATEN = torch.ops.aten
@@ -53,7 +58,7 @@ _STREAM = frozenset({""})  # the part of a tensor that depends on the residual s
 _NONE = frozenset[str]()
 _OPAQUE = (Style.COLUMN, Style.ROW, Style.VOCABULARY, Style.EXPERTS, Style.DEPTHWISE, Style.NORM)
 _SHAPED = {  # results that depend on shapes alone
-    *(_ATEN.new_empty, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full, _ATEN.empty_like, _ATEN.zeros_like),
+    *(*BLANK, _ATEN.new_ones, _ATEN.new_full, _ATEN.empty_like, _ATEN.zeros_like),
     *(_ATEN.ones_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
 }
 
@@ -136,7 +141,7 @@ def follow_columns(
         for kind_of in (kinds, {}):
             found = Columns()
             try:
-                with running_on_meta(builder.model):
+                with tracing_on_meta(builder.model):
                     tracer = _Tracer(
                         builder, regions, pure if sequence else frozenset(), sequence, found, own, kind_of
                     )
@@ -179,11 +184,7 @@ class _Call:
     given: list[tuple[Tensor, State]]
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-class _Tracer(OperatorsOnMixed):
+class _Tracer(TensorTracer):
     """Follow the states of tensors through operators. `own`: names of each module's parameters; `kinds`: of
     blocks, the same if they are equal."""
 
@@ -203,8 +204,6 @@ class _Tracer(OperatorsOnMixed):
         self._states: dict[int, State] = {}  # by tensor
         self._written: dict[int, State] = {}  # by storage, of tensors that are older than the last write
         self._fresh: dict[int, set[int]] = {}  # tensors that are not, by storage
-        self._alive: list[Any] = []  # so that no address is reused
-        self._blank: dict[int, Tensor] = {}  # memory without values, by storage
         self._depth = 0  # of layers that run
         self._region = ""  # of the last layer that ran
         self._followed: dict[Any, tuple[str, Any]] = {}  # a block and its output, by its kind and inputs
@@ -237,11 +236,10 @@ class _Tracer(OperatorsOnMixed):
 
     def _add_layer(self, name: str, module: nn.Module) -> None:
         layer = self._builder.layers.get(name)
-        is_linear = getattr(module.forward, "__func__", None) in linear_forwards()
         enter, leave = (self._enter, self._leave) if layer else (self._enter_free, self._leave_free)
         if layer is not None and layer.style is Style.MLA_LATENT:
             module.register_forward_hook(self._cut, prepend=True)
-        elif layer.style in _OPAQUE if layer else is_linear:
+        elif layer.style in _OPAQUE if layer else has_linear_forward(module):
             module.register_forward_pre_hook(partial(self._begin, name, enter), with_kwargs=True)
             module.register_forward_hook(partial(self._end, name, leave), with_kwargs=True, prepend=True)
 
@@ -397,23 +395,22 @@ class _Tracer(OperatorsOnMixed):
             self._found.complete |= self._state(tensor).parts
 
     def _state(self, tensor: Tensor) -> State:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key in self._written and id(tensor) not in self._fresh[key]:
             return self._written[key]
         return self._states.get(id(tensor), _PLAIN)
 
     def _set(self, tensor: Tensor, state: State) -> None:
-        self._alive += [tensor, tensor.untyped_storage()]
+        self._hold(tensor)
         self._states[id(tensor)] = state
-        if (key := _key(tensor)) in self._written:
+        if (key := storage_key(tensor)) in self._written:
             self._fresh[key].add(id(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket in _SHAPED:
-            self._alive.append(result)
-            self._blank[_key(result)] = result
+            self._add_blank([result])
         elif not self._depth:
             given = [(tensor, self._state(tensor)) for tensor in tensors_in((args, kwargs))]
             if any(state != _PLAIN for _, state in given):
@@ -444,13 +441,13 @@ class _Tracer(OperatorsOnMixed):
                 is_own, features.get(id(tensor)), "".join(tokens), parts if is_float else _NONE, detached
             )
             if call.func._schema.is_mutable:
-                key = _key(tensor)
+                key = storage_key(tensor)
                 was = self._written.get(key, _PLAIN)
                 own, parts_of_both = state.is_own or was.is_own, state.parts | was.parts
                 self._written[key] = State(own, None, state.tokens or was.tokens, parts_of_both)
                 self._fresh[key] = set()
             self._set(tensor, state)
-            base = self._blank.get(_key(tensor))
+            base = self._blank.get(storage_key(tensor))
             if base is not None and id(base) in features:
                 self._set(base, replace(state, features=features[id(base)]))
 
@@ -469,7 +466,7 @@ class _Tracer(OperatorsOnMixed):
     def _meet(self, call: _Call) -> dict[int, Features]:
         """Record what this column's features meet. Returns the features of the results, as far as known."""
         own = {id(tensor): state.features for tensor, state in call.given if state.is_own}
-        base = self._blank.get(_key(call.given[0][0])) if call.func is _ATEN.copy_.default else None
+        base = self._blank.get(storage_key(call.given[0][0])) if call.func is _ATEN.copy_.default else None
         others = [(t, s) for t, s in call.given if not s.is_own and s.parts | s.detached]
         followed = None
         if base is not None:
