@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
 from plait.models import blocks_of, build_tp_plan, causal_lm_on_meta
@@ -424,3 +424,37 @@ def test_a_learned_scale_of_sharded_logits_is_refused() -> None:
     model.lm_head = changed_models.Scaled(model.lm_head, (), "output")
     with pytest.raises(ModelError, match=r"does not fit lm_head\.scale"):
         plan_of(model, 1, 2)
+
+
+class _ReadsFirst(nn.Module):
+    """A block that mixes its features with those of the first block, which gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.mix = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        own = self.up(x)
+        return x + self.down(own if first is None else self.mix * own + first), own
+
+
+class _PassesFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_ReadsFirst() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = None
+        for block in self.blocks:
+            x, own = block(x, first)
+            first = own if first is None else first
+        return x
+
+
+def test_equal_blocks_with_other_inputs_have_sums_of_their_own() -> None:
+    model, styles = _PassesFirst(), {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    plan = build_tp_plan(
+        model, 1, 2, sequence=False, blocks=blocks_of(model), given=styles, batch={"x": torch.ones(2, 8)}
+    )
+    summed = [parameter.name for parameter in plan.parameters if parameter.partial]
+    assert summed == [f"blocks.{index}.mix" for index in range(1, 5)]

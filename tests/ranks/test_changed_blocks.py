@@ -85,6 +85,14 @@ def test_adapters_train_as_in_one_process(pool: Pool, family: str, kind: str, pl
     assert _largest(pool, task(lora, family, **LORA[kind]), plan) < 1e-9
 
 
+@pytest.mark.parametrize(("family", "pad_token_id"), [("phi3", 5), ("opt", 40)])  # in either column
+def test_an_adapter_of_an_embedding_leaves_out_the_padding_of_the_full_table(
+    pool: Pool, family: str, pad_token_id: int
+) -> None:
+    padded = task(lora, family, targets="embed_tokens", pad_token_id=pad_token_id)
+    assert _largest(pool, padded, "tp=2") < 1e-9
+
+
 @pytest.mark.parametrize(("plan", "mutation"), [("tp=2", "no sum of A"), ("tp=2 sp=true", "no marks")])
 def test_without_its_sums_an_adapters_gradient_is_wrong(pool: Pool, plan: str, mutation: str) -> None:
     found = _largest(pool, task(lora, "llama"), plan, mutation)

@@ -105,6 +105,22 @@ def test_a_custom_gpt_without_a_plan_gets_one_with_the_same_numbers(pool: Pool) 
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 2))
 
 
+def gpt_with_norms(on_meta: bool = False) -> nn.Module:
+    model: Any = gpt()
+    for block in model.blocks:
+        norms = [nn.LayerNorm(block.mlp[0].in_features) for _ in range(2)]
+        block.mlp = nn.Sequential(norms[0], *block.mlp, norms[1])
+    return model
+
+
+def test_norms_of_the_stream_in_a_sharded_module_give_the_same_numbers(pool: Pool) -> None:
+    moved = {"blocks.*.mlp.0": "blocks.*.mlp.1", "blocks.*.mlp.2": "blocks.*.mlp.3"}
+    styles = {moved.get(pattern, pattern): style for pattern, style in CUTS.items()}
+    task = Task(gpt_with_norms)
+    ours = pool.run(_trained, 2, task, "tp=2 sp=true precision=fp64", styles)[0]
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
+
+
 class Layers(nn.Module):
     """Its blocks are linear layers, one of which computes its weight from other parameters."""
 

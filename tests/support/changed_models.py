@@ -24,7 +24,6 @@ LORA_TARGETS = {
     "deepseek_v3": _LATENT,
 }
 
-
 RANK = 4
 FAMILIES = ("llama", "qwen3", "gpt2", "phi3")
 
@@ -38,14 +37,16 @@ def lora(
     *,
     wrapped: bool = True,
     targets: str = "",
+    pad_token_id: int | None = None,
     on_meta: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """A family's model with adapters of rank 4. `wrapped`: as PEFT returns it, or the model in it."""
+    """A family's model with adapters of rank 4. `wrapped`: as PEFT returns it, or the model in it.
+    `pad_token_id`: whose row of the embedding gets no gradient."""
     import peft  # noqa: PLC0415 - takes seconds, and other tests import this file
 
     assert not on_meta, "adapters have values"
-    model = silent_error_models.with_random_weights(family)
+    model = silent_error_models.with_random_weights(family, pad_token_id=pad_token_id)
     names = targets or LORA_TARGETS.get(family, _PROJECTIONS)
     config = peft.LoraConfig(
         r=RANK,

@@ -23,8 +23,9 @@ still known to be this column's. Only a layer without a style, or a parameter th
 there.
 
 [Note: equal blocks]
-Of blocks with the same modules, shapes, attributes and shardings, one is followed: the others return its
-output.
+Of blocks with the same modules, shapes, attributes and shardings, that get inputs of the same states, one is
+followed: the others return its output. The first block and the last are followed, as their code may tell that
+they are.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -34,16 +35,22 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.features import Features, copied, follow
 from plait.models.sharding.styles import layer_pattern
-from plait.models.sharding.uses import running_on_meta
-from plait.models.stages.dataflow import OperatorsOnMixed, traced_batches
+from plait.models.sharding.tracing import (
+    BLANK,
+    TensorTracer,
+    has_linear_forward,
+    storage_key,
+    tracing_on_meta,
+)
+from plait.models.stages.dataflow import traced_batches
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
-from plait.models.transformers_types import linear_forwards
 from plait.plan.sharding import Style, token_regions
 
 _ATEN = torch.ops.aten
@@ -51,7 +58,7 @@ _STREAM = frozenset({""})  # the part of a tensor that depends on the residual s
 _NONE = frozenset[str]()
 _OPAQUE = (Style.COLUMN, Style.ROW, Style.VOCABULARY, Style.EXPERTS, Style.DEPTHWISE, Style.NORM)
 _SHAPED = {  # results that depend on shapes alone
-    *(_ATEN.new_empty, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full, _ATEN.empty_like, _ATEN.zeros_like),
+    *(*BLANK, _ATEN.new_ones, _ATEN.new_full, _ATEN.empty_like, _ATEN.zeros_like),
     *(_ATEN.ones_like, _ATEN.full_like, _ATEN.rand_like, _ATEN.randn_like),
 }
 
@@ -85,14 +92,14 @@ class Columns:
     complete  their gradients are complete
     placed    they have got a style, and the features that they output or, ROW, sum over; None: split
     streams   regions whose input meets features
-    equal     blocks that did not run, and the equal one that did
+    equal     blocks that did not run, each with the equal one that did
     """
 
     summed: set[str] = field(default_factory=set)
     complete: set[str] = field(default_factory=set)
     placed: dict[str, tuple[Style, Features | None]] = field(default_factory=dict)
     streams: set[str] = field(default_factory=set)
-    equal: dict[str, str] = field(default_factory=dict)
+    equal: list[tuple[str, str]] = field(default_factory=list)
 
 
 class MisfitError(ModelError):
@@ -129,14 +136,14 @@ def follow_columns(
     Raises MisfitError for a parameter or a layer that the plan does not fit.
     """
     own = {name: builder.own_parameters(name) for name in builder.modules}
-    all_equal = _equal_blocks(builder)
+    kinds = {block: _signature(builder, block) for block in builder.blocks}
     for traced in traced_batches(builder.model, batch):
-        for equal in [all_equal, {}] if all_equal else [{}]:
-            found = Columns(equal=equal)
+        for kind_of in (kinds, {}):
+            found = Columns()
             try:
-                with running_on_meta(builder.model):
+                with tracing_on_meta(builder.model):
                     tracer = _Tracer(
-                        builder, regions, pure if sequence else frozenset(), sequence, found, own
+                        builder, regions, pure if sequence else frozenset(), sequence, found, own, kind_of
                     )
                     inputs = forward_inputs(builder.model, traced)
                     with tracer:
@@ -149,15 +156,10 @@ def follow_columns(
     return None
 
 
-def _equal_blocks(builder: TPPlanBuilder) -> dict[str, str]:
-    """Map blocks to the first equal one: [Note: equal blocks]."""
-    firsts: dict[Any, str] = {}
-    pairs = [(block, firsts.setdefault(_signature(builder, block), block)) for block in builder.blocks]
-    return {block: first for block, first in pairs if block != first}
-
-
 def _signature(builder: TPPlanBuilder, block: str) -> Any:
+    """Return what equal blocks have in common: [Note: equal blocks]."""
     number, entries = block.rpartition(".")[2], list[Any]()
+    entries += [block if block in (builder.blocks[0], builder.blocks[-1]) else ""]
     for path, module in builder.modules[block].named_modules(prefix=block):
         layer, values = builder.layers.get(path), vars(module)
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -182,12 +184,9 @@ class _Call:
     given: list[tuple[Tensor, State]]
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-class _Tracer(OperatorsOnMixed):
-    """Follow the states of tensors through operators. `own`: names of each module's parameters."""
+class _Tracer(TensorTracer):
+    """Follow the states of tensors through operators. `own`: names of each module's parameters; `kinds`: of
+    blocks, the same if they are equal."""
 
     def __init__(
         self,
@@ -197,18 +196,17 @@ class _Tracer(OperatorsOnMixed):
         sequence: bool,
         found: Columns,
         own: Mapping[str, Mapping[str, str]],
+        kinds: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._builder, self._found, self._sequence, self._own = builder, found, sequence, own
-        self._pure = pure
+        self._pure, self._kinds = pure, kinds
         self._states: dict[int, State] = {}  # by tensor
         self._written: dict[int, State] = {}  # by storage, of tensors that are older than the last write
         self._fresh: dict[int, set[int]] = {}  # tensors that are not, by storage
-        self._alive: list[Any] = []  # so that no address is reused
-        self._blank: dict[int, Tensor] = {}  # memory without values, by storage
         self._depth = 0  # of layers that run
         self._region = ""  # of the last layer that ran
-        self._outputs: dict[str, Any] = {}  # of blocks
+        self._followed: dict[Any, tuple[str, Any]] = {}  # a block and its output, by its kind and inputs
         layers = [*builder.layers.values()]
         self._regions = token_regions(layers, regions, builder.blocks) if sequence else {}
         for name, module in builder.modules.items():
@@ -238,11 +236,10 @@ class _Tracer(OperatorsOnMixed):
 
     def _add_layer(self, name: str, module: nn.Module) -> None:
         layer = self._builder.layers.get(name)
-        is_linear = getattr(module.forward, "__func__", None) in linear_forwards()
         enter, leave = (self._enter, self._leave) if layer else (self._enter_free, self._leave_free)
         if layer is not None and layer.style is Style.MLA_LATENT:
             module.register_forward_hook(self._cut, prepend=True)
-        elif layer.style in _OPAQUE if layer else is_linear:
+        elif layer.style in _OPAQUE if layer else has_linear_forward(module):
             module.register_forward_pre_hook(partial(self._begin, name, enter), with_kwargs=True)
             module.register_forward_hook(partial(self._end, name, leave), with_kwargs=True, prepend=True)
 
@@ -252,11 +249,26 @@ class _Tracer(OperatorsOnMixed):
             block.register_forward_pre_hook(self._copy_inputs, with_kwargs=True)
         if self._sequence and is_first:
             block.register_forward_pre_hook(partial(self._enter_tokens, "own"), with_kwargs=True)
-        block.register_forward_hook(partial(self._end_block, name), prepend=True)
+        block.register_forward_hook(self._end_block, prepend=True)
         if self._sequence and is_last:
             block.register_forward_hook(partial(self._leave_tokens, ""))
-        if (first := self._found.equal.get(name)) is not None:
-            block.forward = lambda *_, **__: self._outputs[first]
+        block.forward = partial(self._run_block, name, block.forward)
+
+    def _run_block(self, name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a block, or return the output of an equal one: [Note: equal blocks]."""
+
+        def described(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.shape, self._state(leaf)
+            return leaf if leaf is None or type(leaf) in (bool, str, int, float) else type(leaf)
+
+        leaves, structure = tree_flatten((args, kwargs))
+        key = (self._kinds.get(name, name), str(structure), *map(described, leaves))
+        if key not in self._followed:
+            self._followed[key] = name, forward(*args, **kwargs)
+        first, output = self._followed[key]
+        self._found.equal += [(name, first)] if first != name else []
+        return output
 
     def _copy_inputs(self, _: nn.Module, *given: Any) -> None:
         """Begin a block: gradients of tensors from outside of the blocks are summed (side_inputs.py)."""
@@ -265,8 +277,7 @@ class _Tracer(OperatorsOnMixed):
                 self.complete([tensor])
                 self._set(tensor, replace(state, parts=_STREAM))
 
-    def _end_block(self, name: str, *call: Any) -> None:
-        self._outputs[name] = call[-1]
+    def _end_block(self, *call: Any) -> None:
         for tensor in tensors_in(call[-1]):
             if (state := self._state(tensor)).parts:
                 self.complete([tensor])
@@ -384,23 +395,22 @@ class _Tracer(OperatorsOnMixed):
             self._found.complete |= self._state(tensor).parts
 
     def _state(self, tensor: Tensor) -> State:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key in self._written and id(tensor) not in self._fresh[key]:
             return self._written[key]
         return self._states.get(id(tensor), _PLAIN)
 
     def _set(self, tensor: Tensor, state: State) -> None:
-        self._alive += [tensor, tensor.untyped_storage()]
+        self._hold(tensor)
         self._states[id(tensor)] = state
-        if (key := _key(tensor)) in self._written:
+        if (key := storage_key(tensor)) in self._written:
             self._fresh[key].add(id(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket in _SHAPED:
-            self._alive.append(result)
-            self._blank[_key(result)] = result
+            self._add_blank([result])
         elif not self._depth:
             given = [(tensor, self._state(tensor)) for tensor in tensors_in((args, kwargs))]
             if any(state != _PLAIN for _, state in given):
@@ -418,6 +428,9 @@ class _Tracer(OperatorsOnMixed):
         )
         if is_own:
             parts = detached = _NONE
+            if not features and None not in [s.features for _, s in call.given if s.is_own]:
+                if any(tensor.is_floating_point() for tensor in tensors_in(call.result)):
+                    self._found.mixed.setdefault(self._region, str(call.func))
         elif "own" in tokens:
             self._found.summed |= (
                 _NONE.union(*(state.parts for _, state in call.given if not state.tokens)) - _STREAM
@@ -431,13 +444,13 @@ class _Tracer(OperatorsOnMixed):
                 is_own, features.get(id(tensor)), "".join(tokens), parts if is_float else _NONE, detached
             )
             if call.func._schema.is_mutable:
-                key = _key(tensor)
+                key = storage_key(tensor)
                 was = self._written.get(key, _PLAIN)
                 own, parts_of_both = state.is_own or was.is_own, state.parts | was.parts
                 self._written[key] = State(own, None, state.tokens or was.tokens, parts_of_both)
                 self._fresh[key] = set()
             self._set(tensor, state)
-            base = self._blank.get(_key(tensor))
+            base = self._blank.get(storage_key(tensor))
             if base is not None and id(base) in features:
                 self._set(base, replace(state, features=features[id(base)]))
 
@@ -456,7 +469,7 @@ class _Tracer(OperatorsOnMixed):
     def _meet(self, call: _Call) -> dict[int, Features]:
         """Record what this column's features meet. Returns the features of the results, as far as known."""
         own = {id(tensor): state.features for tensor, state in call.given if state.is_own}
-        base = self._blank.get(_key(call.given[0][0])) if call.func is _ATEN.copy_.default else None
+        base = self._blank.get(storage_key(call.given[0][0])) if call.func is _ATEN.copy_.default else None
         others = [(t, s) for t, s in call.given if not s.is_own and s.parts | s.detached]
         followed = None
         if base is not None:

@@ -82,7 +82,7 @@ def _with_equal(columns: Columns, names: Iterable[str]) -> Iterator[tuple[str, s
     """Yield the names, and those in equal blocks with the name that they are equal to."""
     for name in names:
         yield name, name
-        for block, first in columns.equal.items():
+        for block, first in columns.equal:
             if name.startswith(f"{first}."):
                 yield block + name[len(first) :], name
 
@@ -149,10 +149,21 @@ def columns_by_names(builder: TPPlanBuilder, regions: Sequence[str], *, sequence
     return columns
 
 
+def check_mixed(builder: TPPlanBuilder, columns: Columns, *, sequence: bool) -> None:
+    """Raise MisfitError for code that may mix features in a family's model that has been changed."""
+    if columns.mixed and not _is_as_built(builder.pretrained):
+        region, operator = next(iter(columns.mixed.items()))
+        raise misfit(builder, region, f"{operator} may mix features of several columns", sequence=sequence)
+
+
 def _is_as_built(model: nn.Module | None) -> bool:
-    """Return whether a model of transformers has the modules and parameters that its configuration gives."""
+    """Return whether a model of transformers has the modules and parameters that its configuration gives, and
+    no hooks or other forwards."""
     if model is None:
         return False
+    for module in model.modules():
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return False
     with torch.device("meta"):
         built = type(model)(model.config)
 

@@ -188,23 +188,12 @@ def check_sequence(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
         styles = [builder.layers[name].style for name in builder.inside(region) if name in builder.layers]
         if Style.EXPERTS in styles:
             raise _sequence_error(builder, region, "a mixture of experts")
-        for name in builder.inside(region):
-            if builder.config is None and builder.is_norm(name) and _is_residual_norm(builder, name):
-                given = f"{name}, a norm of the residual stream, inside a sharded module"
-                raise _sequence_error(builder, region, given)
         if region not in builder.layers and Style.ROW not in styles:
             raise _sequence_error(builder, region, "a region that does not end in a rowwise layer")
         parent = region.rpartition(".")[0]
         siblings = (f"{parent}.{child}" for child, _ in builder.modules[parent].named_children())
         if region in builder.layers and all(builder.style_of(name) is not Style.ROW for name in siblings):
             raise _sequence_error(builder, region, f"a lone layer, with no rowwise one in {parent}")
-
-
-def _is_residual_norm(builder: TPPlanBuilder, name: str) -> bool:
-    """Return whether a norm of a user's model has the residual stream's width, and is not a norm of heads."""
-    own = builder.own_parameters(name)
-    shapes = (builder.shapes[own[key]] for key in builder.unsharded(name))
-    return name not in builder.layers and any(shape == (residual_width(builder),) for shape in shapes)
 
 
 def _sequence_error(builder: TPPlanBuilder, name: str, given: str) -> ModelError:

@@ -8,34 +8,33 @@ a sum over columns. Anywhere else (in a layer, in the residual stream, in the mo
 and it cannot be both.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.fx.experimental._config
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from plait.models.activation_memory import DeviceKernelsOnMeta
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.features import Features, Followed, copied, expandable_shape, follow
 from plait.models.sharding.heads import add_head_attributes, find_heads
 from plait.models.sharding.styles import StyleSpec
-from plait.models.stages.dataflow import OperatorsOnMixed, borrowed_on_meta
+from plait.models.sharding.tracing import (
+    BLANK,
+    TensorTracer,
+    has_linear_forward,
+    storage_key,
+    tracing_on_meta,
+)
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
-from plait.models.transformers_types import linear_forwards
 from plait.plan.sharding import Style
 
 # Which of these a reshape is depends on sizes.
 _ATEN = torch.ops.aten
 _LAYOUT = {_ATEN.view, _ATEN._unsafe_view, _ATEN._reshape_alias, _ATEN.clone, _ATEN.alias}
-_BLANK = {_ATEN.new_empty, _ATEN.new_zeros, _ATEN.empty, _ATEN.zeros}
 _SLICES = {_ATEN.slice, _ATEN.split, _ATEN.split_with_sizes}
 
 Result = tuple[tuple[int, ...], tuple[int, ...], Features | None]
@@ -100,7 +99,7 @@ def uses_of(
     """
     model, uses, styles = builder.model, Uses(), styles or {}
     attributes = _head_attributes(builder, styles)
-    with running_on_meta(model):
+    with tracing_on_meta(model):
         _shard_on_meta(builder, styles)
         for (name, key), values in attributes.items():
             setattr(builder.modules[name], key, values[0])
@@ -112,17 +111,6 @@ def uses_of(
                 tracer.keep(tensors_in(result))
         uses.operators = tracer.operators()
     return uses
-
-
-@contextmanager
-def running_on_meta(model: nn.Module) -> Iterator[None]:
-    """Run the model on meta inside the context, without gradients and dropout. Changes of its modules are
-    reverted after it."""
-    config: Any = torch.fx.experimental._config
-    with borrowed_on_meta(model), torch.random.fork_rng(devices=[]), torch.no_grad():
-        assumed = config.patch(meta_nonzero_assume_all_nonzero=True)
-        with assumed, DeviceKernelsOnMeta(torch.device("cpu")), _WithoutDropout():
-            yield
 
 
 def _head_attributes(
@@ -168,18 +156,7 @@ def _narrow(module: nn.Module, key: str, dim: int, size: int) -> None:
     module._parameters[key] = nn.Parameter(shard, requires_grad=False)
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Leave out dropout, which is element-wise, but not one operator."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            names = ("attn_mask", "dropout_p", "is_causal")
-            args, kwargs = args[:3], {**dict(zip(names, args[3:], strict=False)), **kwargs, "dropout_p": 0.0}
-        return args[0] if func is F.dropout else func(*args, **kwargs)
-
-
-class _Tracer(OperatorsOnMixed):
+class _Tracer(TensorTracer):
     """Trace features and parts through operators."""
 
     def __init__(self, builder: TPPlanBuilder, uses: Uses, whole: Set[str]) -> None:
@@ -193,14 +170,12 @@ class _Tracer(OperatorsOnMixed):
         self._mutated: set[int] = set()  # storages of several parts
         self._parameters: set[str] = set()  # with features
         self._readers: dict[int, set[str]] = {}  # layers and embeddings, by the storage of a parameter
-        self._blank: dict[int, Tensor] = {}  # memory without values yet, by storage
         self._operators: list[tuple[tuple[Any, ...], list[Tensor]]] = []  # of operators outside of layers
         self._escaped_from: dict[int, frozenset[str | None]] = {}  # regions, by storage
         self._region_of = cache(builder.region_of)
         self._running: list[str] = []
-        self._alive: list[Any] = []  # tensors and storages, so that no address is reused
         for name, module in builder.modules.items():
-            is_linear = getattr(module.forward, "__func__", None) in linear_forwards()
+            is_linear = has_linear_forward(module)
             is_layer = is_linear or isinstance(module, nn.Embedding)
             for key, parameter in module._parameters.items():
                 if parameter is not None:
@@ -210,7 +185,7 @@ class _Tracer(OperatorsOnMixed):
                 module.register_forward_hook(partial(self._leave, name, is_linear))
 
     def _add_parameter(self, parameter: Tensor, name: str, reader: str) -> None:
-        key = _key(parameter)
+        key = storage_key(parameter)
         self._learned[key] = {_SEVERAL if reader or key in self._learned else Part(name)}
         if reader:
             self._readers.setdefault(key, set()).add(reader)
@@ -222,20 +197,20 @@ class _Tracer(OperatorsOnMixed):
         """Record that these are used in a way that may need all features, and what the results come from."""
         sources = self.sources_of(tensors)
         before = frozenset[str | None]().union(
-            *(self._escaped_from.get(_key(tensor), ()) for tensor in tensors)
+            *(self._escaped_from.get(storage_key(tensor), ()) for tensor in tensors)
         )
         self._uses.first_escaped |= {name for name in sources if self._region_of(name) not in before}
         self._uses.escaped |= sources
         if regions := before.union(map(self._region_of, sources)):
-            self._escaped_from |= {_key(tensor): regions for tensor in results}
-            self._alive += [tensor.untyped_storage() for tensor in results]
+            self._escaped_from |= {storage_key(tensor): regions for tensor in results}
+            self._hold(*results)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Record that these are used as a whole model does."""
         self._uses.kept |= self._parts_of(tensors)
 
     def sources_of(self, tensors: Iterable[Tensor]) -> set[str]:
-        found = set[str]().union(*(self._sources.get(_key(tensor), ()) for tensor in tensors))
+        found = set[str]().union(*(self._sources.get(storage_key(tensor), ()) for tensor in tensors))
         return found - (self._parameters & self._uses.escaped)
 
     def _features_of(self, tensor: Tensor) -> Features | None:
@@ -249,9 +224,9 @@ class _Tracer(OperatorsOnMixed):
         """The parts on which numbers with gradients depend."""
         found = set[Part]()
         for tensor in tensors:
-            parts = self._parts.get(id(tensor), self._learned.get(_key(tensor), set()))
+            parts = self._parts.get(id(tensor), self._learned.get(storage_key(tensor), set()))
             if parts and (tensor.is_floating_point() or tensor.is_complex()):
-                found |= {_SEVERAL} if _key(tensor) in self._mutated else parts
+                found |= {_SEVERAL} if storage_key(tensor) in self._mutated else parts
         return found
 
     def _enter(self, name: str, is_linear: bool, _: nn.Module, *given: Any) -> None:
@@ -274,32 +249,31 @@ class _Tracer(OperatorsOnMixed):
             return
         output = call[-1]
         if name in self._whole:
-            self._alive.append(output)
+            self._hold(output)
             self._parts[id(output)] = {Part(name, 0, output.shape[-1], is_slice=True)}
         else:
             self._mark(output, Features(frozenset({(name, 1)}), output.ndim - 1, output.shape[-1]))
 
     def _mark(self, tensor: Tensor, features: Features) -> None:
-        self._alive += [tensor, tensor.untyped_storage()]
+        self._hold(tensor)
         self._features[id(tensor)] = features
-        self._sources.setdefault(_key(tensor), set()).update(name for name, _ in features.sources)
+        self._sources.setdefault(storage_key(tensor), set()).update(name for name, _ in features.sources)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = list(tensors_in((args, kwargs)))
         for tensor in tensors:
-            readers = self._readers.get(_key(tensor), set())
+            readers = self._readers.get(storage_key(tensor), set())
             if readers.isdisjoint(self._running):
                 self._uses.read_elsewhere |= readers
         result = super().__torch_dispatch__(func, types, args, kwargs)
         results = list(tensors_in(result))
         if self._running:
-            if any(_key(tensor) in self._learned for tensor in tensors):
+            if any(storage_key(tensor) in self._learned for tensor in tensors):
                 self._depend(results, {_SEVERAL})
             return result
-        if func.overloadpacket in _BLANK:
-            self._alive += results
-            self._blank |= {_key(tensor): tensor for tensor in results}
+        if func.overloadpacket in BLANK:
+            self._add_blank(results)
         elif self.sources_of(tensors) and self._follow(func, args, kwargs, tensors, result):
             if not self.sources_of(results) <= self._parameters:
                 self._depend(results, {_SEVERAL})
@@ -309,7 +283,9 @@ class _Tracer(OperatorsOnMixed):
             self.use(tensors, results)
             self._follow_parts(func, args, kwargs, tensors, results)
         if func.overloadpacket not in _LAYOUT:
-            numbers = tuple(value for value in tree_leaves((args, kwargs)) if isinstance(value, float))
+            # Of other operators, integers are sizes; of these, factors that may be sizes of a shard.
+            kinds = (float, int) if torch.Tag.pointwise in func.tags else (float,)
+            numbers = tuple(value for value in tree_leaves((args, kwargs)) if type(value) in kinds)
             self._operators.append(((str(func), *numbers), results))
         return result
 
@@ -341,7 +317,7 @@ class _Tracer(OperatorsOnMixed):
     def _follow_copy(self, target: Tensor, source: Tensor) -> bool:
         """Trace features that are copied into a view of memory without values, or with features in the same
         place."""
-        base = self._blank.get(_key(target))
+        base = self._blank.get(storage_key(target))
         features, parts = self._features_of(source), self._parts_of([source])
         if base is None or (features is None and _SEVERAL in parts):
             return False
@@ -383,7 +359,7 @@ class _Tracer(OperatorsOnMixed):
             self._uses.kept |= parts
             self._depend(results, {_SEVERAL})
             if func._schema.is_mutable:
-                self._mutated |= {_key(tensor) for tensor in results}
+                self._mutated |= {storage_key(tensor) for tensor in results}
                 self._blank = {key: base for key, base in self._blank.items() if key not in self._mutated}
         elif not others and first.is_slice and func.overloadpacket in _SLICES:
             for tensor, part in zip(results, _slices(first, func, args, kwargs, results), strict=True):
@@ -393,9 +369,9 @@ class _Tracer(OperatorsOnMixed):
 
     def _depend(self, results: Iterable[Tensor], parts: Set[Part]) -> None:
         for tensor in results:
-            self._alive += [tensor, tensor.untyped_storage()]
+            self._hold(tensor)
             self._parts[id(tensor)] = parts
-            self._learned.setdefault(_key(tensor), parts)
+            self._learned.setdefault(storage_key(tensor), parts)
 
 
 def _can_shard(builder: TPPlanBuilder, name: str) -> bool:
@@ -420,7 +396,3 @@ def _slices(part: Part, func: Any, args: Any, kwargs: Mapping[str, Any], results
         found.append(Part(part.of, place, place + tensor.shape[-1], is_slice=True))
         place += tensor.shape[-1]
     return found
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
