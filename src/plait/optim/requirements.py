@@ -248,7 +248,8 @@ class GroupOptimizer:
         turns         0: the parameters are parts of one, for `sum_over_shards`; 1, 2: each is in a group of
                       its own, with another learning rate; 2: and a step is a call for each group
         """
-        leaves, numbers = [], []
+        leaves: list[Tensor] = []
+        numbers: list[Tensor] = []
         for shape in shapes:
             stop = start + math.prod(shape)
             numbers.append(torch.arange(start, stop, dtype=torch.float64, device=device).view(shape))
