@@ -56,7 +56,7 @@ def member_of(process: subprocess.Popen[bytes]) -> Member:
 
 def invite(file: Path, first: Member) -> JobStore:
     """Write the invitation and the store of an earlier start."""
-    path = file.with_name(f"{file.name}.{first.nonce}.store")
+    path = rendezvous._store_file(file, first)
     store = JobStore(dist.FileStore(str(path), 2), 0, LIMIT_S)
     store.set("plait: prepared")
     store.set(rendezvous._key(0), json.dumps(asdict(first)))
@@ -129,13 +129,37 @@ def test_rank_0_waits_for_a_rank_that_runs(file: Path, start: Start, other: subp
     dead = member_of(other)
     other.kill()
     other.wait()
-    path = file.with_name(f"{file.name}.{found.nonce}.store")
+    path = rendezvous._store_file(file, found)
     store = JobStore(dist.FileStore(str(path), 2), 1, LIMIT_S)
     store.set(rendezvous._key(1), json.dumps(asdict(dead)))
     time.sleep(0.3)
     assert not first.done(), "it has begun with a rank that has died"
     check_new([first, start(1)])
     store.close()
+
+
+def test_a_rank_leaves_the_store_of_a_rank_0_that_it_cannot_see_for_that_of_the_next(
+    file: Path, start: Start
+) -> None:
+    first = replace(Member.this_process(), host="another host")
+    old = invite(file, first)
+    second = start(1)
+    while old.read(rendezvous._key(1)) is None:
+        time.sleep(0.01)
+    old.close()
+    begin_s = time.monotonic()
+    check_new([start(0), second])
+    assert time.monotonic() - begin_s < 5.0, "it has waited for a file that was removed"
+
+
+def test_the_store_of_a_job_that_runs_under_the_same_name_remains(
+    file: Path, start: Start, other: subprocess.Popen[bytes]
+) -> None:
+    running = invite(file, member_of(other))
+    running.set("a save", "is complete")
+    check_new([start(rank) for rank in (0, 1)])
+    assert running.read("a save") == "is complete"
+    running.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
