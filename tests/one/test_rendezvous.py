@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from plait.comm import rendezvous
+from plait.comm import World, rendezvous
 from plait.comm.rendezvous import JobProcess, Member, Rendezvous
 from plait.comm.store import JobStore
 from plait.errors import CommError
@@ -230,6 +230,16 @@ def test_a_rank_that_another_job_at_the_address_does_not_know_is_an_error(
     server.set(key, json.dumps([asdict(Member.this_process())] * 2))
     with pytest.raises(CommError, match="another job has begun at this address"):
         Rendezvous(1, 2, 10.0).join()
+
+
+def test_a_world_among_servers_keeps_their_number_when_it_renews_connections() -> None:
+    base = dist.HashStore()
+    process = JobProcess(0, 3, base, JobStore(base, 0, LIMIT_S), LIMIT_S)
+    world = World.of_process(process, None)
+    world.was_interrupted = True
+    world.renew_connections()
+    assert world.num_processes == 3
+    world.close()
 
 
 def test_no_thread_of_a_rendezvous_remains(file: Path, start: Start) -> None:

@@ -268,19 +268,14 @@ class Rendezvous:
         time.sleep(min(max(_POLL_S, (self._timeout_s - left_s) / 50), _MAX_POLL_S))
 
     def _failed(self, fact: str) -> CommError:
-        given = f"rank {self._rank} of {self._size} at {self._place}: {fact}"
-        if "EADDRINUSE" in fact or "address already in use" in fact:
-            return CommError(
-                "the rendezvous port is in use",
-                given=given,
-                expected="a free port",
-                hint="another --master-port",
-            )
+        in_use = "EADDRINUSE" in fact or "address already in use" in fact
+        hint = "look for the first rank that ended; then another MASTER_PORT, or TMPDIR"
         return CommError(
-            "rendezvous of the ranks failed",
-            given=given,
-            expected="all ranks started together, and a place that they all reach",
-            hint="look for the first rank that ended; then another MASTER_PORT, or TMPDIR",
+            "the rendezvous port is in use" if in_use else "rendezvous of the ranks failed",
+            given=f"rank {self._rank} of {self._size} at {self._place}: {fact}",
+            expected="all ranks started together, and a "
+            + ("free port" if in_use else "place that all reach"),
+            hint="another --master-port" if in_use else hint,
         )
 
 
@@ -358,7 +353,7 @@ def _store_file(file: Path, first: Member) -> Path:
 def _remove_old_stores(file: Path, me: Member) -> None:
     """Remove what starts under this name have left whose rank 0 has ended, on this host."""
     name = re.compile(rf"{re.escape(file.name)}(?:\.\d+)?\.{_NAME}\.(?:store|tmp)")
-    for path in file.parent.iterdir():
+    for path in file.parent.glob("*"):
         old = name.fullmatch(path.name)
         if old and me.name.startswith(f"{old[1]}-") and has_ended(int(old[2]), old[3]):
             _unlink(path)
