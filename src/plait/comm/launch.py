@@ -102,10 +102,9 @@ def launch_local(
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
     ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die` that is also one
-    of `may_return` (by default all are), it is started again, `max_restarts` times in all. Without a killed
-    rank of `may_die` the others go on, if the job has begun (`announce_begin`). `end_s`: the job is over when
-    rank 0 has ended with 0; others have so many seconds to end too. `on_death`: gets the error of a killed
-    rank, `names`, if none reports it.
+    of `may_return` (by default all are), it is started again, `max_restarts` times in all; else the others go
+    on, if the job has begun (`announce_begin`). `end_s`: the job is over when rank 0 has ended with 0; others
+    have so many seconds to end too. `on_death`: gets the error of a killed rank, `names`, if none reports it.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
     seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
