@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from plait.comm import rendezvous
+from plait.comm import World, rendezvous
 from plait.comm.rendezvous import JobProcess, Member, Rendezvous
 from plait.comm.store import JobStore
 from plait.errors import CommError
@@ -56,7 +56,7 @@ def member_of(process: subprocess.Popen[bytes]) -> Member:
 
 def invite(file: Path, first: Member) -> JobStore:
     """Write the invitation and the store of an earlier start."""
-    path = file.with_name(f"{file.name}.{first.nonce}.store")
+    path = rendezvous._store_file(file, first)
     store = JobStore(dist.FileStore(str(path), 2), 0, LIMIT_S)
     store.set("plait: prepared")
     store.set(rendezvous._key(0), json.dumps(asdict(first)))
@@ -129,13 +129,37 @@ def test_rank_0_waits_for_a_rank_that_runs(file: Path, start: Start, other: subp
     dead = member_of(other)
     other.kill()
     other.wait()
-    path = file.with_name(f"{file.name}.{found.nonce}.store")
+    path = rendezvous._store_file(file, found)
     store = JobStore(dist.FileStore(str(path), 2), 1, LIMIT_S)
     store.set(rendezvous._key(1), json.dumps(asdict(dead)))
     time.sleep(0.3)
     assert not first.done(), "it has begun with a rank that has died"
     check_new([first, start(1)])
     store.close()
+
+
+def test_a_rank_leaves_the_store_of_a_rank_0_that_it_cannot_see_for_that_of_the_next(
+    file: Path, start: Start
+) -> None:
+    first = replace(Member.this_process(), host="another host")
+    old = invite(file, first)
+    second = start(1)
+    while old.read(rendezvous._key(1)) is None:
+        time.sleep(0.01)
+    old.close()
+    begin_s = time.monotonic()
+    check_new([start(0), second])
+    assert time.monotonic() - begin_s < 5.0, "it has waited for a file that was removed"
+
+
+def test_the_store_of_a_job_that_runs_under_the_same_name_remains(
+    file: Path, start: Start, other: subprocess.Popen[bytes]
+) -> None:
+    running = invite(file, member_of(other))
+    running.set("a save", "is complete")
+    check_new([start(rank) for rank in (0, 1)])
+    assert running.read("a save") == "is complete"
+    running.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -206,6 +230,16 @@ def test_a_rank_that_another_job_at_the_address_does_not_know_is_an_error(
     server.set(key, json.dumps([asdict(Member.this_process())] * 2))
     with pytest.raises(CommError, match="another job has begun at this address"):
         Rendezvous(1, 2, 10.0).join()
+
+
+def test_a_world_among_servers_keeps_their_number_when_it_renews_connections() -> None:
+    base = dist.HashStore()
+    process = JobProcess(0, 3, base, JobStore(base, 0, LIMIT_S), LIMIT_S)
+    world = World.of_process(process, None)
+    world.was_interrupted = True
+    world.renew_connections()
+    assert world.num_processes == 3
+    world.close()
 
 
 def test_no_thread_of_a_rendezvous_remains(file: Path, start: Start) -> None:

@@ -62,6 +62,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from plait.comm.device import allowed_processors
 from plait.comm.rank_monitor import FORWARDED, SIGNALS, RankMonitor
 from plait.errors import CommError
 from plait.fileio import temporary_folder
@@ -100,9 +101,9 @@ def launch_local(
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
-    ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die` after the job has
-    begun (`announce_begin`), they go on, and if it is also one of `may_return` (by default all are), it is
-    started again, `max_restarts` times in all. `end_s`: the job is over when rank 0 has ended with 0; others
+    ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die` that is also one
+    of `may_return` (by default all are), it is started again, `max_restarts` times in all; else the others go
+    on, if the job has begun (`announce_begin`). `end_s`: the job is over when rank 0 has ended with 0; others
     have so many seconds to end too. `on_death`: gets the error of a killed rank, `names`, if none reports it.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
@@ -410,9 +411,7 @@ def _number_in_environment(name: str) -> int:
 
 def num_cpus() -> int:
     """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(allowed_processors())
 
 
 @contextlib.contextmanager

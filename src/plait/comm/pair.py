@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.comm.objects import decode_text, encode_text
 from plait.comm.store import JobStore
 from plait.errors import CommError
 
@@ -64,12 +65,11 @@ class Message:
     @classmethod
     def of_json(cls, verb: int, content: object, **numbers: int) -> "Message":
         """A message whose payload is JSON."""
-        text = json.dumps(content).encode()
-        return cls(verb, payload=torch.frombuffer(bytearray(text), dtype=torch.uint8), **numbers)
+        return cls(verb, payload=encode_text(json.dumps(content)), **numbers)
 
     def json(self) -> Any:
         """The payload's JSON."""
-        return json.loads(bytes(self.payload.numpy()).decode())
+        return json.loads(decode_text(self.payload))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

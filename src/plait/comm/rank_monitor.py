@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -22,29 +23,22 @@ FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signa
 SIGNALS = (*FORWARDED, signal.SIGUSR1)
 
 
+@dataclass
 class RankMonitor:
-    """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that."""
+    """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that.
+    See `launch_local`."""
 
-    def __init__(
-        self,
-        save_s: float,
-        may_die: Collection[int],
-        may_return: Collection[int],
-        end_s: float | None,
-        max_restarts: int,
-        names: Mapping[int, str],
-        begun: Path,
-    ) -> None:
-        """See `launch_local`. `begun`: a file that exists once the job has begun."""
-        self._names = names
-        self._begun = begun
-        self._may_die = may_die
-        self._may_return = may_return
-        self._end_s = end_s  # from the end of rank 0, and of the job, to SIGKILL for others
-        self._max_restarts = max_restarts
+    save_s: float  # from a signal to SIGKILL: time to write a checkpoint
+    may_die: Collection[int]
+    may_return: Collection[int]
+    end_s: float | None  # from the end of rank 0, and of the job, to SIGKILL for others
+    max_restarts: int
+    names: Mapping[int, str]
+    begun: Path  # a file that exists once the job has begun
+
+    def __post_init__(self) -> None:
         self._restarts: list[int] = []  # ranks
         self._num_started = 0  # of these restarts
-        self._save_s = save_s  # from a signal to SIGKILL: time to write a checkpoint
         self._pids: Mapping[int, int] = {}
         self._codes: dict[int, int] = {}  # in order of death; negative: killed by that signal
         self._received: list[tuple[float, signal.Signals]] = []  # signals to us, not yet forwarded
@@ -68,9 +62,9 @@ class RankMonitor:
             if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
         }
         self._report_late_ranks(dead)
-        for rank in [rank for rank, code in dead.items() if code < 0 and rank in self._may_die]:
+        for rank in [rank for rank, code in dead.items() if code < 0 and rank in self.may_die]:
             self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
-            if rank in self._may_return and self._may_restart():
+            if rank in self.may_return and self._may_restart():
                 self._restarts.append(rank)
                 del dead[rank]
         dead |= {rank: 0 for rank, code in dead.items() if self._is_excused(rank, code)}
@@ -78,8 +72,8 @@ class RankMonitor:
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
             is_first = not any(map(self._is_failure, self._codes.values()))
             self._codes[rank] = code
-            if rank == 0 and code == 0 and self._end_s is not None:
-                self._pending.append((now + self._end_s, signal.SIGKILL))
+            if rank == 0 and code == 0 and self.end_s is not None:
+                self._pending.append((now + self.end_s, signal.SIGKILL))
             if self._is_failure(code):
                 self._send(rank, signal.SIGKILL)
                 if is_first:
@@ -93,13 +87,13 @@ class RankMonitor:
         """Call `start` for ranks that are to be started again, after `poll`."""
         for rank in self._restarts[self._num_started :]:
             self._num_started += 1
-            number = f"{self._num_started} of at most {self._max_restarts}"
+            number = f"{self._num_started} of at most {self.max_restarts}"
             sys.stderr.write(f"plait: rank {rank} was killed and is started again (restart {number})\n")
             start(rank)
 
     def _may_restart(self) -> bool:
         has_failed = any(map(self._is_failure, self._codes.values()))
-        is_left = len(self._restarts) < self._max_restarts
+        is_left = len(self._restarts) < self.max_restarts
         return is_left and not (has_failed or self.is_stopping or self._is_over)
 
     @property
@@ -130,8 +124,8 @@ class RankMonitor:
         if not failures or any(code > 0 for code in self._codes.values()):
             return None
         rank, code = failures[0]
-        name = self._names.get(rank, f"rank {rank}")
-        has_begun = not self._may_die or self._begun.exists()
+        name = self.names.get(rank, f"rank {rank}")
+        has_begun = not self.may_die or self.begun.exists()
         with_what = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return CommError(
             f"{name} was killed" + ("" if has_begun else " before the job had begun"),
@@ -143,17 +137,17 @@ class RankMonitor:
     def _is_excused(self, rank: int, code: int) -> bool:
         """Return whether a rank that ended so does not fail the job."""
         if code < 0:
-            return (rank in self._may_die and self._begun.exists()) or self._is_over
+            return (rank in self.may_die and self.begun.exists()) or self._is_over
         return rank in self._restarts and self._is_over  # it was too late to join
 
     @property
     def _is_over(self) -> bool:
-        return self._end_s is not None and self._codes.get(0) == 0
+        return self.end_s is not None and self._codes.get(0) == 0
 
     def _report_late_ranks(self, dead: Mapping[int, int]) -> None:
         for rank, code in dead.items():
             if self._is_over and code == -signal.SIGKILL:
-                sys.stderr.write(f"plait: rank {rank} was killed {self._end_s:g} s after the job had ended\n")
+                sys.stderr.write(f"plait: rank {rank} was killed {self.end_s:g} s after the job had ended\n")
 
     def _is_failure(self, code: int) -> bool:
         as_requested = () if self._forwarded is None else (-self._forwarded, 128 + self._forwarded)
@@ -166,7 +160,7 @@ class RankMonitor:
                 self._pending.append((at_s, signum))
             elif self._forwarded is None:
                 self._forwarded, self._forwarded_s = FORWARDED[signum], at_s
-                self._pending += [(at_s, self._forwarded), (at_s + self._save_s, signal.SIGKILL)]
+                self._pending += [(at_s, self._forwarded), (at_s + self.save_s, signal.SIGKILL)]
             elif signum is signal.SIGINT and at_s > self._forwarded_s + _SECOND_CTRL_C_S:
                 self._pending.append((at_s, signal.SIGKILL))
 

@@ -3,19 +3,22 @@
 [Note: one store for each start]
 A launcher may start a job again after a kill -9, under the same file name: a loop in one `mpirun`. What the
 killed start has left in its store must not be taken for the new one's. So rank 0 makes a new FileStore, and
-then renames a small file into place, the *invitation*, which has its process (id and start time) and a nonce
-that is part of the store's name. Every rank writes its own process and nonce into the store. When all are
-there and run, rank 0 writes the list of them, the *members*; a rank goes on only if it is one. The orders:
+renames a small file into place, the *invitation*, which has its process (id and start time) and a nonce: the
+store's name has them too. Every rank writes its own process and nonce into the store. When all are there and
+run, rank 0 writes the list of them, the *members*; a rank goes on only if it is one. The orders:
 - An invitation of a killed start is there, and rank 1 is first: its rank 0 does not run. Rank 1 waits for
-  another one. Where it cannot see that process (another host, or namespace of process ids), it waits for a
-  list with itself, and meanwhile for another invitation.
+  another one. Where it cannot see that process (another host, or namespace of process ids, or no /proc), it
+  waits for a list with itself, and meanwhile for another invitation.
 - Rank 1 alone was killed, and is first while the old rank 0 still runs: the members of that store are
   complete without it. It waits for another invitation.
 - Rank 0 dies before the list: the others notice, and wait for the next one. If it dies after the list, the
-  job has begun, and communications find out.
+  job has begun, and communications find out. If it ends with an error, so do the others.
 - Another rank dies before the list: rank 0 waits for a process of that rank that runs.
 - No rank has members of two starts: a list is in one store, and a nonce is of one process.
-A failed rendezvous removes its files; those of a killed start are removed by the next.
+- Another job runs under the same name: its invitation is gone, and its store stays, as its rank 0 runs.
+
+torch blocks a reader of a FileStore that is removed. So a store is removed by its rank 0 if that fails, and
+that of a killed start by the next rank 0, after the list: no member reads another store then.
 
 With an address, the store is in the process of rank 0, or of torchrun, which numbers its starts; a rank that
 is not one of the members then ends with an error. Ranks of `launch_local` have a folder of their own: one
@@ -28,6 +31,7 @@ are made in a thread, and later calls go through `JobStore`.
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -60,9 +64,11 @@ RANK_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
 
 _POLL_S, _MAX_POLL_S = 0.002, 0.1
 _MARGIN_S = 5.0  # from the limit of a store of torch to that of the thread which makes it
+_GONE_S = 1.0  # limit of a wait for a file that was removed, while ranks meet
 _MEMBERS = "plait: members"  # key of the list
 _MAX_BYTES = 4096  # of an invitation
 _MAX_SHOWN = 8  # ranks, in an error message
+_NAME = r"([0-9a-f]{8})-(\d+)-(\d*)-[0-9a-f]{16}"  # of a process, in that of its store
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,10 @@ class Member:
     @classmethod
     def this_process(cls) -> "Member":
         return cls(host_identity(), os.getpid(), start_time(os.getpid()), secrets.token_hex(8))
+
+    @property
+    def name(self) -> str:
+        return f"{hashlib.sha256(self.host.encode()).hexdigest()[:8]}-{self.pid}-{self.started}-{self.nonce}"
 
     def has_ended(self, host: str) -> bool:
         """Return whether it is known on this host to have ended: only of its own processes."""
@@ -94,17 +104,11 @@ class JobProcess:
     timeout_s: float
     members: tuple[Member, ...] = ()
     ends_with_first: bool = False  # the job ends when the first one leaves
-    file: Path | None = None  # of the store
 
     @property
     def is_one_host(self) -> bool:
         """True if all processes can share memory."""
         return len({member.host for member in self.members}) == 1
-
-    def discard(self) -> None:
-        """Leave a job that cannot begin, without its file."""
-        self.store.close()
-        _unlink(self.file)
 
 
 class Rendezvous:
@@ -112,7 +116,7 @@ class Rendezvous:
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._until_s = time.monotonic() + timeout_s
+        self._timeout, self._until_s = datetime.timedelta(seconds=timeout_s), time.monotonic() + timeout_s
         self._me = Member.this_process()
         self._place = ""  # for errors
         self._seen: dict[int, Member] = {}  # on rank 0, by rank
@@ -133,26 +137,20 @@ class Rendezvous:
             raise self._failed(error.strerror or str(error)) from error
 
     def _invite(self, file: Path) -> JobProcess:
-        _remove_old_stores(file)
-        path = _store_file(file, self._me)
-        path.touch(0o600, exist_ok=False)
-        process = None
+        path, process = _store_file(file, self._me), None
         try:
-            process = self._open(path, lambda: dist.FileStore(str(path), self._size))
+            path.touch(0o600, exist_ok=False)
             invitation = path.with_suffix(".tmp")
             invitation.write_text(json.dumps(asdict(self._me)))
             invitation.replace(file)
-            members = self._await_members(process.store, lambda: False)
-        except BaseException:
-            if process is not None:
-                process.store.close()
-            _unlink(path)
-            raise
+            process = self._meet(lambda: dist.FileStore(str(path), self._size), _GONE_S)
+            _remove_old_stores(file, self._me)
+            return process
         finally:
             if LAUNCHER_PID not in os.environ and _invitation(file) == self._me:
                 _unlink(file)
-        assert members is not None, "rank 0 is a member"
-        return replace(process, members=members)
+            if process is None:
+                _unlink(path)
 
     def _follow(self, file: Path) -> JobProcess:
         refused: list[Member] = []
@@ -167,44 +165,52 @@ class Rendezvous:
 
     def _accept(self, file: Path, found: Member) -> JobProcess:
         """Join the store of an invitation; no members: this process is none of them, or they never met."""
-        path = _store_file(file, found)
-        process = self._open(path, lambda: dist.FileStore(str(path), self._size))
-        members = None
-        try:
-            members = self._await_members(
-                process.store, lambda: _invitation(file) != found or found.has_ended(self._me.host)
-            )
-        finally:
-            if not members:
-                process.store.close()
-                if members is None:
-                    _unlink(path)
-        return replace(process, members=members or ())
+        path = str(_store_file(file, found))
+        return self._meet(
+            lambda: dist.FileStore(path, self._size),
+            _GONE_S,
+            lambda: _invitation(file) != found or found.has_ended(self._me.host),
+        )
 
     def _join_by_address(self) -> JobProcess:
         self._place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        timeout = datetime.timedelta(seconds=self._timeout_s)
         # torchrun may restart the ranks on the same store, and they may join again.
         attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         prefix = f"{attempt}, join {_next_join(attempt)}"
 
         def rendezvous() -> dist.Store:
-            store, _, _ = next(iter(dist.rendezvous("env://", self._rank, self._size, timeout=timeout)))
+            found = dist.rendezvous("env://", self._rank, self._size, timeout=self._timeout)
+            store, _, _ = next(iter(found))
             return dist.PrefixStore(prefix, store)
 
-        process = self._open(None, rendezvous)
-        members = self._await_members(process.store, lambda: False)
-        if not members:
-            process.store.close()
+        process = self._meet(rendezvous, self._timeout_s)
+        if not process.members:
             raise CommError(
                 "another job has begun at this address",
                 given=f"rank {self._rank} of {self._size} at {self._place}",
                 expected="an address of this job alone, and all of its ranks started together",
                 hint="another MASTER_PORT, or the same when that job has ended",
             )
-        return replace(process, members=members)
+        return process
 
-    def _open(self, file: Path | None, make: Callable[[], dist.Store]) -> JobProcess:
+    def _meet(
+        self, make: Callable[[], dist.Store], limit_s: float, is_stale: Callable[[], bool] = lambda: False
+    ) -> JobProcess:
+        """Open a store and wait for the members. `limit_s`: of torch's waits meanwhile."""
+        base = self._open(make)
+        base.set_timeout(datetime.timedelta(seconds=limit_s))
+        clients = {*range(1, self._size)} if self._rank == 0 and not has_outer_store() else ()
+        store = JobStore(base, self._rank, self._timeout_s, clients)
+        members: tuple[Member, ...] = ()
+        try:
+            members = self._await_members(store, is_stale)
+        finally:
+            if not members:
+                store.close()
+        base.set_timeout(self._timeout)
+        return JobProcess(self._rank, self._size, base, store, self._timeout_s, members)
+
+    def _open(self, make: Callable[[], dist.Store]) -> dist.Store:
         """See [Note: stores without a limit]."""
         reply: Future[dist.Store] = Future()
 
@@ -217,17 +223,14 @@ class Rendezvous:
         threading.Thread(target=run, name="plait-rendezvous", daemon=True).start()
         left_s = max(0.0, self._until_s - time.monotonic())
         try:
-            base = reply.result(left_s + _MARGIN_S)
+            return reply.result(left_s + _MARGIN_S)
         except TimeoutError as error:
             raise self._failed(f"no answer within {self._timeout_s:g} s") from error
         except (RuntimeError, ValueError) as error:
             raise self._failed(str(error).splitlines()[0][:160]) from error
-        clients = {*range(1, self._size)} if self._rank == 0 and not has_outer_store() else ()
-        store = JobStore(base, self._rank, self._timeout_s, clients)
-        return JobProcess(self._rank, self._size, base, store, self._timeout_s, file=file)
 
-    def _await_members(self, store: JobStore, is_stale: Callable[[], bool]) -> tuple[Member, ...] | None:
-        """Return the members; none if this process is not one of them; None if there will be none."""
+    def _await_members(self, store: JobStore, is_stale: Callable[[], bool]) -> tuple[Member, ...]:
+        """Return the members; none if this process is not one of them, or if there will be none."""
         store.set(_key(self._rank), json.dumps(asdict(self._me)))
         while True:
             stale = is_stale()  # before the list is read: after that, rank 0 removes the invitation
@@ -237,7 +240,7 @@ class Rendezvous:
                 members = tuple(Member(**values) for values in json.loads(text))
                 return members if self._me in members or LAUNCHER_PID in os.environ else ()
             if stale:
-                return None
+                return ()
             self._pause(self._why)
 
     def _collect(self, store: JobStore) -> None:
@@ -262,22 +265,17 @@ class Rendezvous:
         left_s = self._until_s - time.monotonic()
         if left_s < 0:
             raise self._failed(f"{fact()}, within {self._timeout_s:g} s")
-        time.sleep(min(max(_POLL_S, (self._timeout_s - left_s) / 10), _MAX_POLL_S))
+        time.sleep(min(max(_POLL_S, (self._timeout_s - left_s) / 50), _MAX_POLL_S))
 
     def _failed(self, fact: str) -> CommError:
-        given = f"rank {self._rank} of {self._size} at {self._place}: {fact}"
-        if "EADDRINUSE" in fact or "address already in use" in fact:
-            return CommError(
-                "the rendezvous port is in use",
-                given=given,
-                expected="a free port",
-                hint="another --master-port",
-            )
+        in_use = "EADDRINUSE" in fact or "address already in use" in fact
+        hint = "look for the first rank that ended; then another MASTER_PORT, or TMPDIR"
         return CommError(
-            "rendezvous of the ranks failed",
-            given=given,
-            expected="all ranks started together, and a place that they all reach",
-            hint="look for the first rank that ended; then another MASTER_PORT, or TMPDIR",
+            "the rendezvous port is in use" if in_use else "rendezvous of the ranks failed",
+            given=f"rank {self._rank} of {self._size} at {self._place}: {fact}",
+            expected="all ranks started together, and a "
+            + ("free port" if in_use else "place that all reach"),
+            hint="another --master-port" if in_use else hint,
         )
 
 
@@ -343,27 +341,27 @@ def _invitation(file: Path) -> Member | None:
     """Return what rank 0 has written; None if there is no such file, or another one."""
     try:
         member = Member(**read_json(file, _MAX_BYTES))
-        return member if re.fullmatch("[0-9a-f]{16}", member.nonce) else None
-    except (OSError, ValueError, TypeError):
+        return member if re.fullmatch(_NAME, member.name) else None
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
 def _store_file(file: Path, first: Member) -> Path:
-    return file.with_name(f"{file.name}.{first.nonce}.store")
+    return file.with_name(f"{file.name}.{first.name}.store")
 
 
-def _remove_old_stores(file: Path) -> None:
-    """Remove stores that earlier starts under this name have left."""
-    own = re.compile(re.escape(file.name) + r"(\.\d+)?\.[0-9a-f]{16}\.store")
-    for path in file.parent.glob("*.store"):
-        if own.fullmatch(path.name):
+def _remove_old_stores(file: Path, me: Member) -> None:
+    """Remove what starts under this name have left whose rank 0 has ended, on this host."""
+    name = re.compile(rf"{re.escape(file.name)}(?:\.\d+)?\.{_NAME}\.(?:store|tmp)")
+    for path in file.parent.glob("*"):
+        old = name.fullmatch(path.name)
+        if old and me.name.startswith(f"{old[1]}-") and has_ended(int(old[2]), old[3]):
             _unlink(path)
 
 
-def _unlink(path: Path | None) -> None:
+def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
-        if path is not None:
-            path.unlink()
+        path.unlink()
 
 
 def _key(rank: int) -> str:

@@ -149,7 +149,12 @@ class JobStore:
                 hint="the store runs on rank 0, or in the first host's torchrun: check that it is reachable",
             ) from error
         except dist.DistError as error:
-            raise CommError("the job's store is gone", given=str(error).splitlines()[0]) from error
+            raise CommError(
+                "the job's store is gone",
+                given=str(error).splitlines()[0],
+                expected="a rank 0 that runs until all have left",
+                hint="look for the first rank that ended: its error is the cause",
+            ) from error
 
     def _serve(self, store: dist.Store) -> None:
         """Make the calls, and count: see [Note: lost ranks]."""

@@ -202,7 +202,6 @@ class World:
         failed = any(comm_thread.has_failed for _, comm_thread in self._shared.values())
         if self.any_flag(self.was_interrupted or failed):
             self._shared.clear()
-            self.num_processes = 1  # of a job with servers, in which each has a world of its own
         self.was_interrupted = False
 
     def _check_member(self, ranks: tuple[int, ...]) -> None:
@@ -393,7 +392,7 @@ def connect(*, timeout_s: float = 600.0, device: str | None = None, transport: s
         try:
             _join(process, torch_device, timeout)
         except BaseException:
-            process.discard()
+            process.store.close()
             raise
     connection = Connection(
         transport,

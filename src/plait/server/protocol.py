@@ -23,8 +23,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from plait.comm.objects import decode_error, decode_text, encode_error, encode_text
 from plait.comm.pair import Message, as_bytes
-from plait.errors import CommError, ConfigError, ModelError, PlaitError, RunError
+from plait.errors import PlaitError
 
 
 class Verb(IntEnum):
@@ -49,19 +50,13 @@ class Verb(IntEnum):
     CLOCKS = 19  # to a replica, JSON: the name of a change of the clocks, and its arguments
 
 
-_ERRORS = {kind.__name__: kind for kind in (CommError, ConfigError, ModelError, RunError)}
-
-
 def error_message(error: PlaitError) -> Message:
-    kind = type(error).__name__ if type(error).__name__ in _ERRORS else "RunError"
-    parts = [error.fact, error.given, error.expected, error.hint]
-    return Message.of_json(Verb.ERROR, [kind, *parts])
+    return Message(Verb.ERROR, payload=encode_text(encode_error(error)))
 
 
 def raised(message: Message) -> PlaitError:
     """The error in an ERROR reply."""
-    kind, fact, given, expected, hint = message.json()
-    return _ERRORS[kind](fact, given=given, expected=expected, hint=hint)
+    return decode_error(decode_text(message.payload))
 
 
 def mask_of(workers: tuple[int, ...]) -> int:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from plait.comm.objects import decode_text
 from plait.comm.pair import Meeting, Message, Pair, as_bytes
 from plait.comm.rendezvous import announce_begin
 from plait.comm.shm.remote import RemoteMemory
@@ -345,7 +346,7 @@ class Server:
         if worker != self._primary:
             if self.index == 0:
                 with self._changed:
-                    update = bytes(message.payload.numpy()).decode()
+                    update = decode_text(message.payload)
                     self._change_clocks("begin", worker, message.clock, update)
             self._await_pushes(workers)
         done = self.state.apply(message.clock, workers, message.json(), self._gradient)

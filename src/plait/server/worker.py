@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import JobProcess
+from plait.comm.objects import encode_text
 from plait.comm.pair import Meeting, Message, Pair
 from plait.comm.shm.arena import Arena
 from plait.comm.shm.remote import describe
@@ -344,7 +345,7 @@ class ServerUpdater:
     def _finish(self, unfinished: list[Any]) -> None:
         """Apply the updates that workers had begun when they died."""
         for worker, clock, update in unfinished:
-            message = Message(Verb.APPLY, clock=clock, value=mask_of((worker,)), payload=_text_bytes(update))
+            message = Message(Verb.APPLY, clock=clock, value=mask_of((worker,)), payload=encode_text(update))
             self._servers.each(lambda index, m=message: self._servers.request(index, m), first=1)  # type: ignore[misc]
             self._servers.request(0, Message(Verb.FINISH, worker=worker, clock=clock))
 
@@ -492,7 +493,3 @@ class ServedModel:
     def clear(self) -> None:
         self._optimizer.chunked.clear()
         self._optimizer.has_states = False
-
-
-def _text_bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
