@@ -262,7 +262,9 @@ class PassThrough(nn.Module):
     ) -> None:
         """`changing`: names of attributes that a block's forward sets, which cannot be read here."""
         self.__dict__["_stage_original"] = lambda: block  # read at each access; and not copied
-        super().__init__()
+        mode = block.training
+        super().__init__()  # sets `training`
+        self.training = mode
         self.__dict__.update(_modules_elsewhere(name, block, inbox.stage))
         self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_number=number)
         self.__dict__["_stage_changing"] = changing
