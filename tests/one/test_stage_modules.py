@@ -248,3 +248,42 @@ def test_blocks_replaced_after_the_split_are_refused(change: str) -> None:
         with pytest.raises(ModelError, match="a block was replaced after the model was split") as caught:
             part.modules.refresh()
         assert "ModuleList.3 is a" in caught.value.given
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, 4, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return torch.nn.functional.linear(x, self.enter.weight.t())
+
+
+def test_a_weight_with_values_that_two_stages_of_a_rank_share_gets_both_gradients() -> None:
+    (model := _Tied()).load_state_dict((copied := _Tied()).state_dict())
+    x = torch.ones(2, 4)
+    options: dict[str, Any] = {"optimizer_args": {"lr": 0.5}, "optimizer": torch.optim.SGD}
+    engine = plait.parallelize(
+        copied,
+        "schedule=interleaved chunks=2",
+        loss=lambda outputs, _: (outputs.square().sum(), 1),
+        example_batch={"x": x},
+        **options,
+    )
+    engine.step({"x": x})
+    model(x).square().sum().backward()
+    expected = model.enter.weight - 0.5 * model.enter.weight.grad
+    torch.testing.assert_close(engine.full_parameters()["enter.weight"], expected.detach())
+
+
+def test_a_split_leaves_the_modes_of_blocks_as_they_are() -> None:
+    torch.manual_seed(2)
+    model = hf_models.model_of("llama", on_meta=False, exact=False, num_hidden_layers=LAYERS).eval()
+    first, _ = stages_by_hand.stages_of(model, 2)[1]
+    assert not any(layer.training for layer in model.model.layers)
+    first.module.train()
+    assert all(layer.training for layer in model.model.layers)

@@ -153,6 +153,14 @@ def _averaged(model: Any) -> Any:
     yield
 
 
+def _held(model: Any) -> Any:
+    """Data of a weight, held beyond the time for which an engine unshards it."""
+    held: list[Any] = []
+    model.blocks[0].register_forward_hook(lambda module, *_: held.append(module.weight.data))
+    while True:
+        yield
+
+
 def _with_an_older_optimizer(model: Any) -> Any:
     older = torch.optim.SGD(model.parameters(), lr=0.0)
     while True:
@@ -263,6 +271,7 @@ HABITS: dict[str, tuple[Habit, str, dict[str, str]]] = {
     "reads": (_after_steps(_look), IN_TORCH, {"zero=3": NO_VALUES}),
     "copies": (_after_steps(_copy), IN_TORCH, {"zero=3": NO_COPY, "pp=2": "", "tp=2": ""}),
     "masks": (_masked, IN_TORCH, {"tp=2": SPLIT}),
+    "held data": (_held, IN_TORCH, {}),
     "average": (_averaged, IN_TORCH, {"zero=3": NO_VALUES, "zero=1": SHARED, "tp=2": ""}),
     "clamp": (
         _after_steps(lambda m, _: _clamp(m.parameters())),

@@ -96,17 +96,13 @@ def _module(model: object) -> nn.Module:
                 hint="nn.Sequential(*layers)",
             )
         model = Chain(modules)
-    lazy = next((name for name, each in model.named_parameters() if is_lazy(each)), None)
-    scripted = next((name for name, each in model.named_modules() if isinstance(each, ScriptModule)), None)
-    for name, fact, hint in (
-        (lazy, "a parameter has no shape yet", "a batch through the model before parallelize"),
-        (
-            scripted,
-            "a compiled module cannot be sharded",
-            "the model before torch.jit.script or torch.jit.trace",
-        ),
-    ):
-        if name is not None:
-            given = f"{name or 'the model'} of {type(model).__name__}"
-            raise ModelError(fact, given=given, expected="modules and parameters as built", hint=hint)
+    lazy = [name for name, each in model.named_parameters() if is_lazy(each)]
+    scripted = [name for name, each in model.named_modules() if isinstance(each, ScriptModule)]
+    for name in (*lazy, *scripted):
+        raise ModelError(
+            "a parameter has no shape yet" if lazy else "a compiled module cannot be sharded",
+            given=f"{name or 'the model'} of {type(model).__name__}",
+            expected="modules and parameters as built",
+            hint="a batch through the model before parallelize" if lazy else "the model before torch.jit",
+        )
     return model

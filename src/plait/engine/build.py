@@ -13,6 +13,7 @@ from plait.engine.stage import StageRunner
 from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
 from plait.models.init_weights import parameter_only_modules
+from plait.models.stages.shell import StageModules
 from plait.optim.requirements import GroupOptimizer
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.batch_norm import sync_batch_norms
@@ -84,18 +85,14 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         placed = {id(p) for of in units.values() for unit in of for p in unit.parameters.values()}
         release_unused(model, placed | {id(parameter) for parameter in standalone.values()})
         model.register_forward_pre_hook(_refuse_forward)
-        of_stages = [stage.part.modules for stage in stages.values() if stage.part.modules is not None]
-        for modules in of_stages:
-            modules.publish()
-        for modules in of_stages:
-            modules.record()
+        StageModules.publish([stage.part.modules for stage in stages.values() if stage.part.modules])
     tied_reduce = TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh)
     sharded = ShardedModel({s: stage.zero for s, stage in stages.items()}, groups, tied_reduce)
     group_optimizers = GroupOptimizer.of_groups(spec.optimizer, spec.arguments, spec.groups)
     optimizer = ShardedOptimizer(
         units, context, shard_map, spec.plan, group_optimizers, masters, spec.offload_dir
     )
-    modules_of = {s: stage.part.module for s, stage in stages.items()}
+    modules = {s: stage.part.module for s, stage in stages.items()}
     outer = OuterOptimizer([*sharded.stages.values()], context, job)
     return EngineParts(
         context,
@@ -105,7 +102,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         sharded,
         optimizer,
         IslandState(outer),
-        ShardedState(context, modules_of, units, optimizer, shard_map),
+        ShardedState(context, modules, units, optimizer, shard_map),
         ReplicaCheck(sharded.units, context, shard_map, outer.common),
         Pipeline(spec.schedule.rank_of, mesh, splitter),
         dataflow,

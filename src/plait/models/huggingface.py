@@ -63,13 +63,8 @@ def _built_for_bfloat16(model: "PreTrainedModel") -> dict[str, torch.dtype]:
     try:
         with RecordedConstruction(), torch.device("meta"):
             rebuilt = type(model)(copy.deepcopy(model.config))
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ):  # a class of the user's, with other arguments
-        return {}
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return {}  # a class of the user's, with other arguments
     finally:
         torch.set_default_dtype(default)
     wide = set(model._keep_in_fp32_modules_strict or ())

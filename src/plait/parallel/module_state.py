@@ -34,9 +34,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._changing: dict[
-            bool, tuple[_Cell, ...]
-        ] = {}  # by training mode; unknown before its first forward
+        # By training mode; unknown before its first forward.
+        self._changing: dict[bool, tuple[_Cell, ...]] = {}
 
     @property
     def training(self) -> bool:

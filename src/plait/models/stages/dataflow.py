@@ -417,8 +417,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operator changes in place."""
-    if not func._schema.is_mutable:
-        return []
     declared = func._schema.arguments
     given = {argument.name: value for argument, value in zip(declared, args, strict=False)} | dict(kwargs)
     return _tensors(

@@ -19,7 +19,7 @@ these what was changed since the last pass, whose own changes are not the user's
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -108,22 +108,22 @@ class StageModules:
         own = {key: p for key, p in parameters.items() if id(p) not in placeholders}
         return own, {key: placeholders[id(p)] for key, p in parameters.items() if key not in own}
 
-    def publish(self) -> None:
-        """Give the model the stage's parameters, once they are bound."""
-        self._placeholders.clear()  # their ids may be reused
-        for shell in self.shells:
+    @staticmethod
+    def publish(stages: "Sequence[StageModules]") -> None:
+        """Give the model the parameters of this rank's stages, once they are bound."""
+        for stage in stages:
+            stage._placeholders.clear()  # their ids may be reused
+        shells = [shell for stage in stages for shell in stage.shells]
+        for shell in shells:
             own = {key: parameter for key, parameter in shell._parameters.items() if parameter is not None}
             shell._stage_users["_parameters"].update(own)
-
-    def record(self) -> None:
-        """Record the state of the model, with which `refresh` compares."""
-        for shell in self.shells:
+        for shell in shells:
             shell.record()
 
     def end_pass(self) -> None:
         """See [Note: several stages on one rank]."""
-        if not self._shares_state:
-            self.record()
+        for shell in () if self._shares_state else self.shells:
+            shell.record()
 
     def refresh(self) -> None:
         """Adopt what was changed on the model since the last pass. Raises ModelError for a replaced block."""
@@ -216,13 +216,10 @@ class Shell(nn.Module):
         copied: Shell = object.__new__(type(self))
         memo[id(self)] = copied
         values = {key: getattr(self, key) for key in vars(self) if key not in _OWN and key != "forward"}
-        for key in _COPIED:
-            own = (
-                self._stage_modules.translated(getattr(self, key))
-                if key == "_stage_users_forward"
-                else getattr(self, key)
-            )
-            object.__setattr__(copied, key, copy.deepcopy(own, memo))
+        own = {key: getattr(self, key) for key in _COPIED}
+        own["_stage_users_forward"] = self._stage_modules.translated(own["_stage_users_forward"])
+        for key, value in own.items():
+            object.__setattr__(copied, key, copy.deepcopy(value, memo))
         vars(copied).update(copy.deepcopy(values, memo))
         copied._stage_users, copied._stage_seen = vars(copied), {}
         return copied
@@ -232,10 +229,11 @@ class Shell(nn.Module):
     def record(self) -> None:
         """Record the state of the user's module, with which `refresh` compares."""
         users = self._stage_users
-        self._stage_seen = {key: dict(users[key]) for key in _OWN} | {"forward": users.get("forward")}
+        seen = {key: dict(users[key]) for key in _OWN} | {"forward": users.get("forward")}
         if users is not vars(self):
             versions = {key: (b, -1 if b is None else b._version) for key, b in users["_buffers"].items()}
-            self._stage_seen |= {"plain": dict(users), "_buffers": versions}
+            seen = dict(users) | seen | {"_buffers": versions}
+        self._stage_seen = seen
 
     def refresh(self) -> None:
         """Adopt what was changed on the user's module since `record`. Raises ModelError for a replaced
@@ -267,11 +265,11 @@ class Shell(nn.Module):
 
     def _follow(self, users: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
         """See [Note: several stages on one rank]."""
-        own, plain, versions = vars(self), seen["plain"], seen["_buffers"]
-        for key in plain.keys() - users.keys():
+        own, versions = vars(self), seen["_buffers"]
+        for key in seen.keys() - users.keys():
             own.pop(key, None)
         for key in users.keys() - {*_OWN, "_buffers"}:
-            if plain.get(key, _ABSENT) is not users[key]:
+            if seen.get(key, _ABSENT) is not users[key]:
                 own[key] = users[key]
         for key, buffer in users["_buffers"].items():
             last, version = versions.get(key, (_ABSENT, 0))
@@ -305,10 +303,8 @@ def _new_shell(module: nn.Module, modules: StageModules, *, shares_state: bool) 
     if shares_state:
         shell.__dict__ = users
     else:
-        buffers = {
-            key: None if buffer is None else buffer.clone() for key, buffer in users["_buffers"].items()
-        }
-        vars(shell).update({key: value for key, value in users.items() if key not in _OWN}, _buffers=buffers)
+        vars(shell).update({key: value for key, value in users.items() if key not in _OWN}, _buffers={})
+        shell._follow(users, {**users, "_buffers": {}})
     shell.record()
     return shell
 

@@ -190,19 +190,14 @@ def foreign_modules(
 def _own_modules(
     model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], assignment: StageAssignment, stage: int
 ) -> dict[nn.Module, nn.Module]:
-    """The modules outside of blocks that only this stage has, each with itself; also those of TorchScript,
-    whose classes cannot be extended."""
+    """The modules outside of blocks that only this stage has, each with itself."""
     inner = {module for _, block in blocks for module in block.modules()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[nn.Module, nn.Module] = {}
     for module in set(model.modules()) - inner:
         below = [names[id(parameter)] for parameter in module.parameters()]
-        is_own = all(assignment.stages_with(name) == (stage,) for name in below)
-        if (
-            is_own
-            and (below or isinstance(module, torch.jit.ScriptModule))
-            and inner.isdisjoint(module.modules())
-        ):
+        is_own = below and all(assignment.stages_with(name) == (stage,) for name in below)
+        if is_own and inner.isdisjoint(module.modules()):
             found[module] = module
     return found
 
@@ -262,7 +257,9 @@ class PassThrough(nn.Module):
     ) -> None:
         """`changing`: names of attributes that a block's forward sets, which cannot be read here."""
         self.__dict__["_stage_original"] = lambda: block  # read at each access; and not copied
-        super().__init__()
+        mode = block.training
+        super().__init__()  # sets `training`
+        self.training = mode
         self.__dict__.update(_modules_elsewhere(name, block, inbox.stage))
         self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_number=number)
         self.__dict__["_stage_changing"] = changing

@@ -164,7 +164,7 @@ class FlatParam:
             owner = owner_of(old)[0]
             # A parameter that several stages of this rank hold has a copy in each.
             is_copy = isinstance(owner, FlatParam) and owner.context is self.context
-            self._parameters.append(bind(old, view, self, piece.name, keep=not is_copy))
+            self._parameters.append(bind(old, view, self, piece.name, is_copy=is_copy))
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         if self.trains:
             for index, parameter in enumerate(self._parameters):
@@ -181,6 +181,7 @@ class FlatParam:
             for parameter in self._parameters:
                 write_data(parameter, self._nan.expand(parameter.shape))
             self._points_to_nan = True
+            self._exposed.clear()  # of memory that is freed
 
     def point_to_storage(self) -> None:
         """Make the parameters views of `storage` again. Raises ModelError if they were changed meanwhile."""

@@ -95,20 +95,21 @@ def owner_of(parameter: Tensor) -> tuple[Any, str]:
     return None if reference is None else reference(), name
 
 
-def bind(old: nn.Parameter, values: Tensor, owner: object, name: str, *, keep: bool) -> UnitParameter:
-    """Return `old` as the parameter of a unit, a view of its storage; a new one unless `keep`, or if torch
-    cannot give `old` other memory."""
+def bind(old: nn.Parameter, values: Tensor, owner: object, name: str, *, is_copy: bool) -> UnitParameter:
+    """Return `old` as the parameter of a unit, a view of its storage. It is a new one if torch cannot give
+    `old` other memory, or if it `is_copy`: `old`, which has no hooks of the user, is of another stage."""
     parameter: Any = old
-    if (handle := vars(old).pop(_HOOK, None)) is not None:  # of an older engine
+    if not is_copy and (handle := vars(old).pop(_HOOK, None)) is not None:  # of an older engine
         handle.remove()
     is_plain = type(old) in (nn.Parameter, UnitParameter) and not old.is_inference()
-    if not (keep and is_plain and torch._has_compatible_shallow_copy_type(old, values)):
+    if is_copy or not (is_plain and torch._has_compatible_shallow_copy_type(old, values)):
         parameter = nn.Parameter(values.new_empty(0), requires_grad=old.requires_grad)
-        parameter.__dict__.update(old.__dict__)
-        for hook in (old._backward_hooks or {}).values():
-            parameter.register_hook(hook)
-        for hook in (old._post_accumulate_grad_hooks or {}).values():
-            parameter.register_post_accumulate_grad_hook(hook)
+        parameter.__dict__.update({key: value for key, value in vars(old).items() if key != _HOOK})
+        if not is_copy:
+            for hook in (old._backward_hooks or {}).values():
+                parameter.register_hook(hook)
+            for hook in (old._post_accumulate_grad_hooks or {}).values():
+                parameter.register_post_accumulate_grad_hook(hook)
     write_data(parameter, values)  # its version counter stays: all-gathers and updates are no edits
     write_grad(parameter, None)
     parameter.__class__ = UnitParameter
