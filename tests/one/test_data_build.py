@@ -326,8 +326,9 @@ def test_bad_files_and_rows_are_left_out_and_counted(tmp_path: Path, build_worke
     assert build(data, TRAINED, progress=False).digest == store.digest
     with pytest.raises(DataError, match="were built with other errors"):
         build(config(tmp_path, "*.txt", "*.jsonl"), TRAINED, progress=False)
-    with pytest.raises(DataError, match="25 files are not text"):
+    with pytest.raises(DataError, match="latin-00.txt is not UTF-8") as caught:
         build(config(tmp_path, "latin*", dir=tmp_path / "none", errors="skip"), TRAINED, progress=False)
+    assert "skip" not in caught.value.hint  # what the recipe has already
 
 
 def test_two_builds_at_once_make_one_set_of_tokens(
@@ -359,6 +360,17 @@ def test_a_tokenizer_that_ends_its_process_is_an_error_and_leaves_nothing(
         build(data, TokenizerConfig(path=path, end_of_document="<|endoftext|>"), progress=False)
     assert "note:" not in caught.value.given
     assert not data.dir.exists()
+
+
+def test_a_tokenizer_is_tried_with_the_packages_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizers.py").write_text("raise SystemExit('found by PYTHONPATH')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(DataError, match="cannot read the tokenizer") as caught:
+        probe_tokenizer(tmp_path)
+    assert caught.value.given == "found by PYTHONPATH"
 
 
 def test_a_configuration_in_the_folder_of_a_tokenizer_is_bounded_too(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ class _Build:
         except BaseException as error:
             if not any(unfinished.glob("part-*.json")):
                 _clear(self.data.dir)  # nothing that a restart could use
-            if isinstance(error, ContentError):
+            if isinstance(error, ContentError) and self.data.errors == "raise":
                 raise self._all_bad(error) from error
             raise
 
