@@ -1,6 +1,7 @@
 """Text becomes tokens once, whole, the same on any number of processes, and survives being killed."""
 
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from plait.data import sources
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
+from plait.data.readers import find_bad
+from plait.data.sources import list_source
 from plait.data.tokenizer import probe_tokenizer, read_tokenizer, train_tokenizer
 from plait.errors import DataError
 
@@ -314,6 +317,14 @@ def test_all_bad_files_are_in_one_error(tmp_path: Path) -> None:
     ]
 
 
+def test_the_search_for_bad_files_ends_at_its_time_also_inside_a_file(tmp_path: Path) -> None:
+    corpus_with_bad_files(tmp_path)
+    files = [*list_source(str(tmp_path / "good-*.txt")), *list_source(str(tmp_path / "rows.jsonl"))]
+    assert [rows for _, _, rows in find_bad(files, "text")] == [4]
+    end_s = time.monotonic()
+    assert not list(find_bad(itertools.chain(files, itertools.repeat(files[0])), "text", end_s))
+
+
 @pytest.mark.parametrize("build_workers", [0, 2])
 def test_bad_files_and_rows_are_left_out_and_counted(tmp_path: Path, build_workers: int) -> None:
     corpus_with_bad_files(tmp_path)
@@ -326,8 +337,9 @@ def test_bad_files_and_rows_are_left_out_and_counted(tmp_path: Path, build_worke
     assert build(data, TRAINED, progress=False).digest == store.digest
     with pytest.raises(DataError, match="were built with other errors"):
         build(config(tmp_path, "*.txt", "*.jsonl"), TRAINED, progress=False)
-    with pytest.raises(DataError, match="25 files are not text"):
+    with pytest.raises(DataError, match=r"latin-00\.txt is not UTF-8") as caught:
         build(config(tmp_path, "latin*", dir=tmp_path / "none", errors="skip"), TRAINED, progress=False)
+    assert "skip" not in caught.value.hint  # what the recipe has already
 
 
 def test_two_builds_at_once_make_one_set_of_tokens(
@@ -359,6 +371,17 @@ def test_a_tokenizer_that_ends_its_process_is_an_error_and_leaves_nothing(
         build(data, TokenizerConfig(path=path, end_of_document="<|endoftext|>"), progress=False)
     assert "note:" not in caught.value.given
     assert not data.dir.exists()
+
+
+def test_a_tokenizer_is_tried_with_the_packages_of_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizers.py").write_text("raise SystemExit('found by PYTHONPATH')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(DataError, match="cannot read the tokenizer") as caught:
+        probe_tokenizer(tmp_path)
+    assert caught.value.given == "found by PYTHONPATH"
 
 
 def test_a_configuration_in_the_folder_of_a_tokenizer_is_bounded_too(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli.main import app
+from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.plan.device_speed import DeviceSpeed
 from plait.plan.host_profile import HostProfile, save
@@ -169,6 +170,13 @@ def test_names_of_models_and_paths_with_an_equals_sign_are_read(tmp_path: Path) 
     for model in (str(folder), "llama-3-8b", "meta-llama/Meta-Llama-3-8B"):
         code, text = run("--model", model, *WORK, "--plan", "tp=8 zero=0")
         assert code == 0, text
+
+
+def test_a_long_text_of_sizes_is_not_looked_up_as_a_path() -> None:
+    sizes = "layers=32 hidden=4096 heads=32 vocab=32000"
+    assert ModelShape.named(f"{sizes}{' ' * 300}gated=true").layers == 32
+    with pytest.raises(ConfigError, match="no such model"):
+        ModelShape.named("x" * 300)
 
 
 MODELS = {

@@ -129,6 +129,8 @@ def test_a_resumed_run_says_that_its_schedule_was_stretched(recipe: Path) -> Non
     sets = ["run.steps=3", "schedule.name=cosine", "data.workers=0"]
     run, alone = prepare(recipe, sets=sets).dir, World.alone(torch.device("cpu"))
     train(run.read_recipe(), alone)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3, "lr": null}\n')
     for change in ([], ["run.steps=8"], []):
         prepare(run.path, sets=change, resume=True)
         train(run.read_recipe(), alone)

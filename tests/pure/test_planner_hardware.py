@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, PlanError
 from plait.plan.devices import device_of_driver
 from plait.planner.cluster import Cluster, cluster, fat_tree, max_endpoints, preset_names
 from plait.planner.figures import machines
@@ -195,3 +195,10 @@ def test_a_file_with_a_mistake_gets_one_error_with_what_would_work(
 def test_an_unknown_device_gets_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown device(.|\n)*try     : h100"):
         device("h1000")
+
+
+def test_a_device_with_float8_has_both_ways_of_scaling_and_tf32_is_not_named_as_a_precision() -> None:
+    device("h100").check_precision("fp8-rowwise")
+    with pytest.raises(PlanError) as caught:
+        device("a100").check_precision("fp8-rowwise")
+    assert caught.value.expected == "fp64 or fp32 or bf16 or fp16"

@@ -269,6 +269,20 @@ def test_a_search_ends_when_its_time_is_over() -> None:
     assert "--seconds 5" in str(caught.value)
 
 
+def test_a_search_is_complete_if_its_time_is_over_only_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = 0.0
+
+    def families(*_: object) -> list[object]:
+        nonlocal clock_s
+        clock_s = 100.0
+        return []
+
+    monkeypatch.setattr("time.process_time", lambda: clock_s)
+    module = importlib.import_module("plait.planner.search")  # the package's `search` is the function
+    monkeypatch.setattr(module, "rejected_families", families)
+    assert search(SMALL, cluster("dgx-h100:1"), Workload(2048, 8), top=1).is_complete
+
+
 def test_a_large_search_is_no_slower_than_the_published_plan() -> None:
     model = ModelShape.parse("layers=126 hidden=16384 heads=128 kv_heads=8 ffn=53248 vocab=128256 gated=true")
     machine, work = cluster("dgx-h100:2048"), Workload(8192, 2048)  # Llama 3 405B (2407.21783, table 4)

@@ -99,7 +99,7 @@ class _Build:
         except BaseException as error:
             if not any(unfinished.glob("part-*.json")):
                 _clear(self.data.dir)  # nothing that a restart could use
-            if isinstance(error, ContentError):
+            if isinstance(error, ContentError) and self.data.errors == "raise":
                 raise self._all_bad(error) from error
             raise
 
@@ -121,11 +121,9 @@ class _Build:
         """Return one error for all files and rows that are not text, as far as they are found in a minute."""
         self.console.print("looking for other files that are not text", highlight=False)
         lines, end_s = [], time.monotonic() + _SEARCH_S
-        for _, error, rows in find_bad(self._items(), self.data.text_key):
+        for _, error, rows in find_bad(self._items(), self.data.text_key, end_s):
             more = f" (and {counted(rows - 1, 'more row')})" if rows > 1 else ""
             lines.append(f"{error.fact}: {error.given}{more}")
-            if time.monotonic() > end_s:
-                break
         skip = 'data.errors = "skip" leaves such files and rows out'
         if len(lines) < 2:
             first.hint = f"{first.hint}; {skip}"
@@ -177,8 +175,7 @@ class _Build:
 
     def _sample(self) -> Iterator[str]:
         """Text to train on: the beginning of every shard, at most SAMPLE_BYTES in total."""
-        bad_rows = BadRows() if self.data.errors == "skip" else None
-        how = ReadOptions(self.data.text_key, self.data.seed, lambda _: None, bad_rows)
+        how = ReadOptions(self.data.text_key, bad_rows=BadRows(self.data.errors == "skip"))
         for shard in self.shards:
             left = SAMPLE_BYTES // len(self.shards)
             for chunk in read_chunks(shard, how):

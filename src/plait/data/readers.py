@@ -16,9 +16,11 @@ import codecs
 import gzip
 import hashlib
 import json
+import math
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -45,31 +47,27 @@ class TextChunk:
 
 @dataclass
 class BadRows:
-    """Rows that are left out as they are not text: their number, and the error of the first."""
+    """The number of rows that are not text, and the first one's error, which `add` raises unless `skip`."""
 
+    skip: bool = False
     number: int = 0
     first: ContentError | None = None
 
     def add(self, error: ContentError) -> None:
+        if not self.skip:
+            raise error
         self.number += 1
         self.first = self.first or error
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Recipe's key and seed; `digest` is called with every byte of the source (a hash's update). `bad_rows`
-    counts rows that are left out; None: they are errors."""
+    """Recipe's key and seed; `digest` is called with every byte of the source (a hash's update)."""
 
     text_key: str
-    seed: int
-    digest: Callable[[bytes], None]
-    bad_rows: BadRows | None = None
-
-    def leave_out(self, error: ContentError) -> None:
-        """Count a bad row, or raise its error."""
-        if self.bad_rows is None:
-            raise error
-        self.bad_rows.add(error)
+    seed: int = 0
+    digest: Callable[[bytes], None] = lambda _: None
+    bad_rows: BadRows = field(default_factory=BadRows)
 
     def draw(self, content: bytes) -> int:
         """Draw of a document, in [0, 2**64). See [Note: draw]."""
@@ -80,29 +78,46 @@ class ReadOptions:
 def read_chunks(shard: Shard, options: ReadOptions) -> Iterator[TextChunk]:
     """Yield the shard's non-empty documents in order, in chunks. Raises DataError with the location."""
     for item in shard.slices:
-        read = _dataset_chunks if item.kind == "hf" else _file_chunks
-        yield from read(item, options)
+        yield from _read(item, options)
 
 
-def find_bad(items: Iterable[Slice], text_key: str) -> Iterator[tuple[Slice, ContentError, int]]:
-    """Read files or datasets to the end. Yield those that are not text, each with an error and the number of
-    its bad rows; 0: it cannot be read at all."""
+def _read(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
+    return (_dataset_chunks if item.kind == "hf" else _file_chunks)(item, options)
+
+
+class _TimeOver(Exception):
+    """The clock has passed a search's limit."""
+
+
+def find_bad(
+    items: Iterable[Slice], text_key: str, end_s: float = math.inf
+) -> Iterator[tuple[Slice, ContentError, int]]:
+    """Read files or datasets to the end, or until time.monotonic() is `end_s`. Yield those that are not text,
+    each with an error and the number of its bad rows; 0: it cannot be read at all."""
+
+    def check_time(_: bytes) -> None:
+        if time.monotonic() > end_s:
+            raise _TimeOver
+
     for item in items:
-        rows = BadRows()
+        rows, is_over = BadRows(skip=True), False
         try:
-            read = _dataset_chunks if item.kind == "hf" else _file_chunks
-            for _ in read(item, ReadOptions(text_key, 0, lambda _: None, rows)):
+            for _ in _read(item, ReadOptions(text_key, digest=check_time, bad_rows=rows)):
                 pass
         except ContentError as error:
             yield item, error, 0
             continue
+        except _TimeOver:
+            is_over = True
         if rows.first is not None:
             yield item, rows.first, rows.number
+        if is_over:
+            return
 
 
 def read_documents(source: str, text_key: str = "text") -> Iterator[str]:
     """Yield the documents of a source as texts, in order. Raises DataError."""
-    options, parts = ReadOptions(text_key, 0, lambda _: None), list[str]()
+    options, parts = ReadOptions(text_key), list[str]()
     for shard in list_shards([source]):
         for chunk in read_chunks(shard, options):
             parts.append(chunk.text)
@@ -232,13 +247,13 @@ def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> It
         options.digest(line.raw)
         if not line.raw.strip():
             continue
-        is_shown = options.bad_rows is None or options.bad_rows.first is None
+        is_shown = options.bad_rows.first is None
         locate = partial(_line_of, item, line) if is_shown else str  # the former reads the file again
         try:
             row = _row_of(line, item, locate, options.text_key)
             text = _text_of(row, item.name, locate, options.text_key)
         except ContentError as error:
-            options.leave_out(error)
+            options.bad_rows.add(error)
             continue
         yield from _chunk_text(text, options, line.num_bytes)
 
@@ -332,7 +347,7 @@ def _dataset_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
             try:
                 text = _text_of(row, f"hf:{item.name}", partial("row {}".format, number), options.text_key)
             except ContentError as error:
-                options.leave_out(error)
+                options.bad_rows.add(error)
                 continue
             options.digest(text.encode() + b"\0")
             yield from _chunk_text(text, options, HF_ROW_BYTES)

@@ -60,9 +60,6 @@ class BuildSettings:
     def dtype(self) -> Literal["uint16", "uint32"]:
         return "uint16" if self.vocab_size <= MAX_UINT16_VOCAB else "uint32"
 
-    def read_options(self, digest: Callable[[bytes], None], skipped: BadRows) -> ReadOptions:
-        return ReadOptions(self.text_key, self.seed, digest, skipped if self.errors == "skip" else None)
-
     def key(self, shard: Shard) -> str:
         """Hash of a part's inputs: the same key and threshold give the same part."""
         split = [self.dtype, self.end_of_document, self.share, self.errors]
@@ -128,8 +125,8 @@ def write_part(
     `report` is called with the number of source bytes done since the last call; if it raises, the work ends.
     """
     source_digest = _SourceDigest()
-    skipped = BadRows()
-    chunks = read_chunks(shard, settings.read_options(source_digest.update, skipped))
+    skipped = BadRows(settings.errors == "skip")
+    chunks = read_chunks(shard, ReadOptions(settings.text_key, settings.seed, source_digest.update, skipped))
     stem = settings.folder / f"part-{number:05d}"
     documents, lowest, highest = 0, 2**64 - 1, 0
     with (

@@ -129,7 +129,7 @@ def probe_tokenizer(path: Path) -> None:
     if not file.is_file():
         return
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    command = [sys.executable, "-I", "-c", _PROBE, str(file)]
+    command = [sys.executable, "-P", "-c", _PROBE, str(file)]
     try:
         subprocess.run(command, env=os.environ | threads, check=True, capture_output=True, timeout=_PROBE_S)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

@@ -1,5 +1,6 @@
 """Shapes of a decoder: what the arithmetic of FLOPs, bytes and memory needs of a model."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,20 +83,21 @@ class ModelShape:
         """Read what `--model` names: a path, sizes, or a model of data/models.toml. Raises ConfigError."""
         models = _table("models")
         name = text.rpartition("/")[2].lower().removeprefix("meta-")
-        if text in ("", *models) or not Path(text).exists():
-            if name in models:
-                return cls.from_config(models[name], name)
-            if "=" in text:
-                return cls.parse(text)
-            near, repository = nearest(name, models), re.fullmatch(r"[\w.-]+/[\w.-]+(?<!\.json)", text)
-            raise ConfigError(
-                "no such model",
-                given=f"--model {text}",
-                expected=f"a config.json, a folder with one, sizes, or one of {', '.join(models)}",
-                hint=(f"--model {near}, or " if near else "")
-                + f"hf download {text if repository else 'NAME'} config.json --local-dir FOLDER",
-            )
-        return cls.from_config(Path(text))
+        is_path = os.path.exists(text)  # noqa: PTH110  False for a text that is too long for a path
+        if is_path and (text not in models or Path(text, "config.json").is_file()):
+            return cls.from_config(Path(text))
+        if name in models:
+            return cls.from_config(models[name], name)
+        if "=" in text:
+            return cls.parse(text)
+        near, repository = nearest(name, models), re.fullmatch(r"[\w.-]+/[\w.-]+(?<!\.json)", text)
+        raise ConfigError(
+            "no such model",
+            given=f"--model {text}",
+            expected=f"a config.json, a folder with one, sizes, or one of {', '.join(models)}",
+            hint=(f"--model {near}, or " if near else "")
+            + f"hf download {text if repository else 'NAME'} config.json --local-dir FOLDER",
+        )
 
     @classmethod
     def from_config(cls, config: "str | Path | Mapping[str, Any]", name: str = "") -> "ModelShape":

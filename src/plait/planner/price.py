@@ -51,7 +51,6 @@ class Price:
     memory: MemoryUse  # of the fullest rank
     memory_high_bytes: float  # upper end of its interval: a plan fits if this does
     bubble: float  # idle fraction
-    model_flops: float  # of the whole step, causal attention
 
 
 class StageSeconds(NamedTuple):
@@ -120,7 +119,6 @@ def price(
         memory,
         high,
         idle / step,
-        model.training_flops_per_token(work.sequence) * work.tokens,
     )
 
 

@@ -121,9 +121,11 @@ def _memory_counts(source: str) -> str:
 
 def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int:
     value = _float(row, key)
-    if value is None and default is None:
+    if value is not None:
+        return int(value)
+    if default is None:
         raise ValueError(f"no {key}")
-    return int(value or 0) if value is not None else default or 0
+    return default
 
 
 def _float(row: Mapping[str, str], key: str) -> float | None:

@@ -110,7 +110,7 @@ def search(
     best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
     of_best = ranked[0][0]  # families are of its devices
     families = rejected_families(of_best, [price for at, price in ranked if at is of_best], found)
-    return Found(best, tuple(families), counts, is_complete=time.process_time() < end_s)
+    return Found(best, tuple(families), counts, is_complete=not found.gave_up)
 
 
 def _no_time(seconds: float, counts: Counts) -> PlanError:

@@ -47,10 +47,10 @@ def print_explanation(
     """Print all tables; with `rank`, the traffic of that rank only."""
     _print_tables(explanation, measured, console, rank)
     if explanation.hardware is not None:
-        console.print(fit_text(explanation, explanation.hardware), highlight=False, soft_wrap=True)
+        console.print(_fit_text(explanation, explanation.hardware), highlight=False, soft_wrap=True)
 
 
-def fit_text(explanation: Explanation, hardware: Device) -> str:
+def _fit_text(explanation: Explanation, hardware: Device) -> str:
     """Say whether the estimated memory of every rank fits the device."""
     row = explanation.fullest()
     used, size = row.memory.total, hardware.memory_bytes

@@ -57,7 +57,7 @@ def start_table(
     facts = {
         "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters",
         "plan": f"{plan} on {counted(plan.num_ranks, 'rank')} ({engine.device.type})",
-        "probe": str(engine.probed),
+        "probe": "" if engine.probed is None else str(engine.probed),
         "step": f"{run.batch} {samples} = {run.batch * sequence:,} tokens{growth}",
         "steps": f"{run.steps:,}: {at_most}{sizes.span(run.steps)[0] * sequence:,} tokens",
         "left out of the data": skipped,
@@ -66,11 +66,7 @@ def start_table(
     }
     if plan.num_servers:
         facts["memory of worker 0"] = facts.pop("memory per rank")
-    if not skipped:
-        del facts["left out of the data"]
-    if engine.probed is None:
-        del facts["probe"]
-    return facts_table("run", facts.items())
+    return facts_table("run", (fact for fact in facts.items() if fact[1]))
 
 
 def memory_table(predicted: MemoryUse, measured: MemoryUse, ranks: str = "per rank") -> Table:
@@ -87,16 +83,15 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     """Plot training and validation loss over steps, from metrics.jsonl."""
     from matplotlib.figure import Figure
 
-    train, validation = ThinnedRecords(("loss",)), ThinnedRecords(("validation_loss",))
+    curves = {key: ThinnedRecords((key,)) for key in ("loss", "validation_loss")}
     for record in read_metrics(metrics):
-        for curve, key in ((train, "loss"), (validation, "validation_loss")):
+        for key, curve in curves.items():
             if record.get(key) is not None:
                 curve.add(record)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for curve, key, style, label in (
-        (train, "loss", "-", "training"),
-        (validation, "validation_loss", "o-", "validation"),
+    for (key, curve), style, label in zip(
+        curves.items(), ("-", "o-"), ("training", "validation"), strict=True
     ):
         if points := [(record["step"], record[key]) for record in curve]:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)

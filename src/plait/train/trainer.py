@@ -193,7 +193,8 @@ class Trainer:
             return
         factor, base_lr = lr_lambda(self._recipe.schedule, self._config.steps), self._recipe.optimizer.lr
         records = read_metrics(self._run.dir.metrics)
-        recorded = [record["lr"] for record in records if record["step"] == self._step and "lr" in record]
+        rates = [record.get("lr") for record in records if record["step"] == self._step]
+        recorded = [rate for rate in rates if rate is not None]
         if recorded and not math.isclose(recorded[-1], base_lr * factor(self._step - 1), rel_tol=1e-6):
             change = f"lr {recorded[-1]:.1e} -> {base_lr * factor(self._step):.1e}"
             metrics.warn(self._step, f"the schedule now ends at step {self._config.steps}: {change}")

@@ -155,6 +155,13 @@ def check_call(
         )
 
 
+def _check_has_gradient(op: Op, verb: str) -> None:
+    if op not in (Average, Sum):
+        raise CompatError(
+            f"this {verb} has no gradient", given=op.name, expected="Average or Sum", hint="op=hvd.Sum"
+        )
+
+
 # --- allreduce
 
 
@@ -218,13 +225,7 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.op not in (Average, Sum):
-            raise CompatError(
-                "this allreduce has no gradient",
-                given=ctx.op.name,
-                expected="Average or Sum",
-                hint="op=hvd.Sum",
-            )
+        _check_has_gradient(ctx.op, "allreduce")
         return _Allreduce.apply(grads[0], ctx.op, ctx.factors), None, None
 
 
@@ -355,13 +356,7 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.op not in (Average, Sum):
-            raise CompatError(
-                "this reducescatter has no gradient",
-                given=ctx.op.name,
-                expected="Average or Sum",
-                hint="op=hvd.Sum",
-            )
+        _check_has_gradient(ctx.op, "reducescatter")
         factor = ctx.factor / (job().group.size if ctx.op is Average else 1)
         return _tensor(_start_allgather(grads[0])) * factor, None, None
 
