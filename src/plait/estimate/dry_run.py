@@ -58,6 +58,12 @@ class Cluster:
         transport = "nccl" if hardware.kind == "cuda" else "host"
         return Cluster(transport, host_size, torch.device(hardware.kind), hardware)
 
+    def checked(self, precision: str) -> "Cluster":
+        """Return this cluster. Raises PlanError if the given device cannot compute in this precision."""
+        if self.hardware is not None:
+            self.hardware.check_precision(precision)
+        return self
+
     def mesh(self, grid: Grid, rank: int) -> Mesh:
         """The mesh of a rank, with groups that have no peers."""
         return Mesh(World.dry_run(rank, grid.num_ranks, self.transport, self.host_size), grid)

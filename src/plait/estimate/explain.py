@@ -118,9 +118,7 @@ def explain(
     ConfigError where `parallelize` would; whether a GPU can train in fp16 is tried where there is one.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    cluster = cluster or Cluster("host", None, torch.device("cpu"))
-    if cluster.hardware is not None:
-        cluster.hardware.check_precision(plan.precision)
+    cluster = (cluster or Cluster("host", None, torch.device("cpu"))).checked(plan.precision)
     if not micro:
         raise _no_tensors()
     model = model if isinstance(model, nn.Module) else Chain(model)
