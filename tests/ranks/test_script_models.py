@@ -1,12 +1,14 @@
 """Two models of one script, copies of a model and frozen parameters, over every transport."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from transformers import LlamaForCausalLM
 
 import plait
 from plait.errors import ModelError
@@ -144,3 +146,25 @@ def test_text_is_generated_from_sharded_parameters_gathered_once_if_they_are_kep
         for tokens, gathers in pool.over("gloo").run(generated, 2, plan):
             assert torch.equal(tokens, expected)
             assert gathers == counts
+
+
+def saved(plan: str, folder: str) -> Tensor:
+    """Train a step, save on rank 0, and return a weight that tp shards."""
+    engine = plait.parallelize(programs.llama(exact=False), plan, optimizer_args=programs.ADAMW, seed=3)
+    engine.step(engine.shard(programs.batches(1)[0]))
+    with pytest.raises(ModelError, match="a rank has only its part"):
+        engine.model.save_pretrained(folder)
+    full = engine.full_parameters()
+    weight = full.get("model.layers.0.mlp.up_proj.weight", torch.empty(0))
+    if engine.world.rank == 0:
+        engine.model.save_pretrained(folder, state_dict=full)  # which empties it
+    return weight
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_a_model_of_which_ranks_have_parts_is_saved_in_full_or_refused(
+    pool: Pool, tmp_path: Path, plan: str
+) -> None:
+    expected = pool.run(saved, 2, plan, str(tmp_path))[0]
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(loaded.model.layers[0].mlp.up_proj.weight.detach(), expected)

@@ -248,6 +248,7 @@ def _own_grad(model: Any, _: Any) -> None:
 
 IN_TORCH, HANDS = "torch's effect", "the gradients of an engine's parameters are not in .grad"
 STEPPED, WRITTEN = "an engine steps its optimizer itself", "a parameter was changed outside the engine"
+EXCHANGED = "the groups of an engine's optimizer have been exchanged"
 NO_COPY = "a copy of the model would be NaN: its parameters are sharded"
 NO_VALUES = "the parameter is sharded: it has no values here"
 SHARED = "a parameter in memory that others share was written through .data"
@@ -258,6 +259,12 @@ HABITS: dict[str, tuple[Habit, str, dict[str, str]]] = {
     "zero_grad": (_after_steps(lambda _, o: o.zero_grad()), IN_TORCH, {}),
     "zero_grad to zeros": (_after_steps(lambda _, o: o.zero_grad(set_to_none=False)), IN_TORCH, {}),
     "options": (_after_steps(lambda _, o: _edit(o)), IN_TORCH, {}),
+    "other groups": (_after_steps(lambda _, o: o.param_groups.reverse()), EXCHANGED, {}),
+    "new groups": (
+        _after_steps(lambda _, o: setattr(o, "param_groups", [*map(dict, o.param_groups)])),
+        EXCHANGED,
+        {},
+    ),
     "SequentialLR": (_scheduled(_warm), IN_TORCH, {}),
     "ReduceLROnPlateau": (
         _scheduled(lambda o: schedulers.ReduceLROnPlateau(o, patience=0), 1.0),

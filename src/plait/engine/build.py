@@ -8,6 +8,7 @@ from torch import nn
 
 from plait.comm import Mesh
 from plait.engine.loss import Loss
+from plait.engine.misuse import refuse_shards_in_files
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError
@@ -86,6 +87,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         release_unused(model, placed | {id(parameter) for parameter in standalone.values()})
         model.register_forward_pre_hook(_refuse_forward)
         StageModules.publish([stage.part.modules for stage in stages.values() if stage.part.modules])
+    if is_split or context.groups.tp.size > 1:
+        refuse_shards_in_files(model)
     tied_reduce = TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh)
     sharded = ShardedModel({s: stage.zero for s, stage in stages.items()}, groups, tied_reduce)
     group_optimizers = GroupOptimizer.of_groups(spec.optimizer, spec.arguments, spec.groups)

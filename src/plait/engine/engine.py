@@ -65,7 +65,7 @@ from plait.errors import CheckpointError, ModelError, PlanError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
 from plait.optim.clip import clip_factor
-from plait.optim.groups import check_hyperparameters, check_options, load_options, options_state
+from plait.optim.groups import check_options, load_options, options_state
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
@@ -264,7 +264,7 @@ class Engine:
             )
         self._step_count.begin()
         self._check_consistent()
-        check_hyperparameters(self.optimizer)
+        self.optimizer.check()
         self._runner.refresh()
         for stage in self._stages:
             stage.check_unchanged()
@@ -292,7 +292,7 @@ class Engine:
                 hint="engine.backward(loss) in place of loss.backward()",
             )
         try:
-            check_hyperparameters(self.optimizer)
+            self.optimizer.check()
             return self._update()
         except BaseException:
             self.discard_step()

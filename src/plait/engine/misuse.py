@@ -38,6 +38,28 @@ class _Locked(Protocol):
 E = TypeVar("E", bound=_Locked)
 
 
+def refuse_shards_in_files(model: nn.Module) -> None:
+    """Make `save_pretrained` of a model whose parameters are shards, or on other stages, raise ModelError unless
+    it has a state dict: it would write those of one rank."""
+    save = getattr(model, "save_pretrained", None)
+    if save is None:
+        return
+
+    @functools.wraps(save)
+    def save_full(*args: object, **kwargs: object) -> object:
+        if kwargs.get("state_dict") is None:
+            raise ModelError(
+                "a rank has only its part of the model's parameters",
+                given="engine.model.save_pretrained without state_dict=",
+                expected="the full parameters",
+                hint="full = engine.full_parameters() on all ranks, and on rank 0 "
+                "engine.model.save_pretrained(folder, state_dict=full)",
+            )
+        return save(*args, **kwargs)
+
+    model.__dict__["save_pretrained"] = save_full
+
+
 def one_thread(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
     """Make the method raise RunError while another thread is in a method of the same object."""
 

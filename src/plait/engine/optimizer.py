@@ -12,6 +12,7 @@ from torch import Tensor
 from plait.engine.build import EngineParts
 from plait.engine.misuse import not_copyable
 from plait.errors import CheckpointError, ConfigError, RunError
+from plait.optim.groups import check_hyperparameters
 from plait.plan import Plan
 
 
@@ -35,6 +36,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             for piece, parameter in zip(unit.layout.params, unit.parameters.values(), strict=True):
                 if (index := unit.layout.group_of(piece)) is not None:
                     real.param_groups[index]["params"].append(parameter)
+        self._given = [(group["params"], [*group["params"]]) for group in real.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:
         """Raise RunError: it would be a second update."""
@@ -44,6 +46,23 @@ class EngineOptimizer(torch.optim.Optimizer):
             expected="engine.step(batch), or engine.backward and engine.update, which update the weights",
             hint="leave the call out; parallelize(clip_norm=...) clips, and precision=fp16 scales the loss",
         )
+
+    def check(self) -> None:
+        """Raise ConfigError for an unusable option, and if a script has changed which parameters are in which
+        group: shards are laid out by groups. A group may be another dict with the same list of parameters."""
+        groups = [group.get("params") for group in self.param_groups]
+        are_given = self.param_groups is self._real.param_groups and len(groups) == len(self._given)
+        if not are_given or any(
+            own is not given or len(own) != len(parameters)
+            for own, (given, parameters) in zip(groups, self._given, strict=True)
+        ):
+            raise ConfigError(
+                "the groups of an engine's optimizer have been exchanged",
+                given=f"{len(groups)} groups in param_groups, which have other parameters or another order",
+                expected="the groups of parallelize, of which options may change",
+                hint="param_groups[i]['lr'] = ...; or parallelize(param_groups=[...]) with these groups",
+            )
+        check_hyperparameters(self)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch adds no hooks: `stepping` runs them
 

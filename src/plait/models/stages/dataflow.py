@@ -230,6 +230,8 @@ def _borrowed(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[No
         for value in values.values()
         if isinstance(value, list | dict | set | deque)
     ]
+    generators = {v for _, values in attributes for v in values.values() if isinstance(v, torch.Generator)}
+    drawn = [(generator, generator.get_state()) for generator in generators]
     made: dict[int, Tensor] = {}
     for module, _ in attributes:
         registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -242,6 +244,8 @@ def _borrowed(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[No
     try:
         yield
     finally:
+        for generator, state in drawn:
+            generator.set_state(state)
         for value, copied in contents:
             value.clear()
             value.extend(copied) if isinstance(value, list | deque) else value.update(copied)
