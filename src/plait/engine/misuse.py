@@ -39,8 +39,8 @@ E = TypeVar("E", bound=_Locked)
 
 
 def refuse_shards_in_files(model: nn.Module) -> None:
-    """Make `save_pretrained` of a model whose parameters are shards, or on other stages, raise ModelError unless
-    it has a state dict: it would write those of one rank."""
+    """Make `save_pretrained` of a model whose parameters are shards, or on other stages, raise ModelError
+    unless it has a state dict: it would write those of one rank."""
     save = getattr(model, "save_pretrained", None)
     if save is None:
         return
