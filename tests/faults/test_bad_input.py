@@ -152,7 +152,7 @@ MIXTRAL = (
         (sets("tokenizer.vocab_size=320"), ["DataError", "another tokenizer"]),
         (sets('data.sources=["{here}/none/*.txt"]', "data.dir={here}/new"), ["DataError", "none"]),
         (sets('data.sources=["{here}/empty.txt"]', "data.dir={here}/new"), ["DataError", "empty"]),
-        (sets('data.sources=["{here}/binary.txt"]', "data.dir={here}/new"), ["DataError", "binary.txt"]),
+        (sets('data.sources=["{here}/binary.txt"]', "data.dir={here}/new"), ["ContentError", "binary.txt"]),
         (sets("data.validation=0.001", "data.dir={here}/new"), ["DataError", "validation"]),
     ],
     ids=lambda value: value[-1] if isinstance(value[-1], str) else None,
