@@ -30,12 +30,17 @@ from plait.errors import ModelError
 from plait.models.placeholder import placeholders
 from plait.models.stages.inbox import StageInbox
 
-_HOOKS = (
+_OUTPUT_HOOKS = (
     "_forward_hooks",
-    "_forward_pre_hooks",
     "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_HOOKS = (
+    *_OUTPUT_HOOKS,
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
 )
@@ -224,6 +229,11 @@ class Shell(nn.Module):
         copied._stage_users, copied._stage_seen = vars(copied), {}
         return copied
 
+    def drop_output_hooks(self) -> None:
+        """Leave the hooks of the model's output to the last stage: this one's is a message."""
+        for key in _OUTPUT_HOOKS:
+            getattr(self, key).clear()
+
     # --- changes of the user's module
 
     def record(self) -> None:
@@ -240,7 +250,8 @@ class Shell(nn.Module):
         block."""
         users, seen = self._stage_users, self._stage_seen
         changed = [key for key in _OWN if not _same(users[key], seen[key])]
-        for key in changed:
+        sends = getattr(self._stage_forward, "ends", False)
+        for key in (key for key in changed if not (sends and key in _OUTPUT_HOOKS)):
             self._adopt(key, users[key], seen[key])
         if users.get("forward") is not seen["forward"]:
             self._stage_users_forward = users.get("forward")

@@ -167,6 +167,8 @@ def split_stage(
         if placeholders_of(module):
             module.register_forward_pre_hook(partial(_record_run, name, inbox))
     shell.forward = StageForward(shell, inbox, ends=not is_last)
+    if not is_last and isinstance(shell, Shell):
+        shell.drop_output_hooks()
     names = {number: blocks[number][0] for number in range(start)}
     return StageModule(stage, shell, own, names, assignment.carried_into(stage), of_stage)
 
