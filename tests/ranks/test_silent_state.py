@@ -259,6 +259,22 @@ def test_changes_of_the_model_outside_of_blocks_reach_every_stage(pool: Pool, pl
     assert pool.run(_trained_with_changes, 2, plan) == [expected] * 2
 
 
+def _collecting_later() -> str:
+    engine = programs.engine_of(silent_error_models.task("llama"), "pp=2 precision=fp64")
+    batch = programs.share_of(programs.batches(1)[0], engine)
+    engine.step(batch)
+    engine.model.config.output_hidden_states = True
+    with pytest.raises(ModelError) as caught:
+        engine.step(batch)
+    return str(caught.value)
+
+
+def test_hidden_states_that_a_model_collects_after_it_was_split_are_refused(pool: Pool) -> None:
+    """Those of other stages' blocks were placeholders in a loss that read them."""
+    for message in pool.run(_collecting_later, 2):
+        assert "the model collects other outputs of blocks" in message
+
+
 # --- several engines
 
 

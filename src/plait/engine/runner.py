@@ -37,6 +37,7 @@ class MicrobatchRunner:
         self._schedule = schedule
         self._last = schedule.num_stages - 1
         self._is_broken = False  # an exception left messages that no rank will receive
+        self._collected = self._collected_outputs()
 
     @property
     def has_last_stage(self) -> bool:
@@ -133,6 +134,20 @@ class MicrobatchRunner:
         for stage in self._parts.stages.values():
             if stage.part.modules is not None:
                 stage.part.modules.refresh()
+        if self._collected != self._collected_outputs():
+            raise ModelError(
+                "the model collects other outputs of blocks than when it was split into stages",
+                given=", ".join(self._collected_outputs()) or "none of " + ", ".join(self._collected),
+                expected="the configuration of parallelize, which decided what stages send",
+                hint="set it before parallelize; or no pipeline",
+            )
+
+    def _collected_outputs(self) -> list[str]:
+        """The options of a transformers configuration that are on and collect outputs of all blocks."""
+        module = next(iter(self._parts.stages.values())).part.module
+        config = getattr(module, "config", None) if self._last else None
+        names = ("output_hidden_states", "output_attentions")
+        return [name for name in names if getattr(config, name, False)]
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
