@@ -182,7 +182,7 @@ class _Tracer(TensorTracer):
                     self._add_parameter(parameter, f"{name}.{key}", name if is_layer else "")
             if is_layer:
                 module.register_forward_pre_hook(partial(self._enter, name, is_linear), with_kwargs=True)
-                module.register_forward_hook(partial(self._leave, name, is_linear))
+                module.register_forward_hook(partial(self._leave, name, is_linear), prepend=True)
 
     def _add_parameter(self, parameter: Tensor, name: str, reader: str) -> None:
         key = storage_key(parameter)
