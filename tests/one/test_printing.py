@@ -34,7 +34,7 @@ def test_an_error_escapes_control_characters() -> None:
     error = PlaitError(EVIL, given=f"a\n\tb {EVIL}\ud800", expected=Path(EVIL), hint=EVIL)
     assert not CONTROL.search(error.message())
     assert r"[/red]\x1b]0;title\x07\x9b31m\x7f\r\u202e\u2066:ship:\ud800" in error.message()
-    assert "a\n\tb" in str(error)
+    assert f"a\n{' ' * 12}\tb" in str(error)  # later lines are indented as the first one
 
 
 def test_a_long_part_of_an_error_is_shortened() -> None:

@@ -293,7 +293,7 @@ class ShmTransport:
             lines.append(f"rank {rank}: {call_text(info, self._ranks)}")
         return CommError(
             f"{call} failed: the ranks made different calls",
-            given="\n            ".join(lines),
+            given="\n".join(lines),
             hint="make the same calls in the same order on every rank; a failed group stays unusable",
         )
 

@@ -115,7 +115,7 @@ def hang_error(
     waiting = ", and the other ranks wait" if len(ranks) < num_ranks else ""
     return CommError(
         f"{name_ranks(ranks)} {verb} in step {step}{waiting}",
-        given="\n            ".join(_describe(statuses, blocking, folder, host)),
+        given="\n".join(_describe(statuses, blocking, folder, host)),
         expected=f"a step in less than run.hang_s = {limit_s:g} s",
         hint=f"look at the stacks of all threads: {describe_stacks(folder, range(num_ranks))}",
     )

@@ -127,7 +127,7 @@ class Heartbeat:
         if isinstance(error, CommError):
             stacks = describe_stacks(self._folder, range(self._world.size))
             hints = (error.hint, f"look at the stacks of all threads: {stacks}")
-            error.hint = "\n            ".join(str(hint) for hint in hints if hint is not None)
+            error.hint = "\n".join(str(hint) for hint in hints if hint is not None)
         if not self._has_dumped:
             self._remove_files()
 
