@@ -151,24 +151,30 @@ def columns_by_names(builder: TPPlanBuilder, regions: Sequence[str], *, sequence
 
 def check_mixed(builder: TPPlanBuilder, columns: Columns, *, sequence: bool) -> None:
     """Raise MisfitError for code that may mix features in a family's model that has been changed."""
-    if columns.mixed and not _is_as_built(builder.pretrained):
+    hooked = [
+        name
+        for name, module in builder.modules.items()
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    ]
+    is_changed = not all(map(builder.is_norm, hooked)) or not _is_as_built(builder.pretrained)
+    if columns.mixed and is_changed:
         region, operator = next(iter(columns.mixed.items()))
         raise misfit(builder, region, f"{operator} may mix features of several columns", sequence=sequence)
 
 
 def _is_as_built(model: nn.Module | None) -> bool:
-    """Return whether a model of transformers has the modules and parameters that its configuration gives, and
-    no hooks or other forwards."""
+    """Return whether a model of transformers has the modules, but for norms, and the parameters that its
+    configuration gives."""
     if model is None:
         return False
-    for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-            return False
     with torch.device("meta"):
         built = type(model)(model.config)
 
     def contents(of: nn.Module) -> dict[str, object]:
-        types = {name: type(module) for name, module in of.named_modules()}
+        kinds = {name: type(module) for name, module in of.named_modules()}
+        types = {
+            name: (k.__module__, k.__qualname__) for name, k in kinds.items() if "Norm" not in k.__name__
+        }
         return types | {name: tuple(parameter.shape) for name, parameter in of.named_parameters()}
 
     return contents(built) == contents(model)
