@@ -154,8 +154,8 @@ def test_a_deadlock_is_reported_as_a_cycle_of_waits() -> None:
         "ScheduleError: the ranks wait for each other: deadlock\n"
         "  given   : B0.0 at position 1 of rank 0, counted from 0: rank 0 at B0.0 waits for B1.0 of rank 1, "
         "which at F1.1 waits for F0.1 of rank 0\n"
-        "    rank 0:  F0.0 >B0.0< F0.1  B0.1\n"
-        "    rank 1:  F1.0  F1.1  B1.0  B1.1\n"
+        "            rank 0:  F0.0 >B0.0< F0.1  B0.1\n"
+        "            rank 1:  F1.0  F1.1  B1.0  B1.1\n"
         "  expected: an order in which every action comes after its dependencies\n"
         "  try     : move, add or remove the marked action; plait schedule file:PATH checks the file"
     )
@@ -164,7 +164,7 @@ def test_a_deadlock_is_reported_as_a_cycle_of_waits() -> None:
 def test_a_wrong_order_within_one_rank_is_reported_as_such() -> None:
     text = message("rank 0: F0.0 B0.0\nrank 1: B1.0 F1.0")
     assert text.startswith("ScheduleError: B1.0 comes before an action it depends on\n")
-    assert "    rank 1: >B1.0< F1.0\n  expected: F1.0 first; its rank computes it later" in text
+    assert "            rank 1: >B1.0< F1.0\n  expected: F1.0 first; its rank computes it later" in text
 
 
 @pytest.mark.parametrize(
@@ -191,12 +191,12 @@ def test_the_grid_of_a_large_schedule_is_cut_around_the_cell() -> None:
     with pytest.raises(ScheduleError) as error:
         check(edited(schedule, 16, actions))
     lines = str(error.value).splitlines()
-    grid = [line for line in lines if line.startswith("    rank ")]
-    assert [line.split(":")[0] for line in grid] == [f"    rank {rank}" for rank in range(12, 21)]
+    grid = [line for line in lines if line.startswith("            rank ")]
+    assert [line.split(":")[0] for line in grid] == [f"            rank {rank}" for rank in range(12, 21)]
     assert f">{actions[40]}<" in grid[4]
     assert all(len(line) < 120 and line.count("...") == 2 for line in grid)
-    assert len({line.find(" ", 14) for line in grid}) == 1
-    assert lines.count("    ...") == 2
+    assert len({line.find(" ", 22) for line in grid}) == 1
+    assert lines.count("            ...") == 2
 
 
 def test_messages_that_are_not_used_in_their_order_need_buffers() -> None:

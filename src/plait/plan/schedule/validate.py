@@ -32,7 +32,7 @@ def _cell_error(
     grid = _marked_grid(schedule, rank, position)
     return ScheduleError(
         fact,
-        given="\n".join((f"{where}: {given}" if given else where, *(f"    {line}" for line in grid))),
+        given="\n".join((f"{where}: {given}" if given else where, *grid)),
         expected=expected,
         hint="move, add or remove the marked action; plait schedule file:PATH checks the file",
     )
