@@ -116,8 +116,6 @@ REFUSED = (
     "layer after the module",
     "adapter next to the mlp",
     "norm in the mlp",
-    "mixed features",
-    "mixed outputs",
 )
 _CHANGES = [
     (changed_models.FAMILIES[(index + grid) % 4], change, ("tp=2", "tp=2 sp=true")[grid])

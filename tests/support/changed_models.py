@@ -207,11 +207,6 @@ def changed(family: str, change: str, on_meta: bool = False) -> nn.Module:
                 _set(mlp, down, lambda layer: WithAdapter(layer, ffn, hidden))
             case "norm in the mlp":
                 _set(mlp, act, lambda layer: Appended(layer, nn.LayerNorm(ffn)))
-            case "mixed features":
-                hook = lambda _, given: (F.normalize(given[0], dim=-1), *given[1:])  # noqa: E731
-                getattr(mlp, down).register_forward_pre_hook(hook)
-            case "mixed outputs":
-                getattr(mlp, up).register_forward_hook(lambda *call: F.normalize(call[-1], dim=-1))
             case "another norm":
                 setattr(block, norm, OtherRMSNorm(hidden))
             case "norm of another name":
@@ -234,8 +229,6 @@ class WithAdapter(nn.Module):
 
 
 CHANGES = (
-    "mixed features",
-    "mixed outputs",
     "scalar in the mlp",
     "scalar after the first layer",
     "scalar before the first layer",

@@ -93,7 +93,6 @@ class Columns:
     placed    they have got a style, and the features that they output or, ROW, sum over; None: split
     streams   regions whose input meets features
     equal     blocks that did not run, each with the equal one that did
-    mixed     regions, each with an operator that may mix this column's features
     """
 
     summed: set[str] = field(default_factory=set)
@@ -101,7 +100,6 @@ class Columns:
     placed: dict[str, tuple[Style, Features | None]] = field(default_factory=dict)
     streams: set[str] = field(default_factory=set)
     equal: list[tuple[str, str]] = field(default_factory=list)
-    mixed: dict[str, str] = field(default_factory=dict)
 
 
 class MisfitError(ModelError):
@@ -430,9 +428,6 @@ class _Tracer(TensorTracer):
         )
         if is_own:
             parts = detached = _NONE
-            is_followed = features or any(s.is_own and s.features is None for _, s in call.given)
-            if not is_followed and any(t.is_floating_point() for t in tensors_in(call.result)):
-                self._found.mixed.setdefault(self._region, str(call.func))
         elif "own" in tokens:
             self._found.summed |= (
                 _NONE.union(*(state.parts for _, state in call.given if not state.tokens)) - _STREAM

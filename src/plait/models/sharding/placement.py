@@ -149,19 +149,6 @@ def columns_by_names(builder: TPPlanBuilder, regions: Sequence[str], *, sequence
     return columns
 
 
-def check_mixed(builder: TPPlanBuilder, columns: Columns, *, sequence: bool) -> None:
-    """Raise MisfitError for code that may mix features in a family's model that has been changed."""
-    hooked = [
-        name
-        for name, module in builder.modules.items()
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    ]
-    is_changed = not all(map(builder.is_norm, hooked)) or not _is_as_built(builder.pretrained)
-    if columns.mixed and is_changed:
-        region, operator = next(iter(columns.mixed.items()))
-        raise misfit(builder, region, f"{operator} may mix features of several columns", sequence=sequence)
-
-
 def _is_as_built(model: nn.Module | None) -> bool:
     """Return whether a model of transformers has the modules, but for norms, and the parameters that its
     configuration gives."""

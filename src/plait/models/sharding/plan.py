@@ -57,7 +57,6 @@ from plait.models.sharding.mixers import (
 )
 from plait.models.sharding.placement import (
     adapted_layer,
-    check_mixed,
     columns_by_names,
     find_adapted,
     mark_sums,
@@ -144,8 +143,6 @@ def _build(
     pure = pure_regions(builder, regions)
     columns = Columns() if cols == 1 else follow_columns(builder, regions, pure, batch, sequence=sequence)
     columns = columns or columns_by_names(builder, regions, sequence=sequence)
-    if given is None and not is_derived:
-        check_mixed(builder, columns, sequence=sequence)
     place_layers(builder, columns, sequence=sequence)
     if rows > 1:
         add_residual_layers(builder, regions)
