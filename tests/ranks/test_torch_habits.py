@@ -278,7 +278,7 @@ HABITS: dict[str, tuple[Habit, str, dict[str, str]]] = {
     "reads": (_after_steps(_look), IN_TORCH, {"zero=3": NO_VALUES}),
     "copies": (_after_steps(_copy), IN_TORCH, {"zero=3": NO_COPY, "pp=2": "", "tp=2": ""}),
     "masks": (_masked, IN_TORCH, {"tp=2": SPLIT}),
-    "held data": (_held, IN_TORCH, {}),
+    "held data": (_held, IN_TORCH, {"pp=2": ""}),  # pp: its hooks cannot be traced
     "average": (_averaged, IN_TORCH, {"zero=3": NO_VALUES, "zero=1": SHARED, "tp=2": ""}),
     "clamp": (
         _after_steps(lambda m, _: _clamp(m.parameters())),
