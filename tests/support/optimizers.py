@@ -8,11 +8,15 @@ import torch
 from torch import Tensor, nn
 
 
-class _Moments(torch.optim.Optimizer):
-    """Adam's moments; `_update` makes the step of a parameter of them."""
+class _WithRate(torch.optim.Optimizer):
+    """An optimizer whose only option is a learning rate."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
+
+
+class _Moments(_WithRate):
+    """Adam's moments; `_update` makes the step of a parameter of them."""
 
     @torch.no_grad()
     def step(self) -> None:
@@ -67,13 +71,10 @@ class ClippingLarge(Clipping):
     limit = 100.0
 
 
-class Factored(torch.optim.Optimizer):
+class Factored(_WithRate):
     """Keeps means of rows and columns of squares, for matrices from a size on."""
 
     least = 16
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -102,7 +103,7 @@ class LaterByTensor(_Moments):
         return average / average.norm() if state["step"] >= 3 else average
 
 
-class Counting(torch.optim.Optimizer):
+class Counting(_WithRate):
     """Counts its calls itself."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
@@ -117,7 +118,7 @@ class Counting(torch.optim.Optimizer):
                 p.sub_(group["lr"] / self.t * p.grad)
 
 
-class ReadingAtStart(torch.optim.Optimizer):
+class ReadingAtStart(_WithRate):
     """Pulls weights back to what they were when it was built."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
@@ -131,13 +132,10 @@ class ReadingAtStart(torch.optim.Optimizer):
             p.sub_(0.1 * p.grad).lerp_(first, 0.1)
 
 
-class ByElement(torch.optim.Optimizer):
+class ByElement(_WithRate):
     """Lion's rule without decay. Declared."""
 
     is_elementwise = True
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -148,11 +146,8 @@ class ByElement(torch.optim.Optimizer):
                 average.lerp_(p.grad, 0.01)
 
 
-class Replacing(torch.optim.Optimizer):
+class Replacing(_WithRate):
     """Treats parameters as a loop's: replaces gradients and data, keeps the last gradient, and drops it."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -166,11 +161,8 @@ class Replacing(torch.optim.Optimizer):
                 p.grad = None
 
 
-class FirstRate(torch.optim.Optimizer):
+class FirstRate(_WithRate):
     """Steps all groups with the learning rate of the first one."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:
