@@ -116,6 +116,9 @@ REFUSED = (
     "layer after the module",
     "adapter next to the mlp",
     "norm in the mlp",
+    "mixed features",
+    "mixed outputs",
+    "mixed tokens",
 )
 _CHANGES = [
     (changed_models.FAMILIES[(index + grid) % 4], change, ("tp=2", "tp=2 sp=true")[grid])
@@ -138,7 +141,9 @@ def test_a_changed_block_trains_as_in_one_process_or_is_refused(
     found = _largest(pool, task(changed, family, change), plan)
     if isinstance(found, str):
         assert all(f"\n  {part}" in found for part in ("given   :", "expected:", "try     :")), found
-        assert change in REFUSED or "x" in plan or (family, change) == ("gpt2", "layer in the mlp"), found
+        assert (
+            change in REFUSED or "x" in plan or (change == "layer in the mlp" and family in ("gpt2", "phi3"))
+        ), found
     else:
         assert found < 1e-9
 

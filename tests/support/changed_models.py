@@ -157,6 +157,16 @@ def _set(module: Any, key: str, wrap: Callable[[Any], nn.Module]) -> None:
     setattr(module, key, wrap(getattr(module, key)))
 
 
+def _mixing(what: str, first: nn.Module, last: nn.Module, norm: nn.Module) -> None:
+    """Add code without parameters, as hooks."""
+    if what == "mixed features":
+        last.register_forward_pre_hook(lambda _, given: (F.normalize(given[0], dim=-1), *given[1:]))
+    elif what == "mixed outputs":
+        first.register_forward_hook(lambda *call: F.normalize(call[-1], dim=-1))
+    else:
+        norm.register_forward_hook(lambda *call: call[-1] - 0.5 * call[-1].mean(1, keepdim=True))
+
+
 def changed(family: str, change: str, on_meta: bool = False) -> nn.Module:
     assert not on_meta, "changes have values"
     model: Any = silent_error_models.with_random_weights(family)
@@ -207,6 +217,8 @@ def changed(family: str, change: str, on_meta: bool = False) -> nn.Module:
                 _set(mlp, down, lambda layer: WithAdapter(layer, ffn, hidden))
             case "norm in the mlp":
                 _set(mlp, act, lambda layer: Appended(layer, nn.LayerNorm(ffn)))
+            case "mixed features" | "mixed outputs" | "mixed tokens":
+                _mixing(change, getattr(mlp, up), getattr(mlp, down), getattr(block, norm))
             case "another norm":
                 setattr(block, norm, OtherRMSNorm(hidden))
             case "norm of another name":
@@ -248,6 +260,9 @@ CHANGES = (
     "norm in the mlp",
     "another norm",
     "norm of another name",
+    "mixed features",
+    "mixed outputs",
+    "mixed tokens",
 )
 
 

@@ -70,6 +70,7 @@ class State:
     is_own    computed from features that only this column has
     features  where these are; None: unknown
     tokens    "all" of a region's input, or this column's "own"
+    place     where the own ones are; None: unknown
     parts     parameters, layers without a style, and the stream, whose gradients it is a part of
     detached  the same, without a gradient
     """
@@ -77,6 +78,7 @@ class State:
     is_own: bool = False
     features: Features | None = None
     tokens: str = ""
+    place: Features | None = None
     parts: frozenset[str] = _NONE
     detached: frozenset[str] = _NONE
 
@@ -93,6 +95,8 @@ class Columns:
     placed    they have got a style, and the features that they output or, ROW, sum over; None: split
     streams   regions whose input meets features
     equal     blocks that did not run, each with the equal one that did
+    mixed     regions, each with an operator that may mix this column's features
+    crossed   regions, each with an operator that may mix this column's tokens
     """
 
     summed: set[str] = field(default_factory=set)
@@ -100,6 +104,8 @@ class Columns:
     placed: dict[str, tuple[Style, Features | None]] = field(default_factory=dict)
     streams: set[str] = field(default_factory=set)
     equal: list[tuple[str, str]] = field(default_factory=list)
+    mixed: dict[str, str] = field(default_factory=dict)
+    crossed: dict[str, str] = field(default_factory=dict)
 
 
 class MisfitError(ModelError):
@@ -182,6 +188,13 @@ class _Call:
     kwargs: Any
     result: Any
     given: list[tuple[Tensor, State]]
+
+
+def _with_place(state: State, tensor: Tensor) -> State:
+    """The state of hidden states, whose tokens are in the second dim."""
+    if state.tokens != "own" or tensor.ndim < 2:
+        return state
+    return replace(state, place=Features(frozenset({("tokens", 1)}), 1, tensor.shape[1]))
 
 
 class _Tracer(TensorTracer):
@@ -300,7 +313,8 @@ class _Tracer(TensorTracer):
     def _copy(self, tensor: Tensor, tokens: str) -> Tensor:
         self.complete([tensor])
         copy = torch.empty_like(tensor)
-        self._set(copy, replace(self._state(tensor), tokens=tokens, parts=_STREAM))
+        state = replace(self._state(tensor), tokens=tokens, place=None, parts=_STREAM)
+        self._set(copy, _with_place(state, copy))
         return copy
 
     # --- layers
@@ -323,7 +337,7 @@ class _Tracer(TensorTracer):
             states = [self._state(tensor) for tensor in tensors_in(call[:-1])]
             tokens = next((state.tokens for state in states if state.tokens), "")
             for tensor in tensors_in(call[-1]):
-                self._set(tensor, leave(name, tensor, states, tokens))
+                self._set(tensor, _with_place(leave(name, tensor, states, tokens), tensor))
 
     def _enter(self, name: str, given: list[tuple[Tensor, State]]) -> None:
         layer = self._builder.layers[name]
@@ -423,11 +437,15 @@ class _Tracer(TensorTracer):
         if len(tokens) > 1:
             tokens = self._scatter(call)
         features: dict[int, Features] = self._meet(call) if is_own else {}
+        places = self._follow_tokens(call) if "own" in tokens else {}
         parts, detached = (
             _NONE.union(*(getattr(s, key) for _, s in call.given)) for key in ("parts", "detached")
         )
         if is_own:
             parts = detached = _NONE
+            is_followed = features or any(s.is_own and s.features is None for _, s in call.given)
+            if not is_followed and any(t.is_floating_point() for t in tensors_in(call.result)):
+                self._found.mixed.setdefault(self._region, str(call.func))
         elif "own" in tokens:
             self._found.summed |= (
                 _NONE.union(*(state.parts for _, state in call.given if not state.tokens)) - _STREAM
@@ -437,19 +455,33 @@ class _Tracer(TensorTracer):
             parts, detached = _NONE, parts | detached
         for tensor in tensors_in(call.result):
             is_float = tensor.is_floating_point() or tensor.is_complex()
-            state = State(
-                is_own, features.get(id(tensor)), "".join(tokens), parts if is_float else _NONE, detached
-            )
+            found = features.get(id(tensor)), "".join(tokens), places.get(id(tensor))
+            state = State(is_own, *found, parts if is_float else _NONE, detached)
             if call.func._schema.is_mutable:
                 key = storage_key(tensor)
                 was = self._written.get(key, _PLAIN)
                 own, parts_of_both = state.is_own or was.is_own, state.parts | was.parts
-                self._written[key] = State(own, None, state.tokens or was.tokens, parts_of_both)
+                self._written[key] = State(own, None, state.tokens or was.tokens, None, parts_of_both)
                 self._fresh[key] = set()
             self._set(tensor, state)
             base = self._blank.get(storage_key(tensor))
             if base is not None and id(base) in features:
                 self._set(base, replace(state, features=features[id(base)]))
+
+    def _follow_tokens(self, call: _Call) -> dict[int, Features]:
+        """Return where this column's tokens are in the results, as far as known."""
+        known = {
+            id(t): _with_place(replace(s, tokens="own"), t).place for t, s in call.given if s.tokens == "all"
+        }
+        known |= {id(tensor): state.place for tensor, state in call.given if state.tokens == "own"}
+        if None in known.values():
+            return {}
+        followed = follow(
+            call.func, call.args, call.kwargs, call.result, lambda tensor: known.get(id(tensor))
+        )
+        if followed is None and any(t.is_floating_point() for t in tensors_in(call.result)):
+            self._found.crossed.setdefault(self._region or self._builder.blocks[0], str(call.func))
+        return {id(tensor): place for tensor, place in followed or ()}
 
     def _scatter(self, call: _Call) -> set[str]:
         """Make layers whose output has all tokens scatter them, where it meets this column's."""

@@ -149,6 +149,28 @@ def columns_by_names(builder: TPPlanBuilder, regions: Sequence[str], *, sequence
     return columns
 
 
+def check_mixed(builder: TPPlanBuilder, columns: Columns, *, sequence: bool, trusts_styles: bool) -> None:
+    """Raise MisfitError for code that may mix what columns have, in a model that its family does not build.
+
+    `trusts_styles`: of features only what a family's table has not foreseen is an error.
+    """
+    found = [("tokens", columns.crossed), ("features", {} if trusts_styles else columns.mixed)]
+    mixed = next(((what, *next(iter(of.items()))) for what, of in found if of), None)
+    if mixed is not None and not _is_of_family(builder):
+        what, region, operator = mixed
+        raise misfit(builder, region, f"{operator} may mix {what} of several columns", sequence=sequence)
+
+
+def _is_of_family(builder: TPPlanBuilder) -> bool:
+    """Return whether the model is as its configuration builds it, without hooks and other forwards. Norms may
+    have forwards of their own."""
+    for name, module in builder.modules.items():
+        has_forward = "forward" in vars(module) and not builder.is_norm(name)
+        if module._forward_hooks or module._forward_pre_hooks or has_forward:
+            return False
+    return _is_as_built(builder.pretrained)
+
+
 def _is_as_built(model: nn.Module | None) -> bool:
     """Return whether a model of transformers has the modules, but for norms, and the parameters that its
     configuration gives."""

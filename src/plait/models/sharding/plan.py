@@ -57,6 +57,7 @@ from plait.models.sharding.mixers import (
 )
 from plait.models.sharding.placement import (
     adapted_layer,
+    check_mixed,
     columns_by_names,
     find_adapted,
     mark_sums,
@@ -143,6 +144,7 @@ def _build(
     pure = pure_regions(builder, regions)
     columns = Columns() if cols == 1 else follow_columns(builder, regions, pure, batch, sequence=sequence)
     columns = columns or columns_by_names(builder, regions, sequence=sequence)
+    check_mixed(builder, columns, sequence=sequence, trusts_styles=is_derived or given is not None)
     place_layers(builder, columns, sequence=sequence)
     if rows > 1:
         add_residual_layers(builder, regions)
