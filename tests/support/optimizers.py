@@ -107,7 +107,7 @@ class Counting(_WithRate):
     """Counts its calls itself."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         self.t = 0
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class ReadingAtStart(_WithRate):
     """Pulls weights back to what they were when it was built."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         self.first = [p.detach().clone() for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()

@@ -72,11 +72,16 @@ COMPARED = 4  # of a block: an element of chance, such as a dropped layer, may b
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Wrap the forward of the blocks that `recompute` (the plan's key) selects; `none` selects none."""
+    """Wrap the forward of the blocks that `recompute` (the plan's key) selects; `none` selects none.
+
+    A block that is an embedding saves its ids only, and its backward reads no weight: it stays as it is.
+    """
     if recompute == "none":
         return
     step = int(recompute.removeprefix("every=")) if recompute.startswith("every=") else 1
     for block in blocks[::step]:
+        if block.__class__ is nn.Embedding:
+            continue
         block.forward = RecomputedForward(block, selective=recompute == "selective")
 
 
