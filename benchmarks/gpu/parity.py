@@ -10,6 +10,7 @@ import torch
 import plait
 from hardware import Json, selected
 from llama import TOY
+from plait.__main__ import main as plait_main
 from plait.comm.launch import fork_ranks
 from plait.verify import runner
 from plait.verify.model_spec import parse_source
@@ -26,7 +27,7 @@ def verify(device: str, model: str, dtype: str, plans: list[str]) -> Json:
 
     Ranks are processes on their own; one that dies costs the verdict of its plan only.
     """
-    fork_ranks()  # only where torch finds no GPU
+    fork_ranks(plait_main)  # only where torch finds no GPU
     source = parse_source(model, layers=_LAYERS, length=_LENGTH)
     parsed = [replace(plait.Plan.parse(plan), precision=PRECISIONS[dtype]) for plan in plans]
     samples = 2 * lcm(*(plan.dp * plan.micro for plan in parsed))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from plait.plan import Plan
     from plait.plan.loss_scaling import LossScaling
 
-__version__ = "0.1.0"
+from plait.version import __version__
 
 __all__ = [
     "LAMB",

@@ -36,7 +36,7 @@ from plait.cli.common import (
     write_json_output,
     write_output,
 )
-from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
+from plait.cli.multirank import check_limits, check_ranks, first_rank_first, rank_entry, report_once
 from plait.errors import ConfigError
 from plait.launchers import adopt_ranks
 from plait.pages.figures import Figure, write_figures
@@ -82,6 +82,7 @@ Profile = Annotated[
 @bench.command()
 @report_errors
 def collectives(
+    call: typer.Context,
     transport: Annotated[str, typer.Option(help=f"One of {', '.join(TRANSPORTS)}.")] = "auto",
     ranks: Ranks = None,
     collective: Collective = None,
@@ -123,7 +124,7 @@ def collectives(
         device = device_for(transport, local_ranks)
         check_algorithms(request, num_ranks, device)
         check_memory(request, local_ranks, available_bytes())
-        world = _connect(num_ranks, transport, device)
+        world = _connect(call, num_ranks, transport, device)
 
     def run() -> int:
         found = _with_progress(world, lambda report: measure(world, request, report))
@@ -146,6 +147,7 @@ def collectives(
 @bench.command()
 @report_errors
 def ddp(
+    call: typer.Context,
     ranks: Ranks = None,
     transport: Annotated[
         str, typer.Option(help=f"Transport of the gradients: {', '.join(TRANSPORT_CHOICES)}.")
@@ -170,7 +172,7 @@ def ddp(
         from plait.bench.ddp import check_ddp_memory, measure_ddp
 
         check_ddp_memory(request, local_ranks, available_bytes())
-        world = _connect(num_ranks, "gloo" if transport == "group" else "host", "cpu")
+        world = _connect(call, num_ranks, "gloo" if transport == "group" else "host", "cpu")
 
     def run() -> int:
         found = _with_progress(world, lambda report: measure_ddp(world, request, report))
@@ -188,6 +190,7 @@ def ddp(
 @bench.command()
 @report_errors
 def device(
+    call: typer.Context,
     ranks: Ranks = None,
     transport: Annotated[str, typer.Option(help=f"One of {', '.join(TRANSPORTS)}.")] = "auto",
     rounds: Annotated[int, typer.Option(help="Rounds of all measurements.", min=1)] = 5,
@@ -201,7 +204,7 @@ def device(
         check_writable(profile)
         from plait.bench.collectives import device_for
 
-        world = _connect(num_ranks, transport, device_for(transport, local_ranks))
+        world = _connect(call, num_ranks, transport, device_for(transport, local_ranks))
 
     def run() -> int:
         from plait.bench.device import measure_device
@@ -302,14 +305,14 @@ def _num_ranks(requested: int | None, *, least: int = 2) -> tuple[int, int]:
     return size, local_size
 
 
-def _connect(num_ranks: int, transport: str, device: str) -> "World":
+def _connect(call: typer.Context, num_ranks: int, transport: str, device: str) -> "World":
     """Return the world of this rank; in the process that the user started, run the ranks and exit."""
     from plait.comm.launch import end_with_parent, fork_ranks, launch_local
     from plait.comm.world import connect
 
     end_with_parent()
     if not adopt_ranks():
-        fork_ranks()
+        fork_ranks(rank_entry(call))
         raise typer.Exit(launch_local(num_ranks, sys.argv[1:]))  # the same command line, and WORLD_SIZE
     return connect(transport=transport, device=device)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from plait.cli.common import Debug, Json, check_outputs, report_errors, write_json_output
-from plait.cli.multirank import check_ranks, first_rank_first, report_once
+from plait.cli.multirank import check_ranks, first_rank_first, rank_entry, report_once
 from plait.data.sources import list_source
 from plait.launchers import adopt_ranks
 from plait.plan import Plan
@@ -23,6 +23,7 @@ _REQUEST = "request.json"
 
 @report_errors
 def evaluate(
+    call: typer.Context,
     model: Annotated[
         Path,
         typer.Argument(help="A run directory, a checkpoint, or a Hugging Face folder.", show_default=False),
@@ -67,17 +68,19 @@ def evaluate(
     )
     output = None if json is None else str(json)
     if not adopt_ranks():
-        raise typer.Exit(_launch(request, ranks, output, debug))
+        raise typer.Exit(_launch(call, request, ranks, output, debug))
     raise typer.Exit(_run(request, output, debug))
 
 
-def _launch(request: "EvaluationRequest", ranks: int | None, json: str | None, debug: bool) -> int:
+def _launch(
+    call: typer.Context, request: "EvaluationRequest", ranks: int | None, json: str | None, debug: bool
+) -> int:
     """Evaluate on local ranks. Returns the exit code."""
     from plait.comm.launch import fork_ranks, launch_local
     from plait.train.evaluate import ModelFiles
     from plait.train.prepare import check_devices, num_local_ranks
 
-    fork_ranks()
+    fork_ranks(rank_entry(call))
     plan = Plan.parse(request.plan)
     num_ranks = ranks if ranks is not None else num_local_ranks(plan, request.device)
     plan.resolved(num_ranks).check_ranks(num_ranks)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from plait import __version__
 from plait.cli.bench import bench
 from plait.cli.checkpoint import checkpoint
 from plait.cli.common import print_line
@@ -23,6 +22,7 @@ from plait.cli.report import compare, report
 from plait.cli.schedule import schedule
 from plait.cli.train import rank, train
 from plait.cli.verify import verify, verify_rank
+from plait.version import __version__
 
 
 class _Commands(TyperGroup):

@@ -1,6 +1,7 @@
 """Commands on several ranks, under torchrun or started by `launch_local`: one error for all ranks."""
 
 import contextlib
+import functools
 import os
 import resource
 import threading
@@ -9,9 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from plait.cli.common import LOST_RANK, USER_ERROR, show_error
+from plait.cli.program import run_program
 from plait.errors import CommError, ConfigError, PlaitError, PlanError
 
 if TYPE_CHECKING:
+    import typer
+
     from plait.comm.world import World
 
 _ERROR, _ERROR_SHOWN = "plait: error", "plait: error shown"
@@ -45,6 +49,11 @@ def check_limits() -> None:
             expected=f"at least {_MIN_ADDRESS_BYTES / 2**20:.0f} MiB, and more than a rank's memory",
             hint="ulimit -v unlimited: limit the memory that is used with a cgroup instead",
         )
+
+
+def rank_entry(call: "typer.Context") -> Callable[[], object]:
+    """Return what a rank that is forked from this command runs: the command line, with other arguments."""
+    return functools.partial(run_program, call.find_root().command)
 
 
 def check_ranks(ranks: int | None) -> None:

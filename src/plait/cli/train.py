@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from plait.cli.common import INTERRUPTED, LOST_RANK, Debug, PlanOverride, Run, Sets, print_line, report_errors
-from plait.cli.multirank import check_limits, check_ranks, first_rank_first, report_once
+from plait.cli.multirank import check_limits, check_ranks, first_rank_first, rank_entry, report_once
 from plait.cli.streams import outlive_output
 from plait.data.sources import list_source
 from plait.launchers import adopt_ranks
@@ -26,6 +26,7 @@ _PREPARED = "plait: prepared"
 
 @report_errors
 def train(
+    call: typer.Context,
     recipe: Annotated[
         Path,
         typer.Argument(
@@ -66,7 +67,7 @@ def train(
     from plait.server.job import fates_of_ranks
     from plait.train.prepare import prepare
 
-    fork_ranks()
+    fork_ranks(rank_entry(call))
     # A single rank is started the same way as several: the same signals, errors and exit codes.
     with contextlib.ExitStack() as lock:
         prepared = prepare(recipe, sets=sets, plan=plan, resume=resume, start=start, ranks=ranks, lock=lock)

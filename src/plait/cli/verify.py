@@ -21,7 +21,7 @@ from plait.cli.common import (
     write_json_output,
 )
 from plait.cli.explain import LAYOUT_HELP, MODEL_HELP
-from plait.cli.multirank import check_limits
+from plait.cli.multirank import check_limits, rank_entry
 from plait.errors import ConfigError, PlaitError, PlanError
 from plait.fileio import read_text, temporary_folder
 from plait.plan import Plan
@@ -39,6 +39,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 @report_errors
 def verify(
+    call: typer.Context,
     model: Annotated[str, typer.Option(help=MODEL_HELP, show_default=False)],
     plan: Annotated[str | None, typer.Option(help='The plan, e.g. "pp=2 dp=2 zero=1".')] = None,
     plans: Annotated[Path | None, typer.Option(help="A file with one plan per line.")] = None,
@@ -82,7 +83,7 @@ def verify(
     from plait.verify.report import print_verdict, verdict_matrix
     from plait.verify.worker import Case, check
 
-    fork_ranks()
+    fork_ranks(rank_entry(call))
     source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full), layout)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))

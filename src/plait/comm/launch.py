@@ -40,7 +40,6 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib
 import io
 import logging
 import os
@@ -75,7 +74,7 @@ _RENDEZVOUS = "ranks"  # file of the launcher's private directory
 _BLOCKED_AT_START = {signal.SIGUSR1, signal.SIGINT}
 
 
-_forks = False  # see `fork_ranks`
+_entry: Callable[[], object] | None = None  # see `fork_ranks`
 
 
 def _print_error(error: CommError) -> None:
@@ -127,8 +126,9 @@ def launch_local(
     is_own = command is None
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
     forked = None
-    if function is not None or (is_own and _forks and _can_fork(num_ranks)):
-        forked = _ForkedRank(argv, function or _run_command)
+    program = function or (_entry if is_own and _can_fork(num_ranks) else None)
+    if program is not None:
+        forked = _ForkedRank(argv, program)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
         may_return = may_die if may_return is None else may_return
         begun = rendezvous_dir / (_RENDEZVOUS + BEGUN)
@@ -144,14 +144,15 @@ def launch_local(
     return monitor.exit_code()
 
 
-def fork_ranks() -> None:
-    """Let `launch_local` fork the ranks of `python -m plait` from this process, where that is safe.
+def fork_ranks(entry: Callable[[], object]) -> None:
+    """Let `launch_local` fork the ranks of `python -m plait` from this process, where that is safe: they run
+    `entry`, with the command's arguments in `sys.argv`.
 
     Must be called before torch computes: it keeps torch to one thread in this process. See
     [Note: forked ranks].
     """
-    global _forks
-    _forks = True
+    global _entry
+    _entry = entry
     torch.set_num_threads(1)
 
 
@@ -316,10 +317,6 @@ def run_and_exit(program: Callable[[], object]) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def _run_command() -> None:
-    importlib.import_module("plait.__main__").main()
 
 
 def _set_malloc_thresholds() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from plait.comm.collectives import Group
 from plait.comm.world import World
-from plait.plan import AXES, Grid
+from plait.plan import Grid
 from plait.plan.communicators import Communicator
 
 
@@ -60,6 +60,5 @@ class Mesh:
     def _cached_group(self, ranks: tuple[int, ...], channel: str, axes: Sequence[str]) -> Group:
         key = (ranks, channel if len(ranks) > 1 else "")
         if key not in self._groups:
-            used = tuple(axis for axis in AXES if axis in axes and self.grid.degree(axis) > 1)
-            self._groups[key] = self.world.subgroup(*key, used)
+            self._groups[key] = self.world.subgroup(*key, self.grid.used(axes))
         return self._groups[key]

@@ -39,6 +39,7 @@ from plait.parallel.zero.sharded_model import ShardedModel, ShardedStage, TiedGr
 from plait.parallel.zero.sharded_optim import MasterWeights, ShardedOptimizer
 from plait.parallel.zero.state_dict import ShardedState
 from plait.plan import Grid, Layout, Plan, TPCoord
+from plait.plan.axes import FEATURES, HIDDEN, Roles
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _build_stage(
 ) -> StageRunner:
     """Apply the plan to the forwards of the stage and its blocks."""
     blocks, plan, mesh = [block for _, block in part.blocks], spec.plan, context.mesh
-    grid = TensorGroups(mesh.group("row"), mesh.group("col"))
+    grid = TensorGroups(mesh.group(HIDDEN), mesh.group(FEATURES))
     tensor = part.tp_plan(spec.tensor)
     part.shard_placeholders(spec.tensor, grid.row.rank, grid.col.rank)
     is_first, selective = mesh.world.rank == 0, plan.recompute == "selective"
@@ -190,8 +191,8 @@ def _build_stage(
     )
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)
     if plan.sync_batchnorm:
-        replicas = () if plan.local_steps else ("replicate",)
-        sync_batch_norms(part.module, mesh.group(*replicas, "shard", channel="statistics"))
+        summed = Roles.from_plan(plan).gradient_sum()
+        sync_batch_norms(part.module, mesh.group(*summed, channel="statistics"))
     if spec.schedule.split:
         split_linears(blocks, splitter)
     if not (plan.compile and selective):  # which recomputes inside of compiled code

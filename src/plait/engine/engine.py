@@ -121,7 +121,7 @@ class Engine:
         self.layout = self._parts.layout
         self.optimizer = EngineOptimizer(self._parts, self.plan, self.world.rank, self._drop_gradients)
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
-        self._is_replica = mesh.coord["replicate"] > 0
+        self._is_replica = self._groups.islands.rank > 0
         self._scale = SumLossScale(spec.loss_scaling)
         # Loss, targets, unit of the loss scale, the terms of the step count, units with late gradients.
         self._totals = torch.zeros(6, dtype=torch.float64, device=self.device)

@@ -35,6 +35,7 @@ from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.sharded_model import Root
 from plait.plan import Grid, Layout, subtract_traffic, sum_traffic
+from plait.plan.axes import TENSOR
 from plait.plan.comm_log import Traffic
 from plait.plan.devices import Device
 from plait.plan.estimate.traffic import StageFacts
@@ -209,9 +210,7 @@ class _MicrobatchRun:
         yield
         since = subtract_traffic(before, comm_log.read())
         own = {key: count for key, count in since.items() if key.axes and not key.channel}
-        self.traffic[stage].append(
-            {key: count for key, count in own.items() if {*key.axes} <= {"row", "col"}}
-        )
+        self.traffic[stage].append({key: count for key, count in own.items() if {*key.axes} <= {*TENSOR}})
 
 
 def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: bool) -> StageFacts:

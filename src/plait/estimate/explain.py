@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_optim import check_groups, states_per_element
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
+from plait.plan.axes import REPLICAS, STAGES, TENSOR, TOKENS, Axes, Roles
 from plait.plan.communicators import num_communicators
 from plait.plan.devices import Device
 from plait.plan.estimate.memory import MASTER_BYTES
@@ -192,7 +192,7 @@ class _PlanView:
     cluster: Cluster
     micro: Mapping[str, Tensor]
     groups: Sequence[GroupOptimizer]  # of the optimizer
-    distributions: dict[tuple[str, int], Hashable] = field(default_factory=dict, init=False)
+    distributions: dict[tuple[Axes, int], Hashable] = field(default_factory=dict, init=False)
 
     @property
     def plan(self) -> Plan:
@@ -213,54 +213,51 @@ class _PlanView:
     def rank_classes(self) -> Iterator[RankClass]:
         """The classes, in the order of their first ranks."""
         shapes: dict[Hashable, int] = {}
-        coords = product(range(self.plan.rows), range(self.plan.cols))
-        shape_of = {coord: shapes.setdefault(_shapes(self._layouts(coord)), len(shapes)) for coord in coords}
-        classes: dict[tuple[int, Hashable, Hashable], list[int]] = defaultdict(list)
+        coords = range(self.grid.degree(*TENSOR))
+        shape_of = [shapes.setdefault(_shapes(self._layouts(coord)), len(shapes)) for coord in coords]
+        classes: dict[tuple[int, int, Hashable], list[int]] = defaultdict(list)
         examined: dict[Hashable, tuple[list[DryStage], RankContext]] = {}
         for rank in range(self.grid.num_ranks):
-            coord = self.grid.coord(rank)
-            view = (shape_of[coord["row"], coord["col"]], self._hosts(coord))
-            role = () if self.plan.algorithm == "auto" else (coord["replicate"], coord["shard"])
-            classes[coord["pp"], role, view].append(rank)
+            view = (shape_of[self.grid.index(rank, *TENSOR)], self._hosts(rank))
+            role = 0 if self.plan.algorithm == "auto" else self.grid.index(rank, *TOKENS)
+            classes[self.grid.index(rank, STAGES), role, view].append(rank)
             if view not in examined:
                 examined[view] = self._examine(rank)
         for (_, _, key), ranks in classes.items():
             yield self._rank_class(tuple(ranks), *examined[key])
 
-    def _hosts(self, coord: Mapping[str, int]) -> Hashable:
-        """The distribution over hosts of the data-parallel groups of a coordinate, as far as it matters."""
+    def _hosts(self, rank: int) -> Hashable:
+        """The distribution over hosts of the data-parallel groups of a rank, as far as it matters."""
         if not (self.plan.algorithm == "two-level" or self.cluster.transport == "host"):
             return ()
-        firsts = ((axis, self.grid.rank({**coord, axis: 0})) for axis in ("shard", "replicate"))
-        return tuple(self._distribution(axis, first) for axis, first in firsts)
+        groups = (Roles.from_plan(self.plan).states(), REPLICAS)
+        return tuple(self._distribution(axes, self.grid.first(rank, *axes)) for axes in groups)
 
-    def _distribution(self, axis: str, first: int) -> Hashable:
-        """Over hosts, of the ranks along an axis. Computed once for all of them, as they may be thousands."""
-        if (axis, first) not in self.distributions:
-            hosts = [rank // self.host_size for rank in self.grid.group(first, axis)]
+    def _distribution(self, axes: Axes, first: int) -> Hashable:
+        """Over hosts, of the ranks along axes. Computed once for all of them, as they may be thousands."""
+        if (axes, first) not in self.distributions:
+            hosts = [rank // self.host_size for rank in self.grid.group(first, *axes)]
             indices = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
             by_host = tuple(indices[host] for host in hosts)
-            self.distributions[axis, first] = (
+            self.distributions[axes, first] = (
                 by_host if self.plan.algorithm == "two-level" else len(indices) == 1
             )
-        return self.distributions[axis, first]
+        return self.distributions[axes, first]
 
-    def _layouts(self, coord: tuple[int, int]) -> dict[int, Layout]:
-        """The layouts of every stage, at a tp coordinate."""
-        num_coords = self.plan.rows * self.plan.cols
-        index = coord[0] * self.plan.cols + coord[1]
+    def _layouts(self, coord: int) -> dict[int, Layout]:
+        """The layouts of every stage, on one of the ranks that shard the same layers."""
+        num_coords = self.grid.degree(*TENSOR)
         return {
-            stage: self.shard_map.layouts[rank * num_coords + index][stage]
+            stage: self.shard_map.layouts[rank * num_coords + coord][stage]
             for stage, rank in sorted(self.spec.schedule.rank_of.items())
         }
 
     def _examine(self, rank: int) -> tuple[list[DryStage], RankContext]:
         """Run all stages at the rank's tp coordinate."""
         mesh = self.cluster.mesh(self.grid, rank)
-        coord = (mesh.coord["row"], mesh.coord["col"])
         plan = self.plan.placed_on(self.cluster.device.type)
         context = RankContext(plan, mesh, META, DataGroups.build(mesh, plan), NullMasters())
-        layouts = self._layouts(coord)
+        layouts = self._layouts(self.grid.index(rank, *TENSOR))
         return dry_stages(self.model, self.spec, layouts, mesh, self.micro, self.cluster.device), context
 
     def _rank_class(self, ranks: tuple[int, ...], stages: list[DryStage], context: RankContext) -> RankClass:
@@ -306,14 +303,14 @@ class _PlanView:
         """Bytes of states and buffers of full tensors, on the rank with most of them."""
         if all(group.needs is not Needs.TENSORS for group in self.groups):
             return 0, 0
-        size = self.plan.rows * self.plan.cols
+        size = self.grid.degree(*TENSOR)
         model_ranks = range(pp_rank * size, (pp_rank + 1) * size)
         tensors = full_tensors(self.shard_map, model_ranks, self.plan.shard_degree, self.groups)
         owned: Counter[int] = Counter()
         for tensor in tensors:
             owned[tensor.owner] += tensor.numel
-        coords = (self.grid.coord(rank) for rank in ranks)
-        owners = ((at["shard"] * self.plan.rows + at["row"]) * self.plan.cols + at["col"] for at in coords)
+        stage_copy = Roles.from_plan(self.plan).stage_copy
+        owners = (self.grid.index(rank, *stage_copy) for rank in ranks)
         largest = max(owners, key=lambda owner: owned[owner])
         itemsize = MASTER_BYTES[self.plan.dtype]
         return full_tensor_bytes(self.groups, tensors, units, largest, size, itemsize)

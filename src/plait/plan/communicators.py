@@ -43,8 +43,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, STAGES, TOKENS, Axes, Roles
 from plait.plan.compression import compresses, reduces_over_all
-from plait.plan.grid import AXES, Grid
+from plait.plan.grid import Grid
 from plait.plan.plan import Plan
 
 # Thread blocks of a send or a receive, which occupy multiprocessors for as long as they wait.
@@ -70,22 +71,18 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
 
     `rank_of`: the `pp` coordinate of every stage. See the notes at the top.
     """
-    wanted: list[tuple[tuple[str, ...], str, int | None]] = [(("shard",), "gathers", None)]
+    roles, grid = Roles.from_plan(plan), Grid.from_plan(plan)
+    wanted: list[tuple[Axes, str, int | None]] = [(roles.states(), "gathers", None)]
     if compresses(plan) and reduces_over_all(plan):
-        wanted.append((("replicate", "shard"), "reductions", None))
+        wanted.append((TOKENS, "reductions", None))
     else:
-        wanted += [(("shard",), "reductions", None), (("replicate",), "reductions", None)]
+        wanted += [(roles.states(), "reductions", None), (REPLICAS, "reductions", None)]
     if plan.sync_batchnorm:
-        summed = ("shard",) if plan.local_steps else ("replicate", "shard")
-        wanted.append((summed, "statistics", None))
-    wanted += [(("row",), "", None), (("col",), "", None)]
+        wanted.append((roles.gradient_sum(), "statistics", None))
+    wanted += [((HIDDEN,), "", None), ((FEATURES,), "", None)]
     classes = sorted(set(sender_classes(rank_of).values()))
-    wanted += [(("pp",), sends_channel(number), _MESSAGE_CTAS) for number in classes]
-    several = [axis for axis, degree in zip(AXES, Grid.from_plan(plan).degrees, strict=True) if degree > 1]
-    used = [
-        (tuple(axis for axis in several if axis in axes), channel, max_ctas)
-        for axes, channel, max_ctas in wanted
-    ]
+    wanted += [((STAGES,), sends_channel(number), _MESSAGE_CTAS) for number in classes]
+    used = [(grid.used(axes), channel, max_ctas) for axes, channel, max_ctas in wanted]
     return tuple(Communicator(*each) for each in dict.fromkeys(used) if each[0])
 
 

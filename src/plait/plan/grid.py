@@ -1,14 +1,11 @@
 """The grid: ranks arranged along named axes, the last axis running fastest."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from plait.plan.plan import Plan
-
-# Outermost to innermost: neighbours on `col` are the closest.
-AXES = ("pp", "replicate", "shard", "cp", "row", "col")
+from plait.plan.axes import AXES, TABLE, Axes, Degrees
 
 
 @dataclass(frozen=True)
@@ -18,15 +15,9 @@ class Grid:
     degrees: tuple[int, ...]
 
     @classmethod
-    def from_plan(cls, plan: Plan) -> "Grid":
+    def from_plan(cls, plan: Degrees) -> "Grid":
         """The grid of a plan whose dp is a number."""
-        return cls.from_degrees(
-            pp=plan.pp,
-            replicate=plan.data_ranks // plan.shard_degree,
-            shard=plan.shard_degree,
-            row=plan.rows,
-            col=plan.cols,
-        )
+        return cls(tuple(axis.degree(plan) for axis in TABLE))
 
     @classmethod
     def from_degrees(cls, **degrees: int) -> "Grid":
@@ -43,11 +34,23 @@ class Grid:
         """Number of ranks along these axes together."""
         return math.prod(self.degrees[AXES.index(axis)] for axis in axes)
 
+    def used(self, axes: Collection[str]) -> Axes:
+        """Return those of the axes that have several ranks, outermost first."""
+        return tuple(axis for axis in AXES if axis in axes and self.degree(axis) > 1)
+
     def coord(self, rank: int) -> dict[str, int]:
         """The rank's coordinate on every axis."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         along = zip(AXES, self._strides, self.degrees, strict=True)
         return {axis: rank // stride % degree for axis, stride, degree in along}
+
+    def index(self, rank: int, *axes: str) -> int:
+        """The rank's index among those that differ from it only along `axes`."""
+        index = 0
+        for axis, stride, degree in zip(AXES, self._strides, self.degrees, strict=True):
+            if axis in axes:
+                index = index * degree + rank // stride % degree
+        return index
 
     def rank(self, coord: Mapping[str, int]) -> int:
         """The rank at a coordinate; axes that are not given are 0."""
@@ -58,13 +61,22 @@ class Grid:
             rank = rank * degree + index
         return rank
 
+    def first(self, rank: int, *axes: str) -> int:
+        """The first of the ranks that differ from `rank` only along `axes`."""
+        steps = zip(AXES, self._strides, self.degrees, strict=True)
+        return rank - sum(rank // stride % degree * stride for axis, stride, degree in steps if axis in axes)
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours on an axis."""
+        return self._strides[AXES.index(axis)]
+
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, in rank order."""
         assert 0 <= rank < self.num_ranks, f"rank {rank} of {self.num_ranks}"
         wanted = [number for number, axis in enumerate(AXES) if axis in axes]
         assert len(wanted) == len(axes), f"no such axis among {axes}"
         steps = [(self._strides[number], self.degrees[number]) for number in wanted]
-        ranks = [rank - sum(rank // stride % degree * stride for stride, degree in steps)]
+        ranks = [self.first(rank, *axes)]
         for stride, degree in steps:
             ranks = [first + index * stride for first in ranks for index in range(degree)]
         return tuple(ranks)

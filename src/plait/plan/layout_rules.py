@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.errors import PlanError, unknown_key_hint
+from plait.plan.axes import FEATURES, HIDDEN, TENSOR
 from plait.plan.sharding import LayerSharding, Style
 
 # Axes of weights, and those of the batch's dims, which weights do not have: `dp=` and `sp=` of the plan.
-WEIGHT_AXES = ("row", "col")
 BATCH_AXES = {"dp": "batch", "sp": "length"}
 
 _EXAMPLE = "batch:dp heads:col ffn:col vocab:col hidden:row"
@@ -85,11 +85,11 @@ class LayoutRules:
                     "cannot read a layout rule", given=repr(word), expected="name:axis", hint=_EXAMPLE
                 )
             name, axis = match.groups()
-            if axis not in (*WEIGHT_AXES, *BATCH_AXES):
+            if axis not in (*TENSOR, *BATCH_AXES):
                 raise PlanError(
                     "a layout rule has an unknown axis",
                     given=word,
-                    expected=f"one of {', '.join((*WEIGHT_AXES, *BATCH_AXES))}",
+                    expected=f"one of {', '.join((*TENSOR, *BATCH_AXES))}",
                     hint="ffn:col, which shards each expert" if axis == "ep" else f"{name}:col",
                 )
             if axis_of.setdefault(name, axis) != axis:
@@ -122,11 +122,11 @@ class LayoutRules:
                     expected="a name of the table of dim names",
                     hint=unknown_key_hint(name, known),
                 )
-        for axis, degree in (("row", rows), ("col", cols)):
+        for axis, degree in ((HIDDEN, rows), (FEATURES, cols)):
             if degree > 1 and axis not in self.axis_of.values():
                 free = sorted(known - self.axis_of.keys() - set(BATCH_AXES.values()))
-                name = "hidden" if axis == "row" and "hidden" in free else free[0] if free else "name"
-                grid = f"tp=1x{rows * cols}" if axis == "row" else f"tp={rows * cols}x1"
+                name = "hidden" if axis == HIDDEN and "hidden" in free else free[0] if free else "name"
+                grid = f"tp=1x{rows * cols}" if axis == HIDDEN else f"tp={rows * cols}x1"
                 raise PlanError(
                     f"the layout shards nothing over {axis}, whose ranks would all compute the same",
                     given=f"{self} with tp={rows}x{cols}",
@@ -187,11 +187,11 @@ def layer_collectives(layer: LayerSharding, rows: int, cols: int, *, sequence: b
             over_col = [(reduce, "")]
         case Style.NORM:
             pairs = [(reduce, reduce)]
-            over_row, over_col = ([], pairs) if layer.out and layer.out.axis == "col" else (pairs, [])
+            over_row, over_col = ([], pairs) if layer.out and layer.out.axis == FEATURES else (pairs, [])
         case Style.EXPERTS:
             over_col = [(reduce, reduce)]
     words: list[list[str]] = [[], []]
-    for axis, degree, pairs in (("row", rows, over_row), ("col", cols, over_col)):
+    for axis, degree, pairs in ((HIDDEN, rows, over_row), (FEATURES, cols, over_col)):
         for pair in pairs if degree > 1 else ():
             for of_pass, text in zip(words, pair, strict=True):
                 of_pass.extend([text.format(axis)] if text else [])

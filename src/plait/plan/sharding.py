@@ -31,6 +31,7 @@ from enum import Enum
 from itertools import accumulate, product
 
 from plait.errors import PlanError
+from plait.plan.axes import FEATURES, HIDDEN
 
 Range = tuple[int, int]  # start and stop
 
@@ -205,7 +206,7 @@ class ParamSharding:
     def ranges(self, shape: Sequence[int], row: int, col: int) -> tuple[tuple[Range, ...], ...]:
         """The ranges of every dim of the full tensor that the rank at (row, col) holds."""
         assert len(shape) == len(self.dims), f"{self.name}: {len(self.dims)} dims for shape {tuple(shape)}"
-        coord = {"row": row, "col": col}
+        coord = {HIDDEN: row, FEATURES: col}
         return tuple(
             ((0, size),) if sharding is None else sharding.ranges[coord[sharding.axis]]
             for size, sharding in zip(shape, self.dims, strict=True)
@@ -213,19 +214,19 @@ class ParamSharding:
 
     def sharers(self, cols: int, col: int) -> tuple[int, ...]:
         """The `col` coordinates whose gradients of this shard are partial sums; () if there are none."""
-        over_col = self._along("col")
+        over_col = self._along(FEATURES)
         same = over_col.sharers(col) if over_col is not None else tuple(range(cols)) if self.partial else ()
         return same if len(same) > 1 else ()
 
     def copies(self, rows: int, cols: int, col: int) -> int:
         """Number of ranks of the grid that hold this shard."""
-        over_col = self._along("col")
-        along_row = 1 if self._along("row") is not None else rows
+        over_col = self._along(FEATURES)
+        along_row = 1 if self._along(HIDDEN) is not None else rows
         return along_row * (cols if over_col is None else len(over_col.sharers(col)))
 
     def is_first(self, row: int, col: int) -> bool:
         """True if this rank is the first that holds its shard: the one that counts it in a norm."""
-        over_row, over_col = self._along("row"), self._along("col")
+        over_row, over_col = self._along(HIDDEN), self._along(FEATURES)
         first_row = row if over_row is not None else 0
         first_col = over_col.sharers(col)[0] if over_col is not None else 0
         return (row, col) == (first_row, first_col)

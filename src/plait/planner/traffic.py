@@ -6,7 +6,8 @@ bytes. Losses and norms are left out.
 
 from dataclasses import dataclass
 
-from plait.plan import Plan
+from plait.plan import AXES, Grid, Plan
+from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, STAGES, Roles
 from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, network
@@ -44,22 +45,14 @@ def axis_traffic(
 ) -> list[AxisTraffic]:
     """Return the traffic of every axis with more than one rank."""
     links = Links.of(cluster, cluster.constants)
-    ranks = plan.num_ranks
-    shard, replicas = plan.shard_degree, plan.data_ranks // plan.shard_degree
-    inner = plan.rows * plan.cols
-    groups = {
-        "pp": Group(plan.pp, ranks // plan.pp, ranks),
-        "replicate": Group(replicas, inner * shard, ranks),
-        "shard": Group(shard, inner, ranks),
-        "row": Group(plan.rows, plan.cols, ranks),
-        "col": Group(plan.cols, 1, ranks),
-    }
+    ranks, grid = plan.num_ranks, Grid.from_plan(plan)
+    groups = {axis: Group(grid.degree(axis), grid.stride(axis), ranks) for axis in AXES}
     by_rank = [sent_bytes(model, plan, work, rank) for rank in range(plan.pp)]
     found = []
     for axis, group in groups.items():
         if group.degree == 1:
             continue
-        sent = max(each[axis] for each in by_rank)
+        sent = max(each[axis] for each in by_rank)  # an axis with several ranks has traffic
         local, domains = group.placement(links.domain)
         between = 0.0
         if domains > 1:
@@ -93,12 +86,12 @@ def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict
     tied_shards = plan.rows * plan.cols * (shard if plan.zero >= 2 else 1)
     hidden = tokens * model.hidden / plan.rows
     return {
-        "pp": plan.micro * sends * message_bytes(model, plan, batch, work.sequence)
+        STAGES: plan.micro * sends * message_bytes(model, plan, batch, work.sequence)
         + tied * model.vocab * model.hidden / tied_shards * reduced,
-        "replicate": 2 * _share(replicas) * numel / shard * reduced,
-        "shard": _share(shard) * numel * (gathers * size + scatters * reduced),
-        "row": _share(plan.rows) * blocks * passes * tokens * inside / plan.cols / 2,
-        "col": _share(plan.cols) * (blocks * (passes + 2 * plan.sp) + 2 * ends) * hidden,
+        REPLICAS[0]: 2 * _share(replicas) * numel / shard * reduced,
+        Roles.from_plan(plan).states()[0]: _share(shard) * numel * (gathers * size + scatters * reduced),
+        HIDDEN: _share(plan.rows) * blocks * passes * tokens * inside / plan.cols / 2,
+        FEATURES: _share(plan.cols) * (blocks * (passes + 2 * plan.sp) + 2 * ends) * hidden,
     }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from plait.estimate.explain import Explanation
 from plait.plan import UnitLayout
+from plait.plan.axes import TENSOR
 from plait.train.explain import to_json
 from plait.train.measurements import Measurements
 
@@ -50,7 +51,8 @@ def _drawn(at_coords: Mapping[int, UnitLayout], cols: int) -> dict[str, Any]:
                 "start": shard.start,
                 "numel": shard.boxes.numel,
                 "held": [
-                    {"row": at // cols, "col": at % cols, "ranges": of_coord[shard.name].boxes.ranges}
+                    dict(zip(TENSOR, divmod(at, cols), strict=True))
+                    | {"ranges": of_coord[shard.name].boxes.ranges}
                     for at, of_coord in by_name.items()
                 ],
             }

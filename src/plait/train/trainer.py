@@ -21,7 +21,6 @@ import torch
 import transformers
 from rich.console import Console
 
-import plait
 from plait import checkpoint
 from plait.api import parallelize
 from plait.checkpoint import Checkpoint, Saver
@@ -61,6 +60,7 @@ from plait.train.resume import load_newest
 from plait.train.server_metrics import ServerMetrics
 from plait.train.servers import RESUMED, help_training
 from plait.train.signals import SignalHandler
+from plait.version import __version__
 
 MAX_STEPS_BETWEEN_FLAGS = 10
 _FINISHED = "plait: finished"
@@ -404,7 +404,8 @@ class Trainer:
             "loss_scale": self._engine.loss_scale,
             **self._run.facts(),
             **({} if generation is None else {"generation": generation}),
-            "versions": {module.__name__: str(module.__version__) for module in (plait, torch, transformers)},
+            "versions": {"plait": __version__}
+            | {module.__name__: str(module.__version__) for module in (torch, transformers)},
         }
 
     def _show_start(self, peak_flops: PeakFlops) -> None:

@@ -10,6 +10,7 @@ from plait.errors import ModelError, PlanError
 from plait.models.sharding.styles import StyleSpec, replicate_hint
 from plait.models.task import pretrained_base
 from plait.models.transformers_types import is_conv1d
+from plait.plan.axes import HIDDEN
 from plait.plan.sharding import (
     ArgumentSharding,
     DimSharding,
@@ -75,7 +76,7 @@ class TPPlanBuilder:
 
     def shard_over_row(self, size: int, of: str) -> DimSharding:
         """Shard the residual stream's features, or a like width, over `row`."""
-        return one_range_each("row", split_width(size, self.rows, of=f"the features of {of}"))
+        return one_range_each(HIDDEN, split_width(size, self.rows, of=f"the features of {of}"))
 
     def ancestors(self, name: str) -> list[str]:
         """The modules that contain this one, nearest first, without the model."""

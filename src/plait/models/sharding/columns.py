@@ -51,6 +51,7 @@ from plait.models.sharding.tracing import (
 from plait.models.stages.dataflow import traced_batches
 from plait.models.task import forward_inputs
 from plait.models.tensors import tensors_in
+from plait.plan.axes import FEATURES
 from plait.plan.sharding import Style, token_regions
 
 _ATEN = torch.ops.aten
@@ -238,7 +239,7 @@ class _Tracer(TensorTracer):
         for key, full_name in self._own[name].items():
             parameter, sharding = module._parameters[key], self._builder.parameters.get(full_name)
             assert parameter is not None, "a parameter with a name"
-            dims = [dim is not None and dim.axis == "col" for dim in sharding.dims] if sharding else []
+            dims = [dim is not None and dim.axis == FEATURES for dim in sharding.dims] if sharding else []
             if any(dims):
                 features = Features(
                     frozenset({(full_name, 1)}), dims.index(True), parameter.shape[dims.index(True)]

@@ -29,6 +29,7 @@ from plait.models.sharding.builder import (
     repeat_per_part,
 )
 from plait.models.sharding.styles import StyleSpec, replicate_hint
+from plait.plan.axes import FEATURES
 from plait.plan.sharding import DimSharding, HeadSplit, LayerSharding, Style, split, split_heads, split_width
 
 NUM_HEADS_NAMES = ("num_heads", "num_attention_heads", "n_head", "n_heads")
@@ -52,10 +53,10 @@ class Heads:
 
     def queries(self, width: int) -> DimSharding:
         """The sharding of a dim in which every query head has `width` elements."""
-        return one_range_each("col", [(start * width, stop * width) for start, stop in self.split.queries])
+        return one_range_each(FEATURES, [(start * width, stop * width) for start, stop in self.split.queries])
 
     def keys(self, width: int) -> DimSharding:
-        return one_range_each("col", [(start * width, stop * width) for start, stop in self.split.keys])
+        return one_range_each(FEATURES, [(start * width, stop * width) for start, stop in self.split.keys])
 
     def grouped(self, width: int) -> DimSharding:
         """The sharding of [kv head][its query heads, key, value], each `width` wide, by kv heads."""
@@ -178,12 +179,12 @@ def shard_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, size: int
 def _shard_part_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, width: int) -> DimSharding:
     cols = builder.cols
     if spec.gathers or spec.splits or spec.head:
-        return one_range_each("col", split_width(width, cols, of=name))
+        return one_range_each(FEATURES, split_width(width, cols, of=name))
     heads = find_heads(builder, name)
     if spec.multiple and (heads is None or not heads.is_declared):
-        return one_range_each("col", split(width, cols, spec.multiple, of=name))
+        return one_range_each(FEATURES, split(width, cols, spec.multiple, of=name))
     if heads is None:
-        return one_range_each("col", split_width(width, cols, of=name))
+        return one_range_each(FEATURES, split_width(width, cols, of=name))
     if spec.grouped:
         if cols > heads.num_kv_heads:
             raise PlanError(

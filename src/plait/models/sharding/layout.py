@@ -29,6 +29,7 @@ from plait.errors import ModelError, PlanError
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import attention_of
 from plait.models.sharding.styles import STYLES, StyleSpec, layer_pattern, matching
+from plait.plan.axes import FEATURES, HIDDEN
 from plait.plan.layout_rules import LayoutRules, NamedDim, parse_dims
 from plait.plan.sharding import Style
 
@@ -100,7 +101,7 @@ def _is_sharded(rules: LayoutRules, name: str, dims: Dims) -> bool:
     """Return whether rules shard a layer that has a style. Raises PlanError if they shard it otherwise."""
     axes = rules.axes(dims, name)
     for dim, axis in zip(dims, axes, strict=True):
-        expected = {"hidden": "row", "experts": None}.get(dim.name, "col")
+        expected = {"hidden": HIDDEN, "experts": None}.get(dim.name, FEATURES)
         if axis not in (None, expected):
             raise PlanError(
                 f"the plan of {name} has no sums over {axis} for {dim.name}",
@@ -108,7 +109,7 @@ def _is_sharded(rules: LayoutRules, name: str, dims: Dims) -> bool:
                 expected=f"{dim.name}:{expected}" if expected else f"no rule for {dim.name}",
                 hint=f"names of your own for '{layer_pattern(name)}', in tensor_plan=",
             )
-    return "col" in axes
+    return FEATURES in axes
 
 
 def _resolve(builder: TPPlanBuilder, table: Mapping[str, str]) -> dict[str, Dims]:
@@ -177,7 +178,7 @@ class _Translation:
             owner, _, key = path.rpartition(".")
             module, own = self.builder.modules[owner], self.builder.own_parameters(owner)
             if key not in own:
-                if axes == ("col",):
+                if axes == (FEATURES,):
                     counts = self.styles.get(owner, StyleSpec()).attributes
                     self.styles[owner] = StyleSpec(attributes=(*counts, key))
             elif linear_features(module) is not None:
@@ -185,7 +186,7 @@ class _Translation:
                     self._add_linear(owner, dims)
             elif isinstance(module, nn.Embedding):
                 self._add_embedding(owner, dims, axes)
-            elif "col" in axes:
+            elif FEATURES in axes:
                 bare[path] = dims
         places = self.outputs | self.inputs
         layers = [layer for layer in self.builder.modules if layer in places]
@@ -207,31 +208,31 @@ class _Translation:
         features = linear_features(self.builder.modules[layer])
         out, inp = dims[::-1] if features is not None and features[2] else dims
         axes = self.rules.axes((out, inp), layer)
-        if "col" not in axes:
+        if FEATURES not in axes:
             return  # of the residual stream, if it is over `row`: see `residual.py`
-        if self.builder.rows > 1 and "row" not in axes:
-            other = inp if axes[0] == "col" else out
+        if self.builder.rows > 1 and HIDDEN not in axes:
+            other = inp if axes[0] == FEATURES else out
             raise PlanError(
                 f"the layout shards {layer} over columns, but not over rows",
                 given=f"{_text(dims)} with {self.rules}, tp={self.builder.rows}x{self.builder.cols}",
                 expected=f"{other.name} on row: rows would repeat each other's work",
                 hint=f"{other.name}:row, or tp=1x{self.builder.rows * self.builder.cols}",
             )
-        is_column = axes[0] == "col"
+        is_column = axes[0] == FEATURES
         dim = out if is_column else inp
         (self.outputs if is_column else self.inputs)[layer] = self._place(layer, dim)
         style = STYLES["colwise" if is_column else "rowwise"]
         self.styles[layer] = replace(style, parts=dim.parts, multiple=dim.width)
 
     def _add_embedding(self, name: str, dims: Dims, axes: Axes) -> None:
-        if axes[1] == "col" or axes[0] == "row":
+        if axes[1] == FEATURES or axes[0] == HIDDEN:
             raise self._unplaced(name, dims, "an embedding's rows are summed over columns")
-        if axes[0] == "col":
+        if axes[0] == FEATURES:
             self.styles[name] = STYLES["embedding_rowwise"]
 
     def _add_bare(self, path: str, dims: Dims) -> None:
         """Add a parameter that is not a layer's: with a value per feature between layers, or of experts."""
-        index = self.rules.axes(dims, path).index("col")
+        index = self.rules.axes(dims, path).index(FEATURES)
         dim = dims[index]
         is_between = len(dims) == 1 and self._place(path, dim) in self.kept
         if self.builder.is_norm(path.rpartition(".")[0]):

@@ -19,6 +19,7 @@ from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder, add_linear, linear_features
 from plait.models.sharding.heads import shard_over_col
 from plait.models.sharding.styles import Sizes, StyleSpec, replicate_hint, sizes_text
+from plait.plan.axes import FEATURES
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, split
 
 
@@ -51,7 +52,7 @@ def _shard_sizes(
             is_all = is_whole and units == 1
             own.append((first, first + width) if is_all else (first + start * each, first + stop * each))
         first += units * width
-    return DimSharding("col", tuple(map(tuple, ranges)))
+    return DimSharding(FEATURES, tuple(map(tuple, ranges)))
 
 
 def add_mixer_linear(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:

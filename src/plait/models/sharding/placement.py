@@ -16,6 +16,7 @@ from plait.models.sharding.columns import Columns, misfit
 from plait.models.sharding.features import Source
 from plait.models.sharding.heads import shard_over_col
 from plait.models.sharding.styles import StyleSpec
+from plait.plan.axes import FEATURES
 from plait.plan.sharding import DimSharding, LayerSharding, ParamSharding, Style
 
 
@@ -96,7 +97,7 @@ def _sharding(builder: TPPlanBuilder, sources: Iterable[Source], size: int) -> D
             full = 0 if layer is None else layer[0]
         elif name in builder.parameters:
             dims = builder.parameters[name].dims
-            at = next(index for index, dim in enumerate(dims) if dim is not None and dim.axis == "col")
+            at = next(index for index, dim in enumerate(dims) if dim is not None and dim.axis == FEATURES)
             sharding, full = dims[at], builder.shapes[name][at]
         else:
             continue
@@ -106,7 +107,7 @@ def _sharding(builder: TPPlanBuilder, sources: Iterable[Source], size: int) -> D
         own = [[edge for edge in ranges if edge[1] <= width] for ranges in sharding.ranges]
         if all(position * size % width == 0 for ranges in own for edge in ranges for position in edge):
             scaled = tuple(tuple((a * size // width, b * size // width) for a, b in ranges) for ranges in own)
-            found.append((width != size, DimSharding("col", scaled)))
+            found.append((width != size, DimSharding(FEATURES, scaled)))
     return min(found, key=lambda entry: entry[0])[1] if found else None
 
 
@@ -193,5 +194,5 @@ def _mark_partial(builder: TPPlanBuilder, full_name: str) -> None:
     """Mark a parameter, unless its shards differ between columns."""
     unsharded = ParamSharding(full_name, (None,) * len(builder.shapes[full_name]))
     param = builder.parameters.get(full_name, unsharded)
-    is_over_col = any(sharding is not None and sharding.axis == "col" for sharding in param.dims)
+    is_over_col = any(sharding is not None and sharding.axis == FEATURES for sharding in param.dims)
     builder.parameters[full_name] = replace(param, partial=not is_over_col)

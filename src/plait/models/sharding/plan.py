@@ -78,6 +78,7 @@ from plait.models.sharding.styles import (
     style_text,
 )
 from plait.models.transformers_types import input_embedding
+from plait.plan.axes import FEATURES
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, StyleLine, TPPlan, split_width
 
 
@@ -325,7 +326,7 @@ def _add_vocabulary(builder: TPPlanBuilder, name: str) -> None:
             hint=replicate_hint(name),
         )
     vocabulary = split_width(module.num_embeddings, builder.cols, of=f"the vocabulary of {name}")
-    inp, out = one_range_each("col", vocabulary), builder.shard_over_row(module.embedding_dim, name)
+    inp, out = one_range_each(FEATURES, vocabulary), builder.shard_over_row(module.embedding_dim, name)
     builder.layers[name] = LayerSharding(name, Style.VOCABULARY, out, inp)
     builder.shard_parameter(builder.own_parameters(name)["weight"], (inp, out))
 
@@ -384,7 +385,7 @@ def _shard_expert_dim(
             hint=f"tensor_plan={{'{layer_pattern(name)}': '{style}:{each * spec.parts}'}}",
         )
     ranges = split_width(width // each, builder.cols, of=f"the features of {owner}")
-    of_part = one_range_each("col", [(start * each, stop * each) for start, stop in ranges])
+    of_part = one_range_each(FEATURES, [(start * each, stop * each) for start, stop in ranges])
     return repeat_per_part(of_part, width, spec.parts)
 
 

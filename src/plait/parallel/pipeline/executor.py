@@ -50,6 +50,7 @@ from plait.parallel.pipeline.p2p import Inbox, Outbox, PostedReceive
 from plait.parallel.pipeline.serialize import PackedOutput, TensorSpec, pack, unpack
 from plait.parallel.pipeline.split_backward import BackwardSplitter, DeferredWeightGrads
 from plait.parallel.zero.sharded_model import Root, ShardedStage
+from plait.plan.axes import STAGES
 from plait.plan.communicators import sender_classes, sends_channel
 from plait.plan.schedule import Action, Kind, Schedule, Span
 from plait.plan.schedule.simulate import global_order
@@ -134,7 +135,7 @@ class Pipeline:
     def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, splitter: BackwardSplitter) -> None:
         """`rank_of`: the `pp` coordinate of every stage. `splitter`: that of the stages' linear layers. All
         ranks of the pipeline call this at the same point of the program."""
-        self._rank = mesh.coord["pp"]
+        self._rank = mesh.coord[STAGES]
         self._rank_of = rank_of
         self.splitter = splitter
         self.deferred_bytes: dict[int, int] = {}  # by stage: held after its first split backward
@@ -149,7 +150,7 @@ class Pipeline:
             if self._rank in (source, target):
                 label = f"{kind} from stage rank {source} to {target}"
                 group, peer = mesh.message_group(
-                    "pp", source, target, channel=label, shared_channel=sends_channel(classes[source])
+                    STAGES, source, target, channel=label, shared_channel=sends_channel(classes[source])
                 )
                 if self._rank == source:
                     self._outboxes[kind, target] = Outbox(group, device=self.device, label=label, peer=peer)

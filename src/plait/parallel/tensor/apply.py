@@ -35,6 +35,7 @@ from plait.parallel.tensor.sequence_forward import (
 )
 from plait.parallel.tensor.shared_input import SharedInputs
 from plait.parallel.tensor.side_inputs import SideInputs
+from plait.plan.axes import FEATURES, HIDDEN
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, token_regions
 
 _LINEAR = (Style.COLUMN, Style.ROW)
@@ -87,7 +88,7 @@ class _Application:
     head: HeadOutput = field(default_factory=HeadOutput)
 
     def __post_init__(self) -> None:
-        self.shared_inputs = {"row": SharedInputs(self.groups.row), "col": SharedInputs(self.groups.col)}
+        self.shared_inputs = {HIDDEN: SharedInputs(self.groups.row), FEATURES: SharedInputs(self.groups.col)}
         self.sequence_shard = self.sequence_or_none or SequenceShard(self.groups.col)
         self.side_inputs = SideInputs(self.sequence_shard)
         self.regions = self._regions() if self.is_sequence_parallel else {}
@@ -134,7 +135,7 @@ class _Application:
                 self.model.register_forward_pre_hook(_shard_input_embeddings(out), with_kwargs=True)
 
     def apply_to_regions(self) -> None:
-        sequence, shared = self.sequence_shard, self.shared_inputs["col"]
+        sequence, shared = self.sequence_shard, self.shared_inputs[FEATURES]
         readers = {name: self._readers_of(region) for name, region in self.regions.items()}
         input_cast = self.products.input_cast([*chain(*readers.values())], self.groups.row)
         for name, region in self.regions.items():
@@ -180,7 +181,7 @@ class _Application:
 
     def _linear(self, layer: LayerSharding, inp: ShardedDim | None, out: ShardedDim | None) -> ParallelLinear:
         is_column = layer.style is Style.COLUMN
-        output_axis, input_grad_axis = ("row", "col") if is_column else ("col", "row")
+        output_axis, input_grad_axis = (HIDDEN, FEATURES) if is_column else (FEATURES, HIDDEN)
         region = next((r for r in self.regions.values() if _is_in(layer.module, r.name)), None)
         is_open = region is not None and not region.is_closed
         # COLUMN layers have input features over `row` and output features over `col`, ROW layers vice versa.

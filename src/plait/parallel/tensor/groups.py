@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, all_gather
+from plait.plan.axes import FEATURES, HIDDEN
 from plait.plan.sharding import DimSharding
 
 
@@ -20,8 +21,8 @@ class TensorGroups:
     col: Group
 
     def along(self, axis: str) -> Group:
-        """Return the group of an axis, "row" or "col"."""
-        return {"row": self.row, "col": self.col}[axis]
+        """Return the group of an axis, HIDDEN or FEATURES."""
+        return {HIDDEN: self.row, FEATURES: self.col}[axis]
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,9 @@ from torch.utils._pytree import tree_leaves
 from plait.models import is_pretrained_model
 from plait.models.init_weights import derive_seed
 from plait.parallel.tensor.apply import own_forward, set_forward
+from plait.plan.axes import FEATURES, HIDDEN, TENSOR, Axes
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 
-Axes = tuple[str, ...]  # over which an activation is sharded, in this order:
-_ORDER = ("row", "col")
 StreamScope = Callable[[], AbstractContextManager[None]]
 
 
@@ -73,7 +72,7 @@ def install_rng_streams(
         _wrap(block, partial(streams.block, streams.residual), is_outermost=True)
     for module in model.modules():
         if isinstance(module, _DropoutNd) and module not in in_blocks:
-            _wrap(module, partial(streams.block, ("row",)), is_outermost=True)  # sequences are full
+            _wrap(module, partial(streams.block, (HIDDEN,)), is_outermost=True)  # sequences are full
 
 
 def _stream_scope(layer: LayerSharding, plan: TPPlan, streams: "_RngStreams") -> "StreamScope":
@@ -83,12 +82,12 @@ def _stream_scope(layer: LayerSharding, plan: TPPlan, streams: "_RngStreams") ->
         return partial(streams.full_features, inp, out)
     region = next((name for name in plan.regions if layer.module.startswith(f"{name}.")), None)
     if layer.style is Style.COLUMN and layer.gathers:
-        return partial(streams.switch_after, () if region is not None else _without(streams.residual, "row"))
+        return partial(streams.switch_after, () if region is not None else _without(streams.residual, HIDDEN))
     if layer.style is Style.COLUMN:
-        return partial(streams.switch_after, ("col",))
+        return partial(streams.switch_after, (FEATURES,))
     if layer.style in (Style.ROW, Style.EXPERTS):
         is_full = bool(layer.summed) or (region is not None and _runs_on_full_sequence(region, plan))
-        return partial(streams.switch_after, ("row",) if is_full else streams.residual)
+        return partial(streams.switch_after, (HIDDEN,) if is_full else streams.residual)
     return nullcontext
 
 
@@ -113,7 +112,7 @@ class _RngStreams:
 
     def __init__(self, coords: Mapping[str, int], sequence: bool, device: torch.device) -> None:
         self._coords = coords
-        self.residual: Axes = ("row", "col") if sequence else ("row",)
+        self.residual: Axes = TENSOR if sequence else (HIDDEN,)
         self._device = device
         self._call: _BlockCall | None = None
 
@@ -140,9 +139,9 @@ class _RngStreams:
         if before != self.residual:
             yield
             return
-        self._switch(("row",))
+        self._switch((HIDDEN,))
         yield
-        if self._current() == ("row",):
+        if self._current() == (HIDDEN,):
             self._switch(before)
 
     @contextmanager
@@ -151,7 +150,7 @@ class _RngStreams:
         inside = _without(self._current(), inp)
         self._switch(inside)
         yield
-        self._switch(inside if out is None else tuple(axis for axis in _ORDER if axis in (*inside, out)))
+        self._switch(inside if out is None else tuple(axis for axis in TENSOR if axis in (*inside, out)))
 
     @contextmanager
     def switch_after(self, axes: Axes) -> Iterator[None]:

@@ -46,6 +46,7 @@ from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.state_io import boxes_of, view_of
 from plait.plan import Box, Boxes, UnitLayout
+from plait.plan.axes import Roles
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class FullTensorUpdate:
         self.is_empty, self.bytes = not all_tensors, (0, 0)
         if self.is_empty:
             return
-        self._group = context.mesh.group("shard", "row", "col", channel="full tensors")
+        self._group = context.mesh.group(*Roles.from_plan(context.plan).stage_copy, channel="full tensors")
         own = self._group.rank
         layouts = [unit.layout for of_stage in units.values() for unit in of_stage]
         itemsize = context.precision.master.itemsize

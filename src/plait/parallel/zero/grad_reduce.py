@@ -61,6 +61,7 @@ from plait.parallel.zero.grad_buffer import GradientState
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
 from plait.plan import Layout, UnitLayout
+from plait.plan.axes import FEATURES
 from plait.plan.prefetch import MAX_IN_FLIGHT, reduction_deadlines
 
 _MAX_IN_FLIGHT_IF_KEPT = 256  # of unsharded gradients; transports can queue some hundreds
@@ -79,7 +80,9 @@ class ColumnGradReduce:
     def __init__(self, mesh: Mesh, layout: Layout) -> None:
         column_sets = {sharers for unit in layout.units if unit.trains for sharers, _, _ in unit.partial}
         in_order = sorted(column_sets, key=lambda sharers: (len(sharers), sharers))
-        self._groups = {sharers: mesh.subgroup("col", sharers, channel="gradients") for sharers in in_order}
+        self._groups = {
+            sharers: mesh.subgroup(FEATURES, sharers, channel="gradients") for sharers in in_order
+        }
 
     def reduce(self, layout: UnitLayout, gradient: Tensor) -> None:
         """All-reduce in place, in float32 at least. `gradient` is laid out like the unit's storage."""

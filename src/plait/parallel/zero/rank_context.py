@@ -11,6 +11,7 @@ from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, share
 from plait.parallel.zero.copy_stream import CopyStream, StagingBuffers
 from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.plan import Plan, compresses
+from plait.plan.axes import BATCH, MODEL, REPLICAS, STAGES, TENSOR, TOKENS, Roles
 from plait.plan.compression import reduces_over_all
 
 
@@ -35,40 +36,39 @@ class Precision:
 class DataGroups:
     """The process groups of this rank's data parallelism, and those with which it shares a model."""
 
-    data: Group  # replicate x shard: ranks that see different data
-    islands: Group  # replicate: ranks that exchange weights under local steps
-    # Under local steps the following are groups of an island: of ranks with one coordinate on `replicate`.
-    world: Group
-    dp: Group  # replicate x shard
-    replicate: Group
-    all_gather: Group  # along shard; see [Note: two channels] in `sharded_model.py`
-    reduce_scatter: Group  # along shard
-    dp_reduce: Group  # replicate x shard, if the plan reduces over both at once; otherwise `reduce_scatter`
-    tp: Group  # row x col: ranks that shard the same layers
-    model: Group  # pp x row x col: ranks with other parts of the model, for the same data
-    stage: Group  # replicate x shard x row x col: ranks of the same stages
+    data: Group  # ranks with other samples of a batch
+    islands: Group  # ranks that exchange weights under local steps
+    world: Group  # of the following: all ranks, or those of an island
+    dp: Group  # ranks that sum a gradient
+    replicate: Group  # ranks with the same shards of states
+    all_gather: Group  # ranks with other shards of states; see [Note: two channels] in `sharded_model.py`
+    reduce_scatter: Group  # the same ranks
+    dp_reduce: Group  # `dp`, if the plan reduces over all at once; otherwise `reduce_scatter`
+    tp: Group  # ranks that shard the same layers
+    model: Group  # ranks with other parts of the model, for the same data
+    stage: Group  # ranks of the same stages
     pp: Group  # ranks with other stages, for the same data
-    norm: Group  # pp x shard x row x col: ranks that together hold one copy of the gradient
+    norm: Group  # ranks that together hold one copy of the gradient
 
     @classmethod
     def build(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
-        reduce_scatter = mesh.group("shard", channel="reductions")
+        roles = Roles.from_plan(plan)
+        reduce_scatter = mesh.group(*roles.states(), channel="reductions")
         single_reduction = compresses(plan) and reduces_over_all(plan)
-        replicas = () if plan.local_steps else ("replicate",)
         return cls(
-            mesh.group("replicate", "shard"),
-            mesh.group("replicate", channel="reductions"),
-            mesh.group("pp", "shard", "row", "col") if plan.local_steps else mesh.world.group,
-            mesh.group(*replicas, "shard"),
-            mesh.group(*replicas, channel="reductions"),
-            mesh.group("shard", channel="gathers"),
+            mesh.group(*BATCH),
+            mesh.group(*REPLICAS, channel="reductions"),
+            mesh.group(*roles.step) if roles.has_islands else mesh.world.group,
+            mesh.group(*roles.gradient_sum()),
+            mesh.group(*roles.replicas(), channel="reductions"),
+            mesh.group(*roles.states(), channel="gathers"),
             reduce_scatter,
-            mesh.group("replicate", "shard", channel="reductions") if single_reduction else reduce_scatter,
-            mesh.group("row", "col"),
-            mesh.group("pp", "row", "col"),
-            mesh.group(*replicas, "shard", "row", "col"),
-            mesh.group("pp"),
-            mesh.group("pp", "shard", "row", "col", channel="reductions"),
+            mesh.group(*TOKENS, channel="reductions") if single_reduction else reduce_scatter,
+            mesh.group(*TENSOR),
+            mesh.group(*MODEL),
+            mesh.group(*roles.same_stage),
+            mesh.group(STAGES),
+            mesh.group(*roles.one_copy, channel="reductions"),
         )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from plait.models import buffers_like_weights
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Grid, Layout, Plan, StageAssignment, TPCoord, UnitLayout
+from plait.plan.axes import STAGES, Roles
 from plait.plan.layout import ParamShard, UnitInfo
 
 
@@ -72,13 +73,14 @@ class ShardMap:
         """Lay out a full model. `rank_of`: the `pp` coordinate of each stage. `tp_coords`: of the ranks that
         shard the same layers."""
         layouts: list[dict[int, Layout]] = []
-        for rank in range(grid.degree("pp")):
+        shards = grid.degree(*Roles.from_plan(plan).states())
+        for rank in range(grid.degree(STAGES)):
             stages = [stage for stage in range(assignment.num_stages) if rank_of[stage] == rank]
             layouts += [
                 {
                     stage: Layout.build(
                         assignment.units_of(stage, facts),
-                        grid.degree("shard"),
+                        shards,
                         tp_coord,
                         assignment.counted_on_other_stage(stage),
                     )

@@ -74,6 +74,7 @@ from plait.parallel.zero.rank_context import DataGroups, RankContext
 from plait.parallel.zero.reduce_ops import GradReduction, make_reduction
 from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.unshard import Unsharder
+from plait.plan.axes import STAGES
 
 _UPDATES_WITH_GATHERS = 3  # calls of the optimizer, if all-gathers follow them
 
@@ -384,14 +385,14 @@ class TiedGradReduce:
     def __init__(self, names: Mapping[str, Sequence[int]], rank_of: Mapping[int, int], mesh: Mesh) -> None:
         """`names`: units and the stages that have them, in one order on all ranks. `rank_of`: each stage's
         coordinate on `pp`."""
-        own = mesh.coord["pp"]
+        own = mesh.coord[STAGES]
         self._stages = {
             name: tuple(stages) for name, stages in names.items() if own in {rank_of[s] for s in stages}
         }
         self._groups: dict[str, Group] = {}
         for name, stages in self._stages.items():
             coords = sorted({rank_of[stage] for stage in stages})
-            self._groups[name] = mesh.subgroup("pp", coords, channel="shared")
+            self._groups[name] = mesh.subgroup(STAGES, coords, channel="shared")
 
     def _copies(self, name: str, stages: Mapping[int, ShardedStage]) -> list[tuple[ShardedStage, FlatParam]]:
         """This rank's units of that name, in the order of stages; none if they are frozen."""

@@ -20,6 +20,7 @@ from plait.parallel.zero.full_tensors import FullTensorUpdate
 from plait.parallel.zero.rank_context import Precision, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Layout, Plan
+from plait.plan.axes import Roles
 from plait.plan.estimate.memory import CHUNK
 
 
@@ -176,7 +177,7 @@ class SumsOverShards:
     """Adds up numbers of a parameter over its shards on the ranks that hold a copy of the stage."""
 
     def __init__(self, slices: Mapping[FlatParam, Sequence[OptimizerSlice]], context: RankContext) -> None:
-        self._group = context.mesh.group("shard", "row", "col", channel="norms")
+        self._group = context.mesh.group(*Roles.from_plan(context.plan).stage_copy, channel="norms")
         self._device = context.device
         self._index_of: dict[Tensor, int] = {}  # by leaf, of its parameter
         self._copies: dict[Tensor, int] = {}  # number of ranks that hold the same elements

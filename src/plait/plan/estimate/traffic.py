@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
+from plait.plan.axes import FEATURES, REPLICAS, STAGES, TOKENS, Axes, Roles
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
 from plait.plan.comm_log import CommCount, CommKey, Traffic, sum_traffic
 from plait.plan.compression import (
@@ -28,7 +29,7 @@ from plait.plan.compression import (
     reduces_over_all,
 )
 from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
-from plait.plan.grid import AXES, Grid
+from plait.plan.grid import Grid
 from plait.plan.layout import Layout, UnitLayout
 from plait.plan.plan import Plan
 from plait.plan.prefetch import ExecOrder, planned_gathers
@@ -86,7 +87,11 @@ class RankFacts:
     @cached_property
     def pp_coord(self) -> int:
         """The rank's coordinate on `pp`."""
-        return self.grid.coord(self.rank)["pp"]
+        return self.grid.coord(self.rank)[STAGES]
+
+    @cached_property
+    def roles(self) -> Roles:
+        return Roles.from_plan(self.plan)
 
     @property
     def actions(self) -> Sequence[Action]:
@@ -98,7 +103,7 @@ class RankFacts:
         return {stage: self.stages[stage] for stage in self.schedule.stages_of(self.pp_coord)}
 
     def key(self, op: str, *axes: str, channel: str = "") -> CommKey:
-        return CommKey(tuple(a for a in AXES if a in axes and self.grid.degree(a) > 1), channel, op)
+        return CommKey(self.grid.used(axes), channel, op)
 
     def calls(self, op: str, sizes: Iterable[int], *axes: str, channel: str = "") -> dict[CommKey, CommCount]:
         """Traffic of one call per size, in bytes; empty for a group of one rank."""
@@ -139,7 +144,7 @@ def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
         units = stage.layout.units
         if facts.transport.shares:
             barriers = [0] if any(unit.trains for unit in units) else []
-            calls.append(facts.calls("barrier", barriers, "shard", channel="gathers"))
+            calls.append(facts.calls("barrier", barriers, *facts.roles.states(), channel="gathers"))
         elif plan.zero == 3:
             passes = [a.kind is Kind.B for a in facts.actions if a.stage == number and a.kind is not Kind.W]
             blocks = planned_gathers(stage.exec_order, passes, plan.prefetch, keeps=plan.reshard == "step")
@@ -147,10 +152,10 @@ def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             for unit in units:
                 of_block[unit.block].append(unit.numel * size)
             sizes = [one for block in blocks for one in of_block[block]]
-            calls.append(facts.calls("all-gather", sizes, "shard", channel="gathers"))
+            calls.append(facts.calls("all-gather", sizes, *facts.roles.states(), channel="gathers"))
         else:
             sizes = [unit.numel * size for unit in units if unit.trains]
-            calls.append(facts.calls("all-gather", sizes, "shard", channel="gathers"))
+            calls.append(facts.calls("all-gather", sizes, *facts.roles.states(), channel="gathers"))
     return sum_traffic(calls)
 
 
@@ -173,7 +178,7 @@ def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
         units = [unit for s in stages if s in facts.own for unit in facts.stages[s].layout.units]
         sizes = [unit.range_numel * master for unit in units if unit.name == name and unit.trains]
         if len({facts.schedule.rank_of[stage] for stage in stages}) > 1:
-            calls.append(facts.calls("all-reduce", sizes[:1], "pp", channel="shared"))
+            calls.append(facts.calls("all-reduce", sizes[:1], STAGES, channel="shared"))
     return sum_traffic(calls)
 
 
@@ -181,7 +186,7 @@ def _partial_grads(facts: RankFacts, unit: UnitLayout) -> dict[CommKey, CommCoun
     """All-reduces of shards whose gradients are partial sums on several columns, in float32 at least."""
     size = max(facts.transport.grad_itemsize, SUM_BYTES)
     sizes = [(stop - start) * size for sharers, start, stop in unit.partial if len(sharers) > 1]
-    return facts.calls("all-reduce", sizes, "col", channel="gradients")
+    return facts.calls("all-reduce", sizes, FEATURES, channel="gradients")
 
 
 def _covers_replicas(facts: RankFacts) -> bool:
@@ -197,14 +202,14 @@ def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[Co
     """One reduction of a unit's gradients to the owners of their ranges, or of these ranges over replicas."""
     plan, covers = facts.plan, _covers_replicas(facts)
     numel, scatter = unit.range_numel if replicas else unit.numel, not (replicas or covers)
-    axes: tuple[str, ...] = ("shard",) if scatter else ("replicate",)
+    axes: Axes = facts.roles.states() if scatter else REPLICAS
     sizes: dict[str, list[int]]  # of messages, by operation
     if plan.powersgd_rank is not None:  # two thin factors
-        axes, rank = ("replicate", "shard"), plan.powersgd_rank
+        axes, rank = TOKENS, plan.powersgd_rank
         factors = Factors.of_unit(unit, rank)
         sizes = {"all-reduce": [factors.left_bytes, SUM_BYTES * factors.right_numel]}
     elif compresses(plan):  # codes: to the owners, and back where all ranks need all
-        axes = axes if replicas or scatter else ("replicate", "shard")
+        axes = axes if replicas or scatter else TOKENS
         ranks = facts.grid.degree(*axes)
         pieces = [
             ranks * num * BLOCK_BYTES[plan.reduce] for num in piece_blocks(blocks_per_rank(numel, ranks))
@@ -222,9 +227,9 @@ def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[Co
     return sum_traffic(facts.calls(op, of_op, *axes, channel="reductions") for op, of_op in sizes.items())
 
 
-def reduction_steps(facts: RankFacts, numel: int, axis: str, *, scatter: bool) -> Steps:
-    """This rank's steps of the plan's algorithm, for a reduction over an axis."""
-    ranks = facts.grid.group(facts.rank, axis)
+def reduction_steps(facts: RankFacts, numel: int, *axes: str, scatter: bool) -> Steps:
+    """This rank's steps of the plan's algorithm, for a reduction over these axes."""
+    ranks = facts.grid.group(facts.rank, *axes)
     if len(ranks) == 1:
         return []
     make = reduce_scatter_steps if scatter else all_reduce_steps
@@ -241,8 +246,8 @@ def scratch_bytes(facts: RankFacts) -> int:
     for stage in facts.own.values():
         largest = max((unit.numel for unit in stage.layout.units if unit.trains), default=0)
         owned = largest if plan.algorithm_reduces_all else largest // plan.shard_degree
-        for axis, numel, scatter in (("shard", largest, True), ("replicate", owned, False)):
-            total += size * scratch_numel(reduction_steps(facts, numel, axis, scatter=scatter))
+        for axes, numel, scatter in ((facts.roles.states(), largest, True), (REPLICAS, owned, False)):
+            total += size * scratch_numel(reduction_steps(facts, numel, *axes, scatter=scatter))
     return total
 
 
@@ -275,30 +280,30 @@ def stages_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
             sizes = [size for size in (of_boundary.output if is_forward else of_boundary.gradient) if size]
             channel = f"{content} from stage rank {source} to {target}"
             messages.append(
-                facts.calls("send" if source == here else "receive", sizes, "pp", channel=channel)
+                facts.calls("send" if source == here else "receive", sizes, STAGES, channel=channel)
             )
     return sum_traffic(messages)
 
 
 def per_step_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Once per step: loss, targets, step count, late gradients; the norm; buffers that forward changes."""
-    loss, norm = 6 * 8, (1 + 2 * facts.grid.degree("pp")) * 8
-    calls = [facts.calls("all-reduce", [norm], "pp", "shard", "row", "col", channel="reductions")]
-    replicas = () if facts.plan.local_steps else ("replicate",)
-    if facts.plan.local_steps:
-        calls.append(facts.calls("all-reduce", [loss], "pp", "shard", "row", "col"))
+    loss, norm = 6 * 8, (1 + 2 * facts.grid.degree(STAGES)) * 8
+    roles = facts.roles
+    calls = [facts.calls("all-reduce", [norm], *roles.one_copy, channel="reductions")]
+    if roles.has_islands:
+        calls.append(facts.calls("all-reduce", [loss], *roles.step))
     elif facts.grid.num_ranks > 1:
         calls.append({CommKey((), "", "all-reduce"): CommCount(1, loss)})
     buffers = [size for stage in facts.own.values() for size in stage.buffers]
-    calls.append(facts.calls("broadcast", buffers, *replicas, "shard", "row", "col"))
+    calls.append(facts.calls("broadcast", buffers, *roles.same_stage))
     return sum_traffic(calls)
 
 
 def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Communication of one exchange of weights between islands, of all its parts: changes, their drift,
     buffers of floating-point numbers, and the new weights inside an island. Empty without local steps."""
-    plan = facts.plan
-    if not plan.local_steps:
+    plan, roles = facts.plan, facts.roles
+    if not roles.has_islands:
         return {}
     sizes: dict[str, list[int]] = {"all-reduce": [], "all-to-all": [], "all-gather": []}
     for stage in facts.own.values():
@@ -313,15 +318,16 @@ def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
                     sizes[op] += [islands * num * codes for num in pieces]
     drifts = [2 * 8] * plan.exchange_parts
     sizes["all-reduce"] += drifts
-    calls = [facts.calls(op, of_op, "replicate", channel="reductions") for op, of_op in sizes.items()]
-    calls.append(facts.calls("all-reduce", drifts, "pp", "shard", "row", "col", channel="reductions"))
+    calls = [facts.calls(op, of_op, *REPLICAS, channel="reductions") for op, of_op in sizes.items()]
+    calls.append(facts.calls("all-reduce", drifts, *roles.one_copy, channel="reductions"))
     for stage in facts.own.values():
         gathered = [unit.numel * COMPUTE_BYTES[plan.dtype] for unit in stage.layout.units]
         if facts.transport.shares:  # before and after new weights are written
-            calls.append(facts.calls("barrier", [0, 0] * plan.exchange_parts, "shard", channel="gathers"))
+            barriers = [0, 0] * plan.exchange_parts
+            calls.append(facts.calls("barrier", barriers, *roles.states(), channel="gathers"))
         elif plan.zero < 3:
             gathered *= plan.exchange_parts
-            calls.append(facts.calls("all-gather", gathered, "shard", channel="gathers"))
+            calls.append(facts.calls("all-gather", gathered, *roles.states(), channel="gathers"))
     return sum_traffic(calls)
 
 

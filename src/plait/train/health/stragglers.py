@@ -21,6 +21,7 @@ import torch
 
 from plait.comm import DeviceWaits, World, all_gather, broadcast_text
 from plait.plan import Grid, Plan
+from plait.plan.axes import STAGES
 
 _MIN_FRACTION = 0.05  # of a step: smaller delays are not reported
 _NUM_MEASURED = 5  # steps on a CUDA device before a comparison
@@ -42,7 +43,7 @@ class Stragglers:
         self._factor = factor
         self._log = log
         grid = Grid.from_plan(plan)
-        self._stages = [grid.coord(rank)["pp"] for rank in range(world.size)]
+        self._stages = [grid.coord(rank)[STAGES] for rank in range(world.size)]
         self._slow: set[int] = set()  # already reported
         self._seconds: list[tuple[float, float]] = []  # per step: own work, full step
         self._start_s = (0.0, 0.0)

@@ -1,0 +1,149 @@
+"""The axes of the grid, a row for each, and the roles that code asks for.
+
+[Note: roles]
+Code that needs the ranks which sum a gradient, or hold the same states, asks for them by role and names no
+axis. All roles follow from two columns of the table: what an axis divides, and the kinds of units whose
+parameters differ along it. Ranks along an axis that divides tokens (samples, or a sequence) sum the gradients
+of the units that do not differ along it; ranks along every other axis have other parts of the model, for the
+same tokens. `zero` shards a unit's states over the axes of its `gradient_sum` that hold shards.
+
+[Note: islands]
+Under local steps the replicas are islands: each sums gradients by itself, and they exchange weights instead.
+So a replica is no part of the roles by which a step communicates.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Protocol
+
+Axes = tuple[str, ...]  # names, outermost first
+
+
+class Degrees(Protocol):
+    """Degrees from which those of the axes follow. Implemented by `Plan`."""
+
+    pp: int
+    local_steps: int
+
+    @property
+    def data_ranks(self) -> int: ...
+    @property
+    def shard_degree(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+
+
+class Divides(Enum):
+    """What the ranks along an axis have different parts of."""
+
+    BLOCKS = "blocks"
+    SAMPLES = "samples"
+    SEQUENCE = "sequence"
+    HIDDEN = "hidden"  # the residual dim
+    FEATURES = "features"  # heads and ffn widths
+
+
+class UnitKind(Enum):
+    """Units whose parameters differ along the same axes."""
+
+    DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A row.
+
+    degree          ranks along it
+    differs         kinds of units whose parameters differ along it
+    shards_states   `zero` shards states over it
+    """
+
+    name: str
+    divides: Divides
+    degree: Callable[[Degrees], int]
+    differs: frozenset[UnitKind] = frozenset()
+    shards_states: bool = False
+
+
+_ALL = frozenset(UnitKind)
+
+# Outermost to innermost: neighbours on the last axis are the closest.
+TABLE = (
+    Axis("pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
+    Axis("replicate", Divides.SAMPLES, lambda plan: plan.data_ranks // plan.shard_degree),
+    Axis("shard", Divides.SAMPLES, lambda plan: plan.shard_degree, shards_states=True),
+    Axis("cp", Divides.SEQUENCE, lambda _: 1, shards_states=True),
+    Axis("row", Divides.HIDDEN, lambda plan: plan.rows, _ALL),
+    Axis("col", Divides.FEATURES, lambda plan: plan.cols, _ALL),
+)
+AXES: Axes = tuple(axis.name for axis in TABLE)
+
+
+def _along(*divides: Divides) -> Axes:
+    return tuple(axis.name for axis in TABLE if axis.divides in divides)
+
+
+def _only(divides: Divides) -> str:
+    (axis,) = _along(divides)
+    return axis
+
+
+def in_order(axes: Iterable[str]) -> Axes:
+    """Return these axes, outermost first."""
+    return tuple(name for name in AXES if name in set(axes))
+
+
+STAGES, HIDDEN, FEATURES = _only(Divides.BLOCKS), _only(Divides.HIDDEN), _only(Divides.FEATURES)
+TENSOR: Axes = (HIDDEN, FEATURES)  # ranks that shard the same layers
+BATCH = _along(Divides.SAMPLES)  # ranks with other samples of a batch
+TOKENS = _along(Divides.SAMPLES, Divides.SEQUENCE)  # ranks with other tokens
+MODEL: Axes = (STAGES, *TENSOR)  # ranks with other parts of the model, for the same tokens
+REPLICAS: Axes = tuple(axis.name for axis in TABLE if axis.name in TOKENS and not axis.shards_states)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The axes by which the ranks of a step communicate. See the notes at the top."""
+
+    has_islands: bool
+
+    @classmethod
+    def from_plan(cls, plan: Degrees) -> "Roles":
+        return cls(plan.local_steps > 0)
+
+    def gradient_sum(self, kind: UnitKind = UnitKind.DENSE) -> Axes:
+        """Axes over which the gradients of a unit are summed."""
+        same = (axis.name for axis in TABLE if kind not in axis.differs)
+        return tuple(name for name in same if not (self.has_islands and name in REPLICAS))
+
+    def states(self, kind: UnitKind = UnitKind.DENSE) -> Axes:
+        """Axes over which `zero` shards the states of a unit."""
+        return tuple(axis.name for axis in TABLE if kind not in axis.differs and axis.shards_states)
+
+    def replicas(self, kind: UnitKind = UnitKind.DENSE) -> Axes:
+        """Axes over which the sums of `states` are summed: ranks with the same states."""
+        return tuple(name for name in self.gradient_sum(kind) if name not in self.states(kind))
+
+    @cached_property
+    def one_copy(self) -> Axes:
+        """Axes of ranks that together hold one copy of the gradient."""
+        return in_order((*MODEL, *self.states()))
+
+    @cached_property
+    def stage_copy(self) -> Axes:
+        """Axes of ranks that together hold one copy of the gradient of their stages."""
+        return in_order((*TENSOR, *self.states()))
+
+    @cached_property
+    def same_stage(self) -> Axes:
+        """Axes of ranks with the same stages."""
+        return in_order((*self.gradient_sum(), *TENSOR))
+
+    @cached_property
+    def step(self) -> Axes:
+        """Axes of all ranks that take part in a step."""
+        return in_order((*self.gradient_sum(), *MODEL))

@@ -1,0 +1,179 @@
+"""Count what the structure of src/plait costs a reader, and fail where a limit is exceeded.
+
+    python tools/structure.py [--list COUNT]
+
+Prints one line per count; `--list` prints what is counted. Exit code 1 if a count exceeds its limit.
+
+axis files       files that name an axis of the grid, apart from the table of axes: as a text, or as the degree
+                 of an axis (`plan.pp`, `plan.rows`, `plan.cols`, `plan.shard_degree`, `grid.rows` ...)
+circles          sets of modules that import each other, also within functions or by a name in a text
+torch modes      classes that derive from a Torch*Mode
+report files     modules whose names say that they print or draw: report, figures, page, explain, plot, table
+parameters       functions with more than 7 parameters
+repeated         runs of six equal lines, blank ones and imports apart, that stand in two places
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent / "src"
+AXIS_TABLE = ("plait/plan/axes.py",)
+AXES = {"pp", "replicate", "shard", "cp", "row", "col"}
+DEGREES = {"pp", "rows", "cols", "shard_degree"}
+OWNERS = {"plan", "grid", "of_worker"}  # names whose attributes of that name are degrees
+LIMITS = {"circles": 0}
+REPORTS = re.compile(r"(report|figures|page|pages|explain\w*|\w*plot|\w*table)$")
+MOST_PARAMETERS = 7
+RUN = 6
+
+Tree = ast.Module
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", metavar="COUNT", help="print what is counted")
+    args = parser.parse_args()
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+    trees = {name: ast.parse(text) for name, text in sources.items()}
+    counts = {
+        "modules": [*trees],
+        "axis files": [name for name, tree in trees.items() if names_axis(name, tree)],
+        "circles": circles(imports(trees)),
+        "torch modes": [where for name, tree in trees.items() for where in torch_modes(name, tree)],
+        "report files": [name for name in trees if REPORTS.search(Path(name).stem)],
+        "parameters": [where for name, tree in trees.items() for where in long_signatures(name, tree)],
+        "repeated": repeated_runs(sources),
+    }
+    print(f"{'lines':14}{sum(len(text.splitlines()) for text in sources.values()):7,}")
+    for name, items in counts.items():
+        limit = LIMITS.get(name)
+        print(f"{name:14}{len(items):7,}" + (f"  at most {limit}" if limit is not None else ""))
+        if args.list == name or (limit is not None and len(items) > limit):
+            print("\n".join(f"    {item}" for item in items))
+    return int(any(len(counts[name]) > limit for name, limit in LIMITS.items()))
+
+
+def names_axis(name: str, tree: Tree) -> bool:
+    if name in AXIS_TABLE:
+        return False
+    keys = {
+        id(key)
+        for node in ast.walk(tree)
+        for key in (
+            node.keys if isinstance(node, ast.Dict) else [node.arg] if isinstance(node, ast.keyword) else ()
+        )
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in AXES and id(node) not in keys:
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in DEGREES:
+            owner = node.value
+            text = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            if text in OWNERS or node.attr == "shard_degree":
+                return True
+    return False
+
+
+def imports(trees: dict[str, Tree]) -> dict[str, set[str]]:
+    """Modules of the package that each imports, wherever; `__init__` of the packages above it apart."""
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in trees}
+    graph: dict[str, set[str]] = {}
+    for module, name in modules.items():
+        wanted = set(imported(trees[name]))
+        graph[module] = {found for text in wanted if (found := known(text, modules)) and found != module}
+    return graph
+
+
+def imported(tree: Tree) -> Iterator[str]:
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def known(text: str, modules: dict[str, str]) -> str | None:
+    parts = text.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((name for name in names if name in modules), None)
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Strongly connected sets of more than one module (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[str] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in index:
+                visit(other)
+                low[module] = min(low[module], low[other])
+            elif other in stack:
+                low[module] = min(low[module], index[other])
+        if low[module] == index[module]:
+            start = stack.index(module)
+            members = stack[start:]
+            del stack[start:]
+            if len(members) > 1:
+                found.append(f"{len(members)} modules: {', '.join(members[:6])}")
+
+    sys.setrecursionlimit(10_000)
+    for module in sorted(graph):
+        if module not in index:
+            visit(module)
+    return found
+
+
+def torch_modes(name: str, tree: Tree) -> Iterator[str]:
+    for node in ast.walk(tree):
+        bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+        if any(re.search(r"Torch\w*Mode$", base) for base in bases):
+            yield f"{name}:{node.lineno}: {node.name}"
+
+
+def long_signatures(name: str, tree: Tree) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            number = len([arg for arg in args if arg.arg not in ("self", "cls")])
+            if number > MOST_PARAMETERS:
+                yield f"{name}:{node.lineno}: {node.name}: {number}"
+
+
+def repeated_runs(sources: dict[str, str]) -> list[str]:
+    places: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, text in sources.items():
+        lines = [
+            (number, line.strip())
+            for number, line in enumerate(text.splitlines(), 1)
+            if line.strip() and not line.startswith(("import ", "from "))
+        ]
+        for at in range(len(lines) - RUN + 1):
+            run = tuple(line for _, line in lines[at : at + RUN])
+            places[run].append(f"{name}:{lines[at][0]}")
+    return [" = ".join(where) for where in places.values() if len(where) > 1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
