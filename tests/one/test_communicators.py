@@ -13,7 +13,7 @@ from plait.comm import Group, Mesh
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter
 from plait.parallel.tensor.groups import TensorGroups
-from plait.parallel.zero.rank_context import DataGroups
+from plait.parallel.zero.rank_context import RankGroups
 from plait.parallel.zero.sharded_model import TiedGradReduce
 from plait.plan import Grid, Plan
 from plait.plan.communicators import communicators, num_communicators, sender_classes
@@ -76,7 +76,7 @@ def build(plan: Plan, schedule: Schedule) -> list[Rank]:
     for number in range(grid.num_ranks):
         world: Any = Rank(number, grid.num_ranks)
         mesh = Mesh(world, grid, listed)
-        DataGroups.build(mesh, plan)
+        RankGroups.build(mesh, plan)
         TensorGroups(mesh.group("row"), mesh.group("col"))
         TiedGradReduce({"embedding": (0, schedule.num_stages - 1)}, schedule.rank_of, mesh)
         Pipeline(schedule.rank_of, mesh, BackwardSplitter())

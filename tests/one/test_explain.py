@@ -15,7 +15,7 @@ from plait.errors import ConfigError, ModelError, PlanError
 from plait.estimate.dry_run import Cluster
 from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
-from plait.parallel.zero.rank_context import DataGroups
+from plait.parallel.zero.rank_context import RankGroups
 from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
 from plait.plan.estimate.memory import format_bytes
 from plait.plan.estimate.servers import ServerTraffic
@@ -67,12 +67,12 @@ def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
     grid, rank = Grid.from_plan(plan), 9_999
     begun_s = time.process_time()
     mesh = Cluster("nccl", 8, CPU).mesh(grid, rank)
-    groups = DataGroups.build(mesh, plan)
+    groups = RankGroups.build(mesh, plan)
     assert time.process_time() - begun_s < 1.0
     made = [ranks for ranks, _ in mesh._groups]
     assert all(rank in ranks for ranks in made)
     assert len(made) <= 12
-    assert (groups.pp.size, groups.dp.size, groups.reduce_scatter.size) == (16, 128, 16)
+    assert (groups.pp.size, groups.dense.gradient_sum.size, groups.dense.reduce_scatter.size) == (16, 128, 16)
 
 
 def test_ranks_with_equal_memory_are_one_row() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from plait.comm import Group, Mesh
 from plait.models import blocks_of, unit_facts
 from plait.models.sharding.plan import build_tp_plan
-from plait.parallel.zero.rank_context import DataGroups
+from plait.parallel.zero.rank_context import RankGroups
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Grid, Plan, StageAssignment, TPCoord
 from support import pipeline_models
@@ -63,7 +63,7 @@ def test_one_rank_of_16384_makes_its_own_groups_alone_in_milliseconds() -> None:
 
     def groups() -> None:
         worlds.append(Remembers())
-        DataGroups.build(Mesh(worlds[-1], Grid.from_plan(PLAN)), PLAN)
+        RankGroups.build(Mesh(worlds[-1], Grid.from_plan(PLAN)), PLAN)
 
     assert quickest(groups) < ENOUGH_S
     made = worlds[0].made

@@ -78,7 +78,7 @@ def _losses(family: str, plan: str) -> list[float]:
         assert logits.shape[-1] == programs.VOCABULARY
         total, count = programs.summed_loss(logits, share)
         both = torch.stack([total, count.double()])
-        plait.comm.all_reduce(both, engine._groups.dp)
+        plait.comm.all_reduce(both, engine._groups.dense.gradient_sum)
         found.append(float(both[0] / both[1]))
     return found
 

@@ -32,7 +32,7 @@ from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, InFlightReductions
 from plait.parallel.zero.materialize import bind_flat_params, init_flat_params, release_unused
 from plait.parallel.zero.parameter import has_hooks
-from plait.parallel.zero.rank_context import DataGroups, RankContext
+from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.replica_check import ReplicaCheck
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_model import ShardedModel, ShardedStage, TiedGradReduce
@@ -65,8 +65,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
     of the job, of which this engine may be one worker."""
     shard_map = build_shard_map(model, spec, mesh.grid)
     _check_hooks(model, shard_map)
-    groups, device = DataGroups.build(mesh, spec.plan), mesh.world.device
-    layouts = shard_map.layouts[groups.model.rank]
+    groups, device = RankGroups.build(mesh, spec.plan), mesh.world.device
+    layouts = shard_map.layouts[groups.same_data.rank]
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
     masters = MasterWeights(spec.plan, layout, device, spec.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)

@@ -131,7 +131,7 @@ class Engine:
         self._trace: Trace | None = None
         self._copied: torch.cuda.Event | None = None  # the state is being copied until then
         self._batches = BatchPreparer(
-            self.device, self._precision.compute, self._groups.model, self.plan.micro, inputs
+            self.device, self._precision.compute, self._groups.same_data, self.plan.micro, inputs
         )
         self.num_steps = self._updater.publish(self.num_steps)
 
@@ -159,7 +159,7 @@ class Engine:
     @property
     def data_group(self) -> Group:
         """The data ranks of this part of the model: for `plait.all_gather` in a loss."""
-        return self._groups.data
+        return self._groups.batch_shares
 
     @property
     def data_ranks(self) -> int:
@@ -173,7 +173,7 @@ class Engine:
         """This data rank's share of a global batch, or of each batch of a loader that gives the same ones on
         every rank. Shares consist of `plan.micro` micro-batches; with `trains=False`, for `evaluate` and
         `outputs`, of any number of samples. Raises PlanError, on all ranks, if a batch does not divide."""
-        unit, ranks = self.plan.micro if trains else 1, self._groups.data
+        unit, ranks = self.plan.micro if trains else 1, self._groups.batch_shares
         if trains:  # with servers, the other workers are not in a group
             ranks = Group(tuple(range(self.data_ranks)), self.data_rank, None)
         if isinstance(batches, Mapping):
@@ -279,7 +279,7 @@ class Engine:
         self._totals[0] += loss.detach()
         count = 1 if num_targets is None else valid_count(num_targets)
         self._totals[1] += count
-        return self._scale.scale_loss(loss, count, self._groups.dp)
+        return self._scale.scale_loss(loss, count, self._groups.dense.gradient_sum)
 
     @one_thread
     def update(self) -> StepResult:
@@ -319,7 +319,7 @@ class Engine:
             square_sum = self._parts.sharded.reduce_late().item()
         loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
         loss_sum, num_targets, square_sum = self._updater.combine((loss_sum, num_targets, square_sum))
-        self._scale.unit = units / self._groups.dp.size
+        self._scale.unit = units / self._groups.dense.gradient_sum.size
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
         if num_targets:
@@ -333,7 +333,7 @@ class Engine:
         scaled = self._scale.factor / scale
         for stage in self._stages:
             for buffer in stage.buffers():
-                broadcast(buffer, self._groups.stage)  # they follow the first data rank's, as in DDP
+                broadcast(buffer, self._groups.same_stage)  # they follow the first data rank's, as in DDP
             stage.end_step(skipped=skipped, scale=scaled)
         self._micros_done = 0
         if self.plan.local_steps:  # weights may change
@@ -376,7 +376,7 @@ class Engine:
         """
         micros = split_batch(self._batches.checked(batch, trains=False), self.plan.micro)
         max_micros = torch.tensor([len(micros)], device=self.device)
-        all_reduce(max_micros, self._groups.data, "max")
+        all_reduce(max_micros, self._groups.batch_shares, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def add(loss: Tensor, count: int | Tensor) -> None:
@@ -386,7 +386,7 @@ class Engine:
 
         with self._inputs.explained(micros):
             self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
-        all_reduce(totals, self._groups.data)
+        all_reduce(totals, self._groups.batch_shares)
         broadcast(totals, self._groups.pp, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
         check_total_count(num_targets)
@@ -434,7 +434,7 @@ class Engine:
         with self._runner.eval_mode():
             self._runner.probe(self._batches.moved(batch), mean)
         self._parts.sharded.finish_reductions()
-        divisor = scale * self._groups.dp.size
+        divisor = scale * self._groups.dense.gradient_sum.size
         gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}
         self.discard_step()
         return gradients
@@ -505,7 +505,7 @@ class Engine:
             self._parts.islands.load(source, self.num_steps)
         except CheckpointError as error:
             problem = error
-        source.finish(self._groups.norm, self.world.group, self.device, problem)
+        source.finish(self._groups.one_copy, self.world.group, self.device, problem)
         self._is_inconsistent = False
         self._step_count.reset()
         for stage in self._stages:

@@ -55,8 +55,8 @@ class LocalUpdater:
 
     def __init__(self, parts: EngineParts, clip_value: float | None) -> None:
         self.saves = True
-        self.data_rank = parts.context.groups.data.rank
-        self.data_ranks = parts.context.groups.data.size
+        self.data_rank = parts.context.groups.batch_shares.rank
+        self.data_ranks = parts.context.groups.batch_shares.size
         self._parts = parts
         self._clip_value = clip_value
 

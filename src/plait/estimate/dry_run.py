@@ -31,7 +31,7 @@ from plait.parallel.pipeline.serialize import PackedOutput, pack
 from plait.parallel.pipeline.split_backward import BackwardSplitter
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.materialize import move_buffers
-from plait.parallel.zero.rank_context import DataGroups, RankContext
+from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.sharded_model import Root
 from plait.plan import Grid, Layout, subtract_traffic, sum_traffic
@@ -111,7 +111,7 @@ def dry_stages(
     plan = replace(placed, algorithm="auto", reduce="fp32", compile=False, offload=offload)
     spec = replace(spec, plan=plan, blocks=meta_blocks)
     move_buffers(meta_model, plan, META)
-    context = RankContext(plan, mesh, META, DataGroups.build(mesh, plan), NullMasters())
+    context = RankContext(plan, mesh, META, RankGroups.build(mesh, plan), NullMasters())
     units = {stage: [FlatParam(unit, context) for unit in layout.units] for stage, layout in layouts.items()}
     block_outputs = BlockOutputs(copy_to_meta(model).to(context.precision.compute), device)
     splitter = BackwardSplitter()

@@ -27,7 +27,7 @@ from plait.optim.requirements import GroupOptimizer, Needs
 from plait.parallel.float8 import Float8Layers
 from plait.parallel.zero.full_tensors import full_tensor_bytes, full_tensors
 from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
-from plait.parallel.zero.rank_context import DataGroups, RankContext
+from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_optim import check_groups, states_per_element
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
@@ -256,7 +256,7 @@ class _PlanView:
         """Run all stages at the rank's tp coordinate."""
         mesh = self.cluster.mesh(self.grid, rank)
         plan = self.plan.placed_on(self.cluster.device.type)
-        context = RankContext(plan, mesh, META, DataGroups.build(mesh, plan), NullMasters())
+        context = RankContext(plan, mesh, META, RankGroups.build(mesh, plan), NullMasters())
         layouts = self._layouts(self.grid.index(rank, *TENSOR))
         return dry_stages(self.model, self.spec, layouts, mesh, self.micro, self.cluster.device), context
 

@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, STAGES, TOKENS, Axes, Roles
+from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, STAGES, Axes, Roles
 from plait.plan.compression import compresses, reduces_over_all
 from plait.plan.grid import Grid
 from plait.plan.plan import Plan
@@ -74,7 +74,7 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
     roles, grid = Roles.from_plan(plan), Grid.from_plan(plan)
     wanted: list[tuple[Axes, str, int | None]] = [(roles.states(), "gathers", None)]
     if compresses(plan) and reduces_over_all(plan):
-        wanted.append((TOKENS, "reductions", None))
+        wanted.append((roles.gradient_sum(), "reductions", None))
     else:
         wanted += [(roles.states(), "reductions", None), (REPLICAS, "reductions", None)]
     if plan.sync_batchnorm:

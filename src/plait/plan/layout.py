@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, product
 
+from plait.plan.axes import UnitKind
 from plait.plan.sharding import Boxes, ParamSharding, TPPlan
 
 # Every shard starts at a multiple of this many elements: 16 bytes of bf16, the pointer alignment of matrix
@@ -63,6 +64,7 @@ class UnitInfo:
 
     name: str
     tensors: tuple[ParamInfo, ...]
+    kind: UnitKind = UnitKind.DENSE
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class UnitLayout:
     groups: tuple[tuple[int, int, int], ...]  # (optimizer group, start, stop); none in a frozen unit
     numel: int
     num_shards: int
+    kind: UnitKind = UnitKind.DENSE
 
     @classmethod
     def build(
@@ -156,7 +159,7 @@ class UnitLayout:
             if group >= 0 and position > start:
                 groups.append((group, start, position))
         numel = _round_up(position, num_shards * RANGE_ALIGNMENT)
-        return cls(unit.name, block or unit.name, tuple(params), tuple(groups), numel, num_shards)
+        return cls(unit.name, block or unit.name, tuple(params), tuple(groups), numel, num_shards, unit.kind)
 
     @property
     def trains(self) -> bool:
@@ -240,7 +243,9 @@ class Layout:
             for name, frozen in ((unit.name, False), (f"{unit.name} (frozen)", True)):
                 tensors = tuple(tensor for tensor in unit.tensors if (tensor.group is None) == frozen)
                 if tensors:
-                    layout = UnitLayout.build(UnitInfo(name, tensors), num_shards, unit.name, coord)
+                    layout = UnitLayout.build(
+                        UnitInfo(name, tensors, unit.kind), num_shards, unit.name, coord
+                    )
                     params = [
                         replace(p, counted=p.counted and p.name not in elsewhere) for p in layout.params
                     ]

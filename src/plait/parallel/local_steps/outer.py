@@ -228,7 +228,7 @@ class OuterOptimizer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
         for shard in started:
             totals += shard.apply()
-        all_reduce(totals, groups.norm, label="drift of islands")
+        all_reduce(totals, groups.one_copy, label="drift of islands")
         all_reduce(totals, groups.islands, label="drift of islands")
         distance, change = totals.tolist()
         if not (distance >= 0 and change < float("inf")):

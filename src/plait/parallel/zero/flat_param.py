@@ -91,7 +91,8 @@ class FlatParam:
     def __init__(self, layout: UnitLayout, context: RankContext) -> None:
         self.layout = layout
         self.context = context
-        self.start, self.stop = layout.owned_range(context.groups.all_gather.rank)
+        self.groups = context.groups.units[layout.kind]
+        self.start, self.stop = layout.owned_range(self.groups.all_gather.rank)
         self.unsharded = ResizableTensor(
             context.allocate_params(layout.numel),
             persistent=context.keeps_params_unsharded,

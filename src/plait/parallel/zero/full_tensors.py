@@ -163,9 +163,9 @@ class FullTensorUpdate:
         """`units`: by stage."""
         self._units, self._shard_map, self._context = units, shard_map, context
         grid = context.groups.tp.size
-        first = context.groups.model.rank // grid * grid
+        first = context.groups.same_data.rank // grid * grid
         self._model_ranks = range(first, first + grid)
-        shards = context.groups.all_gather.size
+        shards = context.groups.dense.all_gather.size
         all_tensors = full_tensors(shard_map, self._model_ranks, shards, groups)
         self.owned: list[FullTensor] = []
         self.leaves: list[Tensor] = []  # the optimizer's parameters, of `owned`

@@ -144,8 +144,8 @@ class GradReducer:
         self._launcher = OrderedLauncher(units[::-1], self._start)  # see [Note: reduction order of units]
         self._reduction = reduction
         self._column_reduce = column_reduce
-        self._has_replica_reduction = context.groups.replicate.size > 1 and not reduction.is_single
-        self._dp_group = context.groups.dp
+        self._has_replica_reduction = context.groups.dense.replicate.size > 1 and not reduction.is_single
+        self._dp_group = context.groups.dense.gradient_sum
         self._reduces_every_micro = not context.plan.accumulates_full
         self._frees = not context.keeps_grads_unsharded
         # See [Note: reduction over replicas].
@@ -153,12 +153,11 @@ class GradReducer:
         has_fixed_order = is_ordered and self._has_replica_reduction
         self._may_finish_early = not self._frees and not has_fixed_order
         self._max_in_flight = MAX_IN_FLIGHT if self._frees or has_fixed_order else _MAX_IN_FLIGHT_IF_KEPT
-        if has_fixed_order and context.groups.reduce_scatter.size == 1:
+        if has_fixed_order and context.groups.dense.reduce_scatter.size == 1:
             self._max_in_flight = 0
         # See [Note: late gradients].
         self._has_deadlines = self._frees and context.reshards_every_pass
         self._defers_replicas = self._has_deadlines and (context.rounds_to_bf16 or context.offloads)
-        self._is_first_replica = context.groups.replicate.rank == 0
         self._tracker = context.tracker
         self._last = False  # the step's last micro-batch
         self._deadlines: list[int | None] = [None] * len(units)
@@ -244,7 +243,7 @@ class GradReducer:
         all_reduce(votes, self._dp_group, "max")
         late = [unit for unit, vote in zip(self._units, votes.tolist(), strict=True) if vote]
         for unit in late:
-            if self._has_replica_reduction and not self._is_first_replica:
+            if self._has_replica_reduction and unit.groups.replicate.rank:
                 unit.grad_shard.zero_()  # it is already the sum over replicas
             self._start(unit)
         self._finish_all()

@@ -107,7 +107,7 @@ def estimated_bytes(
     `num_communicators`: of NCCL; None on CPUs.
     """
     groups, exchanges = context.groups, context.exchanges_contributions
-    reads_in_place = shares_memory(groups.replicate if exchanges else groups.reduce_scatter)
+    reads_in_place = shares_memory(groups.dense.replicate if exchanges else groups.dense.reduce_scatter)
     return model_state_bytes(
         layout,
         plan,

@@ -1,5 +1,6 @@
 """The values that all units, stages and reductions of a rank share: plan, groups, dtypes and memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -11,7 +12,7 @@ from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, share
 from plait.parallel.zero.copy_stream import CopyStream, StagingBuffers
 from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.plan import Plan, compresses
-from plait.plan.axes import BATCH, MODEL, REPLICAS, STAGES, TENSOR, TOKENS, Roles
+from plait.plan.axes import BATCH, MODEL, REPLICAS, STAGES, TENSOR, Roles, UnitKind
 from plait.plan.compression import reduces_over_all
 
 
@@ -33,43 +34,65 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class DataGroups:
-    """The process groups of this rank's data parallelism, and those with which it shares a model."""
+class UnitGroups:
+    """The process groups over which the units of a kind are sharded and replicated. Under local steps they
+    are groups of an island."""
 
-    data: Group  # ranks with other samples of a batch
-    islands: Group  # ranks that exchange weights under local steps
-    world: Group  # of the following: all ranks, or those of an island
-    dp: Group  # ranks that sum a gradient
-    replicate: Group  # ranks with the same shards of states
-    all_gather: Group  # ranks with other shards of states; see [Note: two channels] in `sharded_model.py`
+    gradient_sum: Group  # ranks that sum a gradient
+    replicate: Group  # of these, ranks with the same shards of states
+    all_gather: Group  # of these, ranks with other shards of states; see [Note: two channels]
     reduce_scatter: Group  # the same ranks
-    dp_reduce: Group  # `dp`, if the plan reduces over all at once; otherwise `reduce_scatter`
-    tp: Group  # ranks that shard the same layers
-    model: Group  # ranks with other parts of the model, for the same data
-    stage: Group  # ranks of the same stages
-    pp: Group  # ranks with other stages, for the same data
-    norm: Group  # ranks that together hold one copy of the gradient
+    first_reduction: Group  # `gradient_sum`, if the plan reduces over all at once, or `reduce_scatter`
 
     @classmethod
-    def build(cls, mesh: Mesh, plan: Plan) -> "DataGroups":
+    def build(cls, mesh: Mesh, plan: Plan, kind: UnitKind) -> "UnitGroups":
         roles = Roles.from_plan(plan)
-        reduce_scatter = mesh.group(*roles.states(), channel="reductions")
+        reduce_scatter = mesh.group(*roles.states(kind), channel="reductions")
         single_reduction = compresses(plan) and reduces_over_all(plan)
+        return cls(
+            mesh.group(*roles.gradient_sum(kind)),
+            mesh.group(*roles.replicas(kind), channel="reductions"),
+            mesh.group(*roles.states(kind), channel="gathers"),
+            reduce_scatter,
+            mesh.group(*roles.gradient_sum(kind), channel="reductions")
+            if single_reduction
+            else reduce_scatter,
+        )
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The process groups of this rank."""
+
+    batch_shares: Group  # ranks with other samples of a batch
+    islands: Group  # ranks that exchange weights under local steps
+    world: Group  # ranks of a step: all, or those of an island
+    tp: Group  # ranks that shard the same layers
+    same_data: Group  # ranks with other parts of the model, for the same data
+    same_stage: Group  # ranks of a step with the same stages
+    pp: Group  # ranks with other stages, for the same data
+    one_copy: Group  # ranks that together hold one copy of the gradient
+    units: Mapping[UnitKind, UnitGroups]
+
+    @classmethod
+    def build(cls, mesh: Mesh, plan: Plan) -> "RankGroups":
+        roles = Roles.from_plan(plan)
         return cls(
             mesh.group(*BATCH),
             mesh.group(*REPLICAS, channel="reductions"),
             mesh.group(*roles.step) if roles.has_islands else mesh.world.group,
-            mesh.group(*roles.gradient_sum()),
-            mesh.group(*roles.replicas(), channel="reductions"),
-            mesh.group(*roles.states(), channel="gathers"),
-            reduce_scatter,
-            mesh.group(*TOKENS, channel="reductions") if single_reduction else reduce_scatter,
             mesh.group(*TENSOR),
             mesh.group(*MODEL),
             mesh.group(*roles.same_stage),
             mesh.group(STAGES),
             mesh.group(*roles.one_copy, channel="reductions"),
+            {kind: UnitGroups.build(mesh, plan, kind) for kind in UnitKind},
         )
+
+    @property
+    def dense(self) -> UnitGroups:
+        """The groups of dense units, by which ranks decide what holds for all units."""
+        return self.units[UnitKind.DENSE]
 
 
 class MasterAllocator(Protocol):
@@ -100,7 +123,7 @@ class RankContext:
     plan: Plan
     mesh: Mesh
     device: torch.device
-    groups: DataGroups
+    groups: RankGroups
     masters: MasterAllocator
     tracker: ByteTracker = field(default_factory=ByteTracker)
 
@@ -124,12 +147,12 @@ class RankContext:
     def shares_params(self) -> bool:
         """True if the ranks along `shard` share one storage: [Note: parameters in shared memory],
         `flat_param.py`."""
-        return shares_memory(self.groups.all_gather) and not self.offloads
+        return shares_memory(self.groups.dense.all_gather) and not self.offloads
 
     @cached_property
     def keeps_params_unsharded(self) -> bool:
         """True if `storage` is never freed."""
-        nothing_to_free = self.groups.all_gather.size == 1 and not self.offloads
+        nothing_to_free = self.groups.dense.all_gather.size == 1 and not self.offloads
         return self.plan.zero < 3 or nothing_to_free or self.shares_params
 
     @cached_property
@@ -166,7 +189,7 @@ class RankContext:
     def allocate_params(self, numel: int) -> Tensor:
         """Return zeros for a unit's unsharded parameters."""
         if self.shares_params:
-            return share(numel, self.precision.compute, group=self.groups.all_gather)
+            return share(numel, self.precision.compute, group=self.groups.dense.all_gather)
         if (arena := self.mesh.world.arena) is not None:
             return arena.empty(numel, self.precision.compute).zero_()
         return torch.zeros(numel, dtype=self.precision.compute, device=self.device)
@@ -182,7 +205,7 @@ class RankContext:
         """Return uninitialized memory from which the transport can send."""
         if (arena := self.mesh.world.arena) is not None:
             return arena.empty(numel, dtype)
-        groups = (self.groups.reduce_scatter, self.groups.replicate)
+        groups = (self.groups.dense.reduce_scatter, self.groups.dense.replicate)
         group = next((group for group in groups if shares_memory(group)), groups[0])
         return empty(numel, dtype, device=self.device, group=group)
 
@@ -193,21 +216,21 @@ class RankContext:
         """True if replicas send each other their unsharded gradients as they are."""
         plan = self.plan
         is_default = plan.micro == 1 and plan.algorithm == "auto" and not compresses(plan)
-        if self.groups.reduce_scatter.size > 1 or not is_default:
+        if self.groups.dense.reduce_scatter.size > 1 or not is_default:
             return False
         narrow = torch.bfloat16 if plan.reduce == "bf16" else self.precision.compute
-        return sends_narrow(self.groups.replicate, narrow, self.precision.master)
+        return sends_narrow(self.groups.dense.replicate, narrow, self.precision.master)
 
     @cached_property
     def receives_contributions(self) -> bool:
         """True if a range's owner receives each peer's contribution as it is and sums them itself."""
-        is_default = self.plan.algorithm == "auto" and is_direct(self.groups.reduce_scatter)
+        is_default = self.plan.algorithm == "auto" and is_direct(self.groups.dense.reduce_scatter)
         return self.exchanges_contributions or is_default
 
     @cached_property
     def rounds_to_bf16(self) -> bool:
         """True if gradients are rounded to bf16. Gradients that are not sent are not rounded."""
-        return self.plan.reduce == "bf16" and self.groups.dp.size > 1
+        return self.plan.reduce == "bf16" and self.groups.dense.gradient_sum.size > 1
 
     @cached_property
     def grad_buffer_dtype(self) -> torch.dtype:

@@ -70,7 +70,6 @@ class DefaultReduction:
 
     def __init__(self, context: RankContext) -> None:
         self.is_single = context.exchanges_contributions
-        self._groups = context.groups
         self._device = context.device
         self._rounds = context.rounds_to_bf16
 
@@ -79,9 +78,9 @@ class DefaultReduction:
         if copied:
             grads = unit.context.allocate_grad(grads.numel(), torch.bfloat16).copy_(grads)
         if self.is_single:
-            work = start_exchange(grads, self._groups.replicate, label=unit.layout.name)
+            work = start_exchange(grads, unit.groups.replicate, label=unit.layout.name)
         else:
-            work = start_scattered_sum(grads, self._groups.reduce_scatter, label=unit.layout.name)
+            work = start_scattered_sum(grads, unit.groups.reduce_scatter, label=unit.layout.name)
         work.buffer_bytes += grads.nbytes if copied else 0
         return work
 
@@ -89,7 +88,7 @@ class DefaultReduction:
         if reduced.device != self._device or self._rounds:
             dtype = torch.bfloat16 if self._rounds else reduced.dtype
             reduced = reduced.to(self._device, dtype, non_blocking=True)
-        work = start_all_reduce(reduced, self._groups.replicate, label=unit.layout.name)
+        work = start_all_reduce(reduced, unit.groups.replicate, label=unit.layout.name)
         return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
 
@@ -100,11 +99,10 @@ class CompressedReduction:
 
     def __init__(self, units: Sequence[FlatParam], context: RankContext) -> None:
         """`units`: the trainable ones."""
-        plan, groups = context.plan, context.groups
+        plan, groups = context.plan, context.groups.dense
         self.is_single = reduces_over_all(plan)
         self._device = context.device
-        self._groups = groups
-        first = groups.dp_reduce if self.is_single else groups.reduce_scatter
+        first = groups.first_reduction if self.is_single else groups.reduce_scatter
         wanted = [first] if self.is_single else [first, groups.replicate]
         scratch_sizes = message_buffer_bytes(Layout(tuple(unit.layout for unit in units)), plan)
         uncompressed = plan.uncompressed_steps * (1 if plan.accumulates_full else plan.micro)
@@ -133,7 +131,7 @@ class CompressedReduction:
         label = unit.layout.name
         if unit in self._first:
             return self._first[unit].start(grads, (unit.start, unit.stop), label=label)
-        return start_scattered_sum(grads, self._groups.reduce_scatter, label=label)  # over one rank
+        return start_scattered_sum(grads, unit.groups.reduce_scatter, label=label)  # over one rank
 
     def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
         reduced = reduced.to(self._device, non_blocking=True)
@@ -149,7 +147,7 @@ class AlgorithmReduction:
 
     def __init__(self, units: Sequence[FlatParam], context: RankContext) -> None:
         """`units`: the trainable ones."""
-        plan, groups = context.plan, context.groups
+        plan, groups = context.plan, context.groups.dense
         self.is_single = plan.algorithm_reduces_all
         self._device = context.device
         self._dtype = torch.bfloat16 if context.rounds_to_bf16 else context.precision.master
@@ -158,7 +156,6 @@ class AlgorithmReduction:
             for g in (groups.reduce_scatter, groups.replicate)
             if g.size > 1
         }
-        self._groups = groups
         largest = max((unit.layout.numel for unit in units), default=0)  # a stage may be frozen
         largest_range = largest if self.is_single else largest // groups.reduce_scatter.size
         self.scratch_bytes = 0
@@ -172,7 +169,7 @@ class AlgorithmReduction:
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         cast = grads.to(self._dtype)
         label = unit.layout.name
-        group = self._groups.replicate if self.is_single else self._groups.reduce_scatter
+        group = unit.groups.replicate if self.is_single else unit.groups.reduce_scatter
         if group not in self._over:
             return start_scattered_sum(cast, group, label=label)  # over one rank
         work = self._over[group].start_sum(cast, scatter=not self.is_single, label=label)
@@ -181,7 +178,7 @@ class AlgorithmReduction:
 
     def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
         reduced = reduced.to(self._device, self._dtype)
-        work = self._over[self._groups.replicate].start_all_reduce(reduced, label=unit.layout.name)
+        work = self._over[unit.groups.replicate].start_all_reduce(reduced, label=unit.layout.name)
         return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
 
 

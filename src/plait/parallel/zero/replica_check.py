@@ -96,13 +96,14 @@ class ReplicaCheck:
         self._has_unsharded = context.keeps_params_unsharded and not context.shares_params
         islands = [*range(groups.islands.size)] if context.plan.local_steps else [None]
         self._island = groups.islands.rank if context.plan.local_steps else None
-        data_copies = groups.dp.size if self._has_unsharded else groups.replicate.size
         copies: Counter[ReplicatedTensor] = Counter()
         for layouts in shard_map.layouts:
             for unit in (unit for layout in layouts.values() for unit in layout.units):
-                own = {"weights": data_copies}
+                over = groups.units[unit.kind]
+                num_unsharded = over.gradient_sum.size
+                own = {"weights": num_unsharded if self._has_unsharded else over.replicate.size}
                 if context.has_masters and unit.trains:
-                    own["master weights"] = groups.replicate.size
+                    own["master weights"] = over.replicate.size
                 for piece in unit.params:
                     for (kind, num), island in itertools.product(own.items(), islands):
                         copies[ReplicatedTensor(kind, piece.name, piece.boxes, island)] += num
@@ -144,7 +145,9 @@ class ReplicaCheck:
 
     def _differ_between_data_ranks(self, local: list[int]) -> bool:
         """True, on all ranks, if any two ranks at the same place of the model have different copies."""
-        any_differs = torch.tensor([len(self._differing(local, self._groups.data))], device=self._device)
+        any_differs = torch.tensor(
+            [len(self._differing(local, self._groups.batch_shares))], device=self._device
+        )
         all_reduce(any_differs, self._world, "max", label="digests of weights")
         return bool(any_differs.item())
 
@@ -166,7 +169,7 @@ class ReplicaCheck:
         local = torch.stack([digest for _, digest in parts])
         is_range = torch.tensor([part.is_range for part, _ in parts], device=self._device)
         summed = torch.where(is_range, local, 0)
-        all_reduce(summed, self._groups.all_gather, label="digests of weights")
+        all_reduce(summed, self._groups.dense.all_gather, label="digests of weights")
         for (part, _), digest in zip(parts, torch.where(is_range, summed, local).tolist(), strict=True):
             yield part.tensor, digest
 

@@ -70,7 +70,7 @@ from plait.parallel.zero.exec_order import UnitGroup, agreed_order
 from plait.parallel.zero.flat_param import FlatParam, given_to_another_engine
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, GradReducer, InFlightReductions
 from plait.parallel.zero.parameter import UnitParameter, changed_outside_engine
-from plait.parallel.zero.rank_context import DataGroups, RankContext
+from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.reduce_ops import GradReduction, make_reduction
 from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.unshard import Unsharder
@@ -262,7 +262,9 @@ class ShardedStage:
                 compressor.scale(scale)
         if self.unsharder.agree() and self.trained:
             of_units, layout = [(unit,) for unit in completion_order], [(unit,) for unit in self.trained]
-            order = [unit for (unit,) in agreed_order(of_units, layout, self._context.groups.dp)]
+            order = [
+                unit for (unit,) in agreed_order(of_units, layout, self._context.groups.dense.gradient_sum)
+            ]
             self.reducer.set_order(order, self.unsharder.last_uses, self._context.plan.prefetch)
 
     def sync_params(self) -> None:
@@ -302,7 +304,7 @@ def _update_groups(unit_groups: Sequence[UnitGroup], context: RankContext) -> li
     trained = [unit_group for unit_group in unit_groups if any(unit.trains for unit in unit_group)]
     num_calls = len(trained)
     if context.state_device.type == "cuda":
-        gathers = context.keeps_params_unsharded and context.groups.all_gather.size > 1
+        gathers = context.keeps_params_unsharded and context.groups.dense.all_gather.size > 1
         num_calls = min(num_calls, _UPDATES_WITH_GATHERS if gathers else 1)
     stops = [(index + 1) * len(trained) // num_calls for index in range(num_calls)]
     return [trained[start:stop] for start, stop in pairwise([0, *stops])]
@@ -312,7 +314,7 @@ class ShardedModel:
     """All pipeline stages of this rank, which step together: see `ShardedStage`."""
 
     def __init__(
-        self, stages: Mapping[int, ShardedStage], groups: DataGroups, tied_reduce: "TiedGradReduce"
+        self, stages: Mapping[int, ShardedStage], groups: RankGroups, tied_reduce: "TiedGradReduce"
     ) -> None:
         self.stages = dict(stages)
         self._groups = groups
@@ -359,7 +361,7 @@ class ShardedModel:
         totals[0] = torch.stack(squares).sum()
         for index, number in enumerate((digest, digest**2), 1 + 2 * pp_rank):
             totals[index : index + 1].fill_(number)  # `totals[index] = number` would block on CUDA
-        all_reduce(totals, self._groups.norm)
+        all_reduce(totals, self._groups.one_copy)
         return totals
 
     def check_digests(self, digests: Sequence[float]) -> None:
@@ -367,7 +369,7 @@ class ShardedModel:
 
         `digests`: for each pipeline rank, the sum of its digests over ranks and the sum of their squares.
         """
-        num_ranks = self._groups.norm.size // self._groups.pp.size
+        num_ranks = self._groups.one_copy.size // self._groups.pp.size
         for total, of_squares in zip(digests[::2], digests[1::2], strict=True):
             if of_squares * num_ranks != total**2:
                 raise ModelError(

@@ -248,7 +248,7 @@ def _slices(unit: FlatParam, groups: Sequence[GroupOptimizer], *, streams: bool)
 
 def _ranges(unit: FlatParam, groups: Sequence[GroupOptimizer]) -> Iterator[tuple[int, int, int]]:
     """(group, start, stop) of the ranges that this rank owns; of one parameter each, if norms are needed."""
-    for group, start, stop in unit.layout.owned_groups(unit.context.groups.all_gather.rank):
+    for group, start, stop in unit.layout.owned_groups(unit.groups.all_gather.rank):
         if groups[group].needs is Needs.ELEMENTS:
             yield group, start, stop
         elif groups[group].needs is Needs.NORMS:

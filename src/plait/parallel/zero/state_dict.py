@@ -59,9 +59,9 @@ class ShardedState:
         self._units = units
         self._optimizer = optimizer
         self._context = context
-        self._shard_group = context.groups.all_gather  # ranks with the other ranges of the same units
-        self._model_group = context.groups.model
-        self._replicate_group = context.groups.replicate
+        self._shard_group = context.groups.dense.all_gather  # ranks with the other ranges of the same units
+        self._model_group = context.groups.same_data
+        self._replicate_group = context.groups.dense.replicate
         self._shard_map = shard_map
         self._unit_shards: dict[bool, list[StateShard]] = {}  # without and with optimizer states
 
@@ -218,9 +218,10 @@ class ShardedState:
                 continue
             flat = None
             if stage in self._units:
-                shard = own_range(self._units[stage][index]).detach().to(self._context.device)
-                flat = shard.new_empty(shard.numel() * self._shard_group.size)
-                all_gather(flat, shard, self._shard_group)
+                unit = self._units[stage][index]
+                shard = own_range(unit).detach().to(self._context.device)
+                flat = shard.new_empty(shard.numel() * unit.groups.all_gather.size)
+                all_gather(flat, shard, unit.groups.all_gather)
             if self._shard_group.rank == 0:
                 precision = self._context.precision
                 dtype = precision.master if trains else precision.compute

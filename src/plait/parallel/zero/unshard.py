@@ -71,8 +71,8 @@ class Unsharder:
         """
         plan = context.plan
         self._unit_groups = list(owners)
-        self._all_gather_group = context.groups.all_gather
-        self._dp_group = context.groups.dp  # agrees on orders
+        self._all_gather_group = context.groups.dense.all_gather
+        self._dp_group = context.groups.dense.gradient_sum  # agrees on orders
         self._prefetch = plan.prefetch
         self._unshards_once = not context.reshards_every_pass
         self._on_progress = on_progress
@@ -403,7 +403,7 @@ class Unsharder:
             self._unsharded[unit] = unit_group
 
     def _start(self, unit: FlatParam, shard: Tensor) -> Callable[[], None]:
-        return start_all_gather(unit.storage, shard, self._all_gather_group, label=unit.layout.name).wait
+        return start_all_gather(unit.storage, shard, unit.groups.all_gather, label=unit.layout.name).wait
 
     def _start_upload(self, unit: FlatParam) -> Callable[[], None]:
         """All-gather after the copy of the shard from host memory, on the copy stream: the current stream

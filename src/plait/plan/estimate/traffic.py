@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from plait.plan.axes import FEATURES, REPLICAS, STAGES, TOKENS, Axes, Roles
+from plait.plan.axes import FEATURES, REPLICAS, STAGES, Axes, Roles
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
 from plait.plan.comm_log import CommCount, CommKey, Traffic, sum_traffic
 from plait.plan.compression import (
@@ -205,11 +205,11 @@ def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[Co
     axes: Axes = facts.roles.states() if scatter else REPLICAS
     sizes: dict[str, list[int]]  # of messages, by operation
     if plan.powersgd_rank is not None:  # two thin factors
-        axes, rank = TOKENS, plan.powersgd_rank
+        axes, rank = facts.roles.gradient_sum(), plan.powersgd_rank
         factors = Factors.of_unit(unit, rank)
         sizes = {"all-reduce": [factors.left_bytes, SUM_BYTES * factors.right_numel]}
     elif compresses(plan):  # codes: to the owners, and back where all ranks need all
-        axes = axes if replicas or scatter else TOKENS
+        axes = axes if replicas or scatter else facts.roles.gradient_sum()
         ranks = facts.grid.degree(*axes)
         pieces = [
             ranks * num * BLOCK_BYTES[plan.reduce] for num in piece_blocks(blocks_per_rank(numel, ranks))
