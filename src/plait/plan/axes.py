@@ -57,12 +57,14 @@ class UnitKind(Enum):
 class Axis:
     """A row.
 
+    key             the plan's, from which its degree follows
     degree          ranks along it
     differs         kinds of units whose parameters differ along it
     shards_states   `zero` shards states over it
     """
 
     name: str
+    key: str
     divides: Divides
     degree: Callable[[Degrees], int]
     differs: frozenset[UnitKind] = frozenset()
@@ -73,12 +75,12 @@ _ALL = frozenset(UnitKind)
 
 # Outermost to innermost: neighbours on the last axis are the closest.
 TABLE = (
-    Axis("pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
-    Axis("replicate", Divides.SAMPLES, lambda plan: plan.data_ranks // plan.shard_degree),
-    Axis("shard", Divides.SAMPLES, lambda plan: plan.shard_degree, shards_states=True),
-    Axis("cp", Divides.SEQUENCE, lambda _: 1, shards_states=True),
-    Axis("row", Divides.HIDDEN, lambda plan: plan.rows, _ALL),
-    Axis("col", Divides.FEATURES, lambda plan: plan.cols, _ALL),
+    Axis("pp", "pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
+    Axis("replicate", "dp", Divides.SAMPLES, lambda plan: plan.data_ranks // plan.shard_degree),
+    Axis("shard", "dp", Divides.SAMPLES, lambda plan: plan.shard_degree, shards_states=True),
+    Axis("cp", "cp", Divides.SEQUENCE, lambda _: 1, shards_states=True),
+    Axis("row", "tp", Divides.HIDDEN, lambda plan: plan.rows, _ALL),
+    Axis("col", "tp", Divides.FEATURES, lambda plan: plan.cols, _ALL),
 )
 AXES: Axes = tuple(axis.name for axis in TABLE)
 

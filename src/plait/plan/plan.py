@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from plait.errors import PlanError, nearest, shown, unknown_key_hint
+from plait.plan.axes import TABLE
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.key_conflicts import check_precision, check_zero
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
@@ -376,7 +377,7 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         """Number of ranks that the plan needs. Raises PlanError for dp=auto."""
-        return self.data_ranks * self.min_ranks // (self.shard or 1) + self.servers
+        return math.prod(axis.degree(self) for axis in TABLE) + self.servers
 
     @property
     def num_servers(self) -> int:
@@ -402,7 +403,7 @@ class Plan:
     @property
     def min_ranks(self) -> int:
         """Smallest number of ranks for dp=auto; all other valid numbers are multiples of it."""
-        return self.pp * self.rows * self.cols * (self.shard or 1)
+        return math.prod(axis.degree(self) for axis in TABLE if axis.key != "dp") * (self.shard or 1)
 
     def resolved(self, num_ranks: int) -> "Plan":
         """The plan with dp=auto replaced for `num_ranks` ranks; other plans are returned unchanged. Raises
@@ -523,8 +524,8 @@ class Plan:
         """Raise PlanError unless the degrees multiply to `num_ranks`."""
         if num_ranks != self.num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-            used = (("dp", True), ("tp", self.tp != "1"), ("pp", self.pp > 1))
-            product = " x ".join(key for key, is_used in used if is_used) + " + servers" * bool(self.servers)
+            used = (axis.key for axis in reversed(TABLE) if axis.degree(self) > 1)
+            product = " x ".join(dict.fromkeys(("dp", *used))) + " + servers" * bool(self.servers)
             raise PlanError(
                 f"the plan's degrees do not multiply to the {ranks} of this run",
                 given=f"{self} ({product} = {self.num_ranks}) on {ranks}",
