@@ -262,7 +262,7 @@ def _batch_tokens(text: str) -> int:
         raise ConfigError(
             "not a number of tokens",
             given=f"--batch-tokens {text}",
-            expected="a whole number, or one of millions (M: 1,048,576)",
+            expected="an integer, or a number of millions (M: 1,048,576)",
             hint="--batch-tokens 4M, or 4194304",
         )
     return int(num)

@@ -113,5 +113,5 @@ def _column(durations: Durations) -> Fraction:
     """The longest time that all durations are multiples of, as they are written; 0 if nothing takes time."""
     times = {*durations.forward, *durations.backward, *durations.weight, *durations.transfer}
     fractions = [Fraction(str(time)) for time in times if time]
-    whole = math.lcm(*(fraction.denominator for fraction in fractions))
-    return Fraction(math.gcd(*(int(fraction * whole) for fraction in fractions)), whole)
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    return Fraction(math.gcd(*(int(fraction * denominator) for fraction in fractions)), denominator)

@@ -6,8 +6,8 @@ in float32, in rank order, its own numbers uncompressed: an all-to-all, (p-1)/p 
 need the sum, the owner encodes it and an all-gather distributes it, as many bytes again: all ranks, the owner
 too, decode the same codes and so get the same bits.
 
-[Note: two pieces]
-A range of some size is sent in two pieces, so that the link is busy while codes are made and added: the
+[Note: two messages]
+A range of some size is sent in two messages, so that the link is busy while codes are made and added: the
 second is encoded while the first is sent, and the first sum is encoded and sent while the second arrives.
 
 [Note: error feedback]
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from plait.comm.collectives import Group, empty, start_all_gather, start_all_to_all, start_exchange
 from plait.comm.transport import PartialReduceWork, ReduceWork
-from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_per_rank, piece_blocks
+from plait.plan.compression import BLOCK, BLOCK_BYTES, blocks_per_rank, message_blocks
 
 _MAX_FP16 = 65504.0
 _LEVELS = 127.0  # of an 8-bit code, on either side of zero
@@ -140,7 +140,7 @@ def start_compressed(run: Callable[[], None], result: Tensor, group: Group) -> R
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Message:
     """Ranges of elements, one of each rank's part of the sum, and their codes, by group rank."""
 
     ranges: Sequence[slice]
@@ -160,13 +160,13 @@ class CompressedReduce:
             numel if codec.error_feedback else 0, dtype=torch.float32, device=scratch.device
         )
         num_blocks = blocks_per_rank(numel, group.size)
-        self._pieces: list[_Piece] = []
+        self._messages: list[_Message] = []
         first = 0
-        for num in piece_blocks(num_blocks):
+        for num in message_blocks(num_blocks):
             starts = [min(numel, (rank * num_blocks + first) * BLOCK) for rank in range(group.size)]
             ranges = [slice(start, min(numel, start + num * BLOCK)) for start in starts]
             shape = (2, group.size, num, codec.block_bytes)
-            self._pieces.append(_Piece(ranges, *scratch[: math.prod(shape)].view(shape)))
+            self._messages.append(_Message(ranges, *scratch[: math.prod(shape)].view(shape)))
             first, scratch = first + num, scratch[math.prod(shape) :]
 
     @property
@@ -189,23 +189,23 @@ class CompressedReduce:
         if self._codec.error_feedback:
             tensor.add_(self._residual)
         scatters, gathers = [], []
-        for piece in self._pieces:  # see [Note: two pieces]
-            for other, range_ in enumerate(piece.ranges):
+        for message in self._messages:  # see [Note: two messages]
+            for other, range_ in enumerate(message.ranges):
                 if other != rank:
-                    self._encode(tensor[range_], piece.sent[other], self._residual_of(range_))
-            sent, received = piece.sent.flatten(), piece.received.flatten()
+                    self._encode(tensor[range_], message.sent[other], self._residual_of(range_))
+            sent, received = message.sent.flatten(), message.received.flatten()
             scatters.append(start_all_to_all(received, sent, self._group, label=label))
-        for piece, scatter in zip(self._pieces, scatters, strict=True):
+        for message, scatter in zip(self._messages, scatters, strict=True):
             scatter.wait()
-            own, codes = piece.ranges[rank], piece.sent[rank]
-            self._add_all(tensor[own], piece.received)
+            own, codes = message.ranges[rank], message.sent[rank]
+            self._add_all(tensor[own], message.received)
             if not scattered:
                 self._encode(tensor[own], codes, self._residual_of(own))
-                sent = piece.sent.flatten()
+                sent = message.sent.flatten()
                 gathers.append(start_all_gather(sent, codes.flatten(), self._group, label=label))
-        for piece, gather in zip(self._pieces, gathers, strict=False):
+        for message, gather in zip(self._messages, gathers, strict=False):
             gather.wait()
-            for range_, codes in zip(piece.ranges, piece.sent, strict=True):
+            for range_, codes in zip(message.ranges, message.sent, strict=True):
                 for chunk, chunk_codes in self._chunks(tensor[range_], codes):
                     self._codec.decode(chunk_codes, chunk)
 

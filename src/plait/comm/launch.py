@@ -2,7 +2,7 @@
 
 [Note: extension of torch's agent]
 The ranks are started and reaped by torch's elastic agent, the one under `torchrun`. By itself it does three
-things that a training run cannot have: it sends signals to a rank's whole process group, which kills the
+things that a training run cannot have: it sends signals to a rank's entire process group, which kills the
 DataLoader's workers under a rank that is about to save; once signalled it forgets how the ranks ended; and
 after a rank's death it waits 30 s, a constant, for peers stuck in a collective. Its documented extension
 point is `_monitor_workers`, called in its loop. Ours polls and ends the ranks, and lets torch's poll and reap
@@ -221,8 +221,8 @@ class _Agent(LocalElasticAgent):
         with self._blocked_signals():
             if self._forked is None:
                 command = [self._pcontext.entrypoint, *self._pcontext.args[rank]]
-                whole = {**os.environ, **environment}
-                pid = os.posix_spawnp(command[0], command, whole, setpgroup=0)
+                variables = {**os.environ, **environment}
+                pid = os.posix_spawnp(command[0], command, variables, setpgroup=0)
             else:
                 pid = self._forked.start_again(environment)
         self._restarted[rank] = pid

@@ -28,7 +28,7 @@ from plait.plan.compression import Factors, Matrix
 class PowerSGDReduce:
     """See [Note: power iteration step]. Tensors no larger than their factors are sent uncompressed.
 
-    A non-finite element makes at least its whole column non-finite, on all ranks: whatever QR does to P, it
+    A non-finite element makes at least its entire column non-finite, on all ranks: whatever QR does to P, it
     remains a term in that column's row of Q.
     """
 

@@ -44,7 +44,7 @@ class CommLog:
 
 
 class DeviceWaits:
-    """A piece of a stream's work, and its waits for communications. See [Note: wait time]."""
+    """A part of a stream's work, and its waits for communications. See [Note: wait time]."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.current_stream()

@@ -62,7 +62,7 @@ class TokenStream:
         return windows
 
     def positions(self, token: int) -> NDArray[np.int64]:
-        """Positions of a token, in order. Reads the whole stream, about a gigabyte a second."""
+        """Positions of a token, in order. Reads the entire stream, about a gigabyte a second."""
         found = [np.empty(0, dtype=np.int64)]
         for part, stop in zip(self._parts, self._stops.tolist(), strict=True):
             for begin in range(0, len(part), SCAN_TOKENS):

@@ -31,7 +31,7 @@ class Samples(Protocol):
 
 
 class Windows:
-    """Samples of `sequence` tokens, cut from a stream regardless of documents.
+    """Samples of `sequence` tokens, taken from a stream regardless of documents.
 
     Sample i covers tokens [i * (S - 1), i * (S - 1) + S): each token is predicted once an epoch, except for
     the stream's first and up to S - 2 at its end that fill no window.

@@ -1,6 +1,6 @@
 """Stream the documents of a shard in chunks.
 
-No text file is in memory as a whole, however large; a JSON line or a dataset's row is.
+No text file is in memory in full, however large; a JSON line or a dataset's row is.
 
 [Note: chunks]  A text file is read in chunks of about a megabyte that end at line ends (or, in a longer line,
 between any two characters). Each chunk is tokenized separately. Byte-level BPE never joins a word across a
@@ -143,7 +143,7 @@ def _file_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
         raise ContentError(
             f"{item.name} is not a complete gzip file",
             given=error,
-            expected="a whole file",
+            expected="a complete file",
             hint=f"gzip --test {item.name}",
         ) from error
     except OSError as error:

@@ -10,7 +10,7 @@ of ranks, from any step on.
 
 [Note: batch size ramp]  As in GPT-3 (Brown et al. 2020, appendix B), the batch grows linearly with the number
 of tokens, in equal increments. The size of a batch follows from the number of samples before it, so a few
-runs of equal batches describe the whole ramp. The order of samples does not depend on it: batches are cut
+runs of equal batches describe the entire ramp. The order of samples does not depend on it: batches are taken
 from one sequence of samples, in which those of a resumed run continue.
 
 [Note: length groups]  Samples padded to one length waste the less, the more similar they are. Within windows

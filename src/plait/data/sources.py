@@ -91,7 +91,7 @@ def _glob_files(source: str) -> list[Path]:
             f"the source {source} names an unknown user",
             given=error,
             expected="the name of a user after ~",
-            hint="the whole path",
+            hint="the full path",
         ) from error
     if path.is_dir():
         raise DataError(

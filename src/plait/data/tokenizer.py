@@ -60,7 +60,7 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator((piece for text in texts for piece in split_long_words(text)), trainer)
+    bpe.train_from_iterator((part for text in texts for part in split_long_words(text)), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=end)
 
 

@@ -126,12 +126,12 @@ def _check_hooks(model: nn.Module, shard_map: ShardMap) -> None:
     hooked = {name for name, parameter in model.named_parameters() if has_hooks(parameter)}
     stages: dict[str, int] = {}
     for stage, _, by_rank in shard_map.units() if hooked else ():
-        for piece in (piece for unit in by_rank.values() for piece in unit.params if piece.name in hooked):
-            is_sharded = piece.boxes.shape != piece.full_shape
-            if is_sharded or stages.setdefault(piece.name, stage) != stage:
+        for shard in (shard for unit in by_rank.values() for shard in unit.params if shard.name in hooked):
+            is_sharded = shard.boxes.shape != shard.full_shape
+            if is_sharded or stages.setdefault(shard.name, stage) != stage:
                 raise ModelError(
                     "a hook needs the full gradient of its parameter, which no rank has",
-                    given=f"a hook on {piece.name}, "
+                    given=f"a hook on {shard.name}, "
                     + ("a shard on each rank" if is_sharded else "on two stages"),
                     expected="hooks on parameters that tp does not shard, and that one stage uses",
                     hint="a plan without tp (or pp), or a module with the hook's effect in forward",

@@ -33,8 +33,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         for group in real.param_groups:  # the stepper has noted the leaves, and sets those that it steps
             group["params"] = []
         for unit in parts.sharded.trained:
-            for piece, parameter in zip(unit.layout.params, unit.parameters.values(), strict=True):
-                if (index := unit.layout.group_of(piece)) is not None:
+            for shard, parameter in zip(unit.layout.params, unit.parameters.values(), strict=True):
+                if (index := unit.layout.group_of(shard)) is not None:
                     real.param_groups[index]["params"].append(parameter)
         self._given = [(group["params"], [*group["params"]]) for group in real.param_groups]
 

@@ -26,7 +26,7 @@ _THREADS = 2
 
 @dataclass(frozen=True)
 class Span:
-    """Whole pages of a file."""
+    """A range of complete pages of a file."""
 
     file: MappedFile
     start: int

@@ -10,7 +10,7 @@ pages from this process and starts to write them back; those that are still in t
 read. It changes no value.
 
 [Note: direct I/O]
-`read` and `write` copy whole pages past the page cache (O_DIRECT), which would otherwise hold the same bytes
+`read` and `write` copy full pages past the page cache (O_DIRECT), which would otherwise hold the same bytes
 twice and evict what others read. Linux keeps such transfers and the mapping consistent if they follow each
 other: a direct read writes back the mapping's dirty pages first, a direct write drops its pages. They must
 not overlap in time. A file system without O_DIRECT gets ordinary transfers, after which the pages are dropped
@@ -85,11 +85,11 @@ class MappedFile:
         return start // mmap.PAGESIZE * mmap.PAGESIZE, stop
 
     def read(self, into: memoryview, start: int) -> None:
-        """Read whole pages into memory that begins with a page. See [Note: direct I/O]. Raises RunError."""
+        """Read full pages into memory that begins with a page. See [Note: direct I/O]. Raises RunError."""
         self._transfer(os.preadv, "read", into, start)
 
     def write(self, source: memoryview, start: int) -> None:
-        """Write whole pages from memory that begins with a page. See [Note: direct I/O]. Raises RunError."""
+        """Write full pages from memory that begins with a page. See [Note: direct I/O]. Raises RunError."""
         self._transfer(os.pwritev, "written", source, start)
 
     def _transfer(self, call: Callable[..., int], done: str, memory: memoryview, start: int) -> None:

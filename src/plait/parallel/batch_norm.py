@@ -22,7 +22,7 @@ from plait.parallel.tensor.functional import differentiable_all_reduce
 def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
     """Yield the modules that will compute with the statistics of a batch, with their names.
 
-    A model in evaluation mode will be trained as a whole; otherwise parts of it may be frozen on purpose.
+    A model in evaluation mode will be trained completely; otherwise parts of it may be frozen on purpose.
     """
     for name, module in model.named_modules():
         is_trained = module.training or not model.training

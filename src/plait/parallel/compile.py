@@ -11,7 +11,7 @@ of the rest into backward.
 
 [Note: uncompiled code]
 Code that torch.compile cannot trace runs uncompiled between two graphs (a graph break), which the first rank
-reports once. With `selective` it would run the whole block uncompiled, so that is an error.
+reports once. With `selective` it would run the entire block uncompiled, so that is an error.
 """
 
 import copy
@@ -68,13 +68,13 @@ class CompiledForward:
     """A block's forward, compiled. A deep copy is the uncompiled forward, for copies of the model on meta."""
 
     def __init__(
-        self, block: str, forward: Callable[..., Any], must_be_whole: bool, reported: set[str] | None
+        self, block: str, forward: Callable[..., Any], fullgraph: bool, reported: set[str] | None
     ) -> None:
-        """`block`: its class. `must_be_whole`: see [Note: uncompiled code]. `reported`: warnings so far, of
+        """`block`: its class. `fullgraph`: see [Note: uncompiled code]. `reported`: warnings so far, of
         all blocks; None: nothing is reported."""
         self.eager = forward
-        self._block, self._must_be_whole = block, must_be_whole
-        self._compiled = torch.compile(forward, fullgraph=must_be_whole, options=_OPTIONS)
+        self._block, self._fullgraph = block, fullgraph
+        self._compiled = torch.compile(forward, fullgraph=fullgraph, options=_OPTIONS)
         self._is_first_call, self._reported = True, reported
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,10 +85,10 @@ class CompiledForward:
         try:
             output = self._compiled(*args, **kwargs)
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UncapturedHigherOrderOpError) as error:
-            if not self._must_be_whole:
+            if not self._fullgraph:
                 raise
             raise PlanError(
-                f"{self._block} cannot be compiled as a whole, which recompute=selective needs",
+                f"{self._block} cannot be compiled as one graph, which recompute=selective needs",
                 given=f"compile=true recompute=selective, and {_reason(_innermost(error))}",
                 expected="a block that torch.compile traces without a graph break",
                 hint="recompute=full or recompute=none, which compile the other parts, or compile=false",

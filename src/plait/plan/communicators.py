@@ -24,7 +24,7 @@ share a parameter) would be matched with other groups, or wait forever. Therefor
   1. The list is a function of the plan alone, so it is equal on all ranks.
   2. Every entry is named by axes. "Equal coordinates on all other axes" is an equivalence relation, so the
      groups of one entry partition the ranks, and every rank is in exactly one.
-  3. A mesh creates the whole list at once, before any other group.
+  3. A mesh creates the entire list at once, before any other group.
 
 By 1 and 3, the n-th split of all ranks is the same entry; by 2, it is valid. No rank waits for one that is
 not about to make the same call, so ranks cannot wait in a circle. Communicators of arbitrary ranks

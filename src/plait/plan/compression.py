@@ -23,7 +23,7 @@ BLOCK_BYTES = {
     "int8": BLOCK + 4,
 }  # the scale is float32: its rounding error is negligible
 SUM_BYTES = 4  # of an element of a sum: float32
-_MIN_PIECE_BLOCKS = 512  # of a message: 133 kB of 8-bit codes
+_MIN_MESSAGE_BLOCKS = 512  # of a message: 133 kB of 8-bit codes
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ def blocks_per_rank(numel: int, ranks: int) -> int:
     return -(-numel // (BLOCK * ranks))
 
 
-def piece_blocks(num_blocks: int) -> tuple[int, ...]:
-    """Blocks of each message between two ranks: see [Note: two pieces] in `comm/compression.py`."""
-    if num_blocks < 2 * _MIN_PIECE_BLOCKS:
+def message_blocks(num_blocks: int) -> tuple[int, ...]:
+    """Blocks of each message between two ranks: see [Note: two messages] in `comm/compression.py`."""
+    if num_blocks < 2 * _MIN_MESSAGE_BLOCKS:
         return (num_blocks,)
     return num_blocks - num_blocks // 2, num_blocks // 2
 

@@ -34,7 +34,7 @@ class NamedDim:
     width: int | None = None
 
     def size(self, full: int, where: str) -> int:
-        """Number of elements of the name in a dim of `full` elements. Raises PlanError if it is not whole."""
+        """Number of elements of the name in a dim of `full` elements, an integer. Raises PlanError."""
         each = self.parts * (self.width or 1)
         if each == 0 or full % each:
             raise PlanError(

@@ -48,7 +48,7 @@ class LossScaling:
             if field.name in ("interval", "hysteresis"):
                 is_valid, expected, near = (
                     isinstance(value, int) and _is_number(value),
-                    "a whole number from 1",
+                    "an integer from 1",
                     None,
                 )
             else:

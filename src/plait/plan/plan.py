@@ -172,10 +172,10 @@ class Plan:
     reduce      dtype or compression of gradients sent between data ranks. `bf16`: shards are summed in fp32
                 by their owners; sums over replicas (and by NCCL) are rounded on the way. `fp16`, `int8` and
                 `powersgd` (or `powersgd:8`, with factors of rank 8; default 4) are summed in fp32 everywhere;
-                `powersgd:8:100` sends whole gradients in the first 100 steps. `topk:0.01` (parameter servers)
-                sends the largest hundredth of elements. The error of the last three is added to the rank's
-                next gradient (error feedback). It is not saved: a resumed run starts without it, so it is
-                close to the uninterrupted run but not bit-identical. With precision=fp64, sums are in fp64
+                `powersgd:8:100` sends uncompressed gradients in the first 100 steps. `topk:0.01` (parameter
+                servers) sends the largest hundredth of elements. The error of the last three is added to the
+                rank's next gradient (error feedback). It is not saved: a resumed run starts without it, so it
+                is close to the uninterrupted run but not bit-identical. With precision=fp64, sums are in fp64
     algorithm   all-reduce algorithm between data ranks on CPU: naive, ring, halving (recursive halving and
                 doubling), tree (binomial) or two-level (inside hosts, then between hosts); `auto`: the
                 backend decides. With a named algorithm gradients are sent in the dtype they are summed in,
@@ -489,7 +489,7 @@ class Plan:
 
     @property
     def uncompressed_steps(self) -> int:
-        """The first steps of a process in which PowerSGD sends whole gradients."""
+        """The first steps of a process in which PowerSGD sends uncompressed gradients."""
         match = REDUCE.fullmatch(self.reduce)
         return int((match and match[2]) or 0)
 

@@ -139,7 +139,7 @@ class Style(Enum):
     MLA_LATENT = "latent"  # DeepSeek's kv_a_proj: replicated, with a part that all heads read: see `summed`
     EXPERTS = "experts"  # a module of expert tensors: full input, output summed over col
     DEPTHWISE = "depthwise"  # a convolution of each channel separately: channels over col
-    REPLICATE = "whole"  # unchanged, full features
+    REPLICATE = "replicated"  # unchanged, full features
 
 
 @dataclass(frozen=True)

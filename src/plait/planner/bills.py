@@ -2,9 +2,9 @@
 
 [Note: the interval of a bill]
 Without a plan, the utilization is not known. Trainings from the A100 on report 30 to 55 % of the data
-sheet's peak over their whole duration (the runs of `data/trainings.toml`); those on V100, before fused
+sheet's peak over their entire duration (the runs of `data/trainings.toml`); those on V100, before fused
 attention, 20 to 35 %. A bill is the interval between both; `plait plan` prices a plan. Time lost to failures
-and restarts is not in it unless its share of the whole is given: OPT-175B worked 34 days of two months.
+and restarts is not in it unless its share of the total is given: OPT-175B worked 34 days of two months.
 """
 
 import functools

@@ -298,8 +298,8 @@ _EXAMPLE = {
 
 def _build(name: str, entry: Mapping[str, Any]) -> Cluster:
     """Return the cluster of a preset's or a file's keys. Raises ConfigError for values that do not fit."""
-    hosts, size = _whole(entry, "hosts"), _whole(entry, "devices_per_host")
-    domain = _whole(entry, "domain", size)
+    hosts, size = _integer(entry, "hosts"), _integer(entry, "devices_per_host")
+    domain = _integer(entry, "domain", size)
     num_devices = hosts * size
     if domain % size or num_devices % domain:
         raise ConfigError(
@@ -323,11 +323,11 @@ def _build(name: str, entry: Mapping[str, Any]) -> Cluster:
         host_size=size,
         domain_size=domain,
         network_bytes_per_s=_number(entry, "network_gbit_per_s") * _GBIT,
-        rails=_whole(entry, "rails", 1),
+        rails=_integer(entry, "rails", 1),
         oversubscription=_number(entry, "oversubscription", 1.0, least=1.0),
-        leaf_hosts=_whole(entry, "leaf_hosts", hosts),
+        leaf_hosts=_integer(entry, "leaf_hosts", hosts),
         topology=topology,
-        switch_ports=_whole(entry, "switch_ports", 64),
+        switch_ports=_integer(entry, "switch_ports", 64),
     )
 
 
@@ -345,7 +345,7 @@ def _device_of(entry: Mapping[str, Any]) -> Device:
     return found
 
 
-def _whole(entry: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _integer(entry: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = entry.get(key, default)
     if type(value) is not int or not 1 <= value <= 10_000_000:
         raise ConfigError(

@@ -13,7 +13,7 @@ _SECONDS_PER_HOUR = 3_600.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """A priced plan on its cluster. `tokens`: of the whole training; None: unknown, and so is what it takes.
+    """A priced plan on its cluster. `tokens`: of the complete training; None: unknown, as are its totals.
 
     Dollars are device-hours at the price of the device. Energy is that of the devices at full load: without
     hosts, network and cooling.

@@ -113,7 +113,7 @@ def compare_table(one: Outcome, other: Outcome) -> RenderableType:
     rows = [(part, left.parts.get(part, 0.0), right.parts.get(part, 0.0)) for part in parts]
     shown: list[tuple[str, ...]] = [
         (part, format_seconds(a), format_seconds(b), _signed(b - a))
-        for part, a, b in (*rows, ("whole step", left.step_s, right.step_s))
+        for part, a, b in (*rows, ("total", left.step_s, right.step_s))
         if a or b
     ]
     shown.append(("memory", *map(_memory, (one, other)), ""))
@@ -200,7 +200,7 @@ def _devices(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _totals(outcome: Outcome) -> list[tuple[str, str]]:
-    """Headings and values of the whole training; none if its tokens are unknown."""
+    """Headings and values of the complete training; none if its tokens are unknown."""
     if outcome.days is None or outcome.device_hours is None:
         return []
     assert outcome.dollars is not None, "follows from the tokens"

@@ -71,7 +71,7 @@ def search(
     objective      `time` of a step on all devices; or `cost` (dollars) or `energy` of the training, for which
                    parts of the cluster are considered too: 1, 2, 3, 4, 6, 8, 12, ... hosts
     pins           values that all plans have, such as `tp=8 zero=3`
-    tokens         of the whole training
+    tokens         of the complete training
     deadline_days  longest training. With `objective="time"`, the fewest hosts that meet it are chosen
     headroom       part of a device's memory that the plans leave free
     seconds        of processor time, after which the search gives what it has found
@@ -161,7 +161,7 @@ def _limit_s(deadline_days: float, tokens: float | None, work: Workload) -> floa
 def _nothing(
     at: Field, work: Workload, tokens: float | None, deadline_days: float | None, software: Software
 ) -> PlanError:
-    """The reason why a search of a whole cluster found no plan."""
+    """The reason why a search of an entire cluster found no plan."""
     found = Search()
     least = found.smallest(at)
     if least is None:

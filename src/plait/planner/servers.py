@@ -49,7 +49,7 @@ def _through(plan: Plan, links: Links, *flows: tuple[int, int]) -> float:
 
 def fullest(plan: Plan, use: MemoryUse, high: float, numel: int) -> tuple[MemoryUse, float]:
     """Return the bytes of the fullest process, and the upper end of their interval. `use`, `high`: of a rank
-    with the whole model and its optimizer's states, which they are without servers."""
+    with the full model and its optimizer's states, which they are without servers."""
     if not plan.num_servers:
         return use, high
     uses = [worker_memory(plan, use, numel, _STATES)]

@@ -352,7 +352,7 @@ class ServerUpdater:
     # --- saving and loading
 
     def fetch(self) -> None:
-        """Copy weights and optimizer states from the servers: a consistent cut, between two updates."""
+        """Copy weights and optimizer states from the servers: a consistent state, between two updates."""
         request = self._servers.request
         while unfinished := request(0, Message(Verb.HOLD, value=1)).json():
             self._finish(unfinished)

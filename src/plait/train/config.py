@@ -420,7 +420,7 @@ def _config_error(error: ValidationError, source: str) -> ConfigError:
 
 
 def _set_hint(path: list[str], problem: str) -> str:
-    if not path or any(part.isdigit() for part in path):  # in a list, which --set replaces whole
+    if not path or any(part.isdigit() for part in path):  # in a list, which --set replaces entirely
         return "another value in the recipe"
     example = next((value for kind, value in _EXAMPLES.items() if kind in problem), "...")
     return f"--set {'.'.join(path)}={example}"

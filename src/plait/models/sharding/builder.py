@@ -27,7 +27,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)  # hold modules, a
 @dataclass
 class TPPlanBuilder:
     """See `TPPlan` for what is collected. `specs`: declared styles, by name; `blocks`: the blocks' names;
-    `read_in_full`: layers of a derived plan whose outputs the model's code may use in full; `wrappers`:
+    `needs_all_features`: layers of a derived plan whose outputs the model's code may use in full; `wrappers`:
     modules that have given their style to a layer in them."""
 
     model: nn.Module
@@ -39,7 +39,7 @@ class TPPlanBuilder:
     parameters: dict[str, ParamSharding] = field(default_factory=dict)
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     arguments: list[ArgumentSharding] = field(default_factory=list)
-    read_in_full: set[str] = field(default_factory=set)
+    needs_all_features: set[str] = field(default_factory=set)
     wrappers: set[str] = field(default_factory=set)
     modules: dict[str, nn.Module] = field(init=False)
     shapes: dict[str, tuple[int, ...]] = field(init=False)

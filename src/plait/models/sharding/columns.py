@@ -252,7 +252,7 @@ class _Tracer(TensorTracer):
         layer = self._builder.layers.get(name)
         enter, leave = (self._enter, self._leave) if layer else (self._enter_free, self._leave_free)
         if layer is not None and layer.style is Style.MLA_LATENT:
-            module.register_forward_hook(self._cut, prepend=True)
+            module.register_forward_hook(self._end_summed, prepend=True)
         elif layer.style in _OPAQUE if layer else has_linear_forward(module):
             module.register_forward_pre_hook(partial(self._begin, name, enter), with_kwargs=True)
             module.register_forward_hook(partial(self._end, name, leave), with_kwargs=True, prepend=True)
@@ -369,7 +369,7 @@ class _Tracer(TensorTracer):
         self._found.summed |= bias if tokens == "own" else set()
         return State(tokens=tokens, parts=_NONE if is_inner else _STREAM)
 
-    def _cut(self, *call: Any) -> None:
+    def _end_summed(self, *call: Any) -> None:
         """End a layer that sums its output's gradient itself."""
         for tensor in tensors_in(call[-1]):
             self.complete([tensor])

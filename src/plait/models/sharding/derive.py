@@ -11,8 +11,9 @@ A linear layer may be sharded over its outputs in two ways.
   model's result) ends the search.
 
 What features meet may be the same for all of them and depend on a parameter, or on a layer whose output is
-whole: then its gradient is a sum over columns (uses.py [Note: parts]). Only a run shows which layers are
-whole. So the model runs again with those whole that ended the search, and others may get further.
+full: then its gradient is a sum over columns (uses.py [Note: parts]). Only a run shows which outputs are
+full. So the model runs again with full outputs of the layers that ended the search, and others may get
+further.
 
 Layers that end the search gather, unless they are small next to their block, or to what is divided in their
 region: these are replicated, and so are layers that the run does not call, or whose weight is read outside of
@@ -50,17 +51,17 @@ def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
 
     `batch`: an example; None: token ids. Raises whatever the model's code raises on meta.
     """
-    whole = {name for name in builder.modules if not _num_weights(builder, name)}
-    traced, uses = _traced(builder, batch, whole)
+    full_outputs = {name for name in builder.modules if not _num_weights(builder, name)}
+    traced, uses = _traced(builder, batch, full_outputs)
     for _ in range(_MAX_RUNS):
-        whole |= uses.first_escaped
-        if whole.issuperset(name for name in uses.called if name in uses.escaped):
+        full_outputs |= uses.first_escaped
+        if full_outputs.issuperset(name for name in uses.called if name in uses.escaped):
             break
-        uses = uses_of(builder, traced, whole)
-    builder.read_in_full |= uses.escaped | whole
+        uses = uses_of(builder, traced, full_outputs)
+    builder.needs_all_features |= uses.escaped | full_outputs
     in_blocks = {name for name in uses.called if builder.block_of(name) is not None}
     layers = in_blocks - uses.read_elsewhere
-    styles = _divided(builder, uses, layers, whole, traced)
+    styles = _divided(builder, uses, layers, full_outputs, traced)
     styles |= _gathered(builder, [name for name in uses.called if name in layers], styles)
     if not styles:
         return {}
@@ -110,13 +111,13 @@ def _num_weights(builder: TPPlanBuilder, name: str) -> int:
 
 
 def _divided(
-    builder: TPPlanBuilder, uses: Uses, layers: set[str], whole: Set[str], batch: Mapping[str, Tensor]
+    builder: TPPlanBuilder, uses: Uses, layers: set[str], full_outputs: Set[str], batch: Mapping[str, Tensor]
 ) -> dict[str, StyleSpec]:
     """Return styles of what needs no gather, as far as the run on shards repeats the full one:
     [Note: the same run on shards]."""
     for with_heads in (True, False):
         styles = _pairs(builder, uses, layers, with_heads)
-        if not styles or _is_repeated(builder, uses, whole, styles, batch):
+        if not styles or _is_repeated(builder, uses, full_outputs, styles, batch):
             return styles
     return {}
 
@@ -227,17 +228,17 @@ def _multiple(builder: TPPlanBuilder, name: str, width: int) -> int | None:
 
 
 def _can_divide(widths: Mapping[str, int], units: int, builder: TPPlanBuilder, with_heads: bool) -> bool:
-    """Return whether columns get whole units, and the same ones of every layer. `widths`: of a unit."""
+    """Return whether columns get complete units, and the same ones of every layer. `widths`: of a unit."""
     if units < builder.cols:
         return False
     attentions = {name: path for name in widths if (path := attention_of(builder, name)) is not None}
     if not attentions and set(widths.values()) == {1}:
         return True
     counts = [head_counts(builder, path) or (0, 0) for path in attentions.values()]
-    has_whole_heads = all(number % builder.cols == 0 for number in (units, *chain(*counts)))
+    has_complete_heads = all(number % builder.cols == 0 for number in (units, *chain(*counts)))
     return (
         with_heads
-        and has_whole_heads
+        and has_complete_heads
         and all(is_of_heads(builder, of, units * widths[of]) for of in attentions if of in builder.modules)
     )
 
@@ -245,13 +246,13 @@ def _can_divide(widths: Mapping[str, int], units: int, builder: TPPlanBuilder, w
 def _is_repeated(
     builder: TPPlanBuilder,
     uses: Uses,
-    whole: Set[str],
+    full_outputs: Set[str],
     styles: Mapping[str, StyleSpec],
     batch: Mapping[str, Tensor],
 ) -> bool:
     """Return whether the model on the first column's shards runs the operators of the full run, on shards."""
     try:
-        shards = uses_of(builder, batch, whole, styles)
+        shards = uses_of(builder, batch, full_outputs, styles)
     except Exception:  # any error of the model's code, whose views or sums do not fit
         return False
     columns = {name for name, spec in styles.items() if spec.style is Style.COLUMN}
@@ -275,13 +276,13 @@ def _is_repeated(
 
 
 def _traced(
-    builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None, whole: Set[str]
+    builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None, full_outputs: Set[str]
 ) -> tuple[Mapping[str, Tensor], Uses]:
     """Return the batch with which the model runs on meta, and the uses of layers in the run."""
     failure: Exception | None = None
     for traced in traced_batches(builder.model, batch):
         try:
-            return traced, uses_of(builder, traced, whole)
+            return traced, uses_of(builder, traced, full_outputs)
         except Exception as error:  # any error of the model's code without values
             failure = error
     assert failure is not None, "there are batches"

@@ -28,7 +28,7 @@ def _bloom(config: Any, _cols: int) -> Patterns:
         raise ModelError(
             "cannot shard a bloom model that slices its own weights",
             given=f"pretraining_tp={config.pretraining_tp} slow_but_exact=True",
-            expected="weights that are used whole",
+            expected="weights that are used in full",
             hint="slow_but_exact=False",
         )
     return _BLOOM
@@ -62,14 +62,14 @@ _PACKED_EXPERTS = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
 _SHARED_EXPERTS = {"layers.*.mlp.shared_experts": "moe_tp_experts"}
 
 # A layer that reads the values of all heads decides which tokens a head sees.
-_WHOLE_ATTENTION = {
+_GATHERED_ATTENTION = {
     **dict.fromkeys((f"layers.*.self_attn.{key}_proj" for key in "qkv"), "colwise_gather_output"),
     "layers.*.self_attn.dt_proj": "replicate",
     "layers.*.self_attn.o_proj": "rowwise_split_input",
 }
 
 # Experts that return their input are next to the others: a sum over columns would count them several times.
-_WHOLE_EXPERTS = dict.fromkeys(
+_REPLICATED_EXPERTS = dict.fromkeys(
     (f"layers.*.mlp.experts{part}" for part in ("", ".gate_up_proj", ".down_proj", ".identity_expert")),
     "replicate",
 )
@@ -97,10 +97,10 @@ FAMILIES: dict[str, Patterns | Callable[[Any, int], Patterns]] = {
     "blt": _BLT,
     "falcon": _falcon,
     "deepseek_v3": mixer_families.LATENT_ATTENTION,
-    "doge": _WHOLE_ATTENTION,
+    "doge": _GATHERED_ATTENTION,
     # It reads numbers of tokens from the device, so no plan can be derived from a run on meta.
     "jetmoe": {"layers.*.self_attention.kv_proj": "colwise_gather_output"},
-    "longcat_flash": _WHOLE_EXPERTS,
+    "longcat_flash": _REPLICATED_EXPERTS,
     "phi3": _PACKED_GATE,
     "glm": _PACKED_GATE,
     "glm4": _PACKED_GATE,

@@ -103,8 +103,8 @@ def regrouped(features: Features, before: Sequence[int], after: Sequence[int]) -
 
 def split_into(features: Features, size: int, parts: int) -> Features | None:
     """The features of one of `parts` equal slices along their dim: of layers that pack as many layers."""
-    is_whole = features.outer == 1 and all(count == 1 for _, count in features.sources)
-    if not is_whole or size % parts or features.units % parts:
+    is_undivided = features.outer == 1 and all(count == 1 for _, count in features.sources)
+    if not is_undivided or size % parts or features.units % parts:
         return None
     sources = frozenset((name, parts) for name, _ in features.sources)
     return replace(features, sources=sources, units=features.units // parts)

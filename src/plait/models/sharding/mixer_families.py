@@ -1,7 +1,7 @@
 """Tensor plans of families with state-space or recurrent mixers, by channels or by heads.
 
 Patterns match paths below the base model; sizes as in `mixers.py` [Note: packed sizes]. With more columns
-than heads, or than several groups, a mixer is computed whole between sharded projections.
+than heads, or than several groups, a mixer is computed in full between sharded projections.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ MAMBA = _channels("layers.*.mixer")
 JAMBA = {**_channels("layers.*.mamba"), **_ATTENTION, **_FEED_FORWARD}
 
 
-def _whole(mixer: str, inputs: str, output: str) -> Patterns:
+def _gathered(mixer: str, inputs: str, output: str) -> Patterns:
     """A mixer that is computed in full on every column, between sharded projections."""
     styles = dict.fromkeys((f"{mixer}.{key}" for key in inputs.split()), "colwise_gather_output")
     return {**styles, f"{mixer}.{output}": "rowwise_split_input"}
@@ -65,7 +65,7 @@ def _mamba2(mixer: str, cols: int, heads: int, width: int, groups: int, state: i
     """The second Mamba: heads, of which a group reads the same inputs and outputs of its states."""
     units = heads if groups == 1 else groups
     if cols > units:
-        return _whole(mixer, "in_proj", "out_proj")
+        return _gathered(mixer, "in_proj", "out_proj")
     each = heads // units
     x, states, numbers = f"{units}x{each * width}", f"{groups}x{state}", f"{units}x{each}"
     counts = {
@@ -129,7 +129,7 @@ def zamba(config: Any, cols: int) -> Patterns:
     }
     for mixer in ("layers.*.mamba", "layers.*.mamba_decoder.mamba"):
         if cols > heads:
-            plan |= _whole(mixer, "in_proj", "out_proj")
+            plan |= _gathered(mixer, "in_proj", "out_proj")
             continue
         rows = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
         plan |= _by_units(
@@ -166,7 +166,7 @@ def _gated_delta_net(config: Any, cols: int, projections: dict[str, str], output
     a head has in each: features of a key (k), of its values (v), a number for each of these (n)."""
     mixer, heads = "layers.*.linear_attn", config.linear_num_key_heads
     if cols > heads:
-        return _whole(mixer, " ".join(projections), output)
+        return _gathered(mixer, " ".join(projections), output)
     each = config.linear_num_value_heads // heads
     widths = {"k": config.linear_key_head_dim, "v": config.linear_value_head_dim * each, "n": each}
 
@@ -212,7 +212,7 @@ def kimi_linear(config: Any, cols: int) -> Patterns:
         if kind != "linear_attention":
             continue
         if cols > heads:
-            plan |= _whole(mixer, "q_proj k_proj v_proj", "o_proj")
+            plan |= _gathered(mixer, "q_proj k_proj v_proj", "o_proj")
             continue
         counts = {"num_heads": number, "qkv_dim": x, "conv_dim": f"{x}+{x}+{x}"}
         plan |= _by_units(
@@ -241,7 +241,7 @@ def recurrent_gemma(config: Any, cols: int) -> Patterns:
         **plan_of_layers("layers.*.mlp_block", "gate_proj up_proj", "down_proj"),
     }
     if cols > heads:
-        return plan | _whole(path, "linear_x linear_y", "linear_out")
+        return plan | _gathered(path, "linear_x linear_y", "linear_out")
     x, number = f"{heads}x{config.lru_width // heads}", f"{heads}x1"
     gates = (f"rg_lru.{gate}_gate_{kind}" for gate in ("input", "recurrent") for kind in ("weight", "bias"))
     return plan | _by_units(

@@ -3,7 +3,7 @@
 [Note: packed sizes]
 Projections of mixers pack parts of unequal width. `64x64+64x64+1x128+1x128+64x1` is 64 heads of 64 features,
 twice, then two parts of 128 features, then a number for each head. The heads (or groups of heads) of all
-parts are split alike. A part that is one unit is read whole on every column, with the heads of that column:
+parts are split alike. A part that is one unit is read in full on every column, with the heads of that column:
 
   - of a COLUMN layer, the weight is sharded all the same: the part's features are split over the columns, and
     the output's are gathered. Their gradient is a sum over columns.
@@ -25,16 +25,16 @@ from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, split
 
 def shard_sizes(builder: TPPlanBuilder, name: str, sizes: Sizes, size: int) -> DimSharding:
     """Shard a packed dim, `size` wide, over the columns. See [Note: packed sizes]."""
-    return _shard_sizes(builder, name, sizes, size, is_whole=False)
+    return _shard_sizes(builder, name, sizes, size, is_replicated=False)
 
 
 def used_sizes(builder: TPPlanBuilder, name: str, sizes: Sizes, size: int) -> DimSharding:
     """The features of a packed dim that the code of each column reads."""
-    return _shard_sizes(builder, name, sizes, size, is_whole=True)
+    return _shard_sizes(builder, name, sizes, size, is_replicated=True)
 
 
 def _shard_sizes(
-    builder: TPPlanBuilder, name: str, sizes: Sizes, size: int, *, is_whole: bool
+    builder: TPPlanBuilder, name: str, sizes: Sizes, size: int, *, is_replicated: bool
 ) -> DimSharding:
     if sum(units * width for units, width in sizes) != size:
         raise ModelError(
@@ -49,7 +49,7 @@ def _shard_sizes(
         count, each = (width, 1) if units == 1 else (units, width)
         parts = split(count, builder.cols, of=f"the heads of {name}")
         for own, (start, stop) in zip(ranges, parts, strict=True):
-            is_all = is_whole and units == 1
+            is_all = is_replicated and units == 1
             own.append((first, first + width) if is_all else (first + start * each, first + stop * each))
         first += units * width
     return DimSharding(FEATURES, tuple(map(tuple, ranges)))

@@ -237,7 +237,7 @@ def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
     replicated = {name for name, spec in builder.specs.items() if spec.style is Style.REPLICATE}
     is_tied = False
     if isinstance(head, nn.Linear) and names.get(id(head), "") not in {"", *replicated}:
-        is_head = names[id(head)] not in builder.read_in_full  # else its logits are gathered
+        is_head = names[id(head)] not in builder.needs_all_features  # else its logits are gathered
         builder.specs[names[id(head)]] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
         is_tied = isinstance(embedding, nn.Embedding) and head.weight is embedding.weight
     weight = getattr(embedding, "weight", None)

@@ -1,7 +1,7 @@
 """How a model uses the outputs of its linear layers, and its parameters: a run on meta.
 
 [Note: parts]
-What the model computes from a whole tensor, a parameter or the output of a whole layer, depends on a part of
+What the model computes from a full tensor, a parameter or the full output of a layer, depends on a part of
 it: a range of a layer's features, or all of a parameter. Where features meet such a tensor (a rotary key that
 all heads share, a norm's weight), every column computes with features of its own, and the part's gradient is
 a sum over columns. Anywhere else (in a layer, in the residual stream, in the model's result) it is complete,
@@ -43,7 +43,7 @@ Operator = tuple[tuple[Any, ...], list[Result]]
 
 @dataclass(frozen=True)
 class Part:
-    """Features of a whole layer's output, or a parameter; see [Note: parts]. `is_slice`: exactly these, in
+    """Features of a layer's full output, or a parameter; see [Note: parts]. `is_slice`: exactly these, in
     the last dim."""
 
     of: str
@@ -89,13 +89,13 @@ class Uses:
 def uses_of(
     builder: TPPlanBuilder,
     batch: Mapping[str, Tensor],
-    whole: Set[str] = frozenset(),
+    full_outputs: Set[str] = frozenset(),
     styles: Mapping[str, StyleSpec] | None = None,
 ) -> Uses:
     """Run the model on meta, in training and in evaluation.
 
-    `whole`: layers whose outputs have no features. `styles`: of layers and parameters that have the first
-    column's shards in this run. Raises whatever the model's code raises on meta.
+    `full_outputs`: layers whose outputs have no features. `styles`: of layers and parameters that have the
+    first column's shards in this run. Raises whatever the model's code raises on meta.
     """
     model, uses, styles = builder.model, Uses(), styles or {}
     attributes = _head_attributes(builder, styles)
@@ -103,7 +103,7 @@ def uses_of(
         _shard_on_meta(builder, styles)
         for (name, key), values in attributes.items():
             setattr(builder.modules[name], key, values[0])
-        tracer = _Tracer(builder, uses, whole)
+        tracer = _Tracer(builder, uses, full_outputs)
         with tracer:
             for is_training in (True, False):
                 result = model.train(is_training)(**forward_inputs(model, batch))
@@ -159,10 +159,10 @@ def _narrow(module: nn.Module, key: str, dim: int, size: int) -> None:
 class _Tracer(TensorTracer):
     """Trace features and parts through operators."""
 
-    def __init__(self, builder: TPPlanBuilder, uses: Uses, whole: Set[str]) -> None:
+    def __init__(self, builder: TPPlanBuilder, uses: Uses, full_outputs: Set[str]) -> None:
         super().__init__()
-        self._uses, self._whole = uses, whole
-        self._divisible = {name for name in builder.shapes if _can_shard(builder, name)} - whole
+        self._uses, self._full_outputs = uses, full_outputs
+        self._divisible = {name for name in builder.shapes if _can_shard(builder, name)} - full_outputs
         self._features: dict[int, Features] = {}  # by tensor
         self._sources: dict[int, set[str]] = {}  # of features anywhere in a storage
         self._parts: dict[int, Set[Part]] = {}  # by tensor
@@ -206,7 +206,7 @@ class _Tracer(TensorTracer):
             self._hold(*results)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Record that these are used as a whole model does."""
+        """Record that these are used as an unsharded model does."""
         self._uses.kept |= self._parts_of(tensors)
 
     def sources_of(self, tensors: Iterable[Tensor]) -> set[str]:
@@ -248,7 +248,7 @@ class _Tracer(TensorTracer):
         if not is_linear:
             return
         output = call[-1]
-        if name in self._whole:
+        if name in self._full_outputs:
             self._hold(output)
             self._parts[id(output)] = {Part(name, 0, output.shape[-1], is_slice=True)}
         else:

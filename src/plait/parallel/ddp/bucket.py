@@ -139,7 +139,7 @@ def accumulate_grad_node(parameter: nn.Parameter) -> Any:
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]  # message memory, uninitialized
 
-_FLUSH_BYTES = 1 << 18  # copied in one call; on a GPU the whole bucket, to save launches
+_FLUSH_BYTES = 1 << 18  # copied in one call; on a GPU the entire bucket, to save launches
 _EARLY_ALIAS_BYTES = 1 << 16  # aliased early, so that their memory is reused by the next gradient
 
 

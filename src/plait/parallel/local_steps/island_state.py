@@ -147,7 +147,7 @@ class IslandState:
 def _read(source: StateReader, kind: str, unit: FlatParam, flat: Tensor) -> None:
     """Fill a flat tensor with this rank's range of a unit. What the source does not have is unchanged."""
     for overlap in unit.layout.overlaps(unit.start, unit.stop):
-        key, piece = f"{kind}/{overlap.shard.name}", overlap.shard
+        key, shard = f"{kind}/{overlap.shard.name}", overlap.shard
         if key in source.shapes:
             into = flat[overlap.at : overlap.at + overlap.stop - overlap.start]
-            source.read(key, piece.boxes, overlap.start, into, counted=piece.counted)
+            source.read(key, shard.boxes, overlap.start, into, counted=shard.counted)

@@ -23,7 +23,7 @@ class UsedFeatures:
 
     def __call__(self, y_o: Tensor) -> Tensor:
         """Return (..., features that are read) of (..., own features)."""
-        pieces = dict(
+        shards = dict(
             zip(
                 self._own_ranges,
                 y_o.split([stop - start for start, stop in self._own_ranges], -1),
@@ -32,10 +32,10 @@ class UsedFeatures:
         )
         shared, sizes = self._shared, [stop - start for start, stop in self._shared]
         own = torch.cat(
-            [piece for (start, _), piece in pieces.items() if _position(start, shared) is not None], -1
+            [shard for (start, _), shard in shards.items() if _position(start, shared) is not None], -1
         )
         full = dict(zip(shared, gather_summed(own, self._gathered).split(sizes, -1), strict=True))
-        return torch.cat([full[r] if r in full else pieces[r] for r in self.used.ranges[self.own.coord]], -1)
+        return torch.cat([full[r] if r in full else shards[r] for r in self.used.ranges[self.own.coord]], -1)
 
     @cached_property
     def _own_ranges(self) -> tuple[Range, ...]:

@@ -20,7 +20,7 @@ The residual stream is sharded from the first block's input to the last block's 
 a block is recomputed in backward, and no longer when a new forward of the model begins.
 
 [Note: token shards between stages]
-Stages of a pipeline cut the residual stream between two blocks, where every column has its own tokens. So a
+Stages of a pipeline split the residual stream between two blocks, where every column has its own tokens. So a
 stage sends its shard as it is, and the next stage begins with it: each column sends 1 / col of the tokens to
 the same column of the next stage, nothing is gathered or split, and a collective in addition, which ranks
 could start in different orders, is not needed. The full length is sent with the shard: as a number it is part
@@ -156,7 +156,7 @@ class SequenceShard:
             raise ModelError(
                 "cannot shard the tokens of a block that rearranges them",
                 given=f"{num_tokens} tokens where {what} has {length}",
-                expected="whole sequences of one length",
+                expected="complete sequences of one length",
                 hint="sp=false",
             )
         return num_runs

@@ -160,12 +160,12 @@ class FlatParam:
 
     def make_parameters(self, replaced: Mapping[str, nn.Parameter]) -> None:
         """Make the model's parameters views of `storage`. Their gradients need a `listener`."""
-        for piece, view in zip(self.layout.params, self._views, strict=True):
-            old = replaced[piece.name]
+        for shard, view in zip(self.layout.params, self._views, strict=True):
+            old = replaced[shard.name]
             owner = owner_of(old)[0]
             # A parameter that several stages of this rank hold has a copy in each.
             is_copy = isinstance(owner, FlatParam) and owner.context is self.context
-            self._parameters.append(bind(old, view, self, piece.name, is_copy=is_copy))
+            self._parameters.append(bind(old, view, self, shard.name, is_copy=is_copy))
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         if self.trains:
             for index, parameter in enumerate(self._parameters):
@@ -173,7 +173,7 @@ class FlatParam:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        names = (piece.name for piece in self.layout.params)
+        names = (shard.name for shard in self.layout.params)
         return dict(zip(names, self._parameters, strict=True))
 
     def point_to_nan(self) -> None:
@@ -257,11 +257,11 @@ class FlatParam:
         """Raise ModelError if a parameter's values or `requires_grad` were changed outside the engine."""
         self.adopt_writes()
         self._check_values()
-        for piece, p in zip(self.layout.params, self._parameters, strict=True):
+        for shard, p in zip(self.layout.params, self._parameters, strict=True):
             if p.requires_grad != self.trains:
                 raise ModelError(
                     "requires_grad of a parameter was changed after parallelize",
-                    given=f"{piece.name}.requires_grad = {p.requires_grad}",
+                    given=f"{shard.name}.requires_grad = {p.requires_grad}",
                     expected="what trains to stay the same: it has optimizer states",
                     hint="requires_grad_() before parallelize",
                 )
@@ -269,10 +269,10 @@ class FlatParam:
     def _check_values(self) -> None:
         """Raise ModelError if a parameter was changed outside the engine: the change would be lost."""
         expected_storage = (self._nan if self._points_to_nan else self.storage).untyped_storage()._cdata
-        for piece, p, version in zip(self.layout.params, self._parameters, self._versions, strict=True):
+        for shard, p, version in zip(self.layout.params, self._parameters, self._versions, strict=True):
             if p._version != version or p.untyped_storage()._cdata != expected_storage:
                 of_another = owner_of(p)[0] is not self
-                raise (given_to_another_engine if of_another else changed_outside_engine)(piece.name)
+                raise (given_to_another_engine if of_another else changed_outside_engine)(shard.name)
 
     def check_copy(self, name: str) -> None:
         """Raise ModelError if a copy of the parameter would be NaN."""

@@ -106,16 +106,16 @@ def full_tensors(
     for stage, index, by_rank in shard_map.units():
         if model_ranks[0] not in by_rank:
             continue
-        for piece in by_rank[model_ranks[0]].params:
-            group = by_rank[model_ranks[0]].group_of(piece)
+        for shard in by_rank[model_ranks[0]].params:
+            group = by_rank[model_ranks[0]].group_of(shard)
             if group is not None and _needs_tensor(groups, group):
-                copies = (p for rank in model_ranks for p in by_rank[rank].params if p.name == piece.name)
-                found.append((piece, group, (stage, index), any(copy.counted for copy in copies)))
-    costs = [_cost(piece.full_shape) for piece, *_ in found]
+                copies = (p for rank in model_ranks for p in by_rank[rank].params if p.name == shard.name)
+                found.append((shard, group, (stage, index), any(copy.counted for copy in copies)))
+    costs = [_cost(shard.full_shape) for shard, *_ in found]
     owners = assign_owners(costs, num_shards * len(model_ranks))
     return [
-        FullTensor(piece.name, piece.full_shape, group, unit, owner, counted)
-        for (piece, group, unit, counted), owner in zip(found, owners, strict=True)
+        FullTensor(shard.name, shard.full_shape, group, unit, owner, counted)
+        for (shard, group, unit, counted), owner in zip(found, owners, strict=True)
     ]
 
 
@@ -213,18 +213,18 @@ class FullTensorUpdate:
 
     def _parts(self, tensor: FullTensor, rank: int) -> Iterator[_Part]:
         """The part of a tensor that a rank of the group holds, if any."""
-        shard, at_grid = divmod(rank, len(self._model_ranks))
+        shard_coord, at_grid = divmod(rank, len(self._model_ranks))
         stage, index = tensor.unit
         seen = []
         for model_rank in self._model_ranks[: at_grid + 1]:
             layout = self._shard_map.layouts[model_rank][stage].units[index]
-            piece = next(each for each in layout.params if each.name == tensor.name)
-            seen.append(piece.boxes)
-        low, high = layout.owned_range(shard)
-        start, stop = max(piece.start, low), min(piece.stop, high)
+            shard = next(each for each in layout.params if each.name == tensor.name)
+            seen.append(shard.boxes)
+        low, high = layout.owned_range(shard_coord)
+        start, stop = max(shard.start, low), min(shard.stop, high)
         if start < stop:
-            is_first = piece.boxes not in seen[:-1]
-            yield _Part(piece.boxes, start - piece.start, stop - piece.start, start - low, is_first)
+            is_first = shard.boxes not in seen[:-1]
+            yield _Part(shard.boxes, start - shard.start, stop - shard.start, start - low, is_first)
 
     def step(self, factor: float, update: Callable[[Sequence[Tensor]], object]) -> None:
         """Update the masters' full tensors. `update` steps the leaves. Gradients are multiplied by `factor`,

@@ -34,12 +34,12 @@ def init_flat_params(
             "a model is either on meta or has its weights",
             given="a model without parameters" if not on_meta else "some parameters on meta, others not",
             expected="all parameters on meta, or none",
-            hint="with torch.device('meta') around the whole construction",
+            hint="with torch.device('meta') around the entire construction",
         )
     units_of: dict[str, list[FlatParam]] = {}
     for unit in (unit for of_stage in units.values() for unit in of_stage):
-        for piece in unit.layout.params:
-            units_of.setdefault(piece.name, []).append(unit)
+        for shard in unit.layout.params:
+            units_of.setdefault(shard.name, []).append(unit)
     standalone: dict[str, nn.Parameter] = {}
     device = context.device
 
@@ -126,7 +126,7 @@ def _owners(
     by_block: dict[str, list[FlatParam]] = {}
     for unit in units:
         by_block.setdefault(unit.layout.block, []).append(unit)
-    block_of_name = {piece.name: unit.layout.block for unit in units for piece in unit.layout.params}
+    block_of_name = {shard.name: unit.layout.block for unit in units for shard in unit.layout.params}
     block_of = {id(p): block_of_name[n] for p in model.parameters() if (n := names[id(p)]) in block_of_name}
     owners: dict[str, list[nn.Module]] = {name: [] for name in by_block}
     for name, block in blocks.items():

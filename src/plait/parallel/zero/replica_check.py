@@ -104,11 +104,11 @@ class ReplicaCheck:
                 own = {"weights": num_unsharded if self._has_unsharded else over.replicate.size}
                 if context.has_masters and unit.trains:
                     own["master weights"] = over.replicate.size
-                for piece in unit.params:
+                for shard in unit.params:
                     for (kind, num), island in itertools.product(own.items(), islands):
-                        copies[ReplicatedTensor(kind, piece.name, piece.boxes, island)] += num
+                        copies[ReplicatedTensor(kind, shard.name, shard.boxes, island)] += num
                     for kind in common if unit.trains else ():
-                        copies[ReplicatedTensor(kind, piece.name, piece.boxes, None)] += groups.islands.size
+                        copies[ReplicatedTensor(kind, shard.name, shard.boxes, None)] += groups.islands.size
         replicated = (tensor for tensor, num_copies in copies.items() if num_copies > 1)
         self._row_of = {tensor: row for row, tensor in enumerate(replicated)}
 
@@ -195,11 +195,11 @@ class ReplicaCheck:
         """The parts in `flat`, which is [start, stop) of the unit's storage."""
         island = None if is_common else self._island
         overlaps = {overlap.shard.name: overlap for overlap in unit.layout.overlaps(start, stop)}
-        for piece in unit.layout.params:
-            tensor = ReplicatedTensor(kind, piece.name, piece.boxes, island)
+        for shard in unit.layout.params:
+            tensor = ReplicatedTensor(kind, shard.name, shard.boxes, island)
             if tensor not in self._row_of:
                 continue
-            overlap = overlaps.get(piece.name)
+            overlap = overlaps.get(shard.name)
             if overlap is None:
                 yield _Part(tensor, flat[:0], 0, is_range=True)
                 continue

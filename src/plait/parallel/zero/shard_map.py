@@ -112,21 +112,21 @@ class ShardMap:
             for index in range(len(next(iter(by_rank.values())))):
                 yield stage, index, {rank: units[index] for rank, units in by_rank.items()}
 
-    def pieces(self) -> Iterator[tuple[ParamShard, int | None]]:
-        """Every parameter in a unit once: one rank's piece, and its optimizer group; None if it is frozen."""
+    def params(self) -> Iterator[tuple[ParamShard, int | None]]:
+        """Every parameter in a unit once: one rank's shard, and its optimizer group; None if it is frozen."""
         seen: set[str] = set()
         for _, _, by_rank in self.units():
             unit = next(iter(by_rank.values()))
-            for piece in unit.params:
-                if piece.name not in seen:
-                    seen.add(piece.name)
-                    yield piece, unit.group_of(piece)
+            for shard in unit.params:
+                if shard.name not in seen:
+                    seen.add(shard.name)
+                    yield shard, unit.group_of(shard)
 
     @property
     def num_parameters(self) -> int:
         """Trainable elements of full tensors, each counted once."""
         return sum(
-            torch.Size(piece.full_shape).numel() for piece, group in self.pieces() if group is not None
+            torch.Size(shard.full_shape).numel() for shard, group in self.params() if group is not None
         )
 
     def first_rank(self, stage: int) -> int:

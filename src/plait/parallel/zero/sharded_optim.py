@@ -126,15 +126,15 @@ class ShardedOptimizer:
 
     def _check_parameters(self, shard_map: ShardMap) -> None:
         """Raise ConfigError for a parameter that the optimizer of its group cannot train."""
-        for piece, group in shard_map.pieces():
+        for shard, group in shard_map.params():
             if group is None:
                 continue
             try:
-                self._groups[group].state_shapes(piece.full_shape)
+                self._groups[group].state_shapes(shard.full_shape)
             except ConfigError as error:
                 raise ConfigError(
                     f"{self._groups[group].name} cannot train a parameter of its group",
-                    given=f"{piece.name} of shape {piece.full_shape}: {error.given}",
+                    given=f"{shard.name} of shape {shard.full_shape}: {error.given}",
                     expected="parameters that the class supports",
                     hint="another optimizer for the others: param_groups=[{'params': matrices, 'optimizer': "
                     "torch.optim.Muon}, {'params': others}]",
@@ -235,7 +235,7 @@ def check_groups(groups: Sequence[GroupOptimizer], plan: Plan) -> None:
 def _slices(unit: FlatParam, groups: Sequence[GroupOptimizer], *, streams: bool) -> list[OptimizerSlice]:
     """This rank's ranges of the unit's optimizer groups, except those that need full tensors. Streamed states
     are in slices: on a CPU they stay in cache, a GPU pays for each launch. Slices end at multiples of a size
-    of whole pages, so that blocks of a file share none."""
+    of complete pages, so that blocks of a file share none."""
     max_numel = (CHUNK * 64 if unit.master.is_cuda else CHUNK) if streams else None
     slices = []
     for group, low, high in _ranges(unit, groups):

@@ -67,7 +67,7 @@ class ShardedState:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights, by key."""
-        shapes = {piece.name: piece.full_shape for piece, _ in self._shard_map.pieces()}
+        shapes = {shard.name: shard.full_shape for shard, _ in self._shard_map.params()}
         shapes |= {name: tensor.shape for name, tensor in self._shard_map.standalone.items()}
         return {f"weights/{name}": shapes[name] for name in self._shard_map.names}
 
@@ -190,8 +190,8 @@ class ShardedState:
             for unit in self._all_units():
                 for overlap in unit.layout.overlaps(unit.start, unit.stop):
                     into = unit.master[overlap.at : overlap.at + overlap.stop - overlap.start]
-                    key, piece = f"weights/{overlap.shard.name}", overlap.shard
-                    source.read(key, piece.boxes, overlap.start, into, counted=piece.counted)
+                    key, shard = f"weights/{overlap.shard.name}", overlap.shard
+                    source.read(key, shard.boxes, overlap.start, into, counted=shard.counted)
             for name, (_, tensors) in self._local_standalone().items():
                 for tensor in tensors:
                     tensor.copy_(source.read_full(f"{self._shard_map.standalone[name].kind}/{name}"))
@@ -241,12 +241,12 @@ class ShardedState:
                 flat = torch.empty(layout.numel, dtype=dtype, device=self._context.device)
                 receive(flat, self._model_group, rank)
             assert flat is not None, f"{layout.name} is not on the rank that the shard map names"
-            for piece in layout.params:
-                if piece.counted:
-                    if piece.name not in full:
-                        full[piece.name] = torch.empty(piece.full_shape, dtype=flat.dtype)
+            for shard in layout.params:
+                if shard.counted:
+                    if shard.name not in full:
+                        full[shard.name] = torch.empty(shard.full_shape, dtype=flat.dtype)
                     write_boxes(
-                        full[piece.name], piece.boxes, flat[piece.start : piece.stop].view(piece.boxes.shape)
+                        full[shard.name], shard.boxes, flat[shard.start : shard.stop].view(shard.boxes.shape)
                     )
         yield from full.items()
 
@@ -329,9 +329,9 @@ class ShardedState:
                 flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else present[kind]
                 state[kind] = flat
                 for overlap in overlaps:
-                    into, piece = flat[overlap.at : overlap.at + overlap.stop - overlap.start], overlap.shard
+                    into, shard = flat[overlap.at : overlap.at + overlap.stop - overlap.start], overlap.shard
                     source.read(
-                        f"{kind}/{piece.name}", piece.boxes, overlap.start, into, counted=piece.counted
+                        f"{kind}/{shard.name}", shard.boxes, overlap.start, into, counted=shard.counted
                     )
         return state
 
@@ -342,11 +342,11 @@ class ShardedState:
             for name, tensor in self._shard_map.standalone.items()
             if tensor.kind == "buffers"
         }
-        for piece, group in self._shard_map.pieces() if not weights_only and _has_states(shapes) else ():
+        for shard, group in self._shard_map.params() if not weights_only and _has_states(shapes) else ():
             if group is not None:
-                states = self._optimizer.state_shapes(piece.full_shape, group)
-                expected |= {f"{kind}/{piece.name}": shape for kind, shape in states.items()}
-        empty = {piece.name for piece, _ in self._shard_map.pieces() if 0 in piece.full_shape}
+                states = self._optimizer.state_shapes(shard.full_shape, group)
+                expected |= {f"{kind}/{shard.name}": shape for kind, shape in states.items()}
+        empty = {shard.name for shard, _ in self._shard_map.params() if 0 in shard.full_shape}
         known = expected.keys() | (set() if weights_only else shapes.keys())
         for key in sorted(known, key=lambda key: (not key.startswith("weights/"), key)):
             if key.partition("/")[2] not in empty and shapes.get(key) != expected.get(key):

@@ -25,7 +25,7 @@ from plait.plan.compression import (
     Factors,
     blocks_per_rank,
     compresses,
-    piece_blocks,
+    message_blocks,
     reduces_over_all,
 )
 from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
@@ -211,10 +211,10 @@ def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[Co
     elif compresses(plan):  # codes: to the owners, and back where all ranks need all
         axes = axes if replicas or scatter else facts.roles.gradient_sum()
         ranks = facts.grid.degree(*axes)
-        pieces = [
-            ranks * num * BLOCK_BYTES[plan.reduce] for num in piece_blocks(blocks_per_rank(numel, ranks))
+        messages = [
+            ranks * num * BLOCK_BYTES[plan.reduce] for num in message_blocks(blocks_per_rank(numel, ranks))
         ]
-        sizes = dict.fromkeys(("all-to-all", "all-gather")[: 1 if scatter else 2], pieces)
+        sizes = dict.fromkeys(("all-to-all", "all-gather")[: 1 if scatter else 2], messages)
     elif plan.algorithm != "auto" and plan.dp > 1:
         size = 2 if _rounds(plan) else MASTER_BYTES[plan.dtype]
         sizes = {"send": [], "receive": []}
@@ -313,9 +313,9 @@ def exchange_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
                 sizes["all-reduce"].append(unit.range_numel * MASTER_BYTES[plan.dtype])
             else:
                 islands, codes = plan.num_islands, BLOCK_BYTES[plan.exchange]
-                pieces = piece_blocks(blocks_per_rank(unit.range_numel, islands))
+                messages = message_blocks(blocks_per_rank(unit.range_numel, islands))
                 for op in ("all-to-all", "all-gather"):
-                    sizes[op] += [islands * num * codes for num in pieces]
+                    sizes[op] += [islands * num * codes for num in messages]
     drifts = [2 * 8] * plan.exchange_parts
     sizes["all-reduce"] += drifts
     calls = [facts.calls(op, of_op, *REPLICAS, channel="reductions") for op, of_op in sizes.items()]

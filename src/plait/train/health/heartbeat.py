@@ -15,7 +15,7 @@ that a suspended job continues when it is resumed, unless it was suspended for a
 cannot tell.
 
 [Note: slow phases]
-The first step compiles and a save writes the whole state: they get four times the limit. Evaluation beats
+The first step compiles and a save writes the complete state: they get four times the limit. Evaluation beats
 with every batch. Work before the first step and after the last is only limited by the communication timeout.
 
 [Note: lifetimes]

@@ -53,7 +53,7 @@ static uint64_t length_of(const run *r, uint32_t k) {
     return left < r->step ? left : r->step;
 }
 
-/* The part of a round's chunk that a rank reduces: whole cache lines. */
+/* The part of a round's chunk that a rank reduces: complete cache lines. */
 static void share_of(const run *r, int place, uint64_t length, uint64_t *low, uint64_t *high) {
     uint64_t line = 64 / r->item, lines = (length + line - 1) / line, size = (uint64_t)r->group->size;
     *low = lines * (uint64_t)place / size * line;
