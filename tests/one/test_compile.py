@@ -160,7 +160,7 @@ def test_a_block_that_is_compiled_in_parts_is_reported_once() -> None:
 def test_selective_recompute_of_a_block_that_cannot_be_compiled_as_a_whole_is_an_error() -> None:
     block = Untraceable()
     compile_blocks([block], CPU, selective=True)
-    with pytest.raises(PlanError, match="Untraceable cannot be compiled as a whole") as caught:
+    with pytest.raises(PlanError, match="Untraceable cannot be compiled as one graph") as caught:
         block(torch.ones(3, 4))
     assert "User-inserted graph break" in str(caught.value.given)
     assert "recompute=full" in str(caught.value.hint)

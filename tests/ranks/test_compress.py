@@ -97,7 +97,7 @@ def test_all_ranks_get_the_same_bits(pool: Pool, way: str, ranks: int) -> None:
 
 
 def _summed_in_pieces(*arguments: Any) -> list[Tensor]:
-    with mock.patch.object(compression, "_MIN_PIECE_BLOCKS", 1):
+    with mock.patch.object(compression, "_MIN_MESSAGE_BLOCKS", 1):
         return _summed(*arguments)
 
 

@@ -111,7 +111,7 @@ def test_compiled_blocks_run_their_float8_layers_uncompiled_and_say_so(
 def refusal(plan: str) -> str:
     task = task_of()
     engine = programs.engine_of(task, plan)
-    with pytest.raises(PlanError, match="cannot be compiled as a whole") as caught:
+    with pytest.raises(PlanError, match="cannot be compiled as one graph") as caught:
         engine.step(programs.share_of(next(iter(task.data(1))), engine))
     return str(caught.value)
 

@@ -90,7 +90,7 @@ def test_compiled_blocks_of_a_grid_train_the_same_with_sharded_parameters(pool: 
 
 def _refusal(options: dict[str, Any], plan: str) -> str:
     engine = plait.parallelize(hf_models.model_of("llama", exact=False, **options), plan)
-    with pytest.raises(PlanError, match="cannot be compiled as a whole") as caught:
+    with pytest.raises(PlanError, match="cannot be compiled as one graph") as caught:
         engine.step(programs.share_of(programs.batches(1)[0], engine))
     return str(caught.value)
 
