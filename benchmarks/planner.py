@@ -24,8 +24,8 @@ from plait.plan import Plan
 from plait.plan.host_profile import HostProfile, save
 from plait.planner.cluster import Cluster, cluster
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import price
 from plait.planner.score import spearman
+from plait.planner.step_estimate import estimate_step
 from plait.planner.workload import Workload
 
 PLANS = {
@@ -42,7 +42,7 @@ def compare(
     """A row per plan, predicted before measured, and a row with the comparison."""
     shape, work = ModelShape.from_config(model.config), Workload(model.sequence, BATCH)
     parsed = [Plan.parse(text) for text in plans]
-    predicted = [price(shape, plan, on, work).step_s for plan in parsed]
+    predicted = [estimate_step(shape, plan, on, work).step_s for plan in parsed]
     given: dict[str, int] = {"sequence": model.sequence, "batch": BATCH, "steps": steps}
     runs = [[run_steps(model.config, plan, **given) for plan in parsed] for _ in range(rounds)]
     by_plan = [[step for round_ in each for step in round_] for each in zip(*runs, strict=True)]

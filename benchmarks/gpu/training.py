@@ -40,7 +40,7 @@ from case import failure, left_s
 from hardware import Json, selected, synchronize
 from llama import TOY, Batch, Llama
 from plait.comm import World
-from plait.estimate.dry_run import Cluster
+from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import explain
 from plait.models import FlopFacts
 from plait.train.peak_flops import PeakFlops
@@ -271,7 +271,7 @@ def memory(device: str, size: str, sequence: int, batch: int, plan: str) -> Json
     on, llama = selected(device), model_of(size, sequence)
     micro = batch // plait.Plan.parse(plan).micro
     ids = torch.zeros(micro, sequence, dtype=torch.long, device="meta")
-    cluster = Cluster("nccl" if on.type == "cuda" else "host", None, on)
+    cluster = HypotheticalRanks("nccl" if on.type == "cuda" else "host", None, on)
     explained = explain(llama.on_meta(), plan, {"input_ids": ids, "labels": ids}, cluster=cluster)
     estimate = explained.rank_classes[0].memory
     engine = engine_of(plan, llama, on)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from plait.data import readers, sources
 from plait.data.readers import ReadOptions, read_chunks
-from plait.data.sources import Shard, Slice, list_shards, list_source
+from plait.data.sources import FileSlice, Shard, list_shards, list_source
 from plait.data.tokenizer import file_hashes, split_long_words, train_tokenizer
 from plait.errors import DataError
 
@@ -38,7 +38,7 @@ def cut(path: Path, kind: sources.Kind, bounds: list[int]) -> list[Shard]:
     size = path.stat().st_size
     bounds = sorted({0, size, *(bound % (size + 1) for bound in bounds)})
     pairs = itertools.pairwise(bounds)
-    return [Shard(0, (Slice(kind, str(path), start, stop, size),), 0) for start, stop in pairs]
+    return [Shard(0, (FileSlice(kind, str(path), start, stop, size),), 0) for start, stop in pairs]
 
 
 @settings(deadline=None, max_examples=150)

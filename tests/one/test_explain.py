@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.comm import all_reduce
 from plait.errors import ConfigError, ModelError, PlanError
-from plait.estimate.dry_run import Cluster
+from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel.zero.rank_context import RankGroups
@@ -48,7 +48,7 @@ def explained(model: nn.Module, plan: str, **options: Any) -> Explanation:
 
 def test_16384_ranks_are_explained_in_seconds() -> None:
     plan = "pp=16 dp=128 tp=8 zero=3 shard=32 micro=32 schedule=zb-h1 precision=bf16 recompute=full"
-    cluster = Cluster("nccl", 8, torch.device("cuda"))
+    cluster = HypotheticalRanks("nccl", 8, torch.device("cuda"))
     model = small(16, heads=8)
     explained(small(1), "dp=1")  # what torch and transformers import when they are first asked
     begun_s = time.process_time()
@@ -66,7 +66,7 @@ def test_a_rank_of_many_makes_its_own_groups_and_no_others() -> None:
     plan = Plan.parse("pp=16 dp=128 tp=8 zero=1 shard=16")
     grid, rank = Grid.from_plan(plan), 9_999
     begun_s = time.process_time()
-    mesh = Cluster("nccl", 8, CPU).mesh(grid, rank)
+    mesh = HypotheticalRanks("nccl", 8, CPU).mesh(grid, rank)
     groups = RankGroups.build(mesh, plan)
     assert time.process_time() - begun_s < 1.0
     made = [ranks for ranks, _ in mesh._groups]
@@ -90,7 +90,9 @@ def test_ranks_with_equal_memory_are_one_row() -> None:
 
 
 def test_hosts_that_share_no_memory_gather() -> None:
-    one, two = (explained(small(2), "dp=4 zero=3", cluster=Cluster("host", size, CPU)) for size in (None, 2))
+    one, two = (
+        explained(small(2), "dp=4 zero=3", cluster=HypotheticalRanks("host", size, CPU)) for size in (None, 2)
+    )
     verbs = [{line.op for line in of.of_rank(0).traffic["parameters"]} for of in (one, two)]
     assert verbs == [{"barrier"}, {"all-gather"}]
     assert two.of_rank(0).memory.buffers > one.of_rank(0).memory.buffers
@@ -103,16 +105,16 @@ def test_hosts_that_share_no_memory_gather() -> None:
 def test_where_a_host_ends_inside_of_a_group_its_ranks_gather_and_others_do_not(
     plan: str, host_size: int, cut: range
 ) -> None:
-    found = explained(small(2), plan, cluster=Cluster("host", host_size, CPU))
+    found = explained(small(2), plan, cluster=HypotheticalRanks("host", host_size, CPU))
     for rank in range(found.grid.num_ranks):
         verbs = {line.op for line in found.of_rank(rank).traffic["parameters"]}
         assert verbs == ({"all-gather"} if rank in cut else {"barrier"})
 
 
 def test_columns_whose_data_ranks_are_placed_differently_on_hosts_have_their_own_rows() -> None:
-    found = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 3, CPU))
+    found = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=HypotheticalRanks("gloo", 3, CPU))
     assert [row.ranks for row in found.rank_classes] == [(rank,) for rank in range(6)]
-    aligned = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=Cluster("gloo", 2, CPU))
+    aligned = explained(small(2), "dp=3 tp=2 algorithm=two-level", cluster=HypotheticalRanks("gloo", 2, CPU))
     assert [row.ranks for row in aligned.rank_classes] == [(0, 1), (2, 3), (4, 5)]
 
 
@@ -143,7 +145,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_only_a_dry_world_communicates_meta_tensors() -> None:
-    mesh = Cluster("gloo", None, CPU).mesh(Grid.from_degrees(col=4), 1)
+    mesh = HypotheticalRanks("gloo", None, CPU).mesh(Grid.from_degrees(col=4), 1)
     all_reduce(torch.ones(3, device="meta"), mesh.group("col"))
     assert mesh.world.comm_log.read() == {CommKey(("col",), "", "all-reduce"): CommCount(1, 12)}
 
@@ -174,13 +176,13 @@ def test_a_model_that_needs_values_is_an_error() -> None:
 def test_memory_of_communicators_is_estimated_for_each_that_a_rank_makes(
     plan: str, communicators: int
 ) -> None:
-    gpus = Cluster("nccl", 8, torch.device("cuda"))
+    gpus = HypotheticalRanks("nccl", 8, torch.device("cuda"))
     for rank_class in explained(small(2), plan, cluster=gpus).rank_classes:
         assert rank_class.memory.runtime == (600 + 64 + 200 * communicators) * 2**20
 
 
 def test_a_gpu_holds_the_same_with_states_on_disk_and_in_host_memory() -> None:
-    gpus = Cluster("nccl", 8, torch.device("cuda"))
+    gpus = HypotheticalRanks("nccl", 8, torch.device("cuda"))
     in_memory, on_disk = (
         explained(small(2), f"dp=2 zero=3 precision=bf16 offload={place}", cluster=gpus)
         .rank_classes[0]
@@ -194,7 +196,7 @@ def test_a_gpu_holds_the_same_with_states_on_disk_and_in_host_memory() -> None:
 def test_invalid_plans_are_refused_as_on_real_ranks() -> None:
     with pytest.raises(PlanError, match="cannot fill"):
         explained(small(2), "pp=4")
-    gpus = Cluster("nccl", 8, torch.device("cuda"))
+    gpus = HypotheticalRanks("nccl", 8, torch.device("cuda"))
     with pytest.raises(PlanError, match="named all-reduce algorithms need CPU ranks"):
         explained(small(2), "dp=2 algorithm=ring", cluster=gpus)
     with pytest.raises(PlanError, match="needs repeated blocks"):
@@ -249,7 +251,9 @@ def test_an_empty_micro_batch_is_an_error() -> None:
 
 @pytest.mark.quick
 def test_traffic_by_strand_adds_up_to_the_total() -> None:
-    row = explained(small(2), "pp=2 dp=2 tp=2 zero=3 micro=2", cluster=Cluster("gloo", None, CPU)).of_rank(0)
+    row = explained(
+        small(2), "pp=2 dp=2 tp=2 zero=3 micro=2", cluster=HypotheticalRanks("gloo", None, CPU)
+    ).of_rank(0)
     assert set(row.traffic) == {"layers", "parameters", "gradients", "stages", "step"}
     total = sum_traffic(row.traffic.values())
     assert sum(t.num_bytes for t in total.values()) == sum(

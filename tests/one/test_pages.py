@@ -25,7 +25,7 @@ from plait.pages import render_page
 from plait.plan import Plan
 from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.plan.schedule.trace import write_trace
-from plait.planner import ModelShape, Outcome, Workload, cluster, price
+from plait.planner import ModelShape, RankedPlan, Workload, cluster, estimate_step
 from plait.planner.frontier import front
 from plait.planner.page import page_values
 from plait.train import metrics
@@ -167,39 +167,42 @@ OUTCOMES = (
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
+def ranked_plans() -> list[RankedPlan]:
     model, machine, work = ModelShape.parse(SHAPE), cluster("dgx-h100:2"), Workload(4096, 128)
-    return [Outcome(price(model, Plan.parse(text), machine, work), model, machine, work) for text in OUTCOMES]
+    return [
+        RankedPlan(estimate_step(model, Plan.parse(text), machine, work), model, machine, work)
+        for text in OUTCOMES
+    ]
 
 
-def test_the_timeline_of_a_plan_takes_its_time_and_holds_its_memory(outcomes: list[Outcome]) -> None:
-    for outcome, choice in zip(outcomes, page_values(outcomes)["choices"], strict=True):
+def test_the_timeline_of_a_plan_takes_its_time_and_holds_its_memory(ranked_plans: list[RankedPlan]) -> None:
+    for ranked, choice in zip(ranked_plans, page_values(ranked_plans)["choices"], strict=True):
         detail, timeline = choice["detail"], choice["detail"]["timeline"]
         assert max(row["spans"][-1] for row in timeline["rows"]) == pytest.approx(
-            outcome.price.step_s, rel=0.02
+            ranked.estimate.step_s, rel=0.02
         )
-        assert max(use["total"] for use in detail["memory"]) == outcome.price.memory.total
+        assert max(use["total"] for use in detail["memory"]) == ranked.estimate.memory.total
         for rank, row in enumerate(timeline["rows"]):
             kept = [0.0]
             for number in row["spans"][::4]:
                 kind, stage = (timeline["types"][number].get(key) for key in ("kind", "stage"))
                 if kind is not None:
                     saved, later = detail["stage_bytes"][stage]
-                    later *= "zb" in outcome.plan.schedule
+                    later *= "zb" in ranked.plan.schedule
                     kept.append(kept[-1] + {"F": saved, "B": later - saved, "W": -later}[kind])
             assert max(kept) == pytest.approx(detail["memory"][rank]["kept_peak"])
             assert kept[-1] == pytest.approx(0.0, abs=1.0)
 
 
-def test_the_front_has_the_plans_that_no_other_beats(outcomes: list[Outcome]) -> None:
-    kept = front(outcomes)
-    for one in outcomes:
+def test_the_front_has_the_plans_that_no_other_beats(ranked_plans: list[RankedPlan]) -> None:
+    kept = front(ranked_plans)
+    for one in ranked_plans:
         better = [
             other
-            for other in outcomes
+            for other in ranked_plans
             if other is not one
-            and other.price.step_s <= one.price.step_s
-            and other.price.memory_high_bytes <= one.price.memory_high_bytes
+            and other.estimate.step_s <= one.estimate.step_s
+            and other.estimate.memory_high_bytes <= one.estimate.memory_high_bytes
         ]
         assert (one in kept) == (not better)
 

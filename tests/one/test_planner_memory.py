@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from plait.estimate.dry_run import Cluster
+from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.plan.comm_log import sum_traffic
 from plait.plan.estimate.traffic import ring_bytes
-from plait.planner import ModelShape, Software, Workload, cluster, price
+from plait.planner import ModelShape, Software, Workload, cluster, estimate_step
 from plait.planner.memory import kept_bytes
 from plait.planner.traffic import sent_bytes
 
@@ -54,7 +54,7 @@ def test_the_planner_and_explain_count_the_same_bytes(
     each category of model states."""
     plan = Plan.parse(f"{text} precision=bf16")
     ids = torch.zeros((SEQUENCES, LENGTH), dtype=torch.long, device="meta")
-    node = Cluster("nccl", 8, torch.device("cuda"))
+    node = HypotheticalRanks("nccl", 8, torch.device("cuda"))
     explained = explain(causal_lm_on_meta(config), plan, {"input_ids": ids, "labels": ids}, cluster=node)
     model = ModelShape.from_config(config)
     work = Workload(LENGTH, SEQUENCES * plan.data_ranks * plan.micro)
@@ -66,7 +66,7 @@ def test_the_planner_and_explain_count_the_same_bytes(
         for axis, num_bytes in sent.items():
             along = {key: count for key, count in traffic.items() if key.axes == (axis,)}
             assert num_bytes == pytest.approx(ring_bytes(along, explained.grid), rel=TRAFFIC[axis]), axis
-    ours = price(model, plan, cluster("dgx-h100:1"), work).memory
+    ours = estimate_step(model, plan, cluster("dgx-h100:1"), work).memory
     theirs = max((ranks.memory for ranks in explained.rank_classes), key=lambda use: use.total)
     for name in STATES:
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.005), name

@@ -20,7 +20,7 @@ from plait.planner.constants import DEFAULT
 from plait.planner.hardware import device
 from plait.planner.memory import block_activation_bytes, kept_bytes, stage_units
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import message_bytes, stage_seconds
+from plait.planner.step_estimate import message_bytes, stage_seconds
 from plait.planner.workload import Software, Workload
 
 Row = dict[str, str]

@@ -10,7 +10,7 @@ from plait.planner.bills import bill, energy_watt_hours, training, trainings, wa
 from plait.planner.cluster import cluster
 from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import price
+from plait.planner.step_estimate import estimate_step
 from plait.planner.workload import Software, Workload
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
@@ -82,7 +82,7 @@ def test_bloom_under_its_published_plan_has_its_published_throughput() -> None:
     assert bloom.num_params == 176_247_271_424
     plan = Plan.parse("pp=12 dp=8 tp=4 zero=1 micro=128 recompute=full precision=bf16")
     work, hosts = Workload(sequence=2048, batch=2048), cluster("jean-zay:48")
-    found = price(bloom, plan, hosts, work, Software(fused_attention=False, overlaps_data=False))
+    found = estimate_step(bloom, plan, hosts, work, Software(fused_attention=False, overlaps_data=False))
     hardware_flops = 4 / 3 * bloom.training_flops_per_token(2048, causal=False) * work.tokens
     published_s = hardware_flops / (384 * 150e12)
     assert found.low_s <= published_s <= found.high_s

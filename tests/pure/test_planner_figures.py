@@ -3,7 +3,7 @@
 import pytest
 
 from plait.pages.figures import Axis, Curve, Figure
-from plait.planner.figures import Entry, entries, offloaded, published_figures
+from plait.planner.figures import PublishedPoint, entries, offloaded, published_figures
 
 ERRORS = {  # a curve's mean error in docs/figures.md, and a little
     "zero=0": 0.001,
@@ -21,18 +21,20 @@ ERRORS = {  # a curve's mean error in docs/figures.md, and a little
 
 
 @pytest.fixture(scope="module")
-def known() -> list[Entry]:
+def known() -> list[PublishedPoint]:
     return entries()
 
 
-def test_predicted_figures_are_as_near_to_the_published_ones_as_documented(known: list[Entry]) -> None:
+def test_predicted_figures_are_as_near_to_the_published_ones_as_documented(
+    known: list[PublishedPoint],
+) -> None:
     figures = [each for each in published_figures(known) if isinstance(each, Figure)]
     errors = {name: error for each in figures for name, error in each.errors().items()}
     assert errors.keys() == ERRORS.keys()
     assert {name: error for name, error in errors.items() if error > ERRORS[name]} == {}
 
 
-def test_reported_hours_of_a_figure_are_within_its_intervals(known: list[Entry]) -> None:
+def test_reported_hours_of_a_figure_are_within_its_intervals(known: list[PublishedPoint]) -> None:
     found = [each for each in published_figures(known) if each.title.endswith("of published trainings")]
     for figure in found:
         assert isinstance(figure, Figure)
@@ -41,10 +43,10 @@ def test_reported_hours_of_a_figure_are_within_its_intervals(known: list[Entry])
     assert len(found) == 2
 
 
-def test_models_of_figures_have_their_published_sizes(known: list[Entry]) -> None:
+def test_models_of_figures_have_their_published_sizes(known: list[PublishedPoint]) -> None:
     for each in known:
         assert each.run.model.num_params / 1e9 == pytest.approx(each.billions, rel=0.02, abs=0.06), each.name
-        assert each.price.memory.total < each.run.cluster.device.sheet_bytes, each.name
+        assert each.estimate.memory.total < each.run.cluster.device.sheet_bytes, each.name
 
 
 def test_offload_trains_ten_times_the_parameters_on_one_gpu() -> None:
@@ -62,7 +64,9 @@ def test_offload_trains_ten_times_the_parameters_on_one_gpu() -> None:
     assert rows["13", "on the GPU"][2] == 0
 
 
-def test_all_reduces_of_60_million_parameters_level_off_at_millions_per_call(known: list[Entry]) -> None:
+def test_all_reduces_of_60_million_parameters_level_off_at_millions_per_call(
+    known: list[PublishedPoint],
+) -> None:
     [figure] = [each for each in published_figures(known) if each.title.startswith("All-reduces")]
     assert isinstance(figure, Figure)
     for curve in figure.curves:
@@ -72,10 +76,10 @@ def test_all_reduces_of_60_million_parameters_level_off_at_millions_per_call(kno
         assert totals[-2] < 1.2 * totals[-1], "16 M parameters per call"
 
 
-def test_a_trillion_parameters_take_84_days(known: list[Entry]) -> None:
+def test_a_trillion_parameters_take_84_days(known: list[PublishedPoint]) -> None:
     """2104.04473, section 5.1: 450 B tokens on 3,072 A100."""
     [trillion] = [each for each in known if each.billions > 1000]
-    days = trillion.price.step_s * 450e9 / trillion.run.work.tokens / 86_400
+    days = trillion.estimate.step_s * 450e9 / trillion.run.work.tokens / 86_400
     assert days == pytest.approx(84, rel=0.07)
     assert trillion.num_ranks == 3072
 

@@ -14,8 +14,8 @@ from plait.planner.calibrate import determined, fit
 from plait.planner.cluster import cluster
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import price
 from plait.planner.runs import Run
+from plait.planner.step_estimate import estimate_step
 from plait.planner.workload import Software, Workload
 
 MODEL = ModelShape.parse("layers=4 hidden=512 heads=8 kv_heads=8 ffn=1536 vocab=4096 gated=true")
@@ -62,7 +62,7 @@ def test_a_link_whose_bytes_took_no_time_is_a_copy_through_memory(tmp_path: Path
 
 
 def _step_s(folder: Path, plan: str, speed: DeviceSpeed) -> float:
-    return price(
+    return estimate_step(
         MODEL, Plan.parse(plan), cluster(f"{_profile(folder, speed)}:{speed.num_ranks}"), WORK
     ).step_s
 
@@ -95,7 +95,7 @@ def test_communication_is_priced_with_the_measured_lines(tmp_path: Path) -> None
 def test_a_pipeline_of_more_ranks_than_cores_has_almost_no_bubble(tmp_path: Path) -> None:
     def bubble(cores: int) -> float:
         on = cluster(f"{_profile(tmp_path, _cpu(2, cores))}:2")
-        return price(MODEL, Plan.parse("pp=2 micro=2"), on, WORK).bubble
+        return estimate_step(MODEL, Plan.parse("pp=2 micro=2"), on, WORK).bubble
 
     assert bubble(2) > 0.2
     assert bubble(1) < 0.1  # the difference between the stages
@@ -115,13 +115,13 @@ def test_plans_determine_at_most_as_many_constants_as_there_are_of_them(tmp_path
     plans = [Plan.parse(text) for text in ("dp=2", "tp=2", "dp=2 zero=1", "pp=2 micro=4")]
     runs = []
     for number, plan in enumerate(plans):
-        took = price(MODEL, plan, replace(on, constants=truth), WORK).step_s
+        took = estimate_step(MODEL, plan, replace(on, constants=truth), WORK).step_s
         runs.append(Run(number, "here", MODEL, (plan,), on, WORK, Software(), took, None, False))
     for count in range(1, len(runs) + 1):
         names = determined(runs[:count], on.constants)
         assert 1 <= len(names) <= count
         fitted = fit(runs[:count], on.constants, names, {})
-        errors = [abs(run.price(fitted).step_s / (run.step_s or 1) - 1) for run in runs[:count]]
+        errors = [abs(run.estimate(fitted).step_s / (run.step_s or 1) - 1) for run in runs[:count]]
         assert max(errors) < 0.05
         assert all(
             getattr(fitted, name) == getattr(on.constants, name) for name in {*Constants.names()} - {*names}

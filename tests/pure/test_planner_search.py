@@ -14,13 +14,13 @@ import pytest
 from plait.errors import ConfigError, PlanError
 from plait.plan import Plan
 from plait.plan.plan import show_value
-from plait.planner import OBJECTIVES, Cluster, ModelShape, Software, Workload, cluster, price, search
+from plait.planner import OBJECTIVES, Cluster, ModelShape, Software, Workload, cluster, estimate_step, search
 from plait.planner.best_first import Field, Search
-from plait.planner.bounds import Prices
-from plait.planner.families import Family
-from plait.planner.price import Price
+from plait.planner.bounds import EstimateCache
+from plait.planner.plan_families import PlanFamily
 from plait.planner.search import parts
 from plait.planner.space import Decided, Space, read_pins
+from plait.planner.step_estimate import StepEstimate
 
 SMALL = ModelShape.parse("layers=4 hidden=1024 heads=8 kv_heads=2 ffn=2816 vocab=32000 gated=true")
 SEVEN_B = ModelShape.parse("layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256 gated=true")
@@ -33,7 +33,7 @@ def small_cluster(devices: int, memory_gib: float = 80) -> Cluster:
 
 def fields(model: ModelShape, machine: Cluster, work: Workload, pins: str = "") -> list[Field]:
     space = Space(model, machine.num_devices, work.batch, read_pins(pins))
-    return [Field(machine, space, Prices(model, machine, work, Software()))]
+    return [Field(machine, space, EstimateCache(model, machine, work, Software()))]
 
 
 @pytest.mark.parametrize(
@@ -54,24 +54,25 @@ def test_the_best_plans_are_those_of_an_exhaustive_search(
 ) -> None:
     """Search all plans of 4 devices, of which some do not fit, and parts of the plans of 8."""
     machine, work = small_cluster(devices, memory_gib), Workload(1024, batch)
-    prices = [
-        price(SMALL, plan, machine, work) for plan in Space(SMALL, devices, batch, read_pins(pins)).plans()
+    estimates = [
+        estimate_step(SMALL, plan, machine, work)
+        for plan in Space(SMALL, devices, batch, read_pins(pins)).plans()
     ]
-    fitting = [each for each in prices if each.memory_high_bytes <= machine.device.memory_bytes]
-    assert len(prices) > 100
+    fitting = [each for each in estimates if each.memory_high_bytes <= machine.device.memory_bytes]
+    assert len(estimates) > 100
     assert len(fitting) > 10
-    assert (len(fitting) < len(prices)) == (memory_gib < 80)
+    assert (len(fitting) < len(estimates)) == (memory_gib < 80)
     expected = sorted(fitting, key=lambda each: (each.step_s, str(each.plan)))[:10]
     found = islice(Search().fastest(fields(SMALL, machine, work, pins)), 10)
     assert [str(each.plan) for _, each in found] == [str(each.plan) for each in expected]
     smallest = Search().smallest(fields(SMALL, machine, work, pins)[0])
     assert smallest is not None
-    assert smallest[1] == min(each.memory_high_bytes for each in prices)
+    assert smallest[1] == min(each.memory_high_bytes for each in estimates)
 
 
 def test_bounds_are_below_prices() -> None:
     machine, work = cluster("dgx-h100:8"), Workload(2048, 128)
-    prices = Prices(SEVEN_B, machine, work, Software())
+    estimates = EstimateCache(SEVEN_B, machine, work, Software())
     space, draw = Space(SEVEN_B, 64, work.batch), random.Random(5)
     for _ in range(60):
         plan, path = Plan(), list[tuple[Plan, Decided]]()
@@ -85,10 +86,10 @@ def test_bounds_are_below_prices() -> None:
         ):
             plan = draw.choice(list(space.expand(plan, level)) or [plan])
             path.append((plan, Decided(level + 1)))
-        found = price(SEVEN_B, plan, machine, work)
+        found = estimate_step(SEVEN_B, plan, machine, work)
         for partial, decided in path:
-            assert prices.least_seconds(partial, decided) <= found.step_s * (1 + 1e-9), (plan, decided)
-            assert prices.least_bytes(partial, decided) <= found.memory_high_bytes * (1 + 1e-9), (
+            assert estimates.least_seconds(partial, decided) <= found.step_s * (1 + 1e-9), (plan, decided)
+            assert estimates.least_bytes(partial, decided) <= found.memory_high_bytes * (1 + 1e-9), (
                 plan,
                 decided,
             )
@@ -161,7 +162,7 @@ def test_families_say_why_their_plans_are_not_the_best() -> None:
     for family in found_plans:
         assert family.best is not None
         assert family.best.memory_high_bytes <= machine.device.memory_bytes
-        assert family.slowdown == family.best.step_s / found.best[0].price.step_s >= 1
+        assert family.slowdown == family.best.step_s / found.best[0].estimate.step_s >= 1
         key, _, value = family.name.partition("=")
         assert value.lower() in (str(getattr(family.best.plan, key, "")).lower(), ""), family
 
@@ -169,11 +170,13 @@ def test_families_say_why_their_plans_are_not_the_best() -> None:
 @pytest.mark.parametrize("most_steps", [400, 30, 3])
 def test_families_agree_with_an_exhaustive_search(monkeypatch: pytest.MonkeyPatch, most_steps: int) -> None:
     """A family's plan is its fastest, or its bounds hold, however soon the search gives up."""
-    monkeypatch.setattr(importlib.import_module("plait.planner.families"), "_MOST_STEPS", most_steps)
+    monkeypatch.setattr(importlib.import_module("plait.planner.plan_families"), "_MOST_STEPS", most_steps)
     machine, work, pins = small_cluster(4, 2.3), Workload(1024, 4), "offload=none"
     found = search(SMALL, machine, work, top=3, pins=pins, headroom=0.0)
-    prices = [price(SMALL, plan, machine, work) for plan in Space(SMALL, 4, 4, read_pins(pins)).plans()]
-    fitting = [each for each in prices if each.memory_high_bytes <= machine.device.memory_bytes]
+    estimates = [
+        estimate_step(SMALL, plan, machine, work) for plan in Space(SMALL, 4, 4, read_pins(pins)).plans()
+    ]
+    fitting = [each for each in estimates if each.memory_high_bytes <= machine.device.memory_bytes]
     are_exact = []
     for family in found.families:
         key, _, value = family.name.partition("=")
@@ -182,7 +185,7 @@ def test_families_agree_with_an_exhaustive_search(monkeypatch: pytest.MonkeyPatc
             for p in fitting
             if (show_value(key, getattr(p.plan, key)) == value if value else p.plan.rows > 1)
         ]
-        least = min((each.step_s for each in own), default=math.inf) / found.best[0].price.step_s
+        least = min((each.step_s for each in own), default=math.inf) / found.best[0].estimate.step_s
         bound = re.match(r"(?:at least )?([0-9.]+)x(?: to|;)", family.reason)
         if family.excess_bytes is not None:
             assert not own, family
@@ -201,8 +204,8 @@ def test_families_agree_with_an_exhaustive_search(monkeypatch: pytest.MonkeyPatc
 def test_families_are_compared_with_plans_for_as_many_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
 
-    def families(at: Field, best: Sequence[Price], report: object) -> Iterator[Family]:
-        compared.append({price.plan.num_ranks for price in best})
+    def families(at: Field, best: Sequence[StepEstimate], report: object) -> Iterator[PlanFamily]:
+        compared.append({estimate.plan.num_ranks for estimate in best})
         return iter(())
 
     monkeypatch.setattr(importlib.import_module("plait.planner.search"), "rejected_families", families)
@@ -255,7 +258,7 @@ def test_the_best_plans_differ_in_more_than_sharding_and_leave_memory_free() -> 
     kinds = {(p.plan.pp, p.plan.tp, p.plan.recompute, p.plan.schedule) for p in found.best}
     assert len(kinds) == 5
     capacity_bytes = cluster("dgx-h100:2").device.memory_bytes
-    assert all(each.price.memory_high_bytes <= 0.95 * capacity_bytes for each in found.best)
+    assert all(each.estimate.memory_high_bytes <= 0.95 * capacity_bytes for each in found.best)
 
 
 def test_a_search_ends_when_its_time_is_over() -> None:
@@ -291,7 +294,7 @@ def test_a_large_search_is_no_slower_than_the_published_plan() -> None:
     _, best = next(found.fastest(fields(model, machine, work, "tp=8 sp=true offload=none")))
     elapsed_s = time.process_time() - begun_s
     assert elapsed_s < found.counts.bounded / 1000  # a second per thousand
-    published = price(
+    published = estimate_step(
         model, Plan.parse("tp=8 pp=16 dp=128 micro=16 sp=true zero=1 precision=bf16"), machine, work
     )
     assert best.step_s <= published.step_s
@@ -311,12 +314,12 @@ def test_tensor_parallelism_pays_from_some_30_billion_parameters_on() -> None:
     ):
         model = ModelShape.parse(layers.format(*shape))
         assert round(model.num_params / 1e9) == billions
-        found = [price(model, Plan.parse(f"{plan} precision=bf16"), hosts, work) for plan in plans]
+        found = [estimate_step(model, Plan.parse(f"{plan} precision=bf16"), hosts, work) for plan in plans]
         assert all(each.memory_high_bytes < hosts.device.memory_bytes for each in found)
         best[billions] = [each.step_s for each in found]
         if billions == 33:
             [fastest] = search(model, hosts, work, top=1, pins="pp=1").best
-            assert fastest.price.step_s == pytest.approx(best[33][0])
+            assert fastest.estimate.step_s == pytest.approx(best[33][0])
     assert {billions: round(with_tp / without, 2) for billions, (without, with_tp) in best.items()} == {
         7: 1.05,
         13: 1.02,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError
-from plait.estimate.dry_run import Cluster
+from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import explain
 from plait.plan import Plan, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
@@ -157,7 +157,7 @@ def _of_messages(traffic: Traffic) -> tuple[tuple[int, int], ...]:
 def test_a_column_sends_its_own_tokens_and_no_more_as_estimated(pool: Pool, sp: str) -> None:
     plan, micros, per_token = f"pp=2 tp=2 sp={sp} micro=3", 3, programs.SEQUENCES // 3 * 32 * 8
     batch = {key: value.chunk(micros)[0] for key, value in programs.batches(1, length=ODD)[0].items()}
-    host = Cluster("host", None, torch.device("cpu"))
+    host = HypotheticalRanks("host", None, torch.device("cpu"))
     estimated = explain(BUILD_LLAMA(), f"{plan} precision=fp64", batch, cluster=host)
     for rank, messages in enumerate(pool.run(_messages, 4, plan)):
         tokens = ODD if sp == "false" else (7, 6)[rank % 2]

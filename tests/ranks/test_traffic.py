@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import plait
 from plait.comm import connect
 from plait.errors import PlaitError
-from plait.estimate.dry_run import Cluster
+from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, explain
 from plait.plan import MemoryUse, Plan, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
@@ -79,7 +79,7 @@ def said(name: str, plan: str) -> tuple[Traffic, MemoryUse]:
 
 
 def explained(name: str, plan: str, transport: str) -> Explanation:
-    cluster = Cluster(transport, None, torch.device("cpu"))
+    cluster = HypotheticalRanks(transport, None, torch.device("cpu"))
     loss = squared_error if name == "plain" else None
     return explain(model_of(name), plan, batch_of(name, BATCH), cluster=cluster, loss=loss)
 

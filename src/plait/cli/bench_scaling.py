@@ -25,9 +25,9 @@ from plait.errors import ConfigError, PlanError, ProfileError
 from plait.pages.figures import Axis, Curve, Figure, figure_values
 from plait.plan import Plan
 from plait.planner.cluster import cluster
-from plait.planner.families import format_seconds
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import price
+from plait.planner.plan_families import format_seconds
+from plait.planner.step_estimate import estimate_step
 from plait.planner.workload import Workload
 from plait.tables import counted, table
 
@@ -148,7 +148,7 @@ def _predicted(request: ScalingRequest, plan: Plan, batch: int) -> float | None:
     name = f"{request.machines}:{plan.num_ranks}gpus" if request.machines else f"this:{request.most}"
     model = ModelShape.from_config(MODELS[request.model])
     try:
-        return price(model, plan, cluster(name), Workload(request.length, batch)).step_s
+        return estimate_step(model, plan, cluster(name), Workload(request.length, batch)).step_s
     except (PlanError, ProfileError):
         return None
 

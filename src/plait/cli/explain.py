@@ -183,7 +183,7 @@ def _explain_model(
     parsed = Plan.parse(plan)
     import torch
 
-    from plait.estimate.dry_run import Cluster
+    from plait.estimate.dry_run import HypotheticalRanks
     from plait.estimate.explain import explain as explain_model
     from plait.verify.model_spec import parse_source
 
@@ -195,10 +195,10 @@ def _explain_model(
         ids = torch.zeros(micro, sequence, dtype=torch.long, device="meta")
         inputs = {"input_ids": ids, "labels": ids}
     if hardware is not None:
-        cluster = Cluster.of_hardware(hardware, host_size)
+        cluster = HypotheticalRanks.of_hardware(hardware, host_size)
     else:
         kind, transport = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "host")
-        cluster = Cluster(transport, host_size, torch.device(kind))
+        cluster = HypotheticalRanks(transport, host_size, torch.device(kind))
     return explain_model(
         spec.model(),
         parsed,

@@ -28,8 +28,8 @@ from plait.plan import Plan
 from plait.tables import counted
 
 if TYPE_CHECKING:
-    from plait.planner import Cluster, Found, ModelShape, Outcome, Workload
-    from plait.planner.best_first import Counts
+    from plait.planner import Cluster, ModelShape, RankedPlan, SearchResult, Workload
+    from plait.planner.best_first import SearchCounts
 
 plan = typer.Typer(
     help="Find the best plan for a model on a cluster, or price one.", invoke_without_command=True
@@ -111,9 +111,9 @@ def find(
         raise _not_both(plan, compare[0])
     texts = compare or ((plan,) if plan is not None else ())
     if texts:
-        outcomes = [_price(text, shape, machine, work, total) for text in texts]
-        _show_prices(outcomes, json)
-        _write_page(html, outcomes, {}, quiet=json == STDOUT)
+        ranked_plans = [_price(text, shape, machine, work, total) for text in texts]
+        _show_prices(ranked_plans, json)
+        _write_page(html, ranked_plans, {}, quiet=json == STDOUT)
         return
     from rich.console import Console
 
@@ -144,7 +144,7 @@ def find(
 
 
 @contextmanager
-def _progress() -> "Iterator[Callable[[Counts], None]]":
+def _progress() -> "Iterator[Callable[[SearchCounts], None]]":
     """Show a search's counts on a terminal, while entered."""
     from rich.console import Console
 
@@ -162,7 +162,7 @@ def _not_both(plan: str, other: str) -> ConfigError:
 
 
 def _write_page(
-    path: Path | None, outcomes: "list[Outcome]", values: dict[str, Any], *, quiet: bool = False
+    path: Path | None, ranked_plans: "list[RankedPlan]", values: dict[str, Any], *, quiet: bool = False
 ) -> None:
     """Write the page of priced plans, with the `values` of --json."""
     if path is None:
@@ -173,12 +173,16 @@ def _write_page(
 
     write_output(
         path,
-        lambda target: write_page(target, "plan", subject(outcomes[0]), values | page_values(outcomes)),
+        lambda target: write_page(
+            target, "plan", subject(ranked_plans[0]), values | page_values(ranked_plans)
+        ),
         report=sys.stderr if quiet else None,
     )
 
 
-def _measure(model: str | None, found: "Found", cluster: "Cluster", work: "Workload", most: int) -> None:
+def _measure(
+    model: str | None, found: "SearchResult", cluster: "Cluster", work: "Workload", most: int
+) -> None:
     """Run the first plans, and print measured next to predicted times. Raises ConfigError, PlaitError."""
     path = Path(model or "")
     path = path / "config.json" if path.is_dir() else path
@@ -191,24 +195,24 @@ def _measure(model: str | None, found: "Found", cluster: "Cluster", work: "Workl
         )
     from plait.cli.plan_measure import measure
 
-    measure(parse_json(read_text(path)), [each.price for each in found.best[:most]], cluster, work)
+    measure(parse_json(read_text(path)), [each.estimate for each in found.best[:most]], cluster, work)
 
 
-def _show_prices(outcomes: "list[Outcome]", json: Path | None) -> None:
+def _show_prices(ranked_plans: "list[RankedPlan]", json: Path | None) -> None:
     """Print one plan's price, or compare two."""
     from rich.console import Console
 
     from plait.planner import report
 
     if json is not None:
-        values = [report.to_json(outcome) for outcome in outcomes]
+        values = [report.to_json(ranked) for ranked in ranked_plans]
         write_json_output(json, values if len(values) > 1 else values[0])
     if json == STDOUT:
         return
-    if len(outcomes) > 1:
-        Console().print(report.compare_table(*outcomes))
+    if len(ranked_plans) > 1:
+        Console().print(report.compare_table(*ranked_plans))
     else:
-        Console().print(*report.price_tables(outcomes[0]), sep="\n")
+        Console().print(*report.estimate_tables(ranked_plans[0]), sep="\n")
 
 
 def _subject(
@@ -241,8 +245,8 @@ def _subject(
 
 def _price(
     text: str, model: "ModelShape", cluster: "Cluster", work: "Workload", tokens: float | None
-) -> "Outcome":
-    from plait.planner import Outcome, price
+) -> "RankedPlan":
+    from plait.planner import RankedPlan, estimate_step
     from plait.planner.space import DEFAULT_PRECISION
 
     values = {"precision": DEFAULT_PRECISION} | Plan.read_values(text)
@@ -252,7 +256,7 @@ def _price(
             cluster, num_hosts=plan.num_ranks // cluster.host_size
         )  # the other hosts are not used
     plan.check_ranks(cluster.num_devices)
-    return Outcome(price(model, plan, cluster, work), model, cluster, work, tokens)
+    return RankedPlan(estimate_step(model, plan, cluster, work), model, cluster, work, tokens)
 
 
 def _batch_tokens(text: str) -> int:

@@ -11,14 +11,14 @@ from plait.plan.host_profile import HostProfile, load, save
 from plait.planner.cluster import Cluster, profile_path_of
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import Price
 from plait.planner.runs import Run
+from plait.planner.step_estimate import StepEstimate
 from plait.planner.workload import Software, Workload
 from plait.tables import counted
 
 
 def measure(
-    config: Mapping[str, Any], prices: Sequence[Price], on: Cluster, work: Workload
+    config: Mapping[str, Any], estimates: Sequence[StepEstimate], on: Cluster, work: Workload
 ) -> list[tuple[Plan, float, float]]:
     """Run each price's plan, print predicted and measured times, and keep the constants that they determine.
 
@@ -39,7 +39,7 @@ def measure(
         )
     found = [
         (each.plan, each.step_s, step_seconds(config, each.plan, sequence=work.sequence, batch=work.batch))
-        for each in prices
+        for each in estimates
     ]
     rows = [
         (str(plan), f"{1e3 * said:,.1f}", f"{1e3 * took:,.1f}", f"{said / took - 1:+.0%}")
@@ -65,7 +65,9 @@ def _refit(
     fitted = fit(runs, on.constants, names, {})
     values = {name: getattr(fitted, name) for name in names}
     changes = [f"{name} {getattr(on.constants, name):.3g} -> {value:.3g}" for name, value in values.items()]
-    errors = [abs(run.price(fitted).step_s / took - 1) for run, (_, _, took) in zip(runs, found, strict=True)]
+    errors = [
+        abs(run.estimate(fitted).step_s / took - 1) for run, (_, _, took) in zip(runs, found, strict=True)
+    ]
     path = profile_path_of(on.name)
     ranks = next(iter({on.num_devices} & load(path).devices.keys()), 1)  # GPUs are measured one by one
     speed = load(path).devices[ranks]

@@ -27,12 +27,12 @@ def score(
     from plait.planner.calibrate import fit_without
     from plait.planner.constants import DEFAULT
     from plait.planner.runs import Run, read_runs
-    from plait.planner.score import price_all, score_runs
+    from plait.planner.score import estimate_all, score_runs
 
     runs = [run for path in files for run in read_runs(path)]
     learned = [run for path in calibrate or () for run in read_runs(path) if isinstance(run, Run)]
     constants = fit_without(learned, {run.source for run in runs}) if learned else {}
-    priced, refused = price_all(runs, lambda source: constants.get(source, DEFAULT))
+    priced, refused = estimate_all(runs, lambda source: constants.get(source, DEFAULT))
     result = score_runs(priced, refused)
     result["refused"] = [{"row": one.row, "source": one.source, "reason": one.reason} for one in refused]
     result["constants"] = {"count": len(asdict(DEFAULT)), "values": asdict(constants.get("", DEFAULT))}

@@ -29,7 +29,7 @@ from plait.data.dataset import TokenStore, open_store
 from plait.data.index import TOKENIZER, DatasetSpec, Index, SourceStats
 from plait.data.readers import BadRows, ReadOptions, find_bad, read_chunks
 from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_part
-from plait.data.sources import Shard, Slice, list_shards, list_source
+from plait.data.sources import FileSlice, Shard, list_shards, list_source
 from plait.data.workers import Report, write_parts
 from plait.errors import ContentError, DataError
 from plait.fileio import WRITABLE, disk_hint, json_hash, read_json, sync_folder, write_json
@@ -114,7 +114,7 @@ class _Build:
         if len({shard.source for shard in self.shards}) < len(self.data.sources):
             raise next(iter(self._bad_files.values()))
 
-    def _items(self) -> Iterator[Slice]:
+    def _items(self) -> Iterator[FileSlice]:
         return itertools.chain.from_iterable(map(list_source, self.data.sources))
 
     def _all_bad(self, first: ContentError) -> ContentError:

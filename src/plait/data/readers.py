@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from plait.data.sources import HF_ROW_BYTES, Shard, Slice, list_shards, open_dataset
+from plait.data.sources import HF_ROW_BYTES, FileSlice, Shard, list_shards, open_dataset
 from plait.errors import ContentError, DataError, unknown_key_hint, unreadable
 from plait.fileio import open_regular, parse_json
 
@@ -81,7 +81,7 @@ def read_chunks(shard: Shard, options: ReadOptions) -> Iterator[TextChunk]:
         yield from _read(item, options)
 
 
-def _read(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
+def _read(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
     return (_dataset_chunks if item.kind == "hf" else _file_chunks)(item, options)
 
 
@@ -90,8 +90,8 @@ class _TimeOver(Exception):
 
 
 def find_bad(
-    items: Iterable[Slice], text_key: str, end_s: float = math.inf
-) -> Iterator[tuple[Slice, ContentError, int]]:
+    items: Iterable[FileSlice], text_key: str, end_s: float = math.inf
+) -> Iterator[tuple[FileSlice, ContentError, int]]:
     """Read files or datasets to the end, or until time.monotonic() is `end_s`. Yield those that are not text,
     each with an error and the number of its bad rows; 0: it cannot be read at all."""
 
@@ -126,7 +126,7 @@ def read_documents(source: str, text_key: str = "text") -> Iterator[str]:
                 parts.clear()
 
 
-def _file_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
+def _file_chunks(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
     try:
         if item.kind == "jsonl.gz":
             with open_regular(Path(item.name)) as compressed, gzip.GzipFile(fileobj=compressed) as file:
@@ -161,7 +161,7 @@ def _line_start(file: BinaryIO, offset: int, size: int) -> int:
 
 
 def _text_chunks(
-    file: BinaryIO, start: int, stop: int, item: Slice, options: ReadOptions
+    file: BinaryIO, start: int, stop: int, item: FileSlice, options: ReadOptions
 ) -> Iterator[TextChunk]:
     file.seek(0)
     first = _read_chunk(file, item.size, item)
@@ -192,7 +192,7 @@ def _text_chunks(
         yield TextChunk("", draw, last=True, num_bytes=0)
 
 
-def _read_chunk(file: BinaryIO, limit: int, item: Slice) -> bytes:
+def _read_chunk(file: BinaryIO, limit: int, item: FileSlice) -> bytes:
     """Read a chunk up to a line end, at most `limit` bytes."""
     raw = file.read(min(CHUNK_BYTES, limit))
     if not raw and limit:
@@ -242,7 +242,7 @@ def _gzip_lines(file: gzip.GzipFile, name: str, compressed: BinaryIO) -> Iterato
         offset += len(raw)
 
 
-def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
+def _row_chunks(lines: Iterator[_Line], item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
     for line in lines:
         options.digest(line.raw)
         if not line.raw.strip():
@@ -258,7 +258,7 @@ def _row_chunks(lines: Iterator[_Line], item: Slice, options: ReadOptions) -> It
         yield from _chunk_text(text, options, line.num_bytes)
 
 
-def _row_of(line: _Line, item: Slice, locate: Callable[[], str], text_key: str) -> Any:
+def _row_of(line: _Line, item: FileSlice, locate: Callable[[], str], text_key: str) -> Any:
     try:
         return parse_json(line.raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -272,7 +272,7 @@ def _row_of(line: _Line, item: Slice, locate: Callable[[], str], text_key: str) 
         ) from error
 
 
-def _line_of(item: Slice, line: _Line) -> str:
+def _line_of(item: FileSlice, line: _Line) -> str:
     """The number of a line in its file, of which this process may have read only a slice."""
     number, left = 1, line.offset
     with open_regular(Path(item.name)) as source:
@@ -336,7 +336,7 @@ def _rows(name: str, fingerprint: str) -> Any:
     return rows
 
 
-def _dataset_chunks(item: Slice, options: ReadOptions) -> Iterator[TextChunk]:
+def _dataset_chunks(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
     rows = _rows(item.name, item.version)
     if options.text_key in rows.column_names:
         rows = rows.select_columns([options.text_key])  # other columns need not be read

@@ -26,7 +26,7 @@ STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 
 
 @dataclass(frozen=True)
-class Slice:
+class FileSlice:
     """A range of a file: the lines that begin in bytes [start, stop). For `hf`, rows.
 
     `size` and `version` are those of the full file when it was listed (modification time, a dataset's
@@ -50,7 +50,7 @@ class Shard:
     """Slices of one source (its index in the recipe) that become one part. `num_bytes` is for progress."""
 
     source: int
-    slices: tuple[Slice, ...]
+    slices: tuple[FileSlice, ...]
     num_bytes: int
 
 
@@ -67,7 +67,7 @@ def list_shards(sources: Sequence[str], without: Collection[str] = ()) -> list[S
     ]
 
 
-def list_source(source: str) -> list[Slice]:
+def list_source(source: str) -> list[FileSlice]:
     """List the files of one source, unsplit and sorted by path. Raises DataError: missing or empty."""
     if source.startswith("hf:"):
         return [_dataset_slice(source.removeprefix("hf:"))]
@@ -134,7 +134,7 @@ def _stdlib() -> list[Path]:
     return sorted(found)
 
 
-def _file_slice(path: Path) -> Slice:
+def _file_slice(path: Path) -> FileSlice:
     kind: Kind = "jsonl" if path.suffix == ".jsonl" else "text"
     if path.name.endswith(".jsonl.gz"):
         kind = "jsonl.gz"
@@ -142,10 +142,10 @@ def _file_slice(path: Path) -> Slice:
         status = path.stat()
     except OSError as error:
         raise unreadable(path, error) from error
-    return Slice(kind, str(path), 0, status.st_size, status.st_size, str(status.st_mtime_ns))
+    return FileSlice(kind, str(path), 0, status.st_size, status.st_size, str(status.st_mtime_ns))
 
 
-def _split(item: Slice, limit: int) -> Iterator[Slice]:
+def _split(item: FileSlice, limit: int) -> Iterator[FileSlice]:
     """Split a slice into ranges of about `limit` bytes. Compressed files cannot be split."""
     if item.kind == "jsonl.gz" or item.num_bytes <= limit:
         yield item
@@ -157,8 +157,8 @@ def _split(item: Slice, limit: int) -> Iterator[Slice]:
             yield replace(item, start=start, stop=stop)
 
 
-def _pack(items: Iterable[Slice], limit: int) -> Iterator[tuple[Slice, ...]]:
-    group: list[Slice] = []
+def _pack(items: Iterable[FileSlice], limit: int) -> Iterator[tuple[FileSlice, ...]]:
+    group: list[FileSlice] = []
     filled = 0
     for item in items:
         if group and filled + item.num_bytes > limit:
@@ -170,7 +170,7 @@ def _pack(items: Iterable[Slice], limit: int) -> Iterator[tuple[Slice, ...]]:
         yield tuple(group)
 
 
-def _dataset_slice(name: str) -> Slice:
+def _dataset_slice(name: str) -> FileSlice:
     rows = open_dataset(name)
     if len(rows) == 0:
         raise DataError(
@@ -179,7 +179,7 @@ def _dataset_slice(name: str) -> Slice:
             expected="at least one row",
             hint=f"hf:{name.partition('?')[0]}?split=NAME",
         )
-    return Slice("hf", name, 0, len(rows), len(rows), str(rows._fingerprint))
+    return FileSlice("hf", name, 0, len(rows), len(rows), str(rows._fingerprint))
 
 
 def open_dataset(name: str) -> Any:

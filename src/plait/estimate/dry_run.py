@@ -44,7 +44,7 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True)
-class Cluster:
+class HypotheticalRanks:
     """The hypothetical ranks: `transport` (host, gloo or nccl), ranks per host (None: all on one), the
     device they compute on, and its entry in the table of devices, if that is given."""
 
@@ -54,12 +54,12 @@ class Cluster:
     hardware: Device | None = None
 
     @staticmethod
-    def of_hardware(hardware: Device, host_size: int | None) -> "Cluster":
+    def of_hardware(hardware: Device, host_size: int | None) -> "HypotheticalRanks":
         """Ranks on such devices, whatever this machine has."""
         transport = "nccl" if hardware.kind == "cuda" else "host"
-        return Cluster(transport, host_size, torch.device(hardware.kind), hardware)
+        return HypotheticalRanks(transport, host_size, torch.device(hardware.kind), hardware)
 
-    def checked(self, precision: str) -> "Cluster":
+    def checked(self, precision: str) -> "HypotheticalRanks":
         """Return this cluster. Raises PlanError if the given device cannot compute in this precision."""
         if self.hardware is not None:
             self.hardware.check_precision(precision)

@@ -21,7 +21,7 @@ from plait.engine.build import build_shard_map
 from plait.engine.loss import Loss
 from plait.engine.spec import TrainingSpec, validate
 from plait.errors import ModelError
-from plait.estimate.dry_run import META, Cluster, DryStage, NullMasters, dry_stages
+from plait.estimate.dry_run import META, DryStage, HypotheticalRanks, NullMasters, dry_stages
 from plait.models import Blocks, Chain, with_layout
 from plait.optim.requirements import GroupOptimizer, Needs
 from plait.parallel.float8 import Float8Layers
@@ -102,7 +102,7 @@ def explain(
     plan: Plan | str,
     micro: Mapping[str, Tensor],
     *,
-    cluster: Cluster | None = None,
+    cluster: HypotheticalRanks | None = None,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     optimizer_args: Mapping[str, Any] | None = None,
     param_groups: Iterable[Any] | None = None,
@@ -118,7 +118,7 @@ def explain(
     ConfigError where `parallelize` would; whether a GPU can train in fp16 is tried where there is one.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    cluster = (cluster or Cluster("host", None, torch.device("cpu"))).checked(plan.precision)
+    cluster = (cluster or HypotheticalRanks("host", None, torch.device("cpu"))).checked(plan.precision)
     if not micro:
         raise _no_tensors()
     model = model if isinstance(model, nn.Module) else Chain(model)
@@ -189,7 +189,7 @@ class _PlanView:
 
     model: nn.Module
     spec: TrainingSpec
-    cluster: Cluster
+    cluster: HypotheticalRanks
     micro: Mapping[str, Tensor]
     groups: Sequence[GroupOptimizer]  # of the optimizer
     distributions: dict[tuple[Axes, int], Hashable] = field(default_factory=dict, init=False)

@@ -8,27 +8,27 @@ print(found.best[0].plan, found.best[0].price.step_s)
 """
 
 from plait.planner.cluster import Cluster, cluster
-from plait.planner.families import Family
 from plait.planner.hardware import Device, device
 from plait.planner.model_shape import ModelShape
-from plait.planner.outcome import Outcome
-from plait.planner.price import Price, Software, Workload, price
-from plait.planner.search import OBJECTIVES, Found, Objective, search
+from plait.planner.plan_families import PlanFamily
+from plait.planner.ranked_plan import RankedPlan
+from plait.planner.search import OBJECTIVES, Objective, SearchResult, search
+from plait.planner.step_estimate import Software, StepEstimate, Workload, estimate_step
 
 __all__ = [
     "OBJECTIVES",
     "Cluster",
     "Device",
-    "Family",
-    "Found",
     "ModelShape",
     "Objective",
-    "Outcome",
-    "Price",
+    "PlanFamily",
+    "RankedPlan",
+    "SearchResult",
     "Software",
+    "StepEstimate",
     "Workload",
     "cluster",
     "device",
-    "price",
+    "estimate_step",
     "search",
 ]

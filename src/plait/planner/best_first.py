@@ -24,17 +24,17 @@ from operator import attrgetter
 from typing import Any
 
 from plait.plan import Plan
-from plait.planner.bounds import Prices
+from plait.planner.bounds import EstimateCache
 from plait.planner.cluster import Cluster
-from plait.planner.price import Price
 from plait.planner.space import DECIDED_AT, Decided, Space
+from plait.planner.step_estimate import StepEstimate
 
 _ROUNDING = 1 - 1e-9  # a bound may exceed an equal value by rounding
 _REPORT_EVERY = 256  # plans
 
 
 @dataclass
-class Counts:
+class SearchCounts:
     """Plans of a search, complete or not: bounded, dropped because of memory, and priced."""
 
     bounded: int = 0
@@ -53,7 +53,7 @@ class Field:
 
     cluster: Cluster
     space: Space
-    pricing: Prices
+    estimates: EstimateCache
     weight: float = 1.0
     limit_s: float = math.inf
     headroom: float = 0.0
@@ -84,8 +84,8 @@ class Search:
     fields        the plans' fields
     """
 
-    counts: Counts = field(default_factory=Counts)
-    report: Callable[[Counts], None] = lambda _: None
+    counts: SearchCounts = field(default_factory=SearchCounts)
+    report: Callable[[SearchCounts], None] = lambda _: None
     most_steps: int | None = None
     end_s: float = math.inf
     enough: float = -math.inf
@@ -120,36 +120,36 @@ class Search:
             _ties=self._ties,
         )
 
-    def fastest(self, fields: Sequence[Field] = ()) -> Iterator[tuple[Field, Price]]:
+    def fastest(self, fields: Sequence[Field] = ()) -> Iterator[tuple[Field, StepEstimate]]:
         """Yield the plans that fit into memory, the best first."""
 
         def bound(at: Field, plan: Plan, decided: Decided) -> float:
-            seconds = at.pricing.least_seconds(plan, decided)
+            seconds = at.estimates.least_seconds(plan, decided)
             return seconds * at.weight if seconds <= at.limit_s else math.inf
 
         def is_possible(at: Field, plan: Plan, decided: Decided) -> bool:
-            fits = at.pricing.least_bytes(plan, decided) <= at.capacity_bytes
+            fits = at.estimates.least_bytes(plan, decided) <= at.capacity_bytes
             self.counts.too_large += not fits
             return fits
 
         def value(at: Field, plan: Plan) -> float:
-            of_plan = (at.pricing.first_rank_bytes, at.pricing.memory_bytes)
+            of_plan = (at.estimates.first_rank_bytes, at.estimates.memory_bytes)
             if any(num_bytes(plan) > at.capacity_bytes for num_bytes in of_plan):
                 self.counts.too_large += 1
                 return math.inf
             self.counts.priced += 1
-            seconds = at.pricing.price(plan).step_s
+            seconds = at.estimates.estimate(plan).step_s
             return seconds * at.weight if seconds <= at.limit_s else math.inf
 
         for at, plan, _ in self._ascending(fields, bound, value, is_possible):
-            yield at, at.pricing.price(plan)
+            yield at, at.estimates.estimate(plan)
 
     def smallest(self, at: Field) -> tuple[Plan, float] | None:
         """Return the plan that needs the least memory, and its bytes; None if there are no plans."""
         found = self._ascending(
             [at],
-            lambda at, plan, decided: at.pricing.least_bytes(plan, decided),
-            lambda at, plan: at.pricing.memory_bytes(plan),
+            lambda at, plan, decided: at.estimates.least_bytes(plan, decided),
+            lambda at, plan: at.estimates.memory_bytes(plan),
         )
         return next(((plan, num_bytes) for _, plan, num_bytes in found), None)
 

@@ -22,40 +22,40 @@ from plait.planner.communication import Links
 from plait.planner.compute import Rates
 from plait.planner.memory import peak_memory, without_sharding
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import (
+from plait.planner.space import SEARCHED, Decided
+from plait.planner.step_estimate import (
     Overlapped,
-    Price,
     Software,
     StageSeconds,
+    StepEstimate,
     Workload,
+    estimate_step,
     pipeline_ends,
-    price,
     stage_gathers,
     stage_seconds,
     step_reductions,
     stored_numels,
     update_s,
 )
-from plait.planner.space import SEARCHED, Decided
-from plait.planner.timeline import Ends, stages_by_rank
+from plait.planner.timeline import PipelineEnds, stages_by_rank
 
 
 class _Simulated(NamedTuple):
     """A schedule without the communication of sharding."""
 
     stages: tuple[StageSeconds, ...]
-    ends: Ends
+    ends: PipelineEnds
     numels: list[int]  # of the ranks' parameters
 
 
-class Prices:
+class EstimateCache:
     """Prices of the plans of one model, cluster and workload, each computed once. Bounds hold for all plans
     that agree with `plan` in the keys decided so far."""
 
     def __init__(self, model: ModelShape, cluster: Cluster, work: Workload, software: Software) -> None:
         self._model, self._cluster, self._work, self._software = model, cluster, work, software
         self._links = Links.of(cluster, cluster.constants)
-        self._prices: dict[Plan, Price] = {}
+        self._estimates: dict[Plan, StepEstimate] = {}
         self._memory: dict[Plan, float] = {}
         self._seconds: dict[tuple[Plan, Decided], float] = {}
         self._totals: dict[tuple[object, ...], float] = {}
@@ -63,10 +63,12 @@ class Prices:
         self._spans: dict[tuple[object, ...], float] = {}
         self._uses: dict[tuple[object, ...], tuple[MemoryUse, float]] = {}
 
-    def price(self, plan: Plan) -> Price:
-        if plan not in self._prices:
-            self._prices[plan] = price(self._model, plan, self._cluster, self._work, self._software)
-        return self._prices[plan]
+    def estimate(self, plan: Plan) -> StepEstimate:
+        if plan not in self._estimates:
+            self._estimates[plan] = estimate_step(
+                self._model, plan, self._cluster, self._work, self._software
+            )
+        return self._estimates[plan]
 
     def memory_bytes(self, plan: Plan) -> float:
         """Return the upper end of the interval of the fullest rank's memory."""

@@ -115,7 +115,7 @@ def _jacobian(
 
 
 def _residuals(runs: Sequence[Run], constants: Constants) -> list[float]:
-    return [math.log(run.price(constants).step_s / (run.step_s or 1.0)) for run in runs]
+    return [math.log(run.estimate(constants).step_s / (run.step_s or 1.0)) for run in runs]
 
 
 def _sample(runs: Sequence[Run]) -> list[Run]:

@@ -83,7 +83,7 @@ class Rates(NamedTuple):
         return work / _interpolated(self.operator_rates[OPERATORS.index(name)], size or work)
 
 
-class Slice(NamedTuple):
+class BlockWork(NamedTuple):
     """The part of a layer that a rank computes: columns and rows of the tp grid, and what it computes it
     for."""
 
@@ -167,7 +167,7 @@ def _linear(rates: Rates, constants: Constants, m: int, n: int, k: int) -> tuple
 
 
 @lru_cache(maxsize=1 << 14)
-def block_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Constants) -> Seconds:
+def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Constants) -> Seconds:
     """Seconds of one block for one micro-batch on one rank."""
     m, h, d = part.tokens, -(-model.hidden // part.rows), model.head_dim
     heads = -(-model.heads // part.cols)
@@ -207,7 +207,9 @@ COLLECTIVE_OPERATORS = 2  # host time of a collective, in operators: the call an
 _FORWARD_OPERATORS = 32
 
 
-def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constants) -> tuple[float, float]:
+def _attention(
+    part: BlockWork, heads: int, d: int, rates: Rates, constants: Constants
+) -> tuple[float, float]:
     """Forward and backward of scores, softmax and values."""
     scores = float(part.batch) * heads * part.sequence * part.sequence
     if rates.operator_rates:
@@ -229,7 +231,7 @@ def _attention(part: Slice, heads: int, d: int, rates: Rates, constants: Constan
 
 
 def _elementwise(
-    model: ModelShape, part: Slice, heads: int, kv_heads: int, ffn: int, h: int, rates: Rates
+    model: ModelShape, part: BlockWork, heads: int, kv_heads: int, ffn: int, h: int, rates: Rates
 ) -> tuple[float, float]:
     """Forward and backward of a block's memory-bound operators: norms, residual additions and dropout on the
     residual stream; activations, rotary embeddings and biases inside. Unless they are measured, by the bytes
@@ -253,7 +255,7 @@ def _elementwise(
 
 
 @lru_cache(maxsize=1 << 12)
-def head_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Constants) -> Seconds:
+def head_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Constants) -> Seconds:
     """The head and the loss."""
     vocab = -(-model.vocab // part.cols)
     forward, backward, weight = _linear(rates, constants, part.tokens, vocab, -(-model.hidden // part.rows))
@@ -266,7 +268,7 @@ def head_seconds(model: ModelShape, part: Slice, rates: Rates, constants: Consta
 
 
 @lru_cache(maxsize=1 << 12)
-def embedding_seconds(model: ModelShape, part: Slice, rates: Rates) -> Seconds:
+def embedding_seconds(model: ModelShape, part: BlockWork, rates: Rates) -> Seconds:
     """The look-up: reading and writing the tokens' vectors."""
     moved = part.tokens * model.hidden / part.rows * rates.itemsize
     read = 2 * moved / rates.memory_bytes_per_s

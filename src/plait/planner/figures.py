@@ -19,8 +19,8 @@ from plait.planner.cluster import cluster, fat_tree, max_endpoints
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import Price, price
 from plait.planner.runs import Run, read_runs
+from plait.planner.step_estimate import StepEstimate, estimate_step
 from plait.planner.workload import Workload
 from plait.tables import counted
 
@@ -43,11 +43,11 @@ _OFFLOAD = "dp=1 zero=3 micro=8 precision=fp16 offload=cpu recompute=full"
 _BRIDGED = ("h100-nvl", "h200-nvl")
 
 
-Measure = tuple[Axis, Callable[["Entry"], float]]
+Measure = tuple[Axis, Callable[["PublishedPoint"], float]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class PublishedPoint:
     """A point of a published figure, and its predicted step. `billions`: of parameters."""
 
     figure: str
@@ -56,15 +56,15 @@ class Entry:
     billions: float
     source: str
     run: Run
-    price: Price
+    estimate: StepEstimate
 
     @property
     def num_ranks(self) -> int:
-        return self.price.plan.num_ranks
+        return self.estimate.plan.num_ranks
 
     @property
     def label(self) -> str:
-        plan = self.price.plan
+        plan = self.estimate.plan
         return f"{self.name}: {counted(self.num_ranks, 'GPU')}, tp={plan.tp} pp={plan.pp}"
 
     @property
@@ -73,10 +73,10 @@ class Entry:
         model, sequence = self.run.model, self.run.work.sequence
         blocks = 96 * model.layers * model.hidden**2 * (1 + sequence / (6 * model.hidden))
         flops = self.run.work.tokens * (blocks + 6 * model.hidden * model.vocab)
-        return flops / self.price.step_s / self.num_ranks
+        return flops / self.estimate.step_s / self.num_ranks
 
 
-def entries() -> list[Entry]:
+def entries() -> list[PublishedPoint]:
     """Price the rows of the published figures."""
     with _PUBLISHED.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -85,19 +85,21 @@ def entries() -> list[Entry]:
         assert isinstance(run, Run), run
         published, billions = float(row["published"]), float(row["params_b"])
         found.append(
-            Entry(row["figure"], row["model_name"], published, billions, row["source"], run, run.price())
+            PublishedPoint(
+                row["figure"], row["model_name"], published, billions, row["source"], run, run.estimate()
+            )
         )
     return found
 
 
-def published_figures(known: Sequence[Entry]) -> list[Figure | Listing]:
+def published_figures(known: Sequence[PublishedPoint]) -> list[Figure | Listing]:
     """Return the figures of `plait plan figures`."""
     one = known[0].flops_per_s
     ranks = Axis("GPUs", log=2), attrgetter("num_ranks")
     size = Axis("10^9 parameters", log=2), attrgetter("billions")
     rate = Axis("TFLOP/s per GPU, with recomputation"), lambda each: each.flops_per_s / 1e12
     share = Axis("efficiency", "percent"), lambda each: each.flops_per_s / one
-    days = Axis("days"), lambda each: each.price.step_s * _EPOCH_STEPS / _DAY_S
+    days = Axis("days"), lambda each: each.estimate.step_s * _EPOCH_STEPS / _DAY_S
     scaling = [each for each in known if each.figure in ("model parallel", "model and data parallel")]
     epochs = [each for each in known if each.figure == "epoch"]
     models = [each for each in known if each.figure in ("Megatron-LM", "BLOOM", "OPT")]
@@ -121,14 +123,14 @@ def published_figures(known: Sequence[Entry]) -> list[Figure | Listing]:
     ]
 
 
-def _compared(title: str, own: Sequence[Entry], across: Measure, up: Measure) -> Figure:
+def _compared(title: str, own: Sequence[PublishedPoint], across: Measure, up: Measure) -> Figure:
     """Published points over `across`, and the predicted values of `up` with their intervals."""
     (x, place), (y, value) = across, up
     curves = []
     for name in dict.fromkeys(each.figure for each in own):
         points = [each for each in own if each.figure == name]
         published = tuple((place(each), each.published) for each in points)
-        predicted = tuple((place(each), *_interval(value(each), each.price)) for each in points)
+        predicted = tuple((place(each), *_interval(value(each), each.estimate)) for each in points)
         curves.append(Curve(f"{name}, published", published, "dots"))
         curves.append(Curve(f"{name}, predicted", predicted, "dots", f"{name}, published"))
     names = tuple((place(each), each.label) for each in own)
@@ -136,8 +138,8 @@ def _compared(title: str, own: Sequence[Entry], across: Measure, up: Measure) ->
     return Figure(title, x, y, tuple(curves), names, source, "The vertical line is the predicted interval.")
 
 
-def _interval(value: float, price: Price) -> tuple[float, float, float]:
-    spread = price.high_s / price.step_s
+def _interval(value: float, estimate: StepEstimate) -> tuple[float, float, float]:
+    spread = estimate.high_s / estimate.step_s
     return value, value / spread, value * spread
 
 
@@ -164,7 +166,7 @@ def offloaded() -> Listing:
     on, work, gib = cluster("v100:1gpus"), Workload(sequence=1024, batch=8), 2**30
     rows: list[tuple[str | float, ...]] = []
     for size, plan in product(_GPT, ("dp=1 micro=8 precision=fp16 recompute=full", _OFFLOAD)):
-        found = price(ModelShape.parse(_GPT[size]), Plan.parse(plan), on, work)
+        found = estimate_step(ModelShape.parse(_GPT[size]), Plan.parse(plan), on, work)
         fits = "yes" if found.memory_high_bytes < on.device.memory_bytes else "no"
         device_gib, host_gib = found.memory_high_bytes / gib, found.memory.host / gib
         rows.append((size, "on the host" if "offload" in plan else "on the GPU", device_gib, fits, host_gib))

@@ -11,8 +11,10 @@ from plait.planner.communication import Links
 from plait.planner.compute import Rates
 from plait.planner.frontier import front
 from plait.planner.memory import kept_bytes, micro_bytes, rank_memory
-from plait.planner.outcome import Outcome
-from plait.planner.price import (
+from plait.planner.ranked_plan import RankedPlan
+from plait.planner.report import to_json
+from plait.planner.stages import block_counts
+from plait.planner.step_estimate import (
     Overlapped,
     StageSeconds,
     action_durations,
@@ -22,22 +24,20 @@ from plait.planner.price import (
     stored_numels,
     update_s,
 )
-from plait.planner.report import to_json
-from plait.planner.stages import block_counts
 from plait.planner.timeline import stages_of
 from plait.planner.traffic import axis_traffic
-from plait.planner.workload import OWN
+from plait.planner.workload import PLAIT
 
 _MOST_ACTIONS, _MOST_OF_PAGE = 20_000, 80_000  # in a timeline, and in all of a page
 COLORS = {"exposed": "#e07b39", "hidden": "#f0c24b", "optimizer": "#8e6bd1", "rest": "#8a93a0"}
 
 
-def page_values(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def page_values(ranked_plans: Sequence[RankedPlan]) -> dict[str, Any]:
     """Return the plans, in the given order, with what their page draws. Those on the front, and then the
     fastest, have timelines, as far as these are not too large."""
-    best = outcomes[0]
-    on_front = front(list(outcomes))
-    order = sorted(outcomes, key=lambda each: (each not in on_front, each.price.step_s))
+    best = ranked_plans[0]
+    on_front = front(list(ranked_plans))
+    order = sorted(ranked_plans, key=lambda each: (each not in on_front, each.estimate.step_s))
     left, detailed = _MOST_OF_PAGE, {}
     for each in order:
         actions = 3 * each.plan.pp * each.plan.micro * max(1, each.plan.num_chunks)
@@ -60,51 +60,51 @@ def page_values(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "choices": [
             to_json(each)
             | {"degrees": _degrees(each), "front": each in on_front, "detail": detailed[each.plan]}
-            for each in outcomes
+            for each in ranked_plans
         ],
     }
 
 
-def _degrees(outcome: Outcome) -> dict[str, Any]:
-    plan = outcome.plan
+def _degrees(ranked: RankedPlan) -> dict[str, Any]:
+    plan = ranked.plan
     return {"dp": plan.data_ranks, "tp": plan.tp, "pp": plan.pp, "zero": plan.zero}
 
 
-def step_values(outcome: Outcome, *, is_drawn: bool = True) -> dict[str, Any]:
+def step_values(ranked: RankedPlan, *, is_drawn: bool = True) -> dict[str, Any]:
     """Return a step in detail: every action on a clock, memory of the pipeline's ranks, bytes along the axes.
     `is_drawn`: with the actions."""
-    model, plan, cluster, work = outcome.model, outcome.plan, outcome.cluster, outcome.work
+    model, plan, cluster, work = ranked.model, ranked.plan, ranked.cluster, ranked.work
     batch = work.batch // (plan.data_ranks * plan.micro)
     on_gpu = "cpu" not in cluster.device.name.lower()
     memory = []
     for rank in range(plan.pp):
-        use = rank_memory(model, plan, rank, batch, work.sequence, OWN, on_gpu)
-        kept = kept_bytes(model, plan, rank, batch, work.sequence, OWN)
+        use = rank_memory(model, plan, rank, batch, work.sequence, PLAIT, on_gpu)
+        kept = kept_bytes(model, plan, rank, batch, work.sequence, PLAIT)
         memory.append({**asdict(use), "total": use.total, "kept_peak": kept})
     return {
-        "timeline": _timeline(outcome) if is_drawn else None,
+        "timeline": _timeline(ranked) if is_drawn else None,
         "ranks_per_stage": plan.num_ranks // plan.pp,
         "memory": memory,
-        "stage_bytes": micro_bytes(model, plan, batch, work.sequence, OWN),
-        "axes": [asdict(each) for each in axis_traffic(model, plan, cluster, work, outcome.price.step_s)],
+        "stage_bytes": micro_bytes(model, plan, batch, work.sequence, PLAIT),
+        "axes": [asdict(each) for each in axis_traffic(model, plan, cluster, work, ranked.estimate.step_s)],
     }
 
 
-def _timeline(outcome: Outcome) -> dict[str, Any]:
+def _timeline(ranked: RankedPlan) -> dict[str, Any]:
     """Return the actions of the pipeline's ranks, then their reductions and optimizers."""
-    model, plan, cluster, work = outcome.model, outcome.plan, outcome.cluster, outcome.work
+    model, plan, cluster, work = ranked.model, ranked.plan, ranked.cluster, ranked.work
     constants = cluster.constants
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     stages = stage_seconds(model, plan, cluster, work)
-    gathers = stage_gathers(model, plan, links, stages, OWN, constants)
+    gathers = stage_gathers(model, plan, links, stages, PLAIT, constants)
     durations = action_durations(model, plan, links, stages, gathers, work)
     timeline = simulate(load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks), durations)
     values = timeline_values(timeline, "one step", "s")
     _add_communication(values, timeline, stages, gathers)
-    ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, OWN)
-    numels = stored_numels(model, plan, OWN)
-    reductions = step_reductions(plan, links, stages, numels, OWN, constants)
+    ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, PLAIT)
+    numels = stored_numels(model, plan, PLAIT)
+    reductions = step_reductions(plan, links, stages, numels, PLAIT, constants)
     first = len(values["types"])
     for rank, row in enumerate(values["rows"]):
         blocks = sum(counts[stage] for stage, of in enumerate(ranks) if of == rank)
@@ -126,7 +126,7 @@ def _timeline(outcome: Outcome) -> dict[str, Any]:
             _type("optimizer", "optimizer", "optimizer"),
             _type("rest of a step", "rest of a step: Python, loss, norm", "rest"),
         ]
-    return values | {"total": outcome.price.step_s, "bubble": outcome.price.bubble}
+    return values | {"total": ranked.estimate.step_s, "bubble": ranked.estimate.bubble}
 
 
 def _type(name: str, label: str, color: str, facts: str = "") -> dict[str, Any]:

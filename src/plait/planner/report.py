@@ -7,11 +7,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from plait.plan import format_bytes
-from plait.planner.families import format_seconds
 from plait.planner.frontier import front
-from plait.planner.outcome import Outcome
-from plait.planner.price import Price
-from plait.planner.search import HEADROOM, Found
+from plait.planner.plan_families import format_seconds
+from plait.planner.ranked_plan import RankedPlan
+from plait.planner.search import HEADROOM, SearchResult
+from plait.planner.step_estimate import StepEstimate
 from plait.tables import facts_table, plain, table
 
 _FOOT = (
@@ -25,13 +25,13 @@ _NEAR = "\n~: the interval overlaps with the first plan's"
 _TOTALS = "dollars: device-hours at the device's price. energy: devices at full load only."
 
 
-def search_tables(found: Found, choices: list[Outcome]) -> Iterator[RenderableType]:
+def search_tables(found: SearchResult, choices: list[RankedPlan]) -> Iterator[RenderableType]:
     """Yield what a search found: the ranked plans, those of less memory among the `choices`, and a line for
     each rejected family."""
     first = found.best[0]
     ranks = [
-        f"{'~' if rank > 1 and found.is_near_tie(outcome) else ''}{rank}"
-        for rank, outcome in enumerate(found.best, 1)
+        f"{'~' if rank > 1 and found.is_near_tie(ranked) else ''}{rank}"
+        for rank, ranked in enumerate(found.best, 1)
     ]
     caption = _FOOT + (_NEAR if any(rank.startswith("~") for rank in ranks) else "")
     differ = any(each.cluster != first.cluster for each in found.best)
@@ -39,17 +39,21 @@ def search_tables(found: Found, choices: list[Outcome]) -> Iterator[RenderableTy
     yield _ranked(subject(first), ranks, columns, caption)
     if first.tokens is not None:
         title = f"training on {first.tokens:,.0f} tokens"
-        yield _ranked(title, ranks, [_totals(outcome) for outcome in found.best], _TOTALS)
+        yield _ranked(title, ranks, [_totals(ranked) for ranked in found.best], _TOTALS)
     plans = [
-        plain(f"{rank:>3}  {_plan(outcome)}{_across_hosts(outcome)}")
-        for rank, outcome in zip(ranks, found.best, strict=True)
+        plain(f"{rank:>3}  {_plan(ranked)}{_across_hosts(ranked)}")
+        for rank, ranked in zip(ranks, found.best, strict=True)
     ]
-    near = [each for each in choices if each.price.step_s <= _NEARLY * first.price.step_s]
-    simple = min(near, key=lambda each: (len(str(each.plan).split()), each.price.step_s))
+    near = [each for each in choices if each.estimate.step_s <= _NEARLY * first.estimate.step_s]
+    simple = min(near, key=lambda each: (len(str(each.plan).split()), each.estimate.step_s))
     plans.append(plain(f"simplest within {_NEARLY - 1:.0%}: {_plan(simple)}"))
     yield Group(Text("plans", style="italic"), *plans)
     leaner = [
-        (format_seconds(each.price.step_s), format_bytes(int(each.price.memory_high_bytes)), _plan(each))
+        (
+            format_seconds(each.estimate.step_s),
+            format_bytes(int(each.estimate.memory_high_bytes)),
+            _plan(each),
+        )
         for each in front(choices)[1:]
     ]
     if leaner:
@@ -70,7 +74,7 @@ def search_tables(found: Found, choices: list[Outcome]) -> Iterator[RenderableTy
     )
 
 
-def _limits(found: Found) -> Iterator[str]:
+def _limits(found: SearchResult) -> Iterator[str]:
     """Yield what the answer does not know."""
     first = found.best[0]
     if not found.is_complete:
@@ -87,28 +91,28 @@ def _limits(found: Found) -> Iterator[str]:
         )
 
 
-def _across_hosts(outcome: Outcome) -> str:
-    ranks = outcome.plan.rows * outcome.plan.cols
-    return "  (tp across hosts)" if ranks > outcome.cluster.domain_size else ""
+def _across_hosts(ranked: RankedPlan) -> str:
+    ranks = ranked.plan.rows * ranked.plan.cols
+    return "  (tp across hosts)" if ranks > ranked.cluster.domain_size else ""
 
 
-def price_tables(outcome: Outcome) -> Iterator[RenderableType]:
+def estimate_tables(ranked: RankedPlan) -> Iterator[RenderableType]:
     """Yield the figures of one plan, and the parts of its step."""
-    memory = f"{_memory(outcome)}, upper end on the fullest rank"
-    facts = {"plan": _plan(outcome) + _across_hosts(outcome)} | dict(_columns(outcome)) | {"memory": memory}
-    yield facts_table(subject(outcome), [*facts.items(), *_totals(outcome)])
-    price = outcome.price
+    memory = f"{_memory(ranked)}, upper end on the fullest rank"
+    facts = {"plan": _plan(ranked) + _across_hosts(ranked)} | dict(_columns(ranked)) | {"memory": memory}
+    yield facts_table(subject(ranked), [*facts.items(), *_totals(ranked)])
+    estimate = ranked.estimate
     rows = [
-        (part, format_seconds(seconds), f"{seconds / price.step_s:.1%}", _hidden(outcome, part))
-        for part, seconds in price.parts.items()
+        (part, format_seconds(seconds), f"{seconds / estimate.step_s:.1%}", _hidden(ranked, part))
+        for part, seconds in estimate.parts.items()
     ]
     yield table("a step of the slowest rank", ("part", "time", "share", "hidden"), rows, left=("part",))
-    yield plain(f"memory, middle estimate on the fullest rank: {price.memory}")
+    yield plain(f"memory, middle estimate on the fullest rank: {estimate.memory}")
 
 
-def compare_table(one: Outcome, other: Outcome) -> RenderableType:
+def compare_table(one: RankedPlan, other: RankedPlan) -> RenderableType:
     """Return the parts of the steps of two plans, and their differences."""
-    left, right = one.price, other.price
+    left, right = one.estimate, other.estimate
     parts = dict.fromkeys((*left.parts, *right.parts))
     rows = [(part, left.parts.get(part, 0.0), right.parts.get(part, 0.0)) for part in parts]
     shown: list[tuple[str, ...]] = [
@@ -123,31 +127,31 @@ def compare_table(one: Outcome, other: Outcome) -> RenderableType:
     return table(subject(one), ("part", "A", "B", "B - A"), shown, left=("part",), caption=caption)
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
+def to_json(ranked: RankedPlan) -> dict[str, Any]:
     """Return the figures of a plan, in SI units."""
-    price = outcome.price
+    estimate = ranked.estimate
     return {
-        "plan": _plan(outcome),
-        "devices": outcome.cluster.num_devices,
-        "step_s": price.step_s,
-        "interval_s": [price.low_s, price.high_s],
-        "tokens_per_s_per_device": outcome.tokens_per_s_per_device,
-        "mfu_causal": outcome.mfu(causal=True),
-        "mfu_full": outcome.mfu(causal=False),
-        "memory_bytes": price.memory.total,
-        "memory_high_bytes": price.memory_high_bytes,
-        "exposed_s": outcome.exposed_s,
-        "bubble": price.bubble,
-        "parts_s": dict(price.parts),
-        "hidden_s": dict(price.hidden),
-        "days": outcome.days,
-        "device_hours": outcome.device_hours,
-        "dollars": outcome.dollars,
-        "joules": outcome.joules,
+        "plan": _plan(ranked),
+        "devices": ranked.cluster.num_devices,
+        "step_s": estimate.step_s,
+        "interval_s": [estimate.low_s, estimate.high_s],
+        "tokens_per_s_per_device": ranked.tokens_per_s_per_device,
+        "mfu_causal": ranked.mfu(causal=True),
+        "mfu_full": ranked.mfu(causal=False),
+        "memory_bytes": estimate.memory.total,
+        "memory_high_bytes": estimate.memory_high_bytes,
+        "exposed_s": ranked.exposed_s,
+        "bubble": estimate.bubble,
+        "parts_s": dict(estimate.parts),
+        "hidden_s": dict(estimate.hidden),
+        "days": ranked.days,
+        "device_hours": ranked.device_hours,
+        "dollars": ranked.dollars,
+        "joules": ranked.joules,
     }
 
 
-def search_json(found: Found) -> dict[str, Any]:
+def search_json(found: SearchResult) -> dict[str, Any]:
     """Return the ranked plans and the rejected families."""
     return {
         "cluster": found.best[0].cluster.name,
@@ -167,11 +171,11 @@ def search_json(found: Found) -> dict[str, Any]:
     }
 
 
-def subject(outcome: Outcome) -> str:
+def subject(ranked: RankedPlan) -> str:
     """Name the model, the devices and the work of a step."""
-    work = outcome.work
-    of = f"{outcome.cluster.num_devices:,} {outcome.cluster.device.name}"
-    return f"{outcome.model.name} on {of}, {work.batch:,} x {work.sequence:,} tokens a step"
+    work = ranked.work
+    of = f"{ranked.cluster.num_devices:,} {ranked.cluster.device.name}"
+    return f"{ranked.model.name} on {of}, {work.batch:,} x {work.sequence:,} tokens a step"
 
 
 def _ranked(title: str, ranks: list[str], rows: list[list[tuple[str, str]]], caption: str) -> RenderableType:
@@ -181,61 +185,61 @@ def _ranked(title: str, ranks: list[str], rows: list[list[tuple[str, str]]], cap
     return table(title, headings, values, caption=caption, left=(), pad_edge=False)
 
 
-def _columns(outcome: Outcome) -> list[tuple[str, str]]:
+def _columns(ranked: RankedPlan) -> list[tuple[str, str]]:
     """Headings and values of a plan's step."""
-    price = outcome.price
+    estimate = ranked.estimate
     return [
-        ("step", format_seconds(price.step_s)),
-        ("interval", _interval(price)),
-        ("tok/s/dev", f"{outcome.tokens_per_s_per_device:,.0f}"),
-        ("MFU, full", f"{outcome.mfu(causal=True):.0%}, {outcome.mfu(causal=False):.0%}"),
-        ("memory", format_bytes(int(price.memory_high_bytes))),
-        ("exposed", f"{outcome.exposed_s / price.step_s:.1%}"),
-        ("bubble", f"{price.bubble:.1%}"),
+        ("step", format_seconds(estimate.step_s)),
+        ("interval", _interval(estimate)),
+        ("tok/s/dev", f"{ranked.tokens_per_s_per_device:,.0f}"),
+        ("MFU, full", f"{ranked.mfu(causal=True):.0%}, {ranked.mfu(causal=False):.0%}"),
+        ("memory", format_bytes(int(estimate.memory_high_bytes))),
+        ("exposed", f"{ranked.exposed_s / estimate.step_s:.1%}"),
+        ("bubble", f"{estimate.bubble:.1%}"),
     ]
 
 
-def _devices(outcome: Outcome) -> list[tuple[str, str]]:
-    return [("devices", f"{outcome.cluster.num_devices:,}")]
+def _devices(ranked: RankedPlan) -> list[tuple[str, str]]:
+    return [("devices", f"{ranked.cluster.num_devices:,}")]
 
 
-def _totals(outcome: Outcome) -> list[tuple[str, str]]:
+def _totals(ranked: RankedPlan) -> list[tuple[str, str]]:
     """Headings and values of the complete training; none if its tokens are unknown."""
-    if outcome.days is None or outcome.device_hours is None:
+    if ranked.days is None or ranked.device_hours is None:
         return []
-    assert outcome.dollars is not None, "follows from the tokens"
-    assert outcome.joules is not None, "follows from the tokens"
+    assert ranked.dollars is not None, "follows from the tokens"
+    assert ranked.joules is not None, "follows from the tokens"
     return [
-        *_devices(outcome),
-        ("days", f"{outcome.days:,.1f}"),
-        ("device-hours", f"{outcome.device_hours:,.0f}"),
-        ("dollars", f"{outcome.dollars:,.0f}"),
-        ("energy", f"{outcome.joules / 3.6e9:,.1f} MWh"),
+        *_devices(ranked),
+        ("days", f"{ranked.days:,.1f}"),
+        ("device-hours", f"{ranked.device_hours:,.0f}"),
+        ("dollars", f"{ranked.dollars:,.0f}"),
+        ("energy", f"{ranked.joules / 3.6e9:,.1f} MWh"),
     ]
 
 
-def _plan(outcome: Outcome) -> str:
+def _plan(ranked: RankedPlan) -> str:
     """Return the plan's text, with the precision even if it is the default."""
-    text = str(outcome.plan)
-    return text if "precision=" in text else f"{text} precision={outcome.plan.precision}"
+    text = str(ranked.plan)
+    return text if "precision=" in text else f"{text} precision={ranked.plan.precision}"
 
 
-def _interval(price: Price) -> str:
+def _interval(estimate: StepEstimate) -> str:
     """Format a time's interval in the unit of the time, without it."""
-    scale = 1 if price.step_s >= 1 else 1e3 if price.step_s >= 1e-3 else 1e6
-    return f"{scale * price.low_s:.3g}-{scale * price.high_s:.3g}"
+    scale = 1 if estimate.step_s >= 1 else 1e3 if estimate.step_s >= 1e-3 else 1e6
+    return f"{scale * estimate.low_s:.3g}-{scale * estimate.high_s:.3g}"
 
 
-def _memory(outcome: Outcome) -> str:
+def _memory(ranked: RankedPlan) -> str:
     """Format a plan's memory, and whether the device has it."""
-    needed, device = outcome.price.memory_high_bytes, outcome.cluster.device
+    needed, device = ranked.estimate.memory_high_bytes, ranked.cluster.device
     of = f" of {format_bytes(int(device.memory_bytes))}"
     fits = ", within the headroom" if needed > device.memory_bytes * (1 - HEADROOM) else ""
     return format_bytes(int(needed)) + of + (fits if needed <= device.memory_bytes else ": does not fit")
 
 
-def _hidden(outcome: Outcome, part: str) -> str:
-    hidden = outcome.price.hidden.get(part, 0.0)
+def _hidden(ranked: RankedPlan, part: str) -> str:
+    hidden = ranked.estimate.hidden.get(part, 0.0)
     return format_seconds(hidden) if hidden else ""
 
 

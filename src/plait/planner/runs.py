@@ -25,7 +25,7 @@ from plait.planner.cluster import Cluster, cluster
 from plait.planner.constants import DEFAULT, Constants
 from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import Price, price
+from plait.planner.step_estimate import StepEstimate, estimate_step
 from plait.planner.workload import Software, Workload
 
 _REPORTS = Path(__file__).parent / "data" / "reports.toml"
@@ -62,11 +62,11 @@ class Run:
         """Runs that are alternatives: same source, model, devices and batch."""
         return self.source, self.model, self.cluster.device.name, self.plans[0].num_ranks, self.work
 
-    def price(self, constants: Constants = DEFAULT) -> Price:
+    def estimate(self, constants: Constants = DEFAULT) -> StepEstimate:
         on = replace(self.cluster, constants=constants)
-        prices = [price(self.model, plan, on, self.work, self.software) for plan in self.plans]
-        fitting = [p for p in prices if p.memory_high_bytes <= self.cluster.device.memory_bytes]
-        return min(fitting or prices, key=lambda p: p.step_s)
+        estimates = [estimate_step(self.model, plan, on, self.work, self.software) for plan in self.plans]
+        fitting = [p for p in estimates if p.memory_high_bytes <= self.cluster.device.memory_bytes]
+        return min(fitting or estimates, key=lambda p: p.step_s)
 
 
 @dataclass(frozen=True)

@@ -9,32 +9,32 @@ from typing import Any
 
 from plait.errors import PlanError
 from plait.planner.constants import DEFAULT, Constants
-from plait.planner.price import Price
 from plait.planner.runs import Refused, Run
+from plait.planner.step_estimate import StepEstimate
 
 
 @dataclass(frozen=True)
-class Priced:
+class ScoredRun:
     run: Run
-    price: Price
+    estimate: StepEstimate
 
     @property
     def error(self) -> float:
         """Signed relative error of the step's time."""
         assert self.run.step_s is not None
-        return self.price.step_s / self.run.step_s - 1
+        return self.estimate.step_s / self.run.step_s - 1
 
     @property
     def memory_error(self) -> float:
         """Signed relative error of the memory, of what the report counts."""
         assert self.run.memory_bytes is not None
-        use = self.price.memory
+        use = self.estimate.memory
         return (use.tensors if self.run.counts_tensors else use.total) / self.run.memory_bytes - 1
 
 
-def price_all(
+def estimate_all(
     runs: Iterable[Run | Refused], constants_of: Callable[[str], Constants] = lambda _: DEFAULT
-) -> tuple[list[Priced], list[Refused]]:
+) -> tuple[list[ScoredRun], list[Refused]]:
     """Price every run, with the constants for its source."""
     priced, refused = [], []
     for run in runs:
@@ -42,13 +42,13 @@ def price_all(
             refused.append(run)
             continue
         try:
-            priced.append(Priced(run, run.price(constants_of(run.source))))
+            priced.append(ScoredRun(run, run.estimate(constants_of(run.source))))
         except (PlanError, ArithmeticError) as error:
             refused.append(Refused(run.row, run.source, str(error).split("\n")[0]))
     return priced, refused
 
 
-def score_runs(priced: Sequence[Priced], refused: Sequence[Refused]) -> dict[str, Any]:
+def score_runs(priced: Sequence[ScoredRun], refused: Sequence[Refused]) -> dict[str, Any]:
     """Return the figures that `plait plan score --json` prints."""
     timed = [one for one in priced if one.run.step_s]
     by_source: dict[str, list[float]] = defaultdict(list)
@@ -71,7 +71,7 @@ def score_runs(priced: Sequence[Priced], refused: Sequence[Refused]) -> dict[str
             "rows": len(measured),
         },
         "false_fits": sum(
-            one.run.ran_out and one.price.memory_high_bytes <= one.run.cluster.device.memory_bytes
+            one.run.ran_out and one.estimate.memory_high_bytes <= one.run.cluster.device.memory_bytes
             for one in priced
         ),
         "rows_priced": len(priced),
@@ -79,9 +79,9 @@ def score_runs(priced: Sequence[Priced], refused: Sequence[Refused]) -> dict[str
     }
 
 
-def _groups(timed: Sequence[Priced]) -> dict[str, Any]:
+def _groups(timed: Sequence[ScoredRun]) -> dict[str, Any]:
     """Ranking of the alternatives of a group of at least two different plans."""
-    groups: dict[tuple[object, ...], list[Priced]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[ScoredRun]] = defaultdict(list)
     for one in timed:
         groups[one.run.group].append(one)
     spearmans, regrets = [], []
@@ -89,7 +89,7 @@ def _groups(timed: Sequence[Priced]) -> dict[str, Any]:
         if len({one.run.plans for one in members}) < 2:
             continue
         actual = [one.run.step_s or 0.0 for one in members]
-        predicted = [one.price.step_s for one in members]
+        predicted = [one.estimate.step_s for one in members]
         regrets.append(actual[predicted.index(min(predicted))] / min(actual) - 1)
         if len(members) > 2:
             spearmans.append(spearman(actual, predicted))

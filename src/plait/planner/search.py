@@ -10,14 +10,15 @@ from typing import Any, Literal, get_args
 
 from plait.errors import ConfigError, PlanError
 from plait.plan import format_bytes
-from plait.planner.best_first import Counts, Field, Search
-from plait.planner.bounds import Prices
+from plait.planner.best_first import Field, Search, SearchCounts
+from plait.planner.bounds import EstimateCache
 from plait.planner.cluster import Cluster
-from plait.planner.families import Family, rejected_families
 from plait.planner.model_shape import ModelShape
-from plait.planner.outcome import SECONDS_PER_DAY, Outcome
-from plait.planner.price import Price, Software, Workload, check_is_priced
+from plait.planner.plan_families import PlanFamily, rejected_families
+from plait.planner.ranked_plan import SECONDS_PER_DAY, RankedPlan
 from plait.planner.space import DEFAULT_PRECISION, Space, no_plan_error, read_pins
+from plait.planner.step_estimate import Software, StepEstimate, Workload, check_is_priced
+from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
 HEADROOM = 0.05
@@ -25,11 +26,9 @@ _kind = attrgetter("pp", "tp", "sp", "recompute", "schedule")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
-_OWN = Software()
-
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     best      the best plans, the first is the answer
@@ -38,17 +37,17 @@ class Found:
     is_complete  False if its time was over: there may be better plans
     """
 
-    best: tuple[Outcome, ...]
-    families: tuple[Family, ...]
-    counts: Counts
+    best: tuple[RankedPlan, ...]
+    families: tuple[PlanFamily, ...]
+    counts: SearchCounts
     is_complete: bool = True
 
-    def is_near_tie(self, outcome: Outcome) -> bool:
+    def is_near_tie(self, ranked: RankedPlan) -> bool:
         """True if the interval of its time, or of its device-hours on another cluster, overlaps with the
         first plan's."""
         first = self.best[0]
-        own, least = outcome.cluster.num_devices, first.cluster.num_devices
-        return own * outcome.price.low_s <= least * first.price.high_s
+        own, least = ranked.cluster.num_devices, first.cluster.num_devices
+        return own * ranked.estimate.low_s <= least * first.estimate.high_s
 
 
 def search(
@@ -61,11 +60,11 @@ def search(
     pins: str = "",
     tokens: float | None = None,
     deadline_days: float | None = None,
-    software: Software = _OWN,
+    software: Software = PLAIT,
     headroom: float = HEADROOM,
     seconds: float = 60.0,
-    report: Callable[[Counts], None] = lambda _: None,
-) -> Found:
+    report: Callable[[SearchCounts], None] = lambda _: None,
+) -> SearchResult:
     """Find the `top` best plans for all devices of a cluster.
 
     objective      `time` of a step on all devices; or `cost` (dollars) or `energy` of the training, for which
@@ -93,11 +92,12 @@ def search(
 
     def field(of: Cluster) -> Field:
         space = Space(model, of.num_devices, work.batch, pinned)
-        return Field(of, space, Prices(model, of, work, software), _weight(objective, of), limit_s, headroom)
+        cache = EstimateCache(model, of, work, software)
+        return Field(of, space, cache, _weight(objective, of), limit_s, headroom)
 
     by_size = objective == "time" and deadline_days is not None
     fields = [field(of) for of in (parts(cluster) if by_size or objective != "time" else [cluster])]
-    counts, found, ranked = Counts(), Search(), list[tuple[Field, Price]]()
+    counts, found, ranked = SearchCounts(), Search(), list[tuple[Field, StepEstimate]]()
     for group in [[each] for each in fields] if by_size else [fields]:
         found = Search(counts, report, end_s=end_s)
         ranked = list(islice(_distinct(found.fastest(group)), top))
@@ -107,13 +107,12 @@ def search(
         if found.gave_up:
             raise _no_time(seconds, counts)
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
-    best = tuple(Outcome(price, model, at.cluster, work, tokens) for at, price in ranked)
-    of_best = ranked[0][0]  # families are of its devices
-    families = rejected_families(of_best, [price for at, price in ranked if at is of_best], found)
-    return Found(best, tuple(families), counts, is_complete=not found.gave_up)
+    families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
+    best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens) for at, estimate in ranked)
+    return SearchResult(best, tuple(families), counts, is_complete=not found.gave_up)
 
 
-def _no_time(seconds: float, counts: Counts) -> PlanError:
+def _no_time(seconds: float, counts: SearchCounts) -> PlanError:
     return PlanError(
         "the search has found no plan yet",
         given=f"{seconds:g} s of processor time, {counts.bounded:,} plans and parts of plans considered",
@@ -122,14 +121,14 @@ def _no_time(seconds: float, counts: Counts) -> PlanError:
     )
 
 
-def _distinct(found: Iterator[tuple[Field, Price]]) -> Iterator[tuple[Field, Price]]:
+def _distinct(found: Iterator[tuple[Field, StepEstimate]]) -> Iterator[tuple[Field, StepEstimate]]:
     """Yield the first of plans that differ only in how they shard, in micro-batches and in chunks."""
     seen = set()
-    for at, price in found:
-        key = (at.cluster.num_hosts, _kind(price.plan))
+    for at, estimate in found:
+        key = (at.cluster.num_hosts, _kind(estimate.plan))
         if key not in seen:
             seen.add(key)
-            yield at, price
+            yield at, estimate
 
 
 def parts(cluster: Cluster) -> list[Cluster]:
@@ -170,12 +169,12 @@ def _nothing(
     if num_bytes <= at.capacity_bytes:
         assert tokens is not None, "a plan fits, but none was found"
         assert deadline_days is not None, "a plan fits, but none was found"
-        price = next(found.fastest([at]))[1]
-        days = Outcome(price, at.space.model, at.cluster, work, tokens).days
+        estimate = next(found.fastest([at]))[1]
+        days = RankedPlan(estimate, at.space.model, at.cluster, work, tokens).days
         return PlanError(
             "no plan meets the deadline",
             given=f"{deadline_days:g} days for {tokens:.3g} tokens on {at.cluster}",
-            expected=f"at least {days:,.1f} days: {price.plan}",
+            expected=f"at least {days:,.1f} days: {estimate.plan}",
             hint="a larger cluster, or fewer tokens",
         )
     return PlanError(
@@ -193,7 +192,7 @@ def _what_fits(at: Field, work: Workload, software: Software) -> str:
     def fits(pins: dict[str, Any], times: int) -> bool:
         cluster = replace(at.cluster, num_hosts=times * at.cluster.num_hosts)
         space = Space(model, cluster.num_devices, work.batch, pins)
-        least = Search().smallest(Field(cluster, space, Prices(model, cluster, work, software)))
+        least = Search().smallest(Field(cluster, space, EstimateCache(model, cluster, work, software)))
         return least is not None and least[1] <= at.capacity_bytes
 
     hints = [f"no --pin {key}" for key in pins if fits({k: v for k, v in pins.items() if k != key}, times=1)]

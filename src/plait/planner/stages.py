@@ -7,12 +7,12 @@ from plait.plan import Plan
 from plait.plan.stages import balance_blocks
 from plait.planner.model_shape import ModelShape
 from plait.planner.timeline import stages_of
-from plait.planner.workload import OWN, Software
+from plait.planner.workload import PLAIT, Software
 
 _LOSS_AS_HIDDEN_UNITS = 16  # as in models/stages/assign.py
 
 
-def block_counts(model: ModelShape, plan: Plan, software: Software = OWN) -> tuple[int, ...]:
+def block_counts(model: ModelShape, plan: Plan, software: Software = PLAIT) -> tuple[int, ...]:
     """Blocks of every stage. Raises PlanError if there are fewer blocks than stages."""
     if plan.blocks_per_stage is not None:
         counts = plan.blocks_per_stage

@@ -19,7 +19,7 @@ from plait.plan.schedule.simulate import Durations
 from plait.plan.schedule.validate import run_untimed
 
 
-class Ends(NamedTuple):
+class PipelineEnds(NamedTuple):
     """Per rank: when its last action ends, and how long it computes."""
 
     end: tuple[float, ...]
@@ -36,11 +36,11 @@ _Step = tuple[int, int, int, int]
 
 
 @lru_cache(maxsize=1 << 12)
-def pipeline_s(name: str, ranks: int, micros: int, chunks: int, durations: Durations) -> Ends:
+def pipeline_s(name: str, ranks: int, micros: int, chunks: int, durations: Durations) -> PipelineEnds:
     """Evaluate a schedule. See [Note: compiled schedules]."""
     if ranks == 1 and chunks <= 1:
         busy = micros * (durations.forward[0] + durations.backward[0] + durations.weight[0])
-        return Ends((busy,), (busy,))
+        return PipelineEnds((busy,), (busy,))
     fill = _FILLS * ranks
     while micros > fill + 2 * ranks and not name.startswith("file:"):
         few = fill + (micros - fill) % ranks
@@ -49,7 +49,7 @@ def pipeline_s(name: str, ranks: int, micros: int, chunks: int, durations: Durat
         busiest = max(high - low for low, high in zip(first.busy, second.busy, strict=True))
         if second.total - first.total >= busiest * (1 - 1e-9):
             periods = (micros - few) // ranks
-            return Ends(
+            return PipelineEnds(
                 *(
                     tuple(low + periods * (high - low) for low, high in zip(*pair, strict=True))
                     for pair in zip(first, second, strict=True)
@@ -87,7 +87,7 @@ def _steps(schedule: Schedule) -> tuple[_Step, ...]:
     return tuple(steps)
 
 
-def _evaluate(compiled: tuple[int, tuple[_Step, ...]], durations: Durations) -> Ends:
+def _evaluate(compiled: tuple[int, tuple[_Step, ...]], durations: Durations) -> PipelineEnds:
     ranks, steps = compiled
     full = tuple(b + w for b, w in zip(durations.backward, durations.weight, strict=True))
     seconds = (*durations.forward, *durations.backward, *durations.weight, *full)
@@ -104,7 +104,7 @@ def _evaluate(compiled: tuple[int, tuple[_Step, ...]], durations: Durations) -> 
         busy[rank] += taken
         end = free[rank] = start + taken
         ended.append(end)
-    return Ends(tuple(free), tuple(busy))
+    return PipelineEnds(tuple(free), tuple(busy))
 
 
 def _schedule(name: str, ranks: int, micros: int, chunks: int) -> Schedule:

@@ -13,10 +13,10 @@ from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, network
 from plait.planner.memory import rank_layout
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import message_bytes, recomputed_share, reduced_itemsize
 from plait.planner.stages import block_counts
+from plait.planner.step_estimate import message_bytes, recomputed_share, reduced_itemsize
 from plait.planner.timeline import stages_of
-from plait.planner.workload import OWN, Workload
+from plait.planner.workload import PLAIT, Workload
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict
     batch = work.batch // (plan.data_ranks * plan.micro)
     size, reduced = COMPUTE_BYTES[plan.precision], reduced_itemsize(plan)
     tokens = batch * work.sequence * size * plan.micro
-    ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, OWN)
+    ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, PLAIT)
     own = [stage for stage, of in enumerate(ranks) if of == rank]
     blocks = sum(counts[stage] for stage in own)
     passes = 4 * (2 + recomputed_share(plan.recompute))  # two all-reduces in a forward, two in a backward
     inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-    numel = rank_layout(model, plan, rank, OWN).numel
+    numel = rank_layout(model, plan, rank, PLAIT).numel
     gathers = 0 if plan.zero == 0 else 1 if plan.zero < 3 or plan.reshard == "step" else 2 * plan.micro
     scatters = 0 if plan.zero == 0 else plan.micro if plan.zero >= 2 and not plan.accumulates_full else 1
     sends = sum((ranks[other] != rank) for stage in own for other in (stage - 1, stage + 1)

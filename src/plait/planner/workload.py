@@ -38,4 +38,4 @@ class Software:
     narrow_gradients: bool = False
 
 
-OWN = Software()  # of this product
+PLAIT = Software()  # of this product

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from plait.data.tokenizer import read_tokenizer
 from plait.errors import ConfigError
-from plait.estimate.dry_run import Cluster
+from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, RankClass, explain
 from plait.parallel.float8 import Float8Layers
 from plait.plan import AXES, CommCount, CommKey, Plan, format_bytes, used_categories
@@ -291,28 +291,28 @@ def _describe_ranks(ranks: Sequence[int]) -> str:
 
 def cluster_from_recipe(
     recipe: Recipe, host_size: int | None = None, hardware: Device | None = None
-) -> Cluster:
+) -> HypotheticalRanks:
     """Return the cluster that the recipe would run on: of such devices, or judged by this machine.
 
     device=auto means CUDA if available; CPU ranks use shared memory. `host_size`: ranks per host; None: all
     on one host.
     """
     if hardware is not None:
-        return Cluster.of_hardware(hardware, host_size)
+        return HypotheticalRanks.of_hardware(hardware, host_size)
     run = recipe.run
     is_cuda = run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available())
     by_device = "nccl" if is_cuda else "host"
     transport = by_device if run.transport == "auto" else run.transport
-    return Cluster(transport, host_size, torch.device("cuda" if transport == "nccl" else "cpu"))
+    return HypotheticalRanks(transport, host_size, torch.device("cuda" if transport == "nccl" else "cpu"))
 
 
-def cluster_from_run(measured: Measurements, host_size: int | None = None) -> Cluster:
+def cluster_from_run(measured: Measurements, host_size: int | None = None) -> HypotheticalRanks:
     """Return the cluster that a run had."""
     transport = "host" if measured.transport == "none" else measured.transport
-    return Cluster(transport, host_size, torch.device(measured.device))
+    return HypotheticalRanks(transport, host_size, torch.device(measured.device))
 
 
-def explain_recipe(recipe: Recipe, cluster: Cluster, *, is_saved: bool = False) -> Explanation:
+def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool = False) -> Explanation:
     """Explain a recipe's plan without ranks or data. `is_saved`: the recipe is a run's. Raises a PlaitError
     if it cannot be trained."""
     plan = Plan.parse(recipe.plan)

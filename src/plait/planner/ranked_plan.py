@@ -1,25 +1,25 @@
-"""A plan with its price, and what training with it takes: days, device-hours, dollars, energy."""
+"""A plan with its estimate, and what training with it takes: days, device-hours, dollars, energy."""
 
 from dataclasses import dataclass
 
 from plait.plan import Plan
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import Price, Workload
+from plait.planner.step_estimate import StepEstimate, Workload
 
 SECONDS_PER_DAY = 86_400.0
 _SECONDS_PER_HOUR = 3_600.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankedPlan:
     """A priced plan on its cluster. `tokens`: of the complete training; None: unknown, as are its totals.
 
     Dollars are device-hours at the price of the device. Energy is that of the devices at full load: without
     hosts, network and cooling.
     """
 
-    price: Price
+    estimate: StepEstimate
     model: ModelShape
     cluster: Cluster
     work: Workload
@@ -27,12 +27,12 @@ class Outcome:
 
     @property
     def plan(self) -> Plan:
-        return self.price.plan
+        return self.estimate.plan
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all devices."""
-        return self.work.tokens / self.price.step_s
+        return self.work.tokens / self.estimate.step_s
 
     @property
     def tokens_per_s_per_device(self) -> float:
@@ -55,7 +55,7 @@ class Outcome:
     @property
     def exposed_s(self) -> float:
         """Seconds of a step in which the slowest rank waits for communication."""
-        return sum(seconds for part, seconds in self.price.parts.items() if part.endswith("communication"))
+        return sum(seconds for part, seconds in self.estimate.parts.items() if part.endswith("communication"))
 
     @property
     def days(self) -> float | None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from plait.plan import Plan, format_bytes
 from plait.planner.best_first import Field, Search
-from plait.planner.price import Price
 from plait.planner.space import VALUES, Decided
+from plait.planner.step_estimate import StepEstimate
 
 _MOST_STEPS = 400  # of the search for a family's best plan
 _SLOWER = 1.005  # times the best plan's step: less is as fast
@@ -16,7 +16,7 @@ _KEYS = ("pp", "tp", "zero", "schedule", "recompute", "sp", "offload")
 
 
 @dataclass(frozen=True)
-class Family:
+class PlanFamily:
     """All plans with one value that none of the best plans has.
 
     name           such as `zero=0`
@@ -27,17 +27,17 @@ class Family:
     """
 
     name: str
-    best: Price | None
+    best: StepEstimate | None
     slowdown: float | None
     excess_bytes: float | None
     reason: str
 
 
-def rejected_families(at: Field, best: Sequence[Price], searched: Search) -> Iterator[Family]:
+def rejected_families(at: Field, best: Sequence[StepEstimate], searched: Search) -> Iterator[PlanFamily]:
     """Yield the families that none of the best plans belongs to. `searched`: the search that found these."""
     degrees = list(at.space.expand(Plan(), Decided.NOTHING))
     for key in _KEYS:
-        shown = {getattr(price.plan, key) for price in best}
+        shown = {getattr(estimate.plan, key) for estimate in best}
         for name, values in _groups(key, at, degrees):
             if not shown & values and time.process_time() < searched.end_s:
                 space = replace(at.space, only={key: values})
@@ -62,13 +62,15 @@ def _groups(key: str, at: Field, degrees: Sequence[Plan]) -> Iterator[tuple[str,
         yield f"{key}={str(value).lower() if isinstance(value, bool) else value}", {value}
 
 
-def _family(name: str, key: str, at: Field, ranked: Sequence[Price], searched: Search) -> Family | None:
+def _family(
+    name: str, key: str, at: Field, ranked: Sequence[StepEstimate], searched: Search
+) -> PlanFamily | None:
     """The fastest plan and why it is slower, or why none fits; None for a family without plans."""
     best = ranked[0]
     fastest = searched.within(at, _MOST_STEPS)
-    price = next((price for _, price in fastest.fastest()), None)
-    if price is not None:
-        return _found(name, price, best, "")
+    estimate = next((estimate for _, estimate in fastest.fastest()), None)
+    if estimate is not None:
+        return _found(name, estimate, best, "")
     found = () if fastest.is_exhausted else (fastest.least[1], _nearby(key, at, ranked, fastest))
     plans = [plan for plan in found if plan is not None]
     lean = Search(
@@ -78,34 +80,36 @@ def _family(name: str, key: str, at: Field, ranked: Sequence[Price], searched: S
     if smallest is not None:
         excess = smallest[1] - at.capacity_bytes
         reason = f"does not fit by {format_bytes(int(excess))}; {smallest[0]}"
-        return Family(name, None, None, excess, reason)
+        return PlanFamily(name, None, None, excess, reason)
     if fastest.is_exhausted:
         return None
     least = fastest.reached / at.weight / best.step_s
     if lean.least[0] <= at.capacity_bytes and lean.least[1] is not None:
-        like = _nearby(key, at, [at.pricing.price(lean.least[1])], fastest)
+        like = _nearby(key, at, [at.estimates.estimate(lean.least[1])], fastest)
         plans = [plan for plan in (lean.least[1], like) if plan is not None]
     if not plans:
         bound = f"at least {least:.2f}x; " if least >= _SLOWER else ""
-        return Family(name, None, least, None, f"{bound}no plan that fits was found in {_MOST_STEPS} steps")
-    price = min((at.pricing.price(plan) for plan in plans), key=lambda each: each.step_s)
-    return _found(name, price, best, f"{least:.2f}x to " if least >= _SLOWER else "at most ")
+        return PlanFamily(
+            name, None, least, None, f"{bound}no plan that fits was found in {_MOST_STEPS} steps"
+        )
+    estimate = min((at.estimates.estimate(plan) for plan in plans), key=lambda each: each.step_s)
+    return _found(name, estimate, best, f"{least:.2f}x to " if least >= _SLOWER else "at most ")
 
 
-def _found(name: str, price: Price, best: Price, bound: str) -> Family:
+def _found(name: str, estimate: StepEstimate, best: StepEstimate, bound: str) -> PlanFamily:
     """A family with its fastest plan, or one that is at most `bound` slower than that."""
-    slowdown = price.step_s / best.step_s
+    slowdown = estimate.step_s / best.step_s
     if bound or slowdown >= _SLOWER:
-        reason = f"{bound}{slowdown:.2f}x: {difference(price, best)}"
+        reason = f"{bound}{slowdown:.2f}x: {difference(estimate, best)}"
     else:
-        more = price.memory_high_bytes - best.memory_high_bytes
+        more = estimate.memory_high_bytes - best.memory_high_bytes
         memory = f", {format_bytes(int(abs(more)))} {'more' if more > 0 else 'less'} memory"
         same = format_bytes(int(abs(more))) == format_bytes(0)
-        reason = f"as fast as the best: {difference(price, best)}{'' if same else memory}"
-    return Family(name, price, slowdown, None, f"{reason}; {price.plan}")
+        reason = f"as fast as the best: {difference(estimate, best)}{'' if same else memory}"
+    return PlanFamily(name, estimate, slowdown, None, f"{reason}; {estimate.plan}")
 
 
-def _nearby(key: str, at: Field, ranked: Sequence[Price], searched: Search) -> Plan | None:
+def _nearby(key: str, at: Field, ranked: Sequence[StepEstimate], searched: Search) -> Plan | None:
     """Return a fast plan of a family among those that have the best plans' values of other keys."""
     for others in (_KEYS, ("pp", "tp", "schedule", "sp"), ("zero",)):
         near = {other: {getattr(p.plan, other) for p in ranked} for other in others if other != key}
@@ -117,9 +121,9 @@ def _nearby(key: str, at: Field, ranked: Sequence[Price], searched: Search) -> P
     return None
 
 
-def difference(price: Price, best: Price) -> str:
+def difference(estimate: StepEstimate, best: StepEstimate) -> str:
     """The part of a step that makes a plan slower than the best."""
-    more = {part: seconds - best.parts.get(part, 0.0) for part, seconds in price.parts.items()}
+    more = {part: seconds - best.parts.get(part, 0.0) for part, seconds in estimate.parts.items()}
     part = max(more, key=lambda part: more[part])
     return f"{part} +{format_seconds(more[part])}"
 

@@ -19,10 +19,10 @@ from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
 from plait.planner.model_shape import ModelShape
-from plait.planner.price import Software, Workload, price, stage_seconds
 from plait.planner.runs import Run, read_runs
-from plait.planner.score import Priced, price_all, score_runs
+from plait.planner.score import ScoredRun, estimate_all, score_runs
 from plait.planner.search import search
+from plait.planner.step_estimate import Software, Workload, estimate_step, stage_seconds
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -35,7 +35,7 @@ def step_s(text: str, **changes: float) -> float:
     machines = cluster("dgx-h100:8")
     device = replace(machines.device, **{k: v for k, v in changes.items() if hasattr(machines.device, k)})
     own = {k: v for k, v in changes.items() if not hasattr(machines.device, k)}
-    return price(MODEL, Plan.parse(text), replace(machines, device=device, **own), WORK).step_s
+    return estimate_step(MODEL, Plan.parse(text), replace(machines, device=device, **own), WORK).step_s
 
 
 def test_config_json_of_llama_gives_its_published_number_of_parameters() -> None:
@@ -71,7 +71,9 @@ def test_bubbles_order_as_1f1b_interleaved_zero_bubble() -> None:
 
 def test_more_recompute_and_more_zero_never_need_more_memory() -> None:
     def total(text: str) -> int:
-        return price(MODEL, Plan.parse(f"{text} precision=bf16"), cluster("dgx-h100:8"), WORK).memory.total
+        return estimate_step(
+            MODEL, Plan.parse(f"{text} precision=bf16"), cluster("dgx-h100:8"), WORK
+        ).memory.total
 
     recompute = [total(f"dp=64 zero=1 micro=2 recompute={kind}") for kind in ("none", "every=2", "full")]
     zero = [total(f"dp=64 micro=2 zero={stage}") for stage in range(4)]
@@ -112,7 +114,7 @@ def test_a_rank_keeps_what_its_actions_leave_in_flight(name: str) -> None:
 
 
 def test_parts_add_up_to_the_step() -> None:
-    priced = price(
+    priced = estimate_step(
         MODEL, Plan.parse("dp=8 tp=2 pp=4 zero=1 micro=8 precision=bf16"), cluster("dgx-h100:8"), WORK
     )
     assert sum(priced.parts.values()) == pytest.approx(priced.step_s)
@@ -120,18 +122,18 @@ def test_parts_add_up_to_the_step() -> None:
 
 def test_a_batch_that_does_not_divide_is_an_error_with_one_that_does() -> None:
     with pytest.raises(PlanError, match="does not divide"):
-        price(MODEL, Plan.parse("dp=3"), cluster("dgx-h100:1"), WORK)
+        estimate_step(MODEL, Plan.parse("dp=3"), cluster("dgx-h100:1"), WORK)
 
 
 def test_local_steps_have_no_price() -> None:
     with pytest.raises(PlanError, match="does not know the time of local steps"):
-        price(MODEL, Plan.parse("dp=2 local_steps=8"), cluster("dgx-h100:1"), WORK)
+        estimate_step(MODEL, Plan.parse("dp=2 local_steps=8"), cluster("dgx-h100:1"), WORK)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
 def test_products_in_float8_are_refused_by_name_and_not_priced_as_others(precision: str) -> None:
     for refused in (
-        lambda: price(MODEL, Plan.parse(f"dp=8 precision={precision}"), cluster("dgx-h100:1"), WORK),
+        lambda: estimate_step(MODEL, Plan.parse(f"dp=8 precision={precision}"), cluster("dgx-h100:1"), WORK),
         lambda: search(MODEL, cluster("dgx-h100:1"), WORK, pins=f"precision={precision}"),
     ):
         with pytest.raises(PlanError, match="products in float8 are not priced") as caught:
@@ -144,7 +146,7 @@ def runs() -> list[Run]:
 
 
 def test_predictions_of_published_runs_stay_within_their_measured_accuracy() -> None:
-    priced, refused = price_all(read_runs(DATA / "published_runs.csv"))
+    priced, refused = estimate_all(read_runs(DATA / "published_runs.csv"))
     result = score_runs(priced, refused)
     assert result["source_averaged_error"] < 0.09
     assert result["p90_error"] < 0.25
@@ -163,8 +165,8 @@ def test_no_row_is_a_special_case(tmp_path: Path) -> None:
     header = lines[0].replace("id,source,confidence,model_name", "confidence,x1,x2,model_name")
     (tmp_path / "anonymous.csv").write_text("\n".join([header, *lines[1:60]]), encoding="utf-8")
     anonymous = [run for run in read_runs(tmp_path / "anonymous.csv") if isinstance(run, Run)]
-    assert [run.price().step_s for run in anonymous] == [
-        run.price().step_s for run in runs()[: len(anonymous)]
+    assert [run.estimate().step_s for run in anonymous] == [
+        run.estimate().step_s for run in runs()[: len(anonymous)]
     ]
 
 
@@ -180,8 +182,8 @@ def test_memory_is_compared_with_what_the_whole_report_counts(tmp_path: Path) ->
     (tmp_path / "own.csv").write_text(f"memory_counts,{header}\ntensors,{row}\n", encoding="utf-8")
     own = next(run for run in read_runs(tmp_path / "own.csv") if isinstance(run, Run))
     assert own.counts_tensors
-    both = [Priced(replace(own, counts_tensors=c), own.price()).memory_error for c in (True, False)]
-    use = own.price().memory
+    both = [ScoredRun(replace(own, counts_tensors=c), own.estimate()).memory_error for c in (True, False)]
+    use = own.estimate().memory
     assert both[1] - both[0] == pytest.approx((use.runtime + use.allocator) / own.memory_bytes)
 
 
@@ -213,13 +215,13 @@ def test_virtual_stages_that_a_row_leaves_open_are_taken_at_the_best_price(tmp_p
     (tmp_path / "one.csv").write_text(f"{header}\n{row}\n", encoding="utf-8")
     run = next(run for run in read_runs(tmp_path / "one.csv") if isinstance(run, Run))
     assert {plan.num_chunks for plan in run.plans} == {1, 2, 3, 6, 7, 14, 21, 42}
-    assert run.price().plan.num_chunks > 1
+    assert run.estimate().plan.num_chunks > 1
 
 
 def test_fused_attention_is_faster_than_stored_scores() -> None:
     plan = Plan.parse("dp=64 zero=3 micro=2 precision=bf16")
     times = [
-        price(MODEL, plan, cluster("dgx-h100:8"), WORK, Software(fused_attention=f)).step_s
+        estimate_step(MODEL, plan, cluster("dgx-h100:8"), WORK, Software(fused_attention=f)).step_s
         for f in (True, False)
     ]
     assert times[0] < times[1]
@@ -237,10 +239,10 @@ def test_fitted_constants_predict_runs_that_other_constants_made() -> None:
     made = replace(PRIOR, product_fraction=0.6, network_fraction=0.3, memory_fraction=0.5)
     some = [run for run in runs() if run.step_s and len(run.plans) == 1][::24]
     assert len({run.source for run in some}) > 2
-    learned = [replace(run, source="one", step_s=run.price(made).step_s) for run in some]
+    learned = [replace(run, source="one", step_s=run.estimate(made).step_s) for run in some]
 
     def error(constants: Constants) -> float:
-        return max(abs(run.price(constants).step_s / (run.step_s or 0) - 1) for run in learned)
+        return max(abs(run.estimate(constants).step_s / (run.step_s or 0) - 1) for run in learned)
 
     fitted = fit(learned)
     assert error(PRIOR) > 0.2
@@ -255,7 +257,7 @@ def test_servers_are_priced_by_the_links_that_carry_most() -> None:
     links = Links.of(machines, machines.constants)
     seconds = {}
     for text in ("servers=4", "servers=2", "server=colocated"):
-        found = price(MODEL, Plan.parse(f"dp=4 {text} precision=bf16"), machines, work)
+        found = estimate_step(MODEL, Plan.parse(f"dp=4 {text} precision=bf16"), machines, work)
         hidden = (1 - machines.constants.overlap_tax) * found.hidden["data communication"]
         seconds[text] = found.parts["data communication"] + hidden - 2 * links.collective_s
         assert found.step_s == pytest.approx(sum(found.parts.values()))
@@ -264,4 +266,4 @@ def test_servers_are_priced_by_the_links_that_carry_most() -> None:
     assert seconds["servers=2"] == pytest.approx(2 * by_one, rel=1e-3)
     assert seconds["server=colocated"] == pytest.approx(0.75 * by_one, rel=1e-3)
     with pytest.raises(PlanError, match="sync=all"):
-        price(MODEL, Plan.parse("dp=4 servers=2 sync=async precision=bf16"), machines, work)
+        estimate_step(MODEL, Plan.parse("dp=4 servers=2 sync=async precision=bf16"), machines, work)

@@ -17,9 +17,9 @@ from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, collective_s, send_s
 from plait.planner.compute import (
     COLLECTIVE_OPERATORS,
+    BlockWork,
     Rates,
     Seconds,
-    Slice,
     block_seconds,
     embedding_seconds,
     head_seconds,
@@ -30,13 +30,13 @@ from plait.planner.hardware import Device
 from plait.planner.memory import peak_memory, rank_layout, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
-from plait.planner.workload import OWN, Software, Workload
+from plait.planner.workload import PLAIT, Software, Workload
 
-__all__ = ["Price", "Software", "StageSeconds", "Workload", "price", "stage_seconds"]
+__all__ = ["Software", "StageSeconds", "StepEstimate", "Workload", "estimate_step", "stage_seconds"]
 
 
 @dataclass(frozen=True)
-class Price:
+class StepEstimate:
     """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute,
     recompute, bubble, tensor communication, data communication, pipeline communication, optimizer, ...):
     exposed time only, they add up to `step_s`. `hidden`: seconds of communication during computation, by the
@@ -72,13 +72,13 @@ class StageSeconds(NamedTuple):
 _SPREAD = 0.16  # of an interval: more than 80 of 100 published steps are within theirs
 
 
-def price(
+def estimate_step(
     model: ModelShape,
     plan: Plan,
     cluster: Cluster,
     work: Workload,
-    software: Software = OWN,
-) -> Price:
+    software: Software = PLAIT,
+) -> StepEstimate:
     """Predict a step of `plan`. Raises PlanError for a plan that does not fit the model, the cluster or the
     batch."""
     check(model, plan, cluster, work, software)
@@ -109,7 +109,7 @@ def price(
     }
     parts["data communication"] += data[slowest].exposed
     memory, high = servers.fullest(plan, *peak_memory(model, plan, cluster, work, software), numels[0])
-    return Price(
+    return StepEstimate(
         plan,
         step,
         step / (1 + _SPREAD),
@@ -129,7 +129,7 @@ def pipeline_ends(
     stages: "Sequence[StageSeconds]",
     gathers: "Sequence[Overlapped]",
     work: Workload,
-) -> timeline.Ends:
+) -> timeline.PipelineEnds:
     """Simulate the schedule with these stages and what their gathers add."""
     durations = action_durations(model, plan, links, stages, gathers, work)
     return timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
@@ -180,7 +180,7 @@ def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> i
     return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
 
 
-def _span_s(ends: timeline.Ends, rank: int, ranks_per_core: float) -> float:
+def _span_s(ends: timeline.PipelineEnds, rank: int, ranks_per_core: float) -> float:
     """Seconds until a rank's last action. Ranks that wait leave their share of the cores to the others."""
     if ranks_per_core == 1:
         return ends.end[rank]
@@ -199,7 +199,9 @@ def _busy_parts(
     return {"compute": busy_s - sum(parts.values()), **parts}
 
 
-def check(model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = OWN) -> None:
+def check(
+    model: ModelShape, plan: Plan, cluster: Cluster, work: Workload, software: Software = PLAIT
+) -> None:
     """Raise PlanError for a plan that does not fit the model, the cluster or the batch."""
     if plan.num_ranks > cluster.num_devices:
         raise PlanError(
@@ -238,7 +240,7 @@ def check_is_priced(precision: str, device: Device) -> None:
 def _stage_seconds(
     model: ModelShape,
     counts: tuple[int, ...],
-    part: Slice,
+    part: BlockWork,
     recompute: str,
     rates: Rates,
     links: Links,
@@ -276,7 +278,7 @@ def stage_seconds(
     plan: Plan,
     cluster: Cluster,
     work: Workload,
-    software: Software = OWN,
+    software: Software = PLAIT,
 ) -> tuple[StageSeconds, ...]:
     """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
     shard and offload."""
@@ -286,7 +288,7 @@ def stage_seconds(
     counts = block_counts(model, plan, software)
     generator = GENERATORS.get(plan.schedule)
     overlaps = software.overlaps_tensor and not (generator is not None and generator.splits)
-    part = Slice(
+    part = BlockWork(
         plan.rows, plan.cols, plan.sp, batch, work.sequence, software.fused_attention, plan.compile, overlaps,
         plan.num_ranks,
     )  # fmt: skip
@@ -306,13 +308,13 @@ def recomputed_share(recompute: str) -> float:
     return float(recompute == "full")
 
 
-def _block_collectives(part: Slice) -> int:
+def _block_collectives(part: BlockWork) -> int:
     """Number of collectives of a block's forward."""
     return (0 if part.cols == 1 else 4 if part.sp else 2) + (0 if part.rows == 1 else 2)
 
 
 def _block_tensor_s(
-    model: ModelShape, part: Slice, links: Links, rates: Rates, block: Seconds, constants: Constants
+    model: ModelShape, part: BlockWork, links: Links, rates: Rates, block: Seconds, constants: Constants
 ) -> tuple[float, float]:
     """Exposed seconds of one block's collectives in a forward and in a backward, which has as many.
 
