@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlaitError
 from plait.models import blocks_of, build_tp_plan, causal_lm_on_meta
-from plait.models.sharding.columns import _Tracer
+from plait.models.sharding.columns import _ColumnTracer
 from plait.plan.sharding import DimSharding, ParamSharding, Style, TPPlan
 from plait.verify import parse_source
 from support import changed_models
@@ -390,7 +390,9 @@ def test_equal_blocks_are_followed_once() -> None:
     """But for those whose number is that of something in them, such as the heads."""
     counts = []
     for layers in (2, 12):
-        with mock.patch.object(_Tracer, "_begin", autospec=True, side_effect=_Tracer._begin) as begin:
+        with mock.patch.object(
+            _ColumnTracer, "_begin", autospec=True, side_effect=_ColumnTracer._begin
+        ) as begin:
             plan = plan_of(small("llama", num_hidden_layers=layers), 1, 2)
         counts.append(begin.call_count)
         assert sum(layer.style is Style.ROW for layer in plan.layers) == 2 * layers

@@ -80,7 +80,7 @@ class Plain:
 
 class Stage:
     def __init__(self, number: int, last: int, inputs: Sequence[Tensor], halves: BackwardSplitter) -> None:
-        self.zero: Any = Plain()
+        self.sharded: Any = Plain()
         self.block = Block(number)
         self.is_last = number == last
         self.inputs = inputs

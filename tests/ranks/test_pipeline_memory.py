@@ -263,7 +263,7 @@ def _events(plan: str) -> tuple[list[Action], dict[int, list[Any]], dict[int, in
     """This rank's actions; of each stage after which action its units' reductions started; how many units."""
     engine = engine_of(llama, plan)
     stage_of = {
-        unit: stage for stage, forward in engine._parts.stages.items() for unit in forward.zero.trained
+        unit: stage for stage, forward in engine._parts.stages.items() for unit in forward.sharded.trained
     }
     done: list[Action] = []
     started: dict[int, list[Any]] = {}

@@ -329,7 +329,7 @@ def _drops(words: str) -> Any:
     data = functools.partial(programs.batches, sequences=SEQUENCES)
     engine = programs.engine_of(programs.Task(dropping, data, steps=2), f"{words} precision=fp64")
     results = [engine.step(programs.share_of(batch, engine)) for batch in data(2)]
-    stages = [stage.part for stage in engine._parts.stages.values()]
+    stages = [stage.module_part for stage in engine._parts.stages.values()]
     masks = {
         name: list(block.masks)
         for stage in stages

@@ -62,11 +62,11 @@ def _counts(leaf: object) -> bool:
 @contextmanager
 def after_actions(on_action: Callable[[Action, Any], object]) -> Iterator[None]:
     """Call `on_action(action, run)` after each action of this rank's schedule."""
-    do = executor._Run.do
+    do = executor._ScheduleRun.do
 
     def do_and_tell(run: Any, action: Action, timed: Any) -> None:
         do(run, action, timed)
         on_action(action, run)
 
-    with mock.patch.object(executor._Run, "do", do_and_tell):
+    with mock.patch.object(executor._ScheduleRun, "do", do_and_tell):
         yield

@@ -162,7 +162,7 @@ class BatchRamp:
     sequence: int  # tokens of a sample
 
 
-class _Run(NamedTuple):
+class _BatchRun(NamedTuple):
     """Batches of one size: the number of the first one, and of its first sample."""
 
     batch: int
@@ -178,7 +178,7 @@ class BatchSizes:
 
     def __init__(self, full: int, ramp: BatchRamp | None = None) -> None:
         self.full = full
-        self._runs = [_Run(0, 0, full)] if ramp is None else _ramp_runs(full, ramp)
+        self._runs = [_BatchRun(0, 0, full)] if ramp is None else _ramp_runs(full, ramp)
 
     def span(self, batch: int) -> tuple[int, int]:
         """The number of the batch's first sample, and the batch's size."""
@@ -186,14 +186,14 @@ class BatchSizes:
         return run.sample + (batch - run.batch) * run.size, run.size
 
 
-def _ramp_runs(full: int, ramp: BatchRamp) -> list[_Run]:
+def _ramp_runs(full: int, ramp: BatchRamp) -> list[_BatchRun]:
     increments, remainder = divmod(full - ramp.start, ramp.step)
     assert increments > 0 == remainder, f"a ramp from {ramp.start} to {full} in steps of {ramp.step}"
-    runs, batch, sample, done = list[_Run](), 0, 0, 0
+    runs, batch, sample, done = list[_BatchRun](), 0, 0, 0
     while done < increments:
         done = min(increments, sample * ramp.sequence * increments // ramp.tokens)
         size = ramp.start + done * ramp.step
-        runs.append(_Run(batch, sample, size))
+        runs.append(_BatchRun(batch, sample, size))
         next_sample = -(-(done + 1) * ramp.tokens // (ramp.sequence * increments))  # of the next increment
         count = -(-(next_sample - sample) // size)
         batch, sample = batch + count, sample + count * size

@@ -79,24 +79,26 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         meta_model = copy_to_meta(model).to(context.precision.compute)
         dataflow = DataflowCheck(meta_model, spec.blocks, spec.stages, spec.example_batch)
     foreign = [foreign_modules(model, spec.blocks, spec.stages, stage) for stage in layouts]
-    elsewhere = set.intersection(*foreign) | (set() if spec.draws else parameter_only_modules(model))
-    standalone = init_flat_params(model, units, context, spec.seed, elsewhere)
+    on_other_stages = set.intersection(*foreign) | (set() if spec.draws else parameter_only_modules(model))
+    standalone = init_flat_params(model, units, context, spec.seed, on_other_stages)
     splitter = BackwardSplitter()
     stages = build_stages(model, spec, context, units, standalone, splitter)
     if is_split:
         placed = {id(p) for of in units.values() for unit in of for p in unit.parameters.values()}
         release_unused(model, placed | {id(parameter) for parameter in standalone.values()})
         model.register_forward_pre_hook(_refuse_forward)
-        StageModules.publish([stage.part.modules for stage in stages.values() if stage.part.modules])
+        StageModules.publish(
+            [stage.module_part.modules for stage in stages.values() if stage.module_part.modules]
+        )
     if is_split or context.groups.tp.size > 1:
         refuse_shards_in_files(model)
     tied_reduce = TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh)
-    sharded = ShardedModel({s: stage.zero for s, stage in stages.items()}, groups, tied_reduce)
+    sharded = ShardedModel({s: stage.sharded for s, stage in stages.items()}, groups, tied_reduce)
     group_optimizers = GroupOptimizer.of_groups(spec.optimizer, spec.arguments, spec.groups)
     optimizer = ShardedOptimizer(
         units, context, shard_map, spec.plan, group_optimizers, masters, spec.offload_dir
     )
-    modules = {s: stage.part.module for s, stage in stages.items()}
+    modules = {s: stage.module_part.module for s, stage in stages.items()}
     outer = OuterOptimizer([*sharded.stages.values()], context, job)
     return EngineParts(
         context,
@@ -161,8 +163,8 @@ def build_stages(
     runners = {}
     for stage, part in zip(units, parts, strict=True):
         owners = bind_flat_params(part.module, names, part.blocks, units[stage], standalone)
-        zero = ShardedStage(part.module, owners, context, column_reduce, in_flight)
-        runners[stage] = _build_stage(part, spec, context, zero, splitter, is_last=stage == last)
+        sharded = ShardedStage(part.module, owners, context, column_reduce, in_flight)
+        runners[stage] = _build_stage(part, spec, context, sharded, splitter, is_last=stage == last)
     return runners
 
 
@@ -170,7 +172,7 @@ def _build_stage(
     part: StageModule,
     spec: TrainingSpec,
     context: RankContext,
-    zero: ShardedStage,
+    sharded: ShardedStage,
     splitter: BackwardSplitter,
     *,
     is_last: bool,
@@ -198,7 +200,7 @@ def _build_stage(
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
-    return StageRunner(part, zero, head, columns, grid.col, groups.tp, spec.loss, tokens, is_last=is_last)
+    return StageRunner(part, sharded, head, columns, grid.col, groups.tp, spec.loss, tokens, is_last=is_last)
 
 
 def _refuse_forward(*_: object) -> None:

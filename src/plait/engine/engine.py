@@ -248,7 +248,7 @@ class Engine:
         try:
             self._micros_done += 1
             last = self._micros_done == self.plan.micro
-            stage.zero.backward([self._add_loss(loss, num_targets)], [None], last=last)
+            stage.sharded.backward([self._add_loss(loss, num_targets)], [None], last=last)
         except BaseException as error:
             self.discard_step()
             raise second_backward(error) from error.__cause__

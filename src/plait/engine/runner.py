@@ -126,14 +126,14 @@ class MicrobatchRunner:
             )
 
     def _versions(self) -> dict[str, int]:
-        units = [unit for stage in self._parts.stages.values() for unit in stage.zero.units]
+        units = [unit for stage in self._parts.stages.values() for unit in stage.sharded.units]
         return {name: parameter._version for unit in units for name, parameter in unit.parameters.items()}
 
     def refresh(self) -> None:
         """Adopt what was changed on the model since the last pass. See models/stages/shell.py."""
         for stage in self._parts.stages.values():
-            if stage.part.modules is not None:
-                stage.part.modules.refresh()
+            if stage.module_part.modules is not None:
+                stage.module_part.modules.refresh()
         if self._collected != self._collected_outputs():
             raise ModelError(
                 "the model collects other outputs of blocks than when it was split into stages",
@@ -144,7 +144,7 @@ class MicrobatchRunner:
 
     def _collected_outputs(self) -> list[str]:
         """The options of a transformers configuration that are on and collect outputs of all blocks."""
-        module = next(iter(self._parts.stages.values())).part.module
+        module = next(iter(self._parts.stages.values())).module_part.module
         config = getattr(module, "config", None) if self._last else None
         names = ("output_hidden_states", "output_attentions")
         return [name for name in names if getattr(config, name, False)]
@@ -152,10 +152,10 @@ class MicrobatchRunner:
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         self.refresh()
-        modules = [m for stage in self._parts.stages.values() for m in stage.part.module.modules()]
+        modules = [m for stage in self._parts.stages.values() for m in stage.module_part.module.modules()]
         modes = [(module, module.training) for module in modules]
         for stage in self._parts.stages.values():
-            stage.part.module.eval()
+            stage.module_part.module.eval()
         try:
             yield
         finally:
@@ -191,7 +191,7 @@ class MicrobatchRunner:
             for number, stage in self._parts.stages.items()
         }
         try:
-            trains = any(stage.part.module.training for stage in self._parts.stages.values())
+            trains = any(stage.module_part.module.training for stage in self._parts.stages.values())
             keys = [(_key_of(micro), trains) for micro in micros]
             return self._parts.pipeline.run(schedule, stages, keys, records=records)
         except BaseException:
@@ -200,8 +200,8 @@ class MicrobatchRunner:
             raise
         finally:
             for stage in self._parts.stages.values():
-                if stage.part.modules is not None:
-                    stage.part.modules.end_pass()
+                if stage.module_part.modules is not None:
+                    stage.module_part.modules.end_pass()
 
     def _broadcast_from_last(self, make: Callable[[], Any]) -> Any:
         """Broadcast the result of `make` on the last stage's rank. If it fails there, all ranks raise."""
@@ -269,10 +269,10 @@ class _StagePass:
     seeds: Callable[[int, int], Any] | None
     number: int
     of_outputs: bool
-    zero: ShardedStage = field(init=False)
+    sharded: ShardedStage = field(init=False)
 
     def __post_init__(self) -> None:
-        self.zero = self.stage.zero
+        self.sharded = self.stage.sharded
 
     def forward(self, number: int, received: Any) -> Any:
         micro, stage = self.micros[number], self.stage

@@ -42,7 +42,7 @@ class StageRunner:
     def __init__(
         self,
         part: StageModule,
-        zero: ShardedStage,
+        sharded: ShardedStage,
         head: HeadOutput,
         columns: Sequence[tuple[int, int]] | None,
         col: Group,
@@ -57,8 +57,8 @@ class StageRunner:
         self.activation_bytes: int | None = None
         self.loss_buffers = LossBuffers("")  # measured
         self.estimated_loss_bytes = 0  # by `estimated_bytes`
-        self.part = part
-        self.zero = zero
+        self.module_part = part
+        self.sharded = sharded
         self.is_last = is_last
         self._is_checked = False  # its outputs were checked to use only its own weights
         self._checked_entries: set[frozenset[str]] = set()  # keys of batches
@@ -71,26 +71,26 @@ class StageRunner:
 
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
         """The stage's outputs: those of the model on the last stage."""
-        inputs = forward_inputs(self.part.module, micro)
-        is_first = not self.part.earlier
+        inputs = forward_inputs(self.module_part.module, micro)
+        is_first = not self.module_part.earlier
         if self._tokens is not None:
             received = self._tokens.receive(received)
         with (
-            self.zero.unsharder.watch_outside_uses(),
-            contextlib.nullcontext() if is_first else receiving(self.part.module, received),
+            self.sharded.unsharder.watch_outside_uses(),
+            contextlib.nullcontext() if is_first else receiving(self.module_part.module, received),
         ):
             outputs = self._forward(inputs, micro)
         if not self._is_checked:
-            self.part.check_taint(outputs, inputs if is_first else received)
+            self.module_part.check_taint(outputs, inputs if is_first else received)
             self._is_checked = True
         return outputs if self._tokens is None else self._tokens.message(outputs)
 
     def _forward(self, inputs: Mapping[str, Any], micro: Mapping[str, Tensor]) -> Any:
         try:
             with decided_on_cpu(inputs), _no_fused_encoder():
-                return self.part.module(**inputs)
+                return self.module_part.module(**inputs)
         except Exception as error:
-            ignored = [key for key in micro if key not in (*inputs, *label_keys(self.part.module))]
+            ignored = [key for key in micro if key not in (*inputs, *label_keys(self.module_part.module))]
             if ignored:  # such as a misspelt argument, without which forward fails
                 error.add_note(f"(forward does not take these entries of the batch: {', '.join(ignored)})")
             raise
@@ -99,7 +99,7 @@ class StageRunner:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
         else."""
         loss = self.loss()
-        with self.zero.unsharder.watch_outside_uses(), self.logits():
+        with self.sharded.unsharder.watch_outside_uses(), self.logits():
             result = self._call(loss, self.outputs(micro, received), micro)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
@@ -118,7 +118,7 @@ class StageRunner:
         is_users = self._user_loss is not None
         result = self._loss_reads.call(loss, outputs, batch) if is_users else loss(outputs, batch)
         if recorded is not None:
-            recorded.check_used(self.part.module, label_keys(self.part.module))
+            recorded.check_used(self.module_part.module, label_keys(self.module_part.module))
             self._checked_entries.add(frozenset(micro))
         return result
 
@@ -130,14 +130,14 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _measuring(self) -> Any:
-        self.zero.point_to_storage()  # the weights' storages, which are not activations
-        with watch_activations(self.part.module) as watch:
+        self.sharded.point_to_storage()  # the weights' storages, which are not activations
+        with watch_activations(self.module_part.module) as watch:
             yield
         self.activation_bytes = watch.total
 
     def loss(self, buffers: LossBuffers | None = None) -> Loss:
         buffers = buffers or self.loss_buffers
-        module, columns = self.part.module, self._columns
+        module, columns = self.module_part.module, self._columns
         return choose_loss(module, self._user_loss, group=self._col, columns=columns, buffers=buffers)
 
     def logits(self) -> contextlib.AbstractContextManager[None]:
@@ -153,14 +153,14 @@ class StageRunner:
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
-        with contextlib.suppress(Exception), self.zero.unsharder.paused(), self.logits():
-            meta_module = copy_to_meta(self.part.module)
+        with contextlib.suppress(Exception), self.sharded.unsharder.paused(), self.logits():
+            meta_module = copy_to_meta(self.module_part.module)
             inputs = forward_inputs(meta_module, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.part.earlier:
+            if self.module_part.earlier:
                 assert block_outputs is not None, "a stage without its meta model"
                 output_of = partial(self._block_output, block_outputs, inputs)
-                received = receiving(meta_module, self.part.received_from(output_of))
+                received = receiving(meta_module, self.module_part.received_from(output_of))
 
             buffers = LossBuffers(device.type)
 

@@ -123,7 +123,7 @@ def dry_stages(
         None if batch_shape is None else stage.estimated_bytes(batch_shape, device, block_outputs)
         for stage in stages.values()
     ]
-    for _, block in chain.from_iterable(stage.part.blocks for stage in stages.values()):
+    for _, block in chain.from_iterable(stage.module_part.blocks for stage in stages.values()):
         # Recomputed in backward in the same mode as in forward; torch does not enter function modes there.
         if isinstance(block.forward, RecomputedForward):
             block.forward.add_context(partial(DeviceKernelsOnMeta, device))
@@ -192,12 +192,12 @@ class _MicrobatchRun:
     def backward(self) -> None:
         gradients: Sequence[Tensor | None] = [None]
         for number in reversed(self.stages):
-            zero, splits = self.stages[number].zero, number in self.split
+            sharded, splits = self.stages[number].sharded, number in self.split
             with self._recording(number):
                 with self.splitter.deferring() if splits else nullcontext() as deferred:
-                    zero.backward(self._roots.pop(number), gradients, last=True, deferred=deferred)
+                    sharded.backward(self._roots.pop(number), gradients, last=True, deferred=deferred)
                 if deferred is not None:
-                    zero.backward_weight(deferred, last=True)
+                    sharded.backward_weight(deferred, last=True)
             if number:
                 gradients = self._inputs.pop(number).take_gradients()
 
@@ -220,6 +220,6 @@ def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: b
         traffic=sum_traffic(run.traffic[number]),
         output=() if packed is None else tuple(spec.nbytes for spec in packed.specs),
         gradient=() if packed is None else tuple(spec.nbytes for spec in packed.grad_specs),
-        buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.part.module).values()),
+        buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.module_part.module).values()),
     )
-    return replace(facts, exec_order=stage.zero.unsharder.recorded_order) if gathers else facts
+    return replace(facts, exec_order=stage.sharded.unsharder.recorded_order) if gathers else facts

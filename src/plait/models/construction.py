@@ -22,7 +22,7 @@ _CHANGED = object()
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RecordedCall:
     """A call of a function that creates a tensor, or that changes one in place, which is _CHANGED here."""
 
     func: Callable[..., Any]
@@ -45,7 +45,7 @@ class RecordedConstruction(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: dict[int, list[_Call]] = {}  # by storage
+        self._calls: dict[int, list[_RecordedCall]] = {}  # by storage
         self._unknown: set[int] = set()  # storages with other changes
         self._alive: list[Any] = []  # storages, so that no address is reused
 
@@ -76,13 +76,13 @@ class RecordedConstruction(TorchFunctionMode):
             storage = tensor.untyped_storage()
             self._alive.append(storage)
             args, kwargs = tree_map_only(Tensor, lambda _: _CHANGED, (args, kwargs))
-            self._calls.setdefault(storage._cdata, []).append(_Call(func, args, kwargs))
+            self._calls.setdefault(storage._cdata, []).append(_RecordedCall(func, args, kwargs))
             self._unknown |= set() if is_known else {storage._cdata}
 
 
 def repeat_construction(parameter: Tensor, values: Tensor) -> None:
     """Set values as the constructor of this parameter on meta did, as far as recorded."""
-    calls: Sequence[_Call] = getattr(parameter, _RECORDED, ())
+    calls: Sequence[_RecordedCall] = getattr(parameter, _RECORDED, ())
     for call in calls:
         call.apply(values)
 

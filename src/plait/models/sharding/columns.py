@@ -149,7 +149,7 @@ def follow_columns(
             found = Columns()
             try:
                 with tracing_on_meta(builder.model):
-                    tracer = _Tracer(
+                    tracer = _ColumnTracer(
                         builder, regions, pure if sequence else frozenset(), sequence, found, own, kind_of
                     )
                     inputs = forward_inputs(builder.model, traced)
@@ -181,7 +181,7 @@ def _signature(builder: TPPlanBuilder, block: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _TracedCall:
     """A call of an operator. `given`: its tensors, and their states."""
 
     func: Any
@@ -198,7 +198,7 @@ def _with_place(state: State, tensor: Tensor) -> State:
     return replace(state, place=Features(frozenset({("tokens", 1)}), 1, tensor.shape[1]))
 
 
-class _Tracer(TensorTracer):
+class _ColumnTracer(TensorTracer):
     """Follow the states of tensors through operators. `own`: names of each module's parameters; `kinds`: of
     blocks, the same if they are equal."""
 
@@ -429,10 +429,10 @@ class _Tracer(TensorTracer):
         elif not self._depth:
             given = [(tensor, self._state(tensor)) for tensor in tensors_in((args, kwargs))]
             if any(state != _PLAIN for _, state in given):
-                self._follow(_Call(func, args, kwargs, result, given))
+                self._follow(_TracedCall(func, args, kwargs, result, given))
         return result
 
-    def _follow(self, call: _Call) -> None:
+    def _follow(self, call: _TracedCall) -> None:
         is_own = any(state.is_own for _, state in call.given)
         tokens = {state.tokens for _, state in call.given if state.tokens}
         if len(tokens) > 1:
@@ -469,7 +469,7 @@ class _Tracer(TensorTracer):
             if base is not None and id(base) in features:
                 self._set(base, replace(state, features=features[id(base)]))
 
-    def _follow_tokens(self, call: _Call) -> dict[int, Features]:
+    def _follow_tokens(self, call: _TracedCall) -> dict[int, Features]:
         """Return where this column's tokens are in the results, as far as known."""
         known = {
             id(t): _with_place(replace(s, tokens="own"), t).place for t, s in call.given if s.tokens == "all"
@@ -484,7 +484,7 @@ class _Tracer(TensorTracer):
             self._found.crossed.setdefault(self._region or self._builder.blocks[0], str(call.func))
         return {id(tensor): place for tensor, place in followed or ()}
 
-    def _scatter(self, call: _Call) -> set[str]:
+    def _scatter(self, call: _TracedCall) -> set[str]:
         """Make layers whose output has all tokens scatter them, where it meets this column's."""
         for state in (state for _, state in call.given if state.tokens == "all"):
             layers = {part for part in state.parts if part in self._builder.modules and part}
@@ -496,7 +496,7 @@ class _Tracer(TensorTracer):
             self._found.summed |= state.parts - layers
         return {"own"}
 
-    def _meet(self, call: _Call) -> dict[int, Features]:
+    def _meet(self, call: _TracedCall) -> dict[int, Features]:
         """Record what this column's features meet. Returns the features of the results, as far as known."""
         own = {id(tensor): state.features for tensor, state in call.given if state.is_own}
         base = self._blank.get(storage_key(call.given[0][0])) if call.func is _ATEN.copy_.default else None

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import attention_of, head_counts, is_of_heads
 from plait.models.sharding.styles import STYLES, StyleSpec
-from plait.models.sharding.uses import Result, Uses, uses_of
+from plait.models.sharding.uses import FeatureUses, TracedResult, trace_feature_uses
 from plait.models.stages.dataflow import traced_batches
 from plait.plan.sharding import Range, Style
 
@@ -57,7 +57,7 @@ def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
         full_outputs |= uses.first_escaped
         if full_outputs.issuperset(name for name in uses.called if name in uses.escaped):
             break
-        uses = uses_of(builder, traced, full_outputs)
+        uses = trace_feature_uses(builder, traced, full_outputs)
     builder.needs_all_features |= uses.escaped | full_outputs
     in_blocks = {name for name in uses.called if builder.block_of(name) is not None}
     layers = in_blocks - uses.read_elsewhere
@@ -111,7 +111,11 @@ def _num_weights(builder: TPPlanBuilder, name: str) -> int:
 
 
 def _divided(
-    builder: TPPlanBuilder, uses: Uses, layers: set[str], full_outputs: Set[str], batch: Mapping[str, Tensor]
+    builder: TPPlanBuilder,
+    uses: FeatureUses,
+    layers: set[str],
+    full_outputs: Set[str],
+    batch: Mapping[str, Tensor],
 ) -> dict[str, StyleSpec]:
     """Return styles of what needs no gather, as far as the run on shards repeats the full one:
     [Note: the same run on shards]."""
@@ -122,7 +126,9 @@ def _divided(
     return {}
 
 
-def _pairs(builder: TPPlanBuilder, uses: Uses, layers: set[str], with_heads: bool) -> dict[str, StyleSpec]:
+def _pairs(
+    builder: TPPlanBuilder, uses: FeatureUses, layers: set[str], with_heads: bool
+) -> dict[str, StyleSpec]:
     parts: dict[str, set[int]] = {}
     sources: dict[str, frozenset[str]] = {}  # of the features that a layer sums over
     units: dict[str, int] = {}
@@ -182,7 +188,7 @@ def _pairs(builder: TPPlanBuilder, uses: Uses, layers: set[str], with_heads: boo
 
 
 def _summed_parts(
-    builder: TPPlanBuilder, uses: Uses, layers: set[str], columns: Set[str], bad: set[str]
+    builder: TPPlanBuilder, uses: FeatureUses, layers: set[str], columns: Set[str], bad: set[str]
 ) -> dict[str, list[Range]]:
     """The parts whose gradients are sums over columns, by layer or parameter; see `uses.py` [Note: parts].
 
@@ -245,21 +251,21 @@ def _can_divide(widths: Mapping[str, int], units: int, builder: TPPlanBuilder, w
 
 def _is_repeated(
     builder: TPPlanBuilder,
-    uses: Uses,
+    uses: FeatureUses,
     full_outputs: Set[str],
     styles: Mapping[str, StyleSpec],
     batch: Mapping[str, Tensor],
 ) -> bool:
     """Return whether the model on the first column's shards runs the operators of the full run, on shards."""
     try:
-        shards = uses_of(builder, batch, full_outputs, styles)
+        shards = trace_feature_uses(builder, batch, full_outputs, styles)
     except Exception:  # any error of the model's code, whose views or sums do not fit
         return False
     columns = {name for name, spec in styles.items() if spec.style is Style.COLUMN}
     for name, spec in styles.items():
         columns |= {*builder.own_parameters(name).values()} if spec.style is Style.DEPTHWISE else set()
 
-    def is_shard(full: Result, result: Result) -> bool:
+    def is_shard(full: TracedResult, result: TracedResult) -> bool:
         shape, expandable, features = full
         if features is None:  # where it is expanded, it has the same value for all features
             sizes = zip(shape, expandable, result[0], strict=False)
@@ -277,12 +283,12 @@ def _is_repeated(
 
 def _traced(
     builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None, full_outputs: Set[str]
-) -> tuple[Mapping[str, Tensor], Uses]:
+) -> tuple[Mapping[str, Tensor], FeatureUses]:
     """Return the batch with which the model runs on meta, and the uses of layers in the run."""
     failure: Exception | None = None
     for traced in traced_batches(builder.model, batch):
         try:
-            return traced, uses_of(builder, traced, full_outputs)
+            return traced, trace_feature_uses(builder, traced, full_outputs)
         except Exception as error:  # any error of the model's code without values
             failure = error
     assert failure is not None, "there are batches"

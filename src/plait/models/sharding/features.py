@@ -123,7 +123,7 @@ def follow(
     name = str(func).split(".")[1]
     is_pointwise = torch.Tag.pointwise in func.tags
     rule = _RULES.get(name) or (_pointwise if is_pointwise else None)
-    followed = None if rule is None else rule(_Call(name, args, kwargs, result, features_of))
+    followed = None if rule is None else rule(_OperatorCall(name, args, kwargs, result, features_of))
     given = [features for tensor in tensors_in((args, kwargs)) if (features := features_of(tensor))]
     sources = _names(*given)  # a rule may overlook what has others
     return None if followed is None or any(_names(f) != sources for _, f in followed) else followed
@@ -134,7 +134,7 @@ def _names(*found: Features) -> set[str]:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _OperatorCall:
     """A call of an operator."""
 
     name: str
@@ -159,14 +159,14 @@ class _Call:
         return [(tensor, features) for tensor in tensors]
 
 
-def _pointwise(call: _Call) -> Followed | None:
+def _pointwise(call: _OperatorCall) -> Followed | None:
     tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
     if not isinstance(call.result, Tensor):
         return None
     return call.results(joined(call.placed(tensors), call.result.shape))
 
 
-def _cat(call: _Call) -> Followed | None:
+def _cat(call: _OperatorCall) -> Followed | None:
     tensors, ndim = call.args[0], call.result.ndim
     dim, placed = call.arg(1, "dim", 0) % ndim, call.placed(tensors)
     if call.name == "stack":
@@ -182,14 +182,14 @@ def _cat(call: _Call) -> Followed | None:
     return call.results(joined(placed, of_any_length(call.result.shape)))
 
 
-def _bmm(call: _Call) -> Followed | None:
+def _bmm(call: _OperatorCall) -> Followed | None:
     """Products of the matrices of a batch, with the features in the batch's dim."""
     first, second = call.args[:2]
     placed = [(shape[:1], f) for shape, f in call.placed([first, second]) if f is not None and f.dim == 0]
     return call.results(joined(placed, first.shape[:1])) if len(placed) == 2 else None
 
 
-def _gather(call: _Call) -> Followed | None:
+def _gather(call: _OperatorCall) -> Followed | None:
     """Elements at the same places for all features."""
     features, dim = call.features_of(call.args[0]), call.args[1] % call.args[0].ndim
     [(shape, of_index)] = call.placed([call.args[2]])
@@ -198,7 +198,7 @@ def _gather(call: _Call) -> Followed | None:
     return call.results(features)
 
 
-def _mm(call: _Call) -> Followed | None:
+def _mm(call: _OperatorCall) -> Followed | None:
     """A product in which the features are rows of the first matrix, or columns of the second."""
     first, second = (call.features_of(each) for each in call.args[:2])
     if first is not None and second is None and first.dim == 0:
@@ -206,7 +206,7 @@ def _mm(call: _Call) -> Followed | None:
     return call.results(second) if first is None and second is not None and second.dim == 1 else None
 
 
-def _depthwise(call: _Call) -> Followed | None:
+def _depthwise(call: _OperatorCall) -> Followed | None:
     """The convolution of each channel of (B, channels, T) with weights of its own, and a bias."""
     given, groups = call.args[:3], call.arg(8, "groups")
     found = [f for _, f in call.placed([each for each in given if each is not None]) if f is not None]
@@ -219,7 +219,7 @@ def _depthwise(call: _Call) -> Followed | None:
     return call.results(_union(found))
 
 
-def _attention(call: _Call) -> Followed | None:
+def _attention(call: _OperatorCall) -> Followed | None:
     """torch's attention of (B, heads, T, width): a head of keys is used by its queries' heads alone."""
     tensors = call.args[:3]
     found = [f for _, f in call.placed(tensors) if f is not None and (f.dim, f.outer) == (1, 1)]
@@ -233,7 +233,7 @@ def _attention(call: _Call) -> Followed | None:
     return [(tensor, both) for tensor in call.result if tensor.ndim > 2]
 
 
-def _norm(call: _Call) -> Followed | None:
+def _norm(call: _OperatorCall) -> Followed | None:
     """Norms over the last dims, with weights as large as these."""
     first, shape = call.args[:2]
     features = call.features_of(first)
@@ -245,15 +245,15 @@ def _norm(call: _Call) -> Followed | None:
 # Operators whose first argument alone has features: the features of the result.
 
 
-def _view(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _view(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     return regrouped(features, tensor.shape, call.result.shape)
 
 
-def _expand(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _expand(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     return replace(features, dim=features.dim + call.result.ndim - tensor.ndim)
 
 
-def _permute(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _permute(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     order = [*range(tensor.ndim)]
     if call.name == "permute":
         order = [dim % tensor.ndim for dim in call.args[1]]
@@ -263,12 +263,12 @@ def _permute(call: _Call, tensor: Tensor, features: Features) -> Features | None
     return replace(features, dim=order.index(features.dim))
 
 
-def _unsqueeze(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _unsqueeze(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     dim = call.args[1] % (tensor.ndim + 1)
     return replace(features, dim=features.dim + (dim <= features.dim))
 
 
-def _slice(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _slice(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     dim, start, step = call.arg(1, "dim", 0) % tensor.ndim, call.arg(2, "start") or 0, call.arg(4, "step", 1)
     size, length = tensor.shape[dim], call.result.shape[dim]
     if dim != features.dim or length == size:
@@ -278,20 +278,20 @@ def _slice(call: _Call, tensor: Tensor, features: Features) -> Features | None:
     return split_into(features, size, size // length)
 
 
-def _split(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _split(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     if call.arg(2, "dim", 0) % tensor.ndim != features.dim:
         return features
     sizes = {part.shape[features.dim] for part in call.result}
     return split_into(features, tensor.shape[features.dim], len(call.result)) if len(sizes) == 1 else None
 
 
-def _select(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _select(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     """Also `unbind`: removes a dim."""
     dim = call.arg(1, "dim", 0) % tensor.ndim
     return None if dim == features.dim else replace(features, dim=features.dim - (dim < features.dim))
 
 
-def _along(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _along(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     """Functions of a dim or several, which are kept or removed."""
     dims = call.arg(2 if call.name == "linalg_vector_norm" else 1, "dim")
     if dims is None or dims == []:
@@ -304,15 +304,15 @@ def _along(call: _Call, tensor: Tensor, features: Features) -> Features | None:
     return replace(features, dim=features.dim - removed)
 
 
-def _as_complex(call: _Call, tensor: Tensor, features: Features) -> Features | None:
+def _as_complex(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     """Views of pairs in the last dim as complex numbers, and back."""
     return features if features.dim < max(tensor.ndim, call.result.ndim) - 1 else None
 
 
 def _of_first(
-    rule: Callable[[_Call, Tensor, Features], Features | None],
-) -> Callable[[_Call], Followed | None]:
-    def follow_first(call: _Call) -> Followed | None:
+    rule: Callable[[_OperatorCall, Tensor, Features], Features | None],
+) -> Callable[[_OperatorCall], Followed | None]:
+    def follow_first(call: _OperatorCall) -> Followed | None:
         first, *others = call.args
         features = call.features_of(first) if isinstance(first, Tensor) else None
         if features is None or any(isinstance(other, Tensor) for other in others):
@@ -322,7 +322,7 @@ def _of_first(
     return follow_first
 
 
-_RULES: Mapping[str, Callable[[_Call], Followed | None]] = {
+_RULES: Mapping[str, Callable[[_OperatorCall], Followed | None]] = {
     **dict.fromkeys(("clone", "_to_copy", "alias", "detach"), _pointwise),
     **dict.fromkeys(("cat", "stack"), _cat),
     "bmm": _bmm,

@@ -37,12 +37,12 @@ _ATEN = torch.ops.aten
 _LAYOUT = {_ATEN.view, _ATEN._unsafe_view, _ATEN._reshape_alias, _ATEN.clone, _ATEN.alias}
 _SLICES = {_ATEN.slice, _ATEN.split, _ATEN.split_with_sizes}
 
-Result = tuple[tuple[int, ...], tuple[int, ...], Features | None]
-Operator = tuple[tuple[Any, ...], list[Result]]
+TracedResult = tuple[tuple[int, ...], tuple[int, ...], Features | None]
+TracedOperator = tuple[tuple[Any, ...], list[TracedResult]]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Features of a layer's full output, or a parameter; see [Note: parts]. `is_slice`: exactly these, in
     the last dim."""
 
@@ -51,16 +51,16 @@ class Part:
     stop: int = 1
     is_slice: bool = field(default=False, compare=False)
 
-    def overlaps(self, other: "Part") -> bool:
+    def overlaps(self, other: "TensorPart") -> bool:
         return self.of == other.of and self.start < other.stop and other.start < self.stop
 
 
-_SEVERAL = Part("")  # of more, or of what is not traced
+_SEVERAL = TensorPart("")  # of more, or of what is not traced
 _MAX_PARTS = 4  # layers and parameters on which a tensor depends
 
 
 @dataclass
-class Uses:
+class FeatureUses:
     """Uses of layers and parameters in a run on meta, by name.
 
     called          layers, in the order of their first calls
@@ -80,30 +80,30 @@ class Uses:
     escaped: set[str] = field(default_factory=set)
     first_escaped: set[str] = field(default_factory=set)
     returned: set[str] = field(default_factory=set)
-    met: set[tuple[Part, frozenset[str]]] = field(default_factory=set)
-    kept: set[Part] = field(default_factory=set)
+    met: set[tuple[TensorPart, frozenset[str]]] = field(default_factory=set)
+    kept: set[TensorPart] = field(default_factory=set)
     read_elsewhere: set[str] = field(default_factory=set)
-    operators: list[Operator] = field(default_factory=list)
+    operators: list[TracedOperator] = field(default_factory=list)
 
 
-def uses_of(
+def trace_feature_uses(
     builder: TPPlanBuilder,
     batch: Mapping[str, Tensor],
     full_outputs: Set[str] = frozenset(),
     styles: Mapping[str, StyleSpec] | None = None,
-) -> Uses:
+) -> FeatureUses:
     """Run the model on meta, in training and in evaluation.
 
     `full_outputs`: layers whose outputs have no features. `styles`: of layers and parameters that have the
     first column's shards in this run. Raises whatever the model's code raises on meta.
     """
-    model, uses, styles = builder.model, Uses(), styles or {}
+    model, uses, styles = builder.model, FeatureUses(), styles or {}
     attributes = _head_attributes(builder, styles)
     with tracing_on_meta(model):
         _shard_on_meta(builder, styles)
         for (name, key), values in attributes.items():
             setattr(builder.modules[name], key, values[0])
-        tracer = _Tracer(builder, uses, full_outputs)
+        tracer = _UseTracer(builder, uses, full_outputs)
         with tracer:
             for is_training in (True, False):
                 result = model.train(is_training)(**forward_inputs(model, batch))
@@ -156,17 +156,17 @@ def _narrow(module: nn.Module, key: str, dim: int, size: int) -> None:
     module._parameters[key] = nn.Parameter(shard, requires_grad=False)
 
 
-class _Tracer(TensorTracer):
+class _UseTracer(TensorTracer):
     """Trace features and parts through operators."""
 
-    def __init__(self, builder: TPPlanBuilder, uses: Uses, full_outputs: Set[str]) -> None:
+    def __init__(self, builder: TPPlanBuilder, uses: FeatureUses, full_outputs: Set[str]) -> None:
         super().__init__()
         self._uses, self._full_outputs = uses, full_outputs
         self._divisible = {name for name in builder.shapes if _can_shard(builder, name)} - full_outputs
         self._features: dict[int, Features] = {}  # by tensor
         self._sources: dict[int, set[str]] = {}  # of features anywhere in a storage
-        self._parts: dict[int, Set[Part]] = {}  # by tensor
-        self._learned: dict[int, Set[Part]] = {}  # by storage, of other tensors in it
+        self._parts: dict[int, Set[TensorPart]] = {}  # by tensor
+        self._learned: dict[int, Set[TensorPart]] = {}  # by storage, of other tensors in it
         self._mutated: set[int] = set()  # storages of several parts
         self._parameters: set[str] = set()  # with features
         self._readers: dict[int, set[str]] = {}  # layers and embeddings, by the storage of a parameter
@@ -186,7 +186,7 @@ class _Tracer(TensorTracer):
 
     def _add_parameter(self, parameter: Tensor, name: str, reader: str) -> None:
         key = storage_key(parameter)
-        self._learned[key] = {_SEVERAL if reader or key in self._learned else Part(name)}
+        self._learned[key] = {_SEVERAL if reader or key in self._learned else TensorPart(name)}
         if reader:
             self._readers.setdefault(key, set()).add(reader)
         elif name in self._divisible:
@@ -220,9 +220,9 @@ class _Tracer(TensorTracer):
         }
         return None if is_left_out else features
 
-    def _parts_of(self, tensors: Iterable[Tensor]) -> set[Part]:
+    def _parts_of(self, tensors: Iterable[Tensor]) -> set[TensorPart]:
         """The parts on which numbers with gradients depend."""
-        found = set[Part]()
+        found = set[TensorPart]()
         for tensor in tensors:
             parts = self._parts.get(id(tensor), self._learned.get(storage_key(tensor), set()))
             if parts and (tensor.is_floating_point() or tensor.is_complex()):
@@ -250,7 +250,7 @@ class _Tracer(TensorTracer):
         output = call[-1]
         if name in self._full_outputs:
             self._hold(output)
-            self._parts[id(output)] = {Part(name, 0, output.shape[-1], is_slice=True)}
+            self._parts[id(output)] = {TensorPart(name, 0, output.shape[-1], is_slice=True)}
         else:
             self._mark(output, Features(frozenset({(name, 1)}), output.ndim - 1, output.shape[-1]))
 
@@ -308,8 +308,8 @@ class _Tracer(TensorTracer):
             self._uses.met |= {(part, frozenset(name for name, _ in features.sources)) for part in parts}
         return True
 
-    def operators(self) -> list[Operator]:
-        def result(tensor: Tensor) -> Result:
+    def operators(self) -> list[TracedOperator]:
+        def result(tensor: Tensor) -> TracedResult:
             return tuple(tensor.shape), expandable_shape(tensor), self._features_of(tensor)
 
         return [(key, [*map(result, results)]) for key, results in self._operators]
@@ -367,7 +367,7 @@ class _Tracer(TensorTracer):
         else:
             self._depend(results, {replace(part, is_slice=False) for part in parts})
 
-    def _depend(self, results: Iterable[Tensor], parts: Set[Part]) -> None:
+    def _depend(self, results: Iterable[Tensor], parts: Set[TensorPart]) -> None:
         for tensor in results:
             self._hold(tensor)
             self._parts[id(tensor)] = parts
@@ -380,7 +380,9 @@ def _can_shard(builder: TPPlanBuilder, name: str) -> bool:
     return 0 < len(shape) <= (3 if isinstance(owner, nn.Conv1d) else 2) and shape[0] >= builder.cols
 
 
-def _slices(part: Part, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor]) -> list[Part]:
+def _slices(
+    part: TensorPart, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor]
+) -> list[TensorPart]:
     """The parts that slices of a part have."""
     schema = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(schema, args, strict=False)), **kwargs}
@@ -393,6 +395,6 @@ def _slices(part: Part, func: Any, args: Any, kwargs: Mapping[str, Any], results
     place = part.start + (start if start >= 0 else max(start + part.stop - part.start, 0))
     found = []
     for tensor in results:
-        found.append(Part(part.of, place, place + tensor.shape[-1], is_slice=True))
+        found.append(TensorPart(part.of, place, place + tensor.shape[-1], is_slice=True))
         place += tensor.shape[-1]
     return found

@@ -61,7 +61,7 @@ def plan_stages(
     # A loss may refer to the engine, which exists in the first step: it is traced again then.
     is_traced = flow.error is None and flow.loss_error is None
     return StageAssignment(
-        ranges, homes, shared, frozenset(flow.changing), frozenset(flow.skips), is_traced=is_traced
+        ranges, homes, shared, frozenset(flow.changing), frozenset(flow.skip_reads), is_traced=is_traced
     )
 
 
@@ -102,7 +102,7 @@ def check_flow(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
             expected="weights that only the engine changes: its master weights would overwrite other changes",
             hint="a buffer; or a function of the parameter, such as weight.clamp(min=0)",
         )
-    num_blocks = len(flow.into) - 1
+    num_blocks = len(flow.read_by_gap) - 1
     stages = "stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges)
     for earlier, later in sorted(flow.gradients):
         if any(earlier < start <= later for start, _ in ranges):
@@ -112,7 +112,7 @@ def check_flow(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
                 expected="gradients through blocks of one stage: its graph ends at what it receives",
                 hint="no pipeline",
             )
-    for earlier, later in sorted(flow.unreturned):
+    for earlier, later in sorted(flow.hidden_reads):
         if any(earlier < start <= later for start, _ in ranges):
             raise bypassing(
                 (earlier, later),

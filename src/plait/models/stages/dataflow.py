@@ -59,22 +59,22 @@ _MAX_PARAMETERS_OF_ZEROS = 10**10  # of a run on the CPU: some ten seconds
 class Dataflow:
     """The flow of values between gaps. See [Note: gaps].
 
-    into        names of the parameters and buffers that flow into each block, by its number; at the end,
-                those that flow into the result or the loss
-    skips       (k, g): block g reads the output of block k other than through the output of g - 1
-    unreturned  (k, g): block g reads what block k has computed, but not returned
-    gradients   (k, g): a gradient that block g, or code after it, takes passes through block k
-    changing    names of the blocks' attributes that their forwards set
-    written     names of parameters that code outside of blocks changes in place
-    calls       the numbers of the blocks in the order of their calls
-    error       the exception that ended the run: the other fields are incomplete
-    is_models   one like it ended the run on the CPU too: the model itself fails
-    loss_error  the exception that ended the loss: what it reads besides the model's result is unknown
+    read_by_gap   names of the parameters and buffers that flow into each block, by its number; at the end,
+                  those that flow into the result or the loss
+    skip_reads    (k, g): block g reads the output of block k other than through the output of g - 1
+    hidden_reads  (k, g): block g reads what block k has computed, but not returned
+    gradients     (k, g): a gradient that block g, or code after it, takes passes through block k
+    changing      names of the blocks' attributes that their forwards set
+    written       names of parameters that code outside of blocks changes in place
+    calls         the numbers of the blocks in the order of their calls
+    error         the exception that ended the run: the other fields are incomplete
+    is_models     one like it ended the run on the CPU too: the model itself fails
+    loss_error    the exception that ended the loss: what it reads besides the model's result is unknown
     """
 
-    into: list[set[str]]
-    skips: set[tuple[int, int]] = field(default_factory=set)
-    unreturned: set[tuple[int, int]] = field(default_factory=set)
+    read_by_gap: list[set[str]]
+    skip_reads: set[tuple[int, int]] = field(default_factory=set)
+    hidden_reads: set[tuple[int, int]] = field(default_factory=set)
     gradients: set[tuple[int, int]] = field(default_factory=set)
     changing: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
@@ -84,7 +84,7 @@ class Dataflow:
     loss_error: Exception | None = None
 
     def gaps_of(self, name: str) -> set[int]:
-        return {gap for gap, names in enumerate(self.into) if name in names}
+        return {gap for gap, names in enumerate(self.read_by_gap) if name in names}
 
 
 def blocks_of(
@@ -108,7 +108,7 @@ def blocks_of(
     if len(lists) > 1 and not one_list:
         blocks = [block for blocks in lists for block in blocks]
         flow = trace_dataflow(model, blocks, batch)
-        is_traced = flow.error is None and not flow.unreturned
+        is_traced = flow.error is None and not flow.hidden_reads
         if is_traced and sorted(flow.calls) == [*range(len(blocks))]:
             return [blocks[number] for number in flow.calls]
     return lists[0] if lists else []
@@ -172,7 +172,7 @@ def _with_values(model: nn.Module, batch: Mapping[str, Tensor] | None) -> dict[s
 
 
 def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, flow: Dataflow) -> None:
-    tracer = _Tracer(model, flow)
+    tracer = _DataflowTracer(model, flow)
     plain = [dict(vars(block)) for _, block in blocks]
     # nonzero and masks: on meta, as if every condition were true.
     config: Any = torch.fx.experimental._config
@@ -193,7 +193,7 @@ def _run(model: nn.Module, blocks: Any, batch: Mapping[str, Tensor], loss: Any, 
 
 
 @contextlib.contextmanager
-def _traced(blocks: Sequence[tuple[str, nn.Module]], tracer: "_Tracer") -> Iterator[None]:
+def _traced(blocks: Sequence[tuple[str, nn.Module]], tracer: "_DataflowTracer") -> Iterator[None]:
     """Trace calls of the blocks inside the context, including their hooks: what a hook keeps is not what the
     call returns."""
     classes = [(block, type(block)) for _, block in blocks]
@@ -306,7 +306,7 @@ class OperatorsOnMixed(OperatorsOnMeta):
             return tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), result)
 
 
-class _Tracer(OperatorsOnMixed):
+class _DataflowTracer(OperatorsOnMixed):
     """Trace values from storage to storage: of parameters, buffers and results of blocks."""
 
     def __init__(self, model: nn.Module, flow: Dataflow) -> None:
@@ -351,16 +351,16 @@ class _Tracer(OperatorsOnMixed):
             return
         for source in sources:
             if isinstance(source, str):
-                self._flow.into[self.inside].add(source)
+                self._flow.read_by_gap[self.inside].add(source)
             elif source.block < self.inside - source.is_result:
                 flow = self._flow
-                (flow.skips if source.is_result else flow.unreturned).add((source.block, self.inside))
+                (flow.skip_reads if source.is_result else flow.hidden_reads).add((source.block, self.inside))
 
     def differentiate(self, inputs: Sequence[Tensor]) -> None:
         """Record a gradient with respect to these. See [Note: gradients in a forward]."""
         here = self.inside
         if here is None:  # code outside of blocks, which also runs on later stages
-            here = len(self._flow.into) - 1 if self._flow.calls else 0
+            here = len(self._flow.read_by_gap) - 1 if self._flow.calls else 0
         for tensor in inputs:
             sources = self.sources_of(tensor)
             computed = [source.block + 1 for source in sources if isinstance(source, _Computed)]
@@ -392,7 +392,7 @@ class _GradientCalls(TorchFunctionMode):
     """Records calls of torch.autograd.grad, and returns tensors of the same shapes and sources: the run on
     meta has no graph."""
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: _DataflowTracer) -> None:
         super().__init__()
         self._tracer = tracer
 

@@ -65,7 +65,7 @@ class DataflowCheck:
         return [key for key in batch if key not in labels]
 
     def _check_carried(self, flow: Dataflow) -> None:
-        for skip in sorted(flow.skips):
+        for skip in sorted(flow.skip_reads):
             needed = replace(self._assignment, skips=frozenset({skip}))
             for stage in range(needed.num_stages):
                 if not {*needed.carried_into(stage)} <= {*self._assignment.carried_into(stage)}:

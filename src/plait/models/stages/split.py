@@ -216,11 +216,11 @@ def _unshare_modules(block: nn.Module, earlier: Set[nn.Module], memo: dict[int, 
     return copy.deepcopy(block, memo)
 
 
-class ElsewhereError(ModelError, AttributeError):
+class ForeignModuleError(ModelError, AttributeError):
     """An attribute of a block that is on another stage; an AttributeError for `hasattr`."""
 
 
-class Elsewhere:
+class ForeignModule:
     """A module in a block on another stage, of which the model's code may read what torch declares as
     constant, and the keys of an nn.ModuleDict, also of the modules in it. nn.TransformerEncoder reads whether
     its first block has batches first."""
@@ -228,22 +228,22 @@ class Elsewhere:
     def __init__(self, name: str, module: nn.Module, stage: int) -> None:
         constants = getattr(module, "__constants__", ())
         self.__dict__.update({key: value for key, value in vars(module).items() if key in constants})
-        self.__dict__.update(_modules_elsewhere(name, module, stage), _name=name, _stage=stage)
+        self.__dict__.update(_foreign_modules(name, module, stage), _name=name, _stage=stage)
         if isinstance(module, nn.ModuleDict):
             self.__dict__["keys"] = partial(tuple, tuple(module))
 
     def __getattr__(self, key: str) -> Any:
         if "_name" not in self.__dict__ or key.startswith("__"):
             raise AttributeError(key)
-        raise _elsewhere_error(f"{self._name}.{key}", self._stage)
+        raise _foreign_module_error(f"{self._name}.{key}", self._stage)
 
 
-def _modules_elsewhere(name: str, module: nn.Module, stage: int) -> dict[str, Elsewhere]:
-    return {key: Elsewhere(f"{name}.{key}", child, stage) for key, child in module.named_children()}
+def _foreign_modules(name: str, module: nn.Module, stage: int) -> dict[str, ForeignModule]:
+    return {key: ForeignModule(f"{name}.{key}", child, stage) for key, child in module.named_children()}
 
 
-def _elsewhere_error(attribute: str, stage: int) -> ElsewhereError:
-    return ElsewhereError(
+def _foreign_module_error(attribute: str, stage: int) -> ForeignModuleError:
+    return ForeignModuleError(
         "an attribute of a block on another stage is read outside of the block",
         given=f"{attribute}, on stage {stage}",
         expected="a forward that only calls the blocks",
@@ -262,7 +262,7 @@ class PassThrough(nn.Module):
         mode = block.training
         super().__init__()  # sets `training`
         self.training = mode
-        self.__dict__.update(_modules_elsewhere(name, block, inbox.stage))
+        self.__dict__.update(_foreign_modules(name, block, inbox.stage))
         self.__dict__.update(_stage_inbox=inbox, _stage_block=name, _stage_number=number)
         self.__dict__["_stage_changing"] = changing
 
@@ -288,7 +288,9 @@ class PassThrough(nn.Module):
         value = _attributes(self.__dict__["_stage_original"]()).get(name, self)
         if isinstance(value, _PLAIN_TYPES) or is_pretrained_config(value):
             return value
-        raise _elsewhere_error(f"{self.__dict__['_stage_block']}.{name}", self.__dict__["_stage_inbox"].stage)
+        raise _foreign_module_error(
+            f"{self.__dict__['_stage_block']}.{name}", self.__dict__["_stage_inbox"].stage
+        )
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]

@@ -113,7 +113,7 @@ _RECEIVE_AHEAD = 2  # actions whose receives are posted before the current one c
 class Stage(Protocol):
     """A stage of this rank."""
 
-    zero: ShardedStage
+    sharded: ShardedStage
 
     def forward(self, micro: int, received: Any) -> Any:
         """Return the output for the next stage; the last stage returns the loss, None without a backward."""
@@ -183,7 +183,7 @@ class Pipeline:
         """Run this rank's actions on its stages. `keys`: one per micro-batch, equal if the outputs of a stage
         have equal shapes. With `records`, return the time span of each action, in seconds of this process's
         clock."""
-        run = _Run(self, schedule, stages, keys)
+        run = _ScheduleRun(self, schedule, stages, keys)
         clock = _Clock(self.device) if records else None
         actions = schedule.ranks[self._rank]
         for index, action in enumerate(actions):
@@ -197,7 +197,7 @@ class Pipeline:
         return [] if clock is None else clock.spans()
 
 
-class _Run:
+class _ScheduleRun:
     """One run of a schedule."""
 
     def __init__(
@@ -263,7 +263,7 @@ class _Run:
         roots, state.roots = state.roots, []
         is_last = self._last_backward[stage] == action
         with timed, self._pipeline.splitter.deferring() if is_split else nullcontext() as deferred:
-            self._stages[stage].zero.backward(roots, gradients, last=is_last, deferred=deferred)
+            self._stages[stage].sharded.backward(roots, gradients, last=is_last, deferred=deferred)
             del roots, gradients
         if state.stage_input is not None:
             self._send_gradients(action, state.stage_input.take_gradients())
@@ -280,7 +280,7 @@ class _Run:
         deferred = self._states.pop((stage, micro)).deferred
         assert deferred is not None, f"{action} before its input-gradient half"
         with timed:
-            self._stages[stage].zero.backward_weight(deferred, last=self._last_backward[stage] == action)
+            self._stages[stage].sharded.backward_weight(deferred, last=self._last_backward[stage] == action)
 
     def _is_split(self, action: Action) -> bool:
         return (action.stage, action.micro) in self._schedule.split

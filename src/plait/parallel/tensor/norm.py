@@ -111,7 +111,7 @@ def _reduced_features(x: Tensor, result: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _NormCall:
     """Arguments of a reduction or norm. `dims` from the left; None: all."""
 
     dims: tuple[int, ...] | None = None
@@ -140,7 +140,7 @@ _SIGNATURES = {
 }
 
 
-def _parse_call(op_name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+def _parse_call(op_name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _NormCall | None:
     """Return the call's arguments; None if it does not reduce over the last dim."""
     arguments = {**dict(zip(_SIGNATURES[op_name], args, strict=False)), **kwargs}
     if "normalized_shape" in arguments:
@@ -158,53 +158,53 @@ def _parse_call(op_name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str
         correction = 1 if arguments.get("unbiased", True) else 0
     order = arguments.get("p", arguments.get("ord", 2))
     others = {name: arguments.get(name) for name in ("dtype", "weight", "bias", "eps")}
-    return _Call(dims, bool(arguments.get("keepdim", False)), correction, order, **others)
+    return _NormCall(dims, bool(arguments.get("keepdim", False)), correction, order, **others)
 
 
 # --- their implementation over all ranks
 
 
-def _sum(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
+def _sum(x: Tensor, call: _NormCall, features: ShardedDim) -> Tensor:
     partial = x.sum(-1, keepdim=call.keepdim, dtype=call.dtype)
     if not features.is_first:  # see [Note: shared shards count once] in functional.py
         partial = partial * 0  # in the graph: all ranks take part in backward's all-reduce
     return differentiable_all_reduce(partial, features.group)
 
 
-def _mean(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
+def _mean(x: Tensor, call: _NormCall, features: ShardedDim) -> Tensor:
     return _sum(x, call, features) / features.full_size
 
 
-def _var_mean(x: Tensor, call: _Call, features: ShardedDim) -> tuple[Tensor, Tensor]:
+def _var_mean(x: Tensor, call: _NormCall, features: ShardedDim) -> tuple[Tensor, Tensor]:
     mean, var = _Moments.apply(x, features)
     if call.correction:
         var = var * (features.full_size / (features.full_size - call.correction))
     return (var, mean) if call.keepdim else (var.squeeze(-1), mean.squeeze(-1))
 
 
-def _norm(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
+def _norm(x: Tensor, call: _NormCall, features: ShardedDim) -> Tensor:
     wide = x if call.dtype is None else x.to(call.dtype)
     tiny = torch.finfo(wide.dtype).tiny  # the gradient of sqrt at 0 is NaN
     return _sum(wide * wide, call, features).clamp_min(tiny).sqrt()
 
 
-def _layer_norm(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
+def _layer_norm(x: Tensor, call: _NormCall, features: ShardedDim) -> Tensor:
     wide = _wide(x)
     mean, var = _Moments.apply(wide, features)
     return _scaled((wide - mean) * torch.rsqrt(var + (1e-5 if call.eps is None else call.eps)), x, call)
 
 
-def _rms_norm(x: Tensor, call: _Call, features: ShardedDim) -> Tensor:
+def _rms_norm(x: Tensor, call: _NormCall, features: ShardedDim) -> Tensor:
     wide = _wide(x)
     eps = torch.finfo(wide.dtype).eps if call.eps is None else call.eps
-    return _scaled(wide * torch.rsqrt(_mean(wide * wide, _Call(keepdim=True), features) + eps), x, call)
+    return _scaled(wide * torch.rsqrt(_mean(wide * wide, _NormCall(keepdim=True), features) + eps), x, call)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _scaled(normed: Tensor, x: Tensor, call: _Call) -> Tensor:
+def _scaled(normed: Tensor, x: Tensor, call: _NormCall) -> Tensor:
     if call.weight is not None:
         normed = normed * call.weight
     if call.bias is not None:
@@ -212,7 +212,7 @@ def _scaled(normed: Tensor, x: Tensor, call: _Call) -> Tensor:
     return normed.to(x.dtype)
 
 
-_IMPLEMENTATIONS: dict[str, Callable[[Tensor, _Call, ShardedDim], Any]] = {
+_IMPLEMENTATIONS: dict[str, Callable[[Tensor, _NormCall, ShardedDim], Any]] = {
     "mean": _mean,
     "sum": _sum,
     "var": lambda *call: _var_mean(*call)[0],

@@ -71,7 +71,7 @@ class FullTensor:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _HeldPart:
     """Elements [start, stop) of boxes of a full tensor, at offset `at` of a rank's range of the unit."""
 
     boxes: Boxes
@@ -211,7 +211,7 @@ class FullTensorUpdate:
         stage, index = tensor.unit
         return self._units[stage][index]
 
-    def _parts(self, tensor: FullTensor, rank: int) -> Iterator[_Part]:
+    def _parts(self, tensor: FullTensor, rank: int) -> Iterator[_HeldPart]:
         """The part of a tensor that a rank of the group holds, if any."""
         shard_coord, at_grid = divmod(rank, len(self._model_ranks))
         stage, index = tensor.unit
@@ -224,7 +224,7 @@ class FullTensorUpdate:
         start, stop = max(shard.start, low), min(shard.stop, high)
         if start < stop:
             is_first = shard.boxes not in seen[:-1]
-            yield _Part(shard.boxes, start - shard.start, stop - shard.start, start - low, is_first)
+            yield _HeldPart(shard.boxes, start - shard.start, stop - shard.start, start - low, is_first)
 
     def step(self, factor: float, update: Callable[[Sequence[Tensor]], object]) -> None:
         """Update the masters' full tensors. `update` steps the leaves. Gradients are multiplied by `factor`,
@@ -288,7 +288,7 @@ class FullTensorUpdate:
 
     @staticmethod
     def _boxes(
-        flats: Sequence[Tensor], parts: Sequence[Sequence[tuple[int, _Part]]]
+        flats: Sequence[Tensor], parts: Sequence[Sequence[tuple[int, _HeldPart]]]
     ) -> Iterator[tuple[int, Box, Tensor]]:
         """Yield the boxes of flat messages: the index of the owned tensor, the box, and the view of the
         message in its shape."""

@@ -62,7 +62,7 @@ class ReplicatedTensor:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ComparedPart:
     """This rank's part of one: flat, from element `start` of its boxes. `is_range`: peers along `shard` have
     the rest."""
 
@@ -173,7 +173,7 @@ class ReplicaCheck:
         for (part, _), digest in zip(parts, torch.where(is_range, summed, local).tolist(), strict=True):
             yield part.tensor, digest
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[_ComparedPart]:
         """The same tensors on all ranks along `shard`; an empty part if this rank has nothing of one."""
         for unit in self._units:
             full_range = (0, unit.layout.numel)
@@ -191,7 +191,7 @@ class ReplicaCheck:
 
     def _parts_of(
         self, kind: str, unit: FlatParam, flat: Tensor, start: int, stop: int, *, is_common: bool = False
-    ) -> Iterator[_Part]:
+    ) -> Iterator[_ComparedPart]:
         """The parts in `flat`, which is [start, stop) of the unit's storage."""
         island = None if is_common else self._island
         overlaps = {overlap.shard.name: overlap for overlap in unit.layout.overlaps(start, stop)}
@@ -201,12 +201,12 @@ class ReplicaCheck:
                 continue
             overlap = overlaps.get(shard.name)
             if overlap is None:
-                yield _Part(tensor, flat[:0], 0, is_range=True)
+                yield _ComparedPart(tensor, flat[:0], 0, is_range=True)
                 continue
             # Parameters are followed by zeros.
             numel = -(-(overlap.stop - overlap.start) // ALIGNMENT) * ALIGNMENT
             part = flat[overlap.at : overlap.at + numel]
-            yield _Part(tensor, part, overlap.start, is_range=stop - start < unit.layout.numel)
+            yield _ComparedPart(tensor, part, overlap.start, is_range=stop - start < unit.layout.numel)
 
     def _ranks_by_value(self, high: int, low: int) -> dict[tuple[int, int], list[int]]:
         """Gather a tensor's digests and group the ranks that have it by them, in rank order. `high`, `low`:
