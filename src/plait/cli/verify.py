@@ -74,7 +74,6 @@ def verify(
     _check_tolerance(tolerance)
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
     stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
-
     from rich.console import Console
 
     from plait.comm.launch import fork_ranks
