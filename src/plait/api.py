@@ -20,7 +20,7 @@ from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
 from plait.errors import CheckpointError, ConfigError, ModelError
 from plait.models import Blocks, with_layout
-from plait.optim.requirements import DECLARATION, GroupOptimizer, state_kinds
+from plait.optim.update_kinds import DECLARATION, GroupOptimizer, state_kinds
 from plait.parallel.batch_norm import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators

@@ -58,8 +58,8 @@ def test_islands_go_on_without_a_killed_one_and_with_it_again_as_the_mean_of_the
         WORKERS + servers,
         [],
         function=lambda: job(tmp_path, words),
-        may_die=range(1, WORKERS),
-        may_return=range(1, WORKERS),
+        optional_ranks=range(1, WORKERS),
+        restartable_ranks=range(1, WORKERS),
         max_restarts=1,
     )
     assert code == 0

@@ -19,7 +19,7 @@ from plait.comm import launch_local
 from plait.comm.pair import Message
 from plait.errors import CommError
 from plait.plan import Plan
-from plait.server.job import fates_of_ranks, join_job, process_world
+from plait.server.job import join_job, process_world, restart_policy
 from plait.server.server import Server
 
 STEPS, WORKERS = 40, 3
@@ -105,8 +105,8 @@ def check_death_of_a_worker(
         function=lambda: job(
             folder, sync, *victims, delay_s=delay_s, requests=requests, restarts=restarts, server=server
         ),
-        may_die=range(1, WORKERS + 2 * with_server),
-        may_return=range(1, WORKERS),
+        optional_ranks=range(1, WORKERS + 2 * with_server),
+        restartable_ranks=range(1, WORKERS),
         max_restarts=restarts,
     )
     assert code == 0
@@ -147,7 +147,7 @@ def check_death_of_a_server(folder: Path, server: int, requests: int, *workers: 
         WORKERS + 2,
         [],
         function=lambda: job(folder, "all", *victims, delay_s=delay_s, requests=requests),
-        may_die=workers,
+        optional_ranks=workers,
     )
     errors = {path.read_text() for path in folder.glob("error-*")}
     assert code in (2, 128 + signal.SIGKILL)
@@ -200,7 +200,7 @@ def test_a_process_that_dies_before_all_have_joined_ends_the_job_with_one_error_
         time.sleep(60)
 
     begin_s = time.monotonic()
-    code = launch_local(plan.num_ranks, [], function=die_early, **fates_of_ranks(plan, 0))
+    code = launch_local(plan.num_ranks, [], function=die_early, **restart_policy(plan, 0))
     assert code == 128 + signal.SIGKILL
     assert time.monotonic() - begin_s < 25
     check_one_error(capfd.readouterr().err, f"{name} was killed before the job had begun", "SIGKILL")
@@ -224,6 +224,6 @@ def test_the_death_of_worker_0_ends_the_job_with_one_error_that_names_it(
             os.write(2, f"{error.message()}\n".encode())
             raise SystemExit(1) from error
 
-    code = launch_local(plan.num_ranks, [], function=train, **fates_of_ranks(plan, 0))
+    code = launch_local(plan.num_ranks, [], function=train, **restart_policy(plan, 0))
     assert code == 128 + signal.SIGKILL
     check_one_error(capfd.readouterr().err, "worker 0 is gone" if workers == 2 else "worker 0 was killed")

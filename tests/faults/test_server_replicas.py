@@ -17,7 +17,7 @@ import plait
 from plait.comm import launch_local
 from plait.errors import CommError
 from plait.plan import Plan
-from plait.server.job import fates_of_ranks, join_job, process_world
+from plait.server.job import join_job, process_world, restart_policy
 from plait.server.replica import Replica
 from plait.server.server import Server
 from plait.server.state import ServerState
@@ -82,8 +82,8 @@ def job(folder: Path, plan: Plan, deaths: dict[int, tuple[str, int]], sends: boo
 
 def run(folder: Path, deaths: dict[int, tuple[str, int]], *, sends: bool = False, servers: int = 2) -> int:
     plan = Plan.parse(f"dp={WORKERS} servers={servers} server=replicated")
-    fates = fates_of_ranks(plan, 0)
-    return launch_local(plan.num_ranks, [], function=lambda: job(folder, plan, deaths, sends), **fates)
+    policy = restart_policy(plan, 0)
+    return launch_local(plan.num_ranks, [], function=lambda: job(folder, plan, deaths, sends), **policy)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait.errors import ConfigError
-from plait.optim.mapped import MappedFile, mapped_bytes
+from plait.optim.disk_tensors import MappedFile, mapped_bytes
 
 # Root writes to folders without write permission, but for this capability.
 AS_ANYONE = ("setpriv", "--bounding-set=-dac_override")
@@ -74,7 +74,9 @@ def test_an_unusable_folder_is_an_error(tmp_path: Path) -> None:
 
 def message_of(script: str, *entry: str) -> str:
     """The ConfigError that `script` raises when it makes a file in a process of its own."""
-    command = f"import sys\nfrom pathlib import Path\nfrom plait.optim.mapped import MappedFile\n{script}"
+    command = (
+        f"import sys\nfrom pathlib import Path\nfrom plait.optim.disk_tensors import MappedFile\n{script}"
+    )
     done = subprocess.run([*entry, sys.executable, "-c", command], capture_output=True, text=True)
     assert done.returncode == 1
     return done.stderr.partition("plait.errors.ConfigError: ")[2]

@@ -8,8 +8,8 @@ import torch
 
 import plait
 from plait.errors import ConfigError
-from plait.optim.flat import FlatSlice, MixedOptimizer, make_optimizer, scaled_step
-from plait.optim.requirements import GroupOptimizer, Needs, state_kinds
+from plait.optim.flat_optimizer import FlatSlice, MixedOptimizer, make_optimizer, scaled_step
+from plait.optim.update_kinds import GroupOptimizer, UpdateScope, state_kinds
 from plait.parallel.zero.sharded_optim import check_groups
 from plait.plan import Plan
 from support import optimizers, programs
@@ -148,7 +148,7 @@ def test_classes_that_do_not_update_parameters_one_by_one_are_refused(
     kind: type[torch.optim.Optimizer], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
-        _ = GroupOptimizer(kind, {"lr": 0.1}).needs
+        _ = GroupOptimizer(kind, {"lr": 0.1}).scope
     assert caught.value.fact == f"{kind.__name__} cannot work on shards of parameters"
 
 
@@ -171,7 +171,7 @@ UNDECLARED = [*optimizers.BY_TENSOR, Derived, DerivedOfDeclared, Normalised, Row
 def test_a_class_that_is_not_declared_element_wise_needs_full_tensors(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    assert GroupOptimizer(kind, {"lr": 0.1}).needs is Needs.TENSORS
+    assert GroupOptimizer(kind, {"lr": 0.1}).scope is UpdateScope.TENSORS
     with pytest.raises(ConfigError, match=r"does not work with .*\n.*needs full tensors"):
         state_kinds(kind, {"lr": 0.1})
 
@@ -197,7 +197,7 @@ def test_a_class_that_declares_itself_element_wise_but_is_not_is_refused(
 ) -> None:
     declared = optimizers.declaring(kind)
     with pytest.raises(ConfigError) as caught:
-        _ = GroupOptimizer(declared, {"lr": 0.1}).needs
+        _ = GroupOptimizer(declared, {"lr": 0.1}).scope
     assert caught.value.fact == f"{declared.__name__} is not what its is_elementwise declares"
     assert re.search(reason, str(caught.value.given))
     assert "one element's weights, gradients and states" in str(caught.value.expected)
@@ -205,13 +205,13 @@ def test_a_class_that_declares_itself_element_wise_but_is_not_is_refused(
 
 
 def test_a_class_that_declares_itself_element_wise_works_on_shards_and_servers() -> None:
-    assert GroupOptimizer(optimizers.ByElement, {}).needs is Needs.ELEMENTS
+    assert GroupOptimizer(optimizers.ByElement, {}).scope is UpdateScope.ELEMENTS
     assert state_kinds(optimizers.ByElement, {}) == {"exp_avg"}
 
 
 def test_a_class_that_reads_the_parameters_when_it_is_built_is_refused() -> None:
     with pytest.raises(ConfigError, match="when it is built"):
-        _ = GroupOptimizer(optimizers.ReadingAtStart, {}).needs
+        _ = GroupOptimizer(optimizers.ReadingAtStart, {}).scope
 
 
 def test_a_class_that_declares_nothing_is_said_to_be_slower_unless_it_says_that_it_is_not_element_wise() -> (
@@ -229,7 +229,7 @@ def test_a_class_that_declares_nothing_is_said_to_be_slower_unless_it_says_that_
 
 
 def test_a_class_that_sums_over_shards_needs_norms() -> None:
-    assert GroupOptimizer(plait.LAMB, {}).needs is Needs.NORMS
+    assert GroupOptimizer(plait.LAMB, {}).scope is UpdateScope.NORMS
     for wrong in (
         {"lr": -1.0},
         {"eps": -1.0},

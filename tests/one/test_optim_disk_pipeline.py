@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from plait.errors import RunError
-from plait.optim import mapped
+from plait.optim import disk_tensors
 from plait.optim.disk_pipeline import DiskPipeline, Span
-from plait.optim.mapped import MappedFile
+from plait.optim.disk_tensors import MappedFile
 
 PAGE = mmap.PAGESIZE
 NUM_BLOCKS, BLOCK_PAGES = 12, 3
@@ -163,7 +163,7 @@ def test_no_write_is_in_flight_after_one_has_failed(tmp_path: Path, monkeypatch:
 def test_without_direct_io_ordinary_transfers_serve_and_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapped, "_open_direct", lambda _: None)
+    monkeypatch.setattr(disk_tensors, "_open_direct", lambda _: None)
     with pytest.warns(UserWarning, match="without direct I/O"):
         _, tensor, pipeline = opened(tmp_path)
     add_one(pipeline)
@@ -182,4 +182,4 @@ def test_a_file_system_that_refuses_direct_io_is_recognized(
         return opens(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert mapped._open_direct(str(name)) is None
+    assert disk_tensors._open_direct(str(name)) is None

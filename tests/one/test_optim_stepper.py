@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.optim.flat import FlatSlice, make_optimizer
-from plait.optim.mapped import MappedFile, mapped_bytes
-from plait.optim.requirements import state_kinds
+from plait.optim.disk_tensors import MappedFile, mapped_bytes
+from plait.optim.flat_optimizer import FlatSlice, make_optimizer
 from plait.optim.stepper import ChunkedOptimizer
+from plait.optim.update_kinds import state_kinds
 
 NUMEL, STEPS = 20_000, 4
 CUTS = (7_000, 9_000, 4_000)  # the second group is the last cut
@@ -234,9 +234,9 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from plait.optim.flat import FlatSlice, make_optimizer
-from plait.optim.requirements import state_kinds
-from plait.optim.mapped import MappedFile, mapped_bytes
+from plait.optim.flat_optimizer import FlatSlice, make_optimizer
+from plait.optim.update_kinds import state_kinds
+from plait.optim.disk_tensors import MappedFile, mapped_bytes
 from plait.optim.stepper import ChunkedOptimizer
 from plait.plan.estimate.memory import CHUNK
 

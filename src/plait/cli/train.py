@@ -64,7 +64,7 @@ def train(
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
     _check_before_imports(recipe, sets, plan, ranks, resume)
     from plait.comm.launch import fork_ranks, launch_local
-    from plait.server.job import fates_of_ranks
+    from plait.server.job import restart_policy
     from plait.train.prepare import prepare
 
     fork_ranks(rank_entry(call))
@@ -75,8 +75,8 @@ def train(
         code = LOST_RANK
         try:
             run = prepared.recipe.run
-            fates = fates_of_ranks(prepared.plan, run.max_restarts)
-            code = launch_local(prepared.plan.num_ranks, words, save_s=run.save_s, **fates)
+            policy = restart_policy(prepared.plan, run.max_restarts)
+            code = launch_local(prepared.plan.num_ranks, words, save_s=run.save_s, **policy)
         finally:
             if code and not resume:
                 _discard_unused(prepared.dir, start)

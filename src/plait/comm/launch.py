@@ -88,9 +88,9 @@ def launch_local(
     command: Sequence[str] | None = None,
     function: Callable[[], object] | None = None,
     save_s: float = 60.0,
-    may_die: Collection[int] = (),
-    may_return: Collection[int] | None = None,
-    end_s: float | None = None,
+    optional_ranks: Collection[int] = (),
+    restartable_ranks: Collection[int] | None = None,
+    drain_s: float | None = None,
     max_restarts: int = 0,
     names: Mapping[int, str] | None = None,
     on_death: Callable[[CommError], object] = _print_error,
@@ -100,10 +100,11 @@ def launch_local(
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
-    ended within seconds, even if they are stuck. If a signal has killed a rank of `may_die` that is also one
-    of `may_return` (by default all are), it is started again, `max_restarts` times in all; else the others go
-    on, if the job has begun (`announce_begin`). `end_s`: the job is over when rank 0 has ended with 0; others
-    have so many seconds to end too. `on_death`: gets the error of a killed rank, `names`, if none reports it.
+    ended within seconds, even if they are stuck. If a signal has killed one of `optional_ranks`, it is
+    started again if it is one of `restartable_ranks` (by default all are), `max_restarts` times in all; else
+    the others go on, if the job has begun (`announce_begin`). The job is over when rank 0 has ended with 0:
+    others have `drain_s` seconds to end too. `on_death` gets the error of a killed rank, `names`, if none
+    reports it.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
     seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
@@ -125,14 +126,12 @@ def launch_local(
         )
     is_own = command is None
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
-    forked = None
     program = function or (_entry if is_own and _can_fork(num_ranks) else None)
-    if program is not None:
-        forked = _ForkedRank(argv, program)
+    forked = None if program is None else _ForkedRank(argv, program)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
-        may_return = may_die if may_return is None else may_return
         begun = rendezvous_dir / (_RENDEZVOUS + BEGUN)
-        monitor = RankMonitor(save_s, may_die, may_return, end_s, max_restarts, names or {}, begun)
+        restartable = optional_ranks if restartable_ranks is None else restartable_ranks
+        monitor = RankMonitor(save_s, optional_ranks, restartable, drain_s, max_restarts, names or {}, begun)
         with (
             _patched_environment(_rank_environment(num_ranks, rendezvous_dir)),
             _silence_torch(),

@@ -29,9 +29,9 @@ class RankMonitor:
     See `launch_local`."""
 
     save_s: float  # from a signal to SIGKILL: time to write a checkpoint
-    may_die: Collection[int]
-    may_return: Collection[int]
-    end_s: float | None  # from the end of rank 0, and of the job, to SIGKILL for others
+    optional_ranks: Collection[int]
+    restartable_ranks: Collection[int]
+    drain_s: float | None  # from the end of rank 0, and of the job, to SIGKILL for others
     max_restarts: int
     names: Mapping[int, str]
     begun: Path  # a file that exists once the job has begun
@@ -62,9 +62,9 @@ class RankMonitor:
             if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
         }
         self._report_late_ranks(dead)
-        for rank in [rank for rank, code in dead.items() if code < 0 and rank in self.may_die]:
+        for rank in [rank for rank, code in dead.items() if code < 0 and rank in self.optional_ranks]:
             self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
-            if rank in self.may_return and self._may_restart():
+            if rank in self.restartable_ranks and self._may_restart():
                 self._restarts.append(rank)
                 del dead[rank]
         dead |= {rank: 0 for rank, code in dead.items() if self._is_excused(rank, code)}
@@ -72,8 +72,8 @@ class RankMonitor:
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
             is_first = not any(map(self._is_failure, self._codes.values()))
             self._codes[rank] = code
-            if rank == 0 and code == 0 and self.end_s is not None:
-                self._pending.append((now + self.end_s, signal.SIGKILL))
+            if rank == 0 and code == 0 and self.drain_s is not None:
+                self._pending.append((now + self.drain_s, signal.SIGKILL))
             if self._is_failure(code):
                 self._send(rank, signal.SIGKILL)
                 if is_first:
@@ -125,7 +125,7 @@ class RankMonitor:
             return None
         rank, code = failures[0]
         name = self.names.get(rank, f"rank {rank}")
-        has_begun = not self.may_die or self.begun.exists()
+        has_begun = not self.optional_ranks or self.begun.exists()
         with_what = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return CommError(
             f"{name} was killed" + ("" if has_begun else " before the job had begun"),
@@ -137,17 +137,19 @@ class RankMonitor:
     def _is_excused(self, rank: int, code: int) -> bool:
         """Return whether a rank that ended so does not fail the job."""
         if code < 0:
-            return (rank in self.may_die and self.begun.exists()) or self._is_over
+            return (rank in self.optional_ranks and self.begun.exists()) or self._is_over
         return rank in self._restarts and self._is_over  # it was too late to join
 
     @property
     def _is_over(self) -> bool:
-        return self.end_s is not None and self._codes.get(0) == 0
+        return self.drain_s is not None and self._codes.get(0) == 0
 
     def _report_late_ranks(self, dead: Mapping[int, int]) -> None:
         for rank, code in dead.items():
             if self._is_over and code == -signal.SIGKILL:
-                sys.stderr.write(f"plait: rank {rank} was killed {self.end_s:g} s after the job had ended\n")
+                sys.stderr.write(
+                    f"plait: rank {rank} was killed {self.drain_s:g} s after the job had ended\n"
+                )
 
     def _is_failure(self, code: int) -> bool:
         as_requested = () if self._forwarded is None else (-self._forwarded, 128 + self._forwarded)

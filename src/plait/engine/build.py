@@ -15,7 +15,7 @@ from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
 from plait.models.init_weights import parameter_only_modules
 from plait.models.stages.shell import StageModules
-from plait.optim.requirements import GroupOptimizer
+from plait.optim.update_kinds import GroupOptimizer
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.batch_norm import sync_batch_norms
 from plait.parallel.compile import compile_blocks

@@ -133,7 +133,7 @@ class Engine:
         self._batches = BatchPreparer(
             self.device, self._precision.compute, self._groups.same_data, self.plan.micro, inputs
         )
-        self.num_steps = self._updater.publish(self.num_steps)
+        self.num_steps = self._updater.push_state(self.num_steps)
 
     def __reduce__(self) -> NoReturn:
         raise not_copyable()
@@ -318,7 +318,7 @@ class Engine:
         if late:
             square_sum = self._parts.sharded.reduce_late().item()
         loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
-        loss_sum, num_targets, square_sum = self._updater.combine((loss_sum, num_targets, square_sum))
+        loss_sum, num_targets, square_sum = self._updater.reduce_totals((loss_sum, num_targets, square_sum))
         self._scale.unit = units / self._groups.dense.gradient_sum.size
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
@@ -405,7 +405,7 @@ class Engine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
         {}. Every rank must call it, as `full_gradients` and `state`."""
-        self._updater.fetch()
+        self._updater.pull_state()
         return {} if self._is_replica else self._parts.state.weights()
 
     def full_buffers(self) -> dict[str, Tensor]:
@@ -416,10 +416,10 @@ class Engine:
         """Copies of the last step's full gradients as the optimizer received them (clipped): see above."""
         return {} if self._is_replica else self._parts.state.gradients()
 
-    def gradient_error(self, name: str, full: Tensor) -> tuple[float, float] | None:
+    def gradient_distance(self, name: str, full: Tensor) -> tuple[float, float] | None:
         """For this rank's shard of the last step's gradient: its squared distance from `full`, and the
         squared norm of that shard of `full`. None if the rank owns nothing of it."""
-        return self._parts.state.gradient_error(name, full)
+        return self._parts.state.gradient_distance(name, full)
 
     @one_thread
     def probe_gradients(self, batch: Batch, scale: float) -> dict[str, Tensor]:
@@ -475,7 +475,7 @@ class Engine:
         """This rank's share of the checkpoint: over all ranks, every element of `state` once. No
         communication."""
         self._check_consistent()
-        self._updater.fetch()
+        self._updater.pull_state()
         own = self._own_state().items() if self._groups.world.rank == 0 else ()
         shards = [*self._parts.state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
         return self._parts.islands.shards(shards)
@@ -510,7 +510,7 @@ class Engine:
         self._step_count.reset()
         for stage in self._stages:
             stage.sync_params()
-        self.num_steps = self._updater.publish(self.num_steps)
+        self.num_steps = self._updater.push_state(self.num_steps)
 
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Save the training state as a checkpoint, `step-00000120` in a folder that all hosts share: complete

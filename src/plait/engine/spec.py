@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from plait.engine.loss import Loss
 from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
 from plait.models import Blocks, blocks_of, build_tp_plan, plan_stages
-from plait.optim.requirements import DEFAULT_GROUPS
+from plait.optim.update_kinds import DEFAULT_GROUPS
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.loss_scaling import LossScaling

@@ -22,7 +22,7 @@ class Updater(Protocol):
     data_ranks: int
     saves: bool
 
-    def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
+    def reduce_totals(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
         """From (summed loss, targets, squared norm of the gradient) of this engine's ranks, return those of
         the step."""
 
@@ -36,10 +36,10 @@ class Updater(Protocol):
         """End step number `num_steps` (from 0), also one without an update, and exchange weights with other
         islands if it is time; return the next step's number. `on_write`: as of `apply`."""
 
-    def fetch(self) -> None:
+    def pull_state(self) -> None:
         """Make the engine's own weights and optimizer states those of the training."""
 
-    def publish(self, num_steps: int) -> int:
+    def push_state(self, num_steps: int) -> int:
         """Make the engine's own weights and states, which were loaded or initialized, those of the
         training; return the number of its steps."""
 
@@ -60,7 +60,7 @@ class LocalUpdater:
         self._parts = parts
         self._clip_value = clip_value
 
-    def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
+    def reduce_totals(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
         return totals
 
     def apply(self, factor: float, number: int, on_write: Callable[[bool], object]) -> None:
@@ -98,11 +98,11 @@ class LocalUpdater:
         on_write(False)
         return num_steps, result
 
-    def fetch(self) -> None:
+    def pull_state(self) -> None:
         for stage in self._parts.sharded.stages.values():
             stage.adopt_writes()
 
-    def publish(self, num_steps: int) -> int:
+    def push_state(self, num_steps: int) -> int:
         return num_steps
 
     def memory(self, use: MemoryUse) -> MemoryUse:

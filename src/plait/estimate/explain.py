@@ -23,7 +23,7 @@ from plait.engine.spec import TrainingSpec, validate
 from plait.errors import ModelError
 from plait.estimate.dry_run import META, DryStage, HypotheticalRanks, NullMasters, dry_stages
 from plait.models import Blocks, Chain, with_layout
-from plait.optim.requirements import GroupOptimizer, Needs
+from plait.optim.update_kinds import GroupOptimizer, UpdateScope
 from plait.parallel.float8 import Float8Layers
 from plait.parallel.zero.full_tensors import full_tensor_bytes, full_tensors
 from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
@@ -301,7 +301,7 @@ class _PlanView:
         self, ranks: Sequence[int], pp_rank: int, units: Sequence[UnitLayout]
     ) -> tuple[int, int]:
         """Bytes of states and buffers of full tensors, on the rank with most of them."""
-        if all(group.needs is not Needs.TENSORS for group in self.groups):
+        if all(group.scope is not UpdateScope.TENSORS for group in self.groups):
             return 0, 0
         size = self.grid.degree(*TENSOR)
         model_ranks = range(pp_rank * size, (pp_rank + 1) * size)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import RunError
-from plait.optim.mapped import MappedFile
+from plait.optim.disk_tensors import MappedFile
 from plait.plan.estimate.memory import DISK_BUFFERS
 
 _NUM_READ = 2

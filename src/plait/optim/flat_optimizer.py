@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ConfigError
-from plait.optim.requirements import DEFAULT_GROUPS, GroupOptimizer
+from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 
 
 @dataclass(frozen=True)

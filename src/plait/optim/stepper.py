@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from plait.optim.disk_pipeline import DiskPipeline, Span
-from plait.optim.flat import scaled_step
-from plait.optim.mapped import MappedFile, mapped_bytes
+from plait.optim.disk_tensors import MappedFile, mapped_bytes
+from plait.optim.flat_optimizer import scaled_step
 from plait.optim.rounding import StochasticRounding
 
 

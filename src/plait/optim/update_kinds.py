@@ -4,7 +4,7 @@
 The engine has flat ranges of units, of which each rank owns one. What a class makes of them depends on what
 the update of an element depends on:
 
-  elements   this element alone (AdamW, SGD, Lion): it steps ranges of any kind. See `flat.py`
+  elements   this element alone (AdamW, SGD, Lion): it steps ranges of any kind. See `flat_optimizer.py`
   norms      sums over the element's parameter as well (LAMB, LARS): it steps ranges of one parameter each,
              and calls `sum_over_shards` between its own sums and their use: one small all-reduce
   tensors    the full parameter (Muon's orthogonalization, Adafactor's rows and columns): one rank receives
@@ -56,7 +56,7 @@ _LARGE_PARTS = [(9_000,), (16_600,)]  # of the last one
 _SIZES = (3, 5, 7, 11, 13, 17)  # of dims, where the shape of states is tried
 
 
-class Needs(Enum):
+class UpdateScope(Enum):
     """See [Note: three kinds of optimizers]."""
 
     ELEMENTS = "elements"
@@ -128,7 +128,7 @@ class GroupOptimizer:
         return is_torchs or "is_elementwise" in vars(own) or hasattr(own, "sum_over_shards")
 
     @cached_property
-    def needs(self) -> Needs:
+    def scope(self) -> UpdateScope:
         """See [Note: three kinds of optimizers]. Raises ConfigError for a class that is of no kind or not of
         the one that it declares, or for arguments that it cannot step with."""
         own = self.optimizer_class
@@ -137,7 +137,7 @@ class GroupOptimizer:
                 raise self.refusal(_REFUSED[base.__name__])
         if own in _ELEMENTWISE:
             self._kinds((24,))  # raises for arguments
-            return Needs.ELEMENTS
+            return UpdateScope.ELEMENTS
         matrix = self._update([(2, 12)])
         if not _are_close(self._update([(2, 12)], reads_first=True), matrix):
             raise self.refusal("it reads the parameters when it is built, before they have their values")
@@ -145,14 +145,14 @@ class GroupOptimizer:
             self._try_by_turns()
             if not all(_are_close(self._update(shapes), matrix) for shapes in ([(24,)], *_PARTS)):
                 raise self.refusal("its update depends on more than `sum_over_shards` returns")
-            return Needs.NORMS
+            return UpdateScope.NORMS
         if vars(own).get("is_elementwise", False):
             self._try_elements()
-            return Needs.ELEMENTS
+            return UpdateScope.ELEMENTS
         alone = torch.cat([self._update([(2, 6)], start) for start in (0, 12)])
         if not _are_close(self._update([(2, 6)] * 2), alone):
             raise self.refusal("its update of a parameter depends on other parameters")
-        return Needs.TENSORS
+        return UpdateScope.TENSORS
 
     def _try_elements(self) -> None:
         """Raise ConfigError unless vectors are updated as the same elements in other shapes and in parts."""
@@ -191,7 +191,7 @@ class GroupOptimizer:
         A tensor's kind is its name (`exp_avg`); a counter is `scalar.step` or, if it is a Python number,
         `number.step`, of shape (). Raises ConfigError if the class cannot train such a parameter.
         """
-        if self.needs is not Needs.TENSORS:
+        if self.scope is not UpdateScope.TENSORS:
             return {kind: () if "." in kind else shape for kind in self._kinds((24,))}
         try:
             return self._kinds(shape, "meta")
@@ -310,7 +310,7 @@ def state_kinds(
     optimizers = GroupOptimizer.of_groups(optimizer_class, arguments, groups)
     by_group = []
     for optimizer in optimizers:
-        if optimizer.needs is not Needs.ELEMENTS:
+        if optimizer.scope is not UpdateScope.ELEMENTS:
             raise not_elementwise(optimizer, "parameter servers")
         by_group.append(set(optimizer.state_shapes((1,))))
     for group, kinds in zip(groups, by_group, strict=True):
@@ -328,7 +328,7 @@ def not_elementwise(optimizer: GroupOptimizer, option: str) -> ConfigError:
     """The error for an option that only element-wise optimizers work with."""
     return ConfigError(
         f"{optimizer.name} does not work with {option}",
-        given=f"{optimizer.name}, which needs {optimizer.needs.value} of parameters",
+        given=f"{optimizer.name}, which needs {optimizer.scope.value} of parameters",
         expected="an element-wise optimizer",
         hint="AdamW, Lion, Adam or SGD" + ("" if optimizer.is_known else f"; or {DECLARATION}"),
     )

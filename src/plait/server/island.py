@@ -56,7 +56,7 @@ class IslandUpdater:
         self._servers = ServerUpdater(parts, spec.plan, servers, arena, ServedOuter(parts))
         self.counts = self._servers.counts
 
-    def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
+    def reduce_totals(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
         self._servers.begin_training()
         return totals
 
@@ -71,7 +71,7 @@ class IslandUpdater:
             return num_steps, None
         on_write(True)
         squares = self._push()
-        distances, num_islands, square_sum = self._servers.combine((squares, 1.0, squares))
+        distances, num_islands, square_sum = self._servers.reduce_totals((squares, 1.0, squares))
         self._servers.apply(self._servers.share, num_steps, on_write)
         on_write(True)
         clock, _ = self._servers.end_step(num_steps, on_write)
@@ -108,13 +108,13 @@ class IslandUpdater:
         for stage in self._stages:
             stage.sync_params()
 
-    def fetch(self) -> None:
-        self._servers.fetch()
+    def pull_state(self) -> None:
+        self._servers.pull_state()
         for stage in self._stages:
             stage.sync_params()
 
-    def publish(self, num_steps: int) -> int:
-        clock = self._servers.publish(num_steps // self._steps)
+    def push_state(self, num_steps: int) -> int:
+        clock = self._servers.push_state(num_steps // self._steps)
         if self.data_rank == 0:
             return num_steps
         self._continue()

@@ -22,7 +22,7 @@ from plait.server.replica import Replica
 from plait.server.server import Server
 from plait.server.worker import ServedModel, Servers, ServerUpdater
 
-_END_S = 10.0  # from the end of worker 0, and of the job, to that of the others
+_DRAIN_S = 10.0  # from the end of worker 0, and of the job, to that of the others
 _LEAVE_S = 30.0  # for other workers to leave a colocated server
 
 
@@ -46,7 +46,7 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
     return World.of_process(process, new_arena(2 * process.size) if shares_memory else None)
 
 
-def fates_of_ranks(plan: Plan, max_restarts: int) -> dict[str, Any]:
+def restart_policy(plan: Plan, max_restarts: int) -> dict[str, Any]:
     """Return arguments of `launch_local`: the job goes on without workers other than the first, if servers
     are dedicated, starts them `max_restarts` times again, and is over when worker 0 ends it. It also goes on
     without servers that have replicas. The error of a death has the name of the role."""
@@ -55,11 +55,11 @@ def fates_of_ranks(plan: Plan, max_restarts: int) -> dict[str, Any]:
     ]
     return {
         "names": dict(enumerate(roles)) if plan.num_servers else None,
-        "may_die": range(1, plan.num_ranks if plan.server == "replicated" else plan.dp)
+        "optional_ranks": range(1, plan.num_ranks if plan.server == "replicated" else plan.dp)
         if plan.servers
         else (),
-        "may_return": range(1, plan.dp),
-        "end_s": _END_S if plan.num_servers else None,
+        "restartable_ranks": range(1, plan.dp),
+        "drain_s": _DRAIN_S if plan.num_servers else None,
         "max_restarts": max_restarts,
     }
 

@@ -21,10 +21,10 @@ from plait.comm import sum_into
 from plait.comm.pair import Message, as_bytes
 from plait.engine.spec import TrainingSpec
 from plait.optim.clip import clip_values, squared_norm
-from plait.optim.flat import FlatSlice, make_optimizer
+from plait.optim.flat_optimizer import FlatSlice, make_optimizer
 from plait.optim.groups import load_options
-from plait.optim.requirements import state_kinds
 from plait.optim.stepper import ChunkedOptimizer
+from plait.optim.update_kinds import state_kinds
 from plait.server.chunks import MAX_NUMEL, Chunk
 from plait.server.clocks import AppliedOnce
 from plait.server.protocol import Verb, mask_of

@@ -244,7 +244,7 @@ class ServerUpdater:
 
     # --- a step
 
-    def combine(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
+    def reduce_totals(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
         self.begin_training()
         if not self._policy.sums and not self._encoder.is_exact:
             totals = (*totals[:2], self._squared_norm())
@@ -351,7 +351,7 @@ class ServerUpdater:
 
     # --- saving and loading
 
-    def fetch(self) -> None:
+    def pull_state(self) -> None:
         """Copy weights and optimizer states from the servers: a consistent state, between two updates."""
         request = self._servers.request
         while unfinished := request(0, Message(Verb.HOLD, value=1)).json():
@@ -372,7 +372,7 @@ class ServerUpdater:
         ]
         self._served.load(parts)
 
-    def publish(self, num_steps: int) -> int:
+    def push_state(self, num_steps: int) -> int:
         """On worker 0, copy its weights and states to the servers; on the others, wait until its first step
         has begun. So it may load more than once before the training begins."""
         self._num_published += 1

@@ -17,7 +17,7 @@ from plait.errors import ConfigError, nearest
 from plait.models import default_groups
 from plait.optim.lamb import LAMB
 from plait.optim.lion import Lion
-from plait.optim.requirements import DEFAULT_GROUPS, GroupOptimizer
+from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.train.config import OptimizerConfig, ScheduleConfig
 
 

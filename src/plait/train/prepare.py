@@ -25,7 +25,7 @@ from plait.engine.spec import validate
 from plait.errors import ConfigError, DataError, RunError
 from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta
-from plait.optim.mapped import MappedFile
+from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, check_batches, differences, read_recipe
 from plait.train.health.hang_report import any_stacks

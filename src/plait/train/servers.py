@@ -34,7 +34,7 @@ def continue_first_island(engine: Engine, world: World) -> None:
         engine.load_from(reader, options=False)  # the recipe's
 
 
-def help_training(recipe: Recipe, world: World) -> None:
+def run_worker(recipe: Recipe, world: World) -> None:
     """Serve, or compute a worker's share of every step until worker 0 ends the job."""
     with SignalHandler():
         run = ResolvedRun.open(recipe, world.size)

@@ -58,7 +58,7 @@ from plait.train.report import (
 )
 from plait.train.resume import load_newest
 from plait.train.server_metrics import ServerMetrics
-from plait.train.servers import RESUMED, help_training
+from plait.train.servers import RESUMED, run_worker
 from plait.train.signals import SignalHandler
 from plait.version import __version__
 
@@ -78,7 +78,7 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
     """
     plan = Plan.parse(recipe.plan)
     if plan.num_servers and join_job(plan).rank:
-        help_training(recipe, world)
+        run_worker(recipe, world)
         return None
     with SignalHandler() as signals:
         trainer = Trainer(ResolvedRun.open(recipe, world.size), world)

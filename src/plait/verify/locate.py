@@ -30,7 +30,7 @@ def locate_mismatches(expected: Mapping[str, Tensor], engine: Engine, *, toleran
         if world.rank == 0:
             reference.copy_(expected[name])
         broadcast(reference, world.group)
-        own = engine.gradient_error(name, reference)
+        own = engine.gradient_distance(name, reference)
         row = torch.tensor(own or (-1.0, -1.0), dtype=torch.float64, device=engine.device)
         rows = row.new_empty(2 * world.size)
         all_gather(rows, row, world.group)

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import all_to_all_list
-from plait.optim.requirements import GroupOptimizer, Needs
+from plait.optim.update_kinds import GroupOptimizer, UpdateScope
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap
@@ -147,7 +147,7 @@ def full_tensor_bytes(
 
 
 def _needs_tensor(groups: Sequence[GroupOptimizer], group: int | None) -> bool:
-    return group is not None and groups[group].needs is Needs.TENSORS
+    return group is not None and groups[group].scope is UpdateScope.TENSORS
 
 
 class FullTensorUpdate:

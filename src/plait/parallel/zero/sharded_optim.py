@@ -11,10 +11,10 @@ from torch import Tensor
 
 from plait.comm import all_reduce
 from plait.errors import ConfigError
-from plait.optim.flat import FlatSlice, join_groups
-from plait.optim.mapped import MappedFile, mapped_bytes
-from plait.optim.requirements import GroupOptimizer, Needs, not_elementwise
+from plait.optim.disk_tensors import MappedFile, mapped_bytes
+from plait.optim.flat_optimizer import FlatSlice, join_groups
 from plait.optim.stepper import ChunkedOptimizer
+from plait.optim.update_kinds import GroupOptimizer, UpdateScope, not_elementwise
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.full_tensors import FullTensorUpdate
 from plait.parallel.zero.rank_context import Precision, RankContext
@@ -100,14 +100,17 @@ class ShardedOptimizer:
             FlatSlice(each.group, leaf) for each, leaf in zip(self.full.owned, self.full.leaves, strict=True)
         ]
         self.optimizer = join_groups(groups, leaves)
-        self._communicates = any(group.needs is Needs.NORMS for group in groups)
+        self._communicates = any(group.scope is UpdateScope.NORMS for group in groups)
         if self._communicates:
             sums = SumsOverShards(self.slices, context)
             for optimizer in getattr(self.optimizer, "by_name", {"": self.optimizer}).values():
                 if hasattr(optimizer, "sum_over_shards"):
                     optimizer.sum_over_shards = sums.reduce
         self.kinds = {
-            kind for group in groups if group.needs is not Needs.TENSORS for kind in group.state_shapes((1,))
+            kind
+            for group in groups
+            if group.scope is not UpdateScope.TENSORS
+            for kind in group.state_shapes((1,))
         }
         self._masters = masters
         self.has_states = False  # equal on all ranks, also if one owns padding only, or nothing trains
@@ -206,7 +209,7 @@ class SumsOverShards:
 def states_per_element(groups: Sequence[GroupOptimizer]) -> list[int]:
     """By group, the number of states as large as a rank's range of parameters; 0 for full tensors."""
     return [
-        0 if group.needs is Needs.TENSORS else sum("." not in kind for kind in group.state_shapes((1,)))
+        0 if group.scope is UpdateScope.TENSORS else sum("." not in kind for kind in group.state_shapes((1,)))
         for group in groups
     ]
 
@@ -214,7 +217,9 @@ def states_per_element(groups: Sequence[GroupOptimizer]) -> list[int]:
 def check_groups(groups: Sequence[GroupOptimizer], plan: Plan) -> None:
     """Raise ConfigError for optimizers that do not work with an option of the plan."""
     for group in groups:
-        needs_tensors, needs_elements = (group.needs is needs for needs in (Needs.TENSORS, Needs.ELEMENTS))
+        needs_tensors, needs_elements = (
+            group.scope is scope for scope in (UpdateScope.TENSORS, UpdateScope.ELEMENTS)
+        )
         if plan.offload == "disk" or (plan.offload == "cpu" and needs_tensors):
             option = f"offload={plan.offload}"
         elif plan.optim_dtype == "bf16":
@@ -249,8 +254,8 @@ def _slices(unit: FlatParam, groups: Sequence[GroupOptimizer], *, streams: bool)
 def _ranges(unit: FlatParam, groups: Sequence[GroupOptimizer]) -> Iterator[tuple[int, int, int]]:
     """(group, start, stop) of the ranges that this rank owns; of one parameter each, if norms are needed."""
     for group, start, stop in unit.layout.owned_groups(unit.groups.all_gather.rank):
-        if groups[group].needs is Needs.ELEMENTS:
+        if groups[group].scope is UpdateScope.ELEMENTS:
             yield group, start, stop
-        elif groups[group].needs is Needs.NORMS:
+        elif groups[group].scope is UpdateScope.NORMS:
             for overlap in unit.layout.overlaps(unit.start + start, unit.start + stop):
                 yield group, start + overlap.at, start + overlap.at + overlap.stop - overlap.start

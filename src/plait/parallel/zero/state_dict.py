@@ -84,7 +84,7 @@ class ShardedState:
         """Collect copies of the last step's full gradients."""
         return self._in_order(self._gather_full(lambda unit: unit.grad_shard))
 
-    def gradient_error(self, name: str, expected: Tensor) -> tuple[float, float] | None:
+    def gradient_distance(self, name: str, expected: Tensor) -> tuple[float, float] | None:
         """For this rank's ranges of a parameter: the squared distance of its gradient from `expected` (the
         full gradient), and the squared norm of `expected`. None if this rank owns nothing of it."""
         total = None
