@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import launch_local
-from plait.comm.pair import Message
+from plait.comm.connection import Message
 from plait.errors import CommError
 from plait.plan import Plan
 from plait.server.job import join_job, process_world, restart_policy

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from plait.comm import pair
-from plait.comm.pair import Meeting, Message, Pair, as_bytes
+from plait.comm import connection
+from plait.comm.connection import Connection, Message, ServerAddress, as_bytes
 from plait.comm.store import JobStore
 from plait.engine.spec import validate
 from plait.errors import PlaitError
@@ -76,23 +76,23 @@ def test_an_update_that_is_sent_twice_is_applied_once() -> None:
 def test_one_of_a_server_and_its_replica_that_have_lost_each_other_goes_on(replica_is_first: bool) -> None:
     store = dist.HashStore()
     both = [
-        Meeting(JobStore(store, rank, 60.0), 3, is_replica=is_replica)
+        ServerAddress(JobStore(store, rank, 60.0), 3, is_replica=is_replica)
         for rank, is_replica in enumerate((replica_is_first, not replica_is_first))
     ]
-    assert not any(meeting.is_lost() for meeting in both)
-    assert [meeting.claim() for meeting in both] == [True, False]
-    assert [meeting.is_lost() for meeting in both] == [False, True]
+    assert not any(address.is_lost() for address in both)
+    assert [address.claim() for address in both] == [True, False]
+    assert [address.is_lost() for address in both] == [False, True]
 
 
 @pytest.mark.parametrize(("limit_s", "is_lost"), [(60.0, False), (0.3, True)])
 def test_a_message_may_come_later_than_a_connection_has_to(
     monkeypatch: pytest.MonkeyPatch, limit_s: float, is_lost: bool
 ) -> None:
-    monkeypatch.setattr(pair, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(connection, "_CONNECT_S", 1.0)
     store = JobStore(dist.HashStore(), 0, 60.0)
     with ThreadPoolExecutor(1) as other:
-        server = other.submit(Pair, store, "pair", 0, 60.0)
-        worker = Pair(store, "pair", 1, limit_s)
+        server = other.submit(Connection, store, "pair", 0, 60.0)
+        worker = Connection(store, "pair", 1, limit_s)
         other.submit(lambda: (server.result().receive(), time.sleep(1.5), server.result().send(Message(2))))
         if is_lost:
             with pytest.raises(PlaitError, match="is lost"):
@@ -117,7 +117,7 @@ STRANGERS = {
 def test_strangers_at_a_servers_port_keep_no_worker_waiting(kind: str) -> None:
     store = JobStore(dist.HashStore(), 0, 60.0)
     with ThreadPoolExecutor(1) as other:
-        server = other.submit(Pair, store, "pair", 0, 60.0)
+        server = other.submit(Connection, store, "pair", 0, 60.0)
         while (text := store.get("pair")) is None:
             time.sleep(0.01)
         host, port, token = json.loads(text)
@@ -128,7 +128,7 @@ def test_strangers_at_a_servers_port_keep_no_worker_waiting(kind: str) -> None:
             if kind == "reset":
                 strangers.pop().close()
         begin_s = time.monotonic()
-        worker = Pair(store, "pair", 1, 60.0)
+        worker = Connection(store, "pair", 1, 60.0)
         answer = other.submit(lambda: server.result().send(server.result().receive()))
         assert worker.request(Message(7)).verb == 7
         answer.result()
@@ -141,7 +141,7 @@ def test_strangers_at_a_servers_port_keep_no_worker_waiting(kind: str) -> None:
 def test_a_token_that_comes_in_two_parts_is_one() -> None:
     store = JobStore(dist.HashStore(), 0, 60.0)
     with ThreadPoolExecutor(1) as other:
-        server = other.submit(Pair, store, "pair", 0, 60.0)
+        server = other.submit(Connection, store, "pair", 0, 60.0)
         while (text := store.get("pair")) is None:
             time.sleep(0.01)
         host, port, token = json.loads(text)
@@ -157,9 +157,9 @@ def test_a_token_that_comes_in_two_parts_is_one() -> None:
 def test_a_length_that_no_message_has_is_an_error(num_bytes: int) -> None:
     store = JobStore(dist.HashStore(), 0, 60.0)
     with ThreadPoolExecutor(1) as other:
-        server = other.submit(Pair, store, "pair", 0, 60.0)
-        worker = Pair(store, "pair", 1, 60.0)
-        header = pair._HEADER.pack(pair._MAGIC << 16 | 1, 0, 0, 0, 0, 0, num_bytes, 0)
+        server = other.submit(Connection, store, "pair", 0, 60.0)
+        worker = Connection(store, "pair", 1, 60.0)
+        header = connection._HEADER.pack(connection._MAGIC << 16 | 1, 0, 0, 0, 0, 0, num_bytes, 0)
         worker._socket.sendall(header)
         with pytest.raises(PlaitError, match="a message is damaged"):
             server.result().receive()

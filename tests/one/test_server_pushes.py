@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.pair import Message
+from plait.comm.connection import Message
 from plait.errors import ModelError
 from plait.server.chunks import Chunk
 from plait.server.push import GradientEncoder, Push, decode

@@ -22,7 +22,7 @@ EXEMPT = {
     "checkpoint/saver.py": "an unexpected error, as text for the ranks that did not raise it",
     "comm/comm_thread.py": _OF_A_PEER,
     "comm/launch_function.py": "the text of an exception that cannot be pickled",
-    "comm/pair.py": _OF_A_PEER,
+    "comm/connection.py": _OF_A_PEER,
     "comm/shm/remote.py": _OF_A_PEER,
     "comm/shm/transport.py": _OF_A_PEER,
     "comm/store.py": _OF_A_PEER,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import plait
 from plait.checkpoint import open_checkpoint
 from plait.comm import connect, rendezvous
-from plait.comm.pair import Message
+from plait.comm.connection import Message
 from plait.comm.rendezvous import leave_store
 from plait.comm.shm import remote
 from plait.errors import ConfigError, ModelError

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plait.comm import JobProcess, Mesh, World, join_store
-from plait.comm.pair import Meeting
+from plait.comm.connection import ServerAddress
 from plait.comm.rendezvous import leave_store
 from plait.comm.shm.remote import new_arena
 from plait.engine.build import EngineParts, build_shard_map
@@ -95,7 +95,7 @@ def serve(model: nn.Module, spec: TrainingSpec, process: JobProcess) -> None:
     if spec.plan.server == "replicated":
         thread = _serve_replica(index, spec, table, process)
         replica = _connect_replica(index, spec.plan, process)
-    Server(index, spec, table, replica).serve(Meeting(process.store, index))
+    Server(index, spec, table, replica).serve(ServerAddress(process.store, index))
     if replica is not None:
         replica.leave()
         thread.join(_LEAVE_S)
@@ -108,8 +108,8 @@ def _serve_replica(
     """Start the replica of the server before this one."""
     previous = (index - 1) % spec.plan.servers
     server = Server(previous, spec, table, primary=spec.plan.dp + previous)
-    meeting = Meeting(process.store, previous, is_replica=True)
-    thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-replica", daemon=True)
+    address = ServerAddress(process.store, previous, is_replica=True)
+    thread = threading.Thread(target=server.serve, args=(address,), name="plait-replica", daemon=True)
     thread.start()
     return thread
 
@@ -117,8 +117,8 @@ def _serve_replica(
 def _connect_replica(index: int, plan: Plan, process: JobProcess) -> Replica:
     """Connect a server with its replica, on the next one."""
     rank = plan.dp + (index + 1) % plan.servers
-    pair = Meeting(process.store, index, is_replica=True).connect(process.rank, process.timeout_s)
-    return Replica(index, rank, pair, Meeting(process.store, index))
+    connection = ServerAddress(process.store, index, is_replica=True).connect(process.rank, process.timeout_s)
+    return Replica(index, rank, connection, ServerAddress(process.store, index))
 
 
 def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, world: World) -> Engine:
@@ -126,8 +126,8 @@ def start_worker(model: nn.Module, spec: TrainingSpec, process: JobProcess, worl
     thread = None
     if spec.plan.server == "colocated":
         server = Server(process.rank, served_spec(spec), chunk_table(model, spec))
-        meeting = Meeting(process.store, process.rank)
-        thread = threading.Thread(target=server.serve, args=(meeting,), name="plait-server", daemon=True)
+        address = ServerAddress(process.store, process.rank)
+        thread = threading.Thread(target=server.serve, args=(address,), name="plait-server", daemon=True)
         thread.start()
     servers = Servers(process, spec.plan, world.clock)
 

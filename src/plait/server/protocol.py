@@ -23,8 +23,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from plait.comm.connection import Message, as_bytes
 from plait.comm.objects import decode_error, decode_text, encode_error, encode_text
-from plait.comm.pair import Message, as_bytes
 from plait.errors import PlaitError
 
 

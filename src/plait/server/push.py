@@ -26,7 +26,7 @@ from torch import Tensor
 
 from plait.comm import CODECS, Compressor, PartialReduceWork, ReduceWork, Work
 from plait.comm.compression import Codec
-from plait.comm.pair import Message, as_bytes
+from plait.comm.connection import Message, as_bytes
 from plait.errors import ModelError
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.reduce_ops import ReplicaReduction

@@ -24,14 +24,14 @@ server goes on without one; a second death on the same ranges ends the job with 
 
 [Note: one of two]
 If only the connection between a server and its replica breaks, each takes the other for dead. The job's
-store decides which one goes on (`Meeting.claim`), so that no range has two servers.
+store decides which one goes on (`ServerAddress.claim`), so that no range has two servers.
 """
 
 import contextlib
 import sys
 import threading
 
-from plait.comm.pair import Meeting, Message, Pair
+from plait.comm.connection import Connection, Message, ServerAddress
 from plait.errors import CommError
 from plait.server.protocol import Verb
 
@@ -39,12 +39,12 @@ from plait.server.protocol import Verb
 class Replica:
     """A server's connection with its replica."""
 
-    def __init__(self, index: int, rank: int, pair: Pair, meeting: Meeting) -> None:
-        """`index`, `meeting`: of the server. `rank`: of the replica's process."""
+    def __init__(self, index: int, rank: int, connection: Connection, address: ServerAddress) -> None:
+        """`index`, `address`: of the server. `rank`: of the replica's process."""
         self._index = index
         self.rank = rank
-        self.pair = pair
-        self._meeting = meeting
+        self.connection = connection
+        self._address = address
         self._is_lost = False
         self._lock = threading.Lock()
 
@@ -55,7 +55,7 @@ class Replica:
             if self._is_lost:
                 return
             try:
-                self.pair.request(message)
+                self.connection.request(message)
             except CommError as error:
                 self._lose(error)
 
@@ -64,7 +64,7 @@ class Replica:
         with self._lock, contextlib.suppress(CommError):  # the next message raises it
             if not self._is_lost:
                 try:
-                    self.pair.check_is_open()
+                    self.connection.check_is_open()
                 except CommError as error:
                     self._lose(error)
 
@@ -72,10 +72,10 @@ class Replica:
         """End the replica with the server, which has ended as it should."""
         with contextlib.suppress(CommError):
             self.forward(Message(Verb.LEAVE))
-        self.pair.close()
+        self.connection.close()
 
     def _lose(self, error: CommError) -> None:
-        if not self._meeting.claim():
+        if not self._address.claim():
             raise CommError(
                 f"server {self._index} has been replaced by its replica",
                 given=error.given,

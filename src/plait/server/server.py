@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from plait.comm.connection import Connection, Message, ServerAddress, as_bytes
 from plait.comm.objects import decode_text
-from plait.comm.pair import Meeting, Message, Pair, as_bytes
 from plait.comm.rendezvous import announce_begin
 from plait.comm.shm.remote import RemoteMemory
 from plait.comm.shm.rendezvous import HostInfo
@@ -92,22 +92,22 @@ class Server:
         self.state = ServerState(table.of_server[index], spec, self._precision.master, self._forward)
         self.clocks = ClockTable(self._policy, plan.dp)
         self._changed = threading.Condition()
-        self._of_thread = threading.local()  # pair: of the worker that the thread serves
+        self._of_thread = threading.local()  # connection: of the worker that the thread serves
         self._workers: dict[int, _Worker] = {}
-        self._connected: dict[int, Pair] = {}
-        self._joined: dict[int, Pair] = {}  # by worker
-        self._pairs: list[tuple[int, Pair]] = []  # of all workers so far
+        self._connected: dict[int, Connection] = {}
+        self._joined: dict[int, Connection] = {}  # by worker
+        self._connections: list[tuple[int, Connection]] = []  # of all workers so far
         self._ends: deque[tuple[float, int, int]] = deque(maxlen=_MAX_EVENTS)  # time, worker, clock
         self._num_written = 0
-        self._num_pairs = 0
+        self._num_connections = 0
         self._is_over = False
         self._has_lost_first = False  # worker 0, with which the job ends
 
-    def serve(self, meeting: Meeting) -> None:
+    def serve(self, address: ServerAddress) -> None:
         """Accept workers until the job is over or all have left."""
         while not self._has_ended():
             try:
-                joined = meeting.accept(_IDLE_S)
+                joined = address.accept(_IDLE_S)
             except CommError:  # it died before it was connected
                 continue
             if joined is None:
@@ -115,69 +115,69 @@ class Server:
                     self._replica.check()
                 time.sleep(_POLL_S)
                 continue
-            worker, pair = joined
+            worker, connection = joined
             with self._changed:
-                self._num_pairs += 1
-                self._connected[self._num_pairs] = pair
-                self._pairs.append((worker, pair))
-            arguments = (self._num_pairs, pair, worker, meeting)
+                self._num_connections += 1
+                self._connected[self._num_connections] = connection
+                self._connections.append((worker, connection))
+            arguments = (self._num_connections, connection, worker, address)
             threading.Thread(target=self._serve_worker, args=arguments, daemon=True).start()
 
     def _has_ended(self) -> bool:
         with self._changed:
-            enough = self._num_pairs >= self._num_workers + (self._primary is not None)
+            enough = self._num_connections >= self._num_workers + (self._primary is not None)
             return not self._connected and (self._is_over or enough or self._has_lost_first)
 
-    def _serve_worker(self, number: int, pair: Pair, worker: int, meeting: Meeting) -> None:
+    def _serve_worker(self, number: int, connection: Connection, worker: int, address: ServerAddress) -> None:
         """Serve one connection until it ends; the worker then has left."""
-        self._of_thread.pair = pair
+        self._of_thread.connection = connection
         try:
             if worker == self._primary:
-                self._follow(pair, meeting)
+                self._follow(connection, address)
                 return
             while True:
-                message = pair.receive()
+                message = connection.receive()
                 if message.verb == Verb.LEAVE:
                     with self._changed:
                         self._is_over |= bool(message.value)
                         self._changed.notify_all()
-                    pair.send(message)
+                    connection.send(message)
                     return
                 try:
                     reply = self._handle(worker, message)
                     if message.verb == Verb.HELLO:
                         with self._changed:
-                            self._joined[worker] = pair
+                            self._joined[worker] = connection
                 except PlaitError as error:
                     reply = error_message(error)
-                pair.send(reply)
+                connection.send(reply)
         except CommError:
-            self._report_loss(worker, pair)
+            self._report_loss(worker, connection)
         finally:
             with self._changed:
-                if self._joined.get(worker) is pair:
+                if self._joined.get(worker) is connection:
                     del self._joined[worker]
                     if self.index == 0 and self._is_active:
                         with contextlib.suppress(CommError):  # replaced by its replica, which sees it too
                             self._change_clocks("remove", worker)
                 del self._connected[number]
                 self._changed.notify_all()
-            pair.close()
+            connection.close()
 
-    def _follow(self, pair: Pair, meeting: Meeting) -> None:
+    def _follow(self, connection: Connection, address: ServerAddress) -> None:
         """On a replica, execute what its server forwards, until it ends or is lost."""
         while True:
             try:
-                message = pair.receive()
+                message = connection.receive()
                 with contextlib.suppress(CommError):
-                    pair.send(Message(message.verb))
+                    connection.send(Message(message.verb))
             except CommError:
                 break
             if message.verb == Verb.LEAVE:
                 return
             assert self._primary is not None
             self._handle(self._primary, message)
-        if not meeting.claim():
+        if not address.claim():
             return
         with self._changed:
             self._is_active = True
@@ -218,15 +218,15 @@ class Server:
             self._forward(Message.of_json(Verb.CLOCKS, ["may_read", worker]))
         return is_admitted
 
-    def _report_loss(self, worker: int, pair: Pair) -> None:
+    def _report_loss(self, worker: int, connection: Connection) -> None:
         """Print that a worker has died, on one server. Without worker 0 the job ends: see `_check_first`."""
         with self._changed:
-            if worker == 0 and self._joined.get(0) is pair and not self._is_over:
+            if worker == 0 and self._joined.get(0) is connection and not self._is_over:
                 self._has_lost_first = True
                 self._changed.notify_all()
                 return
             others = sorted(self.clocks.workers.keys() - {worker})
-            is_known = self._joined.get(worker) is pair and worker in self.clocks.workers
+            is_known = self._joined.get(worker) is connection and worker in self.clocks.workers
             if not (is_known and self._is_active) or self.index or self._is_over or not others:
                 return
             clock = self.clocks.workers[worker].clock
@@ -267,8 +267,10 @@ class Server:
             found = find()
             if found is not None and found is not False:
                 return found
-            if not self._changed.wait(_NOTICE_S) and (pair := getattr(self._of_thread, "pair", None)):
-                pair.check_is_open()
+            if not self._changed.wait(_NOTICE_S) and (
+                connection := getattr(self._of_thread, "connection", None)
+            ):
+                connection.check_is_open()
         return None
 
     # --- requests; each returns the reply
@@ -440,11 +442,18 @@ class Server:
         """Counts so far, the steps that have ended since the last call, and bytes by worker."""
         with self._changed:
             ends = [self._ends.popleft() for _ in range(len(self._ends))]
-            linked = [*self._pairs]
+            linked = [*self._connections]
             if self._replica is not None:
-                linked.append((self._replica.rank, self._replica.pair))
-            pairs = [(rank, pair.received_bytes, pair.sent_bytes) for rank, pair in linked]
-            content = {**asdict(self.clocks.counts), "seconds": time.time(), "ends": ends, "pairs": pairs}
+                linked.append((self._replica.rank, self._replica.connection))
+            connections = [
+                (rank, connection.received_bytes, connection.sent_bytes) for rank, connection in linked
+            ]
+            content = {
+                **asdict(self.clocks.counts),
+                "seconds": time.time(),
+                "ends": ends,
+                "pairs": connections,
+            }
             return Message.of_json(Verb.COUNTS, content)
 
     def _gradient(self, worker: int, index: int) -> Tensor:

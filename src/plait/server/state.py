@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import sum_into
-from plait.comm.pair import Message, as_bytes
+from plait.comm.connection import Message, as_bytes
 from plait.engine.spec import TrainingSpec
 from plait.optim.clip import clip_values, squared_norm
 from plait.optim.flat_optimizer import FlatSlice, make_optimizer

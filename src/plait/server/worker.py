@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from plait.comm import JobProcess
+from plait.comm.connection import Connection, Message, ServerAddress
 from plait.comm.objects import encode_text
-from plait.comm.pair import Meeting, Message, Pair
 from plait.comm.shm.arena import Arena
 from plait.comm.shm.remote import describe
 from plait.comm.stats import WaitClock
@@ -61,21 +61,21 @@ class Servers:
         num_servers = plan.num_servers
         roles = (False, True) if plan.server == "replicated" else (False,)
         # Of each server, and then of its replica. The first one is in use.
-        self.pairs = [self._connect(process, index, roles) for index in range(num_servers)]
-        self._pushes: list[list[Message]] = [[] for _ in self.pairs]  # of the step, for replicas
-        self._locks = [threading.Lock() for _ in self.pairs]  # a pair has one request at a time
+        self.connections = [self._connect(process, index, roles) for index in range(num_servers)]
+        self._pushes: list[list[Message]] = [[] for _ in self.connections]  # of the step, for replicas
+        self._locks = [threading.Lock() for _ in self.connections]  # a connection has one request at a time
         self._threads = ThreadPoolExecutor(num_servers, "plait-servers") if num_servers > 1 else None
 
-    def _connect(self, process: JobProcess, index: int, roles: Sequence[bool]) -> list[Pair]:
-        pairs = []
+    def _connect(self, process: JobProcess, index: int, roles: Sequence[bool]) -> list[Connection]:
+        connections = []
         for is_replica in roles:
-            meeting = Meeting(process.store, index, is_replica=is_replica)
+            address = ServerAddress(process.store, index, is_replica=is_replica)
             try:
-                pairs.append(meeting.connect(self.worker, process.timeout_s))
+                connections.append(address.connect(self.worker, process.timeout_s))
             except CommError as error:
-                if is_replica is roles[-1] and not pairs:
+                if is_replica is roles[-1] and not connections:
                     raise self._lost(index, error) from error
-        return pairs
+        return connections
 
     def _lost(self, index: int, error: CommError) -> CommError:
         return CommError(
@@ -89,7 +89,7 @@ class Servers:
         """Send a request to a server and return its reply."""
         start_s = time.monotonic()
         with self._locks[index], self._clock.during(f"a request to server {index}"):
-            if message.verb == Verb.PUSH and len(self.pairs[index]) > 1:
+            if message.verb == Verb.PUSH and len(self.connections[index]) > 1:
                 self._pushes[index].append(message)
             reply = self._checked(self._ask(index, message))
         if message.verb in _WAITS:
@@ -102,11 +102,11 @@ class Servers:
     def _ask(self, index: int, message: Message) -> Message:
         """Send a request to a server, or to its replica: see [Note: death of a server] in `replica.py`."""
         try:
-            return self.pairs[index][0].request(message)
+            return self.connections[index][0].request(message)
         except CommError as error:
-            if len(self.pairs[index]) == 1:
+            if len(self.connections[index]) == 1:
                 raise self._lost(index, error) from error
-        self.pairs[index].pop(0).close()
+        self.connections[index].pop(0).close()
         for push in self._pushes[index]:
             self._checked(self._ask(index, push))
         return self._ask(index, message)
@@ -123,14 +123,14 @@ class Servers:
         replies."""
         num_read = 0
         with self._locks[index]:
-            pair = self.pairs[index][0]
+            connection = self.connections[index][0]
             while num_read < len(messages):
                 try:
                     for message in messages if not num_read else ():
-                        pair.send(message)
-                    reply = pair.receive()
+                        connection.send(message)
+                    reply = connection.receive()
                 except CommError:
-                    pair.close()  # replies that are under way are of no use
+                    connection.close()  # replies that are under way are of no use
                     break
                 num_read += 1
                 yield self._checked(reply)
@@ -139,19 +139,19 @@ class Servers:
 
     def greet_replicas(self, message: Message) -> None:
         """Send HELLO to the replicas."""
-        for pairs in self.pairs:
-            for pair in pairs[1:]:
+        for connections in self.connections:
+            for connection in connections[1:]:
                 try:
-                    reply = pair.request(message)
+                    reply = connection.request(message)
                 except CommError:
-                    pairs.remove(pair)
+                    connections.remove(connection)
                     continue
                 if reply.verb == Verb.ERROR:
                     raise raised(reply)
 
     def each(self, work: Callable[[int], T], first: int = 0) -> list[T]:
         """The results of `work(index)` for all servers from `first` on, at the same time."""
-        indices = range(first, len(self.pairs))
+        indices = range(first, len(self.connections))
         return [*(map(work, indices) if self._threads is None else self._threads.map(work, indices))]
 
     def all(self, message: Message) -> list[Message]:
@@ -160,12 +160,12 @@ class Servers:
 
     def leave(self, *, ends_job: bool = False) -> None:
         """Leave the job, or end it for all workers."""
-        for pair in (pair for pairs in self.pairs for pair in pairs):
-            pair.limit_waits(_LEAVE_S)
+        for connection in (connection for connections in self.connections for connection in connections):
+            connection.limit_waits(_LEAVE_S)
             with contextlib.suppress(CommError):  # the server may have ended
-                pair.request(Message(Verb.LEAVE, value=int(ends_job)))
-            pair.close()
-        self.pairs = []
+                connection.request(Message(Verb.LEAVE, value=int(ends_job)))
+            connection.close()
+        self.connections = []
 
 
 class Served(Protocol):
@@ -212,7 +212,9 @@ class ServerUpdater:
         self._arena = arena
         self._encoder = GradientEncoder(plan.push_format, self._units)
         self._sends = arena is None or not self._encoder.is_exact
-        self._senders = [ThreadPoolExecutor(1, "plait-push") for _ in servers.pairs] if self._sends else []
+        self._senders = (
+            [ThreadPoolExecutor(1, "plait-push") for _ in servers.connections] if self._sends else []
+        )
         has_norm = not self._policy.sums and self._encoder.is_exact
         for stage in parts.sharded.stages.values() if not plan.local_steps else ():
             stage.reduce_with(PushReduction(self._push, has_norm=has_norm))
@@ -230,7 +232,7 @@ class ServerUpdater:
         if self._arena is not None:
             base = self._arena.mapping.address
             tensors = [(self._served.pulled(unit), unit.grad_shard) for unit in self._units]
-            offsets = [[tensor.data_ptr() - base for tensor in pair] for pair in tensors]
+            offsets = [[tensor.data_ptr() - base for tensor in both] for both in tensors]
         hello = {
             "digest": self._table.digest,
             "memory": None if self._arena is None else asdict(describe(self._arena)),
@@ -281,7 +283,7 @@ class ServerUpdater:
             self._encoder.discard()
         self._has_applied = False
         self._served.clear()
-        if self._arena is None or not (self._policy.sums or len(self._servers.pairs) == 1):
+        if self._arena is None or not (self._policy.sums or len(self._servers.connections) == 1):
             self._clock = self._servers.request(0, Message(Verb.ADVANCE, clock=self._clock)).clock
             self._pull()
         else:  # no other worker is waited for between them, or no other server has weights
@@ -429,9 +431,9 @@ class ServerUpdater:
         replies = [reply.json() for reply in self._servers.all(Message(Verb.COUNTS))]
         counts: dict[str, Any] = replies[0]
         moved = [[0, 0] for _ in range(self._num_processes)]
-        for server, pairs in enumerate(reply.pop("pairs") for reply in replies):
+        for server, links in enumerate(reply.pop("pairs") for reply in replies):
             rank = server + self._num_processes - len(replies)
-            for worker, sent, received in pairs:
+            for worker, sent, received in links:
                 moved[worker] = [moved[worker][0] + sent, moved[worker][1] + received]
                 moved[rank] = [moved[rank][0] + received, moved[rank][1] + sent]
         return {**counts, "moved_bytes": moved, "waited_s": self._servers.waited_s}

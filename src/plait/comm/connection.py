@@ -82,7 +82,7 @@ def _memory(payload: Tensor) -> memoryview:
     return memoryview(array)
 
 
-class Pair:
+class Connection:
     """This process's side of a connection of two. Methods raise CommError if the other side is gone."""
 
     def __init__(self, store: JobStore, name: str, side: int, timeout_s: float) -> None:
@@ -269,7 +269,7 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-class Meeting:
+class ServerAddress:
     """The place in the job's store where its processes connect with one server, or with its replica."""
 
     def __init__(self, store: JobStore, server: int, *, is_replica: bool = False) -> None:
@@ -288,7 +288,7 @@ class Meeting:
         """Return whether the other one of a server and its replica goes on alone."""
         return self._store.get(self._claim) not in (None, self._role)
 
-    def connect(self, worker: int, timeout_s: float) -> Pair:
+    def connect(self, worker: int, timeout_s: float) -> Connection:
         """Connect a worker. Raises CommError."""
         number = self._store.count(f"server {self._server}/{self._role} joins")
         self._store.set(self._join(number), str(worker))
@@ -297,9 +297,9 @@ class Meeting:
             if self.is_lost():
                 raise CommError(f"the {self._role} of the connection {name} has died")
             time.sleep(_POLL_S)
-        return Pair(self._store, name, 1, timeout_s)
+        return Connection(self._store, name, 1, timeout_s)
 
-    def accept(self, timeout_s: float) -> tuple[int, Pair] | None:
+    def accept(self, timeout_s: float) -> tuple[int, Connection] | None:
         """On the server, return the next worker and its connection; None if none is waiting. Raises CommError
         if the worker died meanwhile."""
         number = self.num_joined
@@ -307,7 +307,7 @@ class Meeting:
         if worker is None:
             return None
         self.num_joined += 1
-        return int(worker), Pair(self._store, self._name(number, int(worker)), 0, timeout_s)
+        return int(worker), Connection(self._store, self._name(number, int(worker)), 0, timeout_s)
 
     def _join(self, number: int) -> str:
         return f"server {self._server}/{self._role} join {number}"
