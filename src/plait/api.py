@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from plait.checkpoint import HuggingFaceFiles, Reader
 from plait.comm import JobProcess, Mesh, World, connect, raise_on_all
-from plait.engine.arguments import check_types
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
 from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.self_check import SelfCheck
 from plait.engine.spec import TrainingSpec, check_arguments, validate
+from plait.engine.usage_checks import check_types
 from plait.errors import CheckpointError, ConfigError, ModelError
 from plait.models import Blocks, with_layout
 from plait.optim.update_kinds import DECLARATION, GroupOptimizer, state_kinds

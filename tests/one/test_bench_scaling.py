@@ -10,7 +10,7 @@ from rich.console import Console
 
 from plait.bench import plans
 from plait.bench.ddp_request import MODELS
-from plait.bench.plans import Step, run_steps
+from plait.bench.plans import MeasuredStep, run_steps
 from plait.cli import bench_scaling
 from plait.cli.bench_scaling import Point, ScalingRequest, measure_scaling, scaling_json, scaling_tables
 from plait.plan import Plan
@@ -23,9 +23,9 @@ def test_every_plan_of_a_family_runs_with_the_threads_of_the_most_ranks(
 ) -> None:
     given: list[tuple[int, int]] = []
 
-    def run(_: object, plan: Plan, *, threads: int, **__: object) -> list[Step]:
+    def run(_: object, plan: Plan, *, threads: int, **__: object) -> list[MeasuredStep]:
         given.append((plan.num_ranks, threads))
-        return [Step(1.0, 1.0, 0.0)]
+        return [MeasuredStep(1.0, 1.0, 0.0)]
 
     monkeypatch.setattr(bench_scaling, "run_steps", run)
     monkeypatch.setattr(bench_scaling, "num_cpus", lambda: 12)
@@ -46,9 +46,9 @@ def test_a_plan_with_one_batch_in_both_kinds_of_scaling_runs_once_for_both(
 ) -> None:
     given: list[tuple[int, int]] = []
 
-    def run(_: object, plan: Plan, *, batch: int, **__: object) -> list[Step]:
+    def run(_: object, plan: Plan, *, batch: int, **__: object) -> list[MeasuredStep]:
         given.append((plan.num_ranks, batch))
-        return [Step(float(batch), 1.0, 0.0)]
+        return [MeasuredStep(float(batch), 1.0, 0.0)]
 
     monkeypatch.setattr(bench_scaling, "run_steps", run)
     request = ScalingRequest("dp={n}", (1, 3), model="tiny", length=16, rounds=1)

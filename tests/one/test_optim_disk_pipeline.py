@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.errors import RunError
 from plait.optim import disk_tensors
-from plait.optim.disk_pipeline import DiskPipeline, Span
+from plait.optim.disk_pipeline import DiskPipeline, PageSpan
 from plait.optim.disk_tensors import MappedFile
 
 PAGE = mmap.PAGESIZE
@@ -29,7 +29,7 @@ def opened(folder: Path) -> tuple[MappedFile, Tensor, DiskPipeline]:
     file = MappedFile(folder, NUM_BLOCKS * block)
     tensor = file.allocate(NUM_BLOCKS * block, torch.uint8)
     tensor.copy_(torch.arange(NUM_BLOCKS).repeat_interleave(block))
-    spans = [[Span(file, index * block, (index + 1) * block)] for index in range(NUM_BLOCKS)]
+    spans = [[PageSpan(file, index * block, (index + 1) * block)] for index in range(NUM_BLOCKS)]
     return file, tensor, DiskPipeline(spans)
 
 

@@ -15,11 +15,11 @@ from plait.plan import Plan
 from plait.verify import Mismatch, Outcome, Verdict
 from plait.verify.report import verdict_matrix
 from plait.verify.result import compare
-from plait.verify.trajectory import Step, Trajectory
+from plait.verify.trajectory import TrainedStep, Trajectory
 
 
 def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:
-    steps = (Step(4.0, 1.0),)
+    steps = (TrainedStep(4.0, 1.0),)
     worst = (Mismatch("w", apart, 0.0, 1e-9),)
     return Verdict("llama", plan, "float64", 4, outcome, 1e-9, steps, steps, worst, 1)
 
@@ -45,7 +45,7 @@ def test_no_plan_hides_another_in_the_matrix() -> None:
 
 
 def test_numbers_that_are_not_finite_are_infinitely_far_off_and_json_is_valid() -> None:
-    bad = replace(verdict("dp=2", Outcome.DIFFERS, math.inf), steps=(Step(math.nan, 1.0),))
+    bad = replace(verdict("dp=2", Outcome.DIFFERS, math.inf), steps=(TrainedStep(math.nan, 1.0),))
     text = json.dumps(bad.to_values(), allow_nan=False)
     read = Verdict.from_values(json.loads(text))
     assert read.worst_parameters[0].gradient_error == math.inf
@@ -55,7 +55,7 @@ def test_numbers_that_are_not_finite_are_infinitely_far_off_and_json_is_valid() 
 def course(
     gradient: float, weight: float = 1.0, loss: float = 4.0, buffer: float = 2.0, evaluation: float = 3.0
 ) -> Trajectory:
-    steps, gradients = [Step(loss, 1.0)], [{"w": torch.tensor([gradient])}]
+    steps, gradients = [TrainedStep(loss, 1.0)], [{"w": torch.tensor([gradient])}]
     return Trajectory(
         steps, gradients, {"w": torch.tensor([weight])}, {"b": torch.tensor([buffer])}, evaluation
     )

@@ -45,21 +45,21 @@ def run_steps(
     batch: int,
     steps: int = STEPS,
     threads: int | None = None,
-) -> "list[Step]":
+) -> "list[MeasuredStep]":
     """Return the steps that `step_seconds` chooses from. `threads`: of a rank; None: the host's cores by
     the ranks."""
     causal_lm_on_meta(dict(config))  # imported here, its code need not be imported by every rank
     rows = launch(_steps, plan.num_ranks, dict(config), plan, sequence, batch, steps, threads)
-    return [Step(*row) for row in rows]
+    return [MeasuredStep(*row) for row in rows]
 
 
-def typical_step(steps: "Sequence[Step]") -> "Step":
+def typical_step(steps: "Sequence[MeasuredStep]") -> "MeasuredStep":
     """Return the medians of the least disturbed half of these steps. See [Note: undisturbed steps]."""
     kept = sorted(steps, key=lambda step: step.others)[: (len(steps) + 1) // 2]
-    return Step(*(statistics.median(values) for values in zip(*kept, strict=True)))
+    return MeasuredStep(*(statistics.median(values) for values in zip(*kept, strict=True)))
 
 
-class Step(NamedTuple):
+class MeasuredStep(NamedTuple):
     """A step. `core_s`: processor time of the rank that needs most. `others`: share of the host's cores that
     other programs took."""
 

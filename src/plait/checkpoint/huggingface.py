@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from plait.checkpoint.checkpoint import Checkpoint
 from plait.checkpoint.manifest import FORMAT, Chunk, FileFacts, Manifest, TensorFacts
 from plait.checkpoint.reader import Reader
-from plait.checkpoint.safetensors_format import DTYPES, Entry, Header, encode_header, read_header
+from plait.checkpoint.safetensors_format import DTYPES, Header, TensorEntry, encode_header, read_header
 from plait.checkpoint.writer import bytes_of
 from plait.errors import CheckpointError, RunError
 from plait.fileio import (
@@ -55,7 +55,7 @@ class HuggingFaceFiles:
 
     folder: Path
     headers: Mapping[Path, Header]
-    entries: Mapping[str, tuple[Path, Entry]]
+    entries: Mapping[str, tuple[Path, TensorEntry]]
 
     @classmethod
     def open(cls, folder: Path) -> "HuggingFaceFiles":
@@ -169,12 +169,12 @@ class _Shard:
     groups: Sequence[SavedGroup]
 
     @property
-    def entries(self) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
+    def entries(self) -> dict[str, TensorEntry]:
+        entries: dict[str, TensorEntry] = {}
         offset = 0
         for group in self.groups:
             for name, tensor in group.tensors.items():
-                entries[name] = entry = Entry.from_start(tensor.dtype, tuple(tensor.shape), offset)
+                entries[name] = entry = TensorEntry.from_start(tensor.dtype, tuple(tensor.shape), offset)
                 offset = entry.stop
         return entries
 

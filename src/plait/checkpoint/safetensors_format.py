@@ -45,7 +45,7 @@ HEADER_LIMIT_BYTES = 100_000_000  # as in the safetensors library
 _METADATA = "__metadata__"
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor in a file: bytes [start, stop), counted from the end of the header."""
 
     dtype: str
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     stop: int
 
     @classmethod
-    def from_start(cls, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> "Entry":
+    def from_start(cls, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> "TensorEntry":
         """The entry of a tensor that starts at byte `start`."""
         return cls(DTYPE_NAMES[dtype], shape, start, start + math.prod(shape) * dtype.itemsize)
 
@@ -63,13 +63,13 @@ class Entry(NamedTuple):
 class Header:
     """A file's header. `num_bytes`: of the header, up to the first tensor's first byte."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     num_bytes: int
     crc32: int
     file_bytes: int
 
 
-def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+def encode_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
     """Encode the header; the tensors follow it, in their order."""
     values: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
     for name, entry in entries.items():
@@ -107,7 +107,7 @@ def read_header(path: Path) -> Header:
     return Header(entries, 8 + num_bytes, zlib.crc32(length + text), size)
 
 
-def _entry(name: str, value: Any) -> Entry:
+def _entry(name: str, value: Any) -> TensorEntry:
     """Parse an entry. Raises ValueError, TypeError or KeyError if it does not describe a tensor."""
     dtype, shape, (start, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
     if dtype not in DTYPES:
@@ -116,7 +116,7 @@ def _entry(name: str, value: Any) -> Entry:
         raise ValueError(f"{name} has an invalid shape")
     if not 0 <= start <= stop or stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError(f"{name} does not have the number of bytes of its shape")
-    return Entry(dtype, shape, start, stop)
+    return TensorEntry(dtype, shape, start, stop)
 
 
 def _not_safetensors(path: Path, reason: str) -> CheckpointError:

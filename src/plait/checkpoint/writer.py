@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.manifest import Chunk, FileFacts, RankFiles, TensorFacts
-from plait.checkpoint.safetensors_format import DTYPE_NAMES, Entry, encode_header
+from plait.checkpoint.safetensors_format import DTYPE_NAMES, TensorEntry, encode_header
 from plait.parallel.zero.state_io import StateShard, view_of
 from plait.plan import Box
 from plait.plan.sharding import boxes_of_range
@@ -159,6 +159,6 @@ def _header(chunks: Sequence[_PlacedChunk]) -> bytes:
     entries = {}
     for chunk in chunks:
         edges = ",".join(f"{low}:{high}" for low, high in chunk.box.edges)
-        entry = Entry.from_start(chunk.shard.dtype, chunk.box.shape, chunk.offset)
+        entry = TensorEntry.from_start(chunk.shard.dtype, chunk.box.shape, chunk.offset)
         entries[f"{chunk.shard.key}[{edges}]"] = entry
     return encode_header(entries)

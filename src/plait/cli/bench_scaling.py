@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 
 from plait.bench.ddp_request import MODELS, check_positions
-from plait.bench.plans import Step, run_steps, typical_step
+from plait.bench.plans import MeasuredStep, run_steps, typical_step
 from plait.bench.report import report_json
 from plait.comm.launch import num_cpus
 from plait.errors import ConfigError, PlanError, ProfileError
@@ -115,7 +115,7 @@ def measure_scaling(request: ScalingRequest, report: Callable[[str], None]) -> l
 
     The most ranks have the same batch in both kinds, and run once for both.
     """
-    config, runs = MODELS[request.model], dict[tuple[Plan, int], list[Step]]()
+    config, runs = MODELS[request.model], dict[tuple[Plan, int], list[MeasuredStep]]()
     plans = [request.plan(number) for number in request.measured]
     cases = dict.fromkeys((plan, request.batch(kind, plan)) for kind in request.kinds for plan in plans)
     for number_of_round, (plan, batch) in product(range(request.rounds), cases):

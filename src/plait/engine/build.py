@@ -8,9 +8,9 @@ from torch import nn
 
 from plait.comm import Mesh
 from plait.engine.loss import Loss
-from plait.engine.misuse import refuse_shards_in_files
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
+from plait.engine.usage_checks import refuse_shards_in_files
 from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
 from plait.models.init_weights import parameter_only_modules

@@ -42,7 +42,14 @@ from plait.engine.batch import (
 )
 from plait.engine.build import EngineParts, build_engine_parts
 from plait.engine.loss_scale import SumLossScale
-from plait.engine.misuse import (
+from plait.engine.optimizer import EngineOptimizer
+from plait.engine.runner import MicrobatchRunner
+from plait.engine.shares import Shares, share_of
+from plait.engine.spec import TrainingSpec
+from plait.engine.step_count import StepCount, read_count
+from plait.engine.trace import Trace
+from plait.engine.update import LocalUpdater, Updater
+from plait.engine.usage_checks import (
     InputFacts,
     check_batch_shape,
     check_facts,
@@ -54,13 +61,6 @@ from plait.engine.misuse import (
     second_backward,
     too_large_explained,
 )
-from plait.engine.optimizer import EngineOptimizer
-from plait.engine.runner import MicrobatchRunner
-from plait.engine.shares import Shares, share_of
-from plait.engine.spec import TrainingSpec
-from plait.engine.step_count import StepCount, read_count
-from plait.engine.trace import Trace
-from plait.engine.update import LocalUpdater, Updater
 from plait.errors import CheckpointError, ModelError, PlanError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng

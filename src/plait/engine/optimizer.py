@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.engine.build import EngineParts
-from plait.engine.misuse import not_copyable
+from plait.engine.usage_checks import not_copyable
 from plait.errors import CheckpointError, ConfigError, RunError
 from plait.optim.groups import check_hyperparameters
 from plait.plan import Plan

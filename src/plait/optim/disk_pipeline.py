@@ -25,7 +25,7 @@ _THREADS = 2
 
 
 @dataclass(frozen=True)
-class Span:
+class PageSpan:
     """A range of complete pages of a file."""
 
     file: MappedFile
@@ -47,7 +47,7 @@ class _InFlight:
 class DiskPipeline:
     """Reads blocks ahead of their update and writes them after it. See [Note: blocks in flight]."""
 
-    def __init__(self, blocks: Sequence[Sequence[Span]]) -> None:
+    def __init__(self, blocks: Sequence[Sequence[PageSpan]]) -> None:
         """`blocks`: in the order in which they are updated."""
         self._blocks = blocks
         self._buffer_bytes = max(sum(span.num_bytes for span in spans) for spans in blocks)

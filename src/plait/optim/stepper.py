@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plait.optim.disk_pipeline import DiskPipeline, Span
+from plait.optim.disk_pipeline import DiskPipeline, PageSpan
 from plait.optim.disk_tensors import MappedFile, mapped_bytes
 from plait.optim.flat_optimizer import scaled_step
 from plait.optim.rounding import StochasticRounding
@@ -94,7 +94,7 @@ class ChunkedOptimizer:
             names = sorted(name for name in kinds if "." not in name)
             self._file = self._map_states(folder, names)
         self._targets = targets or {}
-        self._spans: dict[Tensor, list[Span]] = {}  # of a leaf's block, for leaves that have one
+        self._spans: dict[Tensor, list[PageSpan]] = {}  # of a leaf's block, for leaves that have one
         self._block_of: dict[Tensor, int] = {}
         self._pipeline: DiskPipeline | None = None
         if blocks := self._make_blocks():
@@ -215,11 +215,11 @@ class ChunkedOptimizer:
             self._states[leaf].mapped = {name: file.allocate(leaf.numel(), dtypes[leaf]) for name in names}
         return file
 
-    def _make_blocks(self) -> list[list[Span]]:
+    def _make_blocks(self) -> list[list[PageSpan]]:
         """The spans of each block. See [Note: leaves in files]."""
-        blocks: list[list[Span]] = []
+        blocks: list[list[PageSpan]] = []
         for leaf in self._order:
-            spans = [Span(file, *file.pages(tensor)) for file, tensor in self._mapped(leaf)]
+            spans = [PageSpan(file, *file.pages(tensor)) for file, tensor in self._mapped(leaf)]
             if not spans:
                 continue
             merged = _merged(spans)
@@ -349,11 +349,11 @@ class ChunkedOptimizer:
                 all_groups[index]["params"] = all_leaves
 
 
-def _merged(spans: Iterable[Span]) -> list[Span]:
+def _merged(spans: Iterable[PageSpan]) -> list[PageSpan]:
     """The same pages, in as few spans as possible: those of one file that follow each other or overlap are
     one."""
-    merged: list[Span] = []
-    by_file: dict[MappedFile, list[Span]] = {}
+    merged: list[PageSpan] = []
+    by_file: dict[MappedFile, list[PageSpan]] = {}
     for span in spans:
         by_file.setdefault(span.file, []).append(span)
     for of_file in by_file.values():

@@ -18,7 +18,7 @@ from torch import nn
 from plait.comm import Group
 from plait.errors import PlanError
 from plait.models import linear_forwards
-from plait.parallel.float8_products import RECIPES, Float8Forward, Float8Input, Float8Products, Recipe
+from plait.parallel.float8_products import RECIPES, Float8Forward, Float8Input, Float8Products, ScalingRecipe
 from plait.parallel.linear_ops import FLOAT8_MULTIPLE, InputCast, PlainProducts, Products
 from plait.plan import Plan
 from plait.plan.sharding import LayerSharding, Style, TPPlan
@@ -57,7 +57,7 @@ class LayerProducts:
     """The products of each layer: in float8 for `layers`, by `recipe`."""
 
     layers: Float8Layers = field(default_factory=Float8Layers)
-    recipe: Recipe | None = None
+    recipe: ScalingRecipe | None = None
 
     @classmethod
     def build(cls, plan: Plan, layers: Float8Layers) -> "LayerProducts":
@@ -95,7 +95,7 @@ PLAIN = LayerProducts()
 
 
 @cache
-def _unsharded_forward(recipe: Recipe, transposed: bool) -> Float8Forward:
+def _unsharded_forward(recipe: ScalingRecipe, transposed: bool) -> Float8Forward:
     """One object for all layers: torch.compile takes two modules to be alike only if their forwards are."""
     return Float8Forward(Float8Products(recipe, transposed))
 

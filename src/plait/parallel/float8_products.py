@@ -53,7 +53,7 @@ _MIN_AMAX = 1e-12  # so that zeros have a finite scale
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ScalingRecipe:
     """See [Note: recipes]. `gradient_dtype`: of output gradients."""
 
     name: str
@@ -65,8 +65,8 @@ class Recipe:
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("fp8", False, torch.float8_e5m2),
-        Recipe("fp8-rowwise", True, torch.float8_e4m3fn),
+        ScalingRecipe("fp8", False, torch.float8_e5m2),
+        ScalingRecipe("fp8-rowwise", True, torch.float8_e4m3fn),
     )
 }
 
@@ -89,7 +89,7 @@ class Float8Products:
     inp, out   the ranks over which the weight's input and output features are sharded
     """
 
-    recipe: Recipe
+    recipe: ScalingRecipe
     transposed: bool = False
     inp: Group | None = None
     out: Group | None = None
@@ -170,7 +170,7 @@ class Float8Input:
     products: Float8Products
 
     @classmethod
-    def build(cls, recipe: Recipe, inp: Group) -> "Float8Input | None":
+    def build(cls, recipe: ScalingRecipe, inp: Group) -> "Float8Input | None":
         """None for a recipe that casts inputs differently for each product."""
         return None if recipe.is_rowwise else cls(Float8Products(recipe, inp=inp))
 

@@ -52,7 +52,7 @@ class _Worker:
 
 
 @dataclass
-class Counts:
+class EventCounts:
     """Numbers of events so far."""
 
     decided: int = 0
@@ -72,7 +72,7 @@ class ClockTable:
     def __init__(self, policy: SyncPolicy, num_workers: int, clock: int = 0) -> None:
         """`num_workers`: of the plan. No step is decided before so many have joined, or `begin` is called."""
         self.policy = policy
-        self.counts = Counts()
+        self.counts = EventCounts()
         self.workers: dict[int, _Worker] = {}
         self._num_workers = num_workers
         self._started = False

@@ -421,7 +421,7 @@ class ServerUpdater:
         return self._clock
 
     def counts(self) -> dict[str, Any]:
-        """Numbers of events so far (`server/clocks.py: Counts`).
+        """Numbers of events so far (`server/clocks.py: EventCounts`).
 
         ends         (time, worker, new clock) of the steps that have ended since the last call
         moved_bytes  (sent, received) over connections, by rank

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait.engine.reference import Tolerances, relative_errors
 from plait.fileio import finite_json
-from plait.verify.trajectory import Step, Trajectory
+from plait.verify.trajectory import TrainedStep, Trajectory
 
 MAX_SHOWN = 10  # parameters that are listed
 DEPENDS_ON_DIVISION = (
@@ -71,8 +71,8 @@ class Verdict:
     num_ranks: int
     outcome: Outcome
     tolerance: float = 0.0
-    steps: tuple[Step, ...] = ()
-    reference_steps: tuple[Step, ...] = ()
+    steps: tuple[TrainedStep, ...] = ()
+    reference_steps: tuple[TrainedStep, ...] = ()
     worst_parameters: tuple[Mismatch, ...] = ()
     num_parameters: int = 0
     suspects: tuple[str, ...] = ()
@@ -101,8 +101,8 @@ class Verdict:
             **{
                 **fields,
                 "outcome": Outcome(fields["outcome"]),
-                "steps": tuple(Step(**_numbers(step)) for step in fields["steps"]),
-                "reference_steps": tuple(Step(**_numbers(step)) for step in fields["reference_steps"]),
+                "steps": tuple(TrainedStep(**_numbers(step)) for step in fields["steps"]),
+                "reference_steps": tuple(TrainedStep(**_numbers(step)) for step in fields["reference_steps"]),
                 "worst_parameters": tuple(Mismatch(**_numbers(p)) for p in fields["worst_parameters"]),
                 "evaluation": fields["evaluation"] and tuple(fields["evaluation"]),
                 "suspects": tuple(fields["suspects"]),
@@ -149,7 +149,7 @@ def rounding_noise(rounded: Trajectory, exact: Trajectory) -> tuple[dict[str, fl
     return {name: max(gradients.get(name, 0.0), weights[name]) for name in weights}, max(steps)
 
 
-def step_error(actual: Step, expected: Step) -> float:
+def step_error(actual: TrainedStep, expected: TrainedStep) -> float:
     """Return the larger relative error of loss and gradient norm."""
     losses = relative_error(actual.loss, expected.loss)
     return max(losses, relative_error(actual.grad_norm, expected.grad_norm))

@@ -22,7 +22,7 @@ CLIP_NORM = 0.05  # far below the norms of untrained models: clipping is active 
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainedStep:
     """The mean loss of a step, and the gradient norm before clipping."""
 
     loss: float
@@ -41,7 +41,7 @@ class Trajectory:
     weights, buffers, evaluation    after the last step; empty and NaN if a mismatch ended the run
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TrainedStep] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class _Program:
         }
         self._optimizer = torch.optim.AdamW(_groups(model, self.trained), foreach=False, **ADAMW)
 
-    def step(self, shares: Sequence[Sequence[Batch]]) -> tuple[Step, dict[str, Tensor]]:
+    def step(self, shares: Sequence[Sequence[Batch]]) -> tuple[TrainedStep, dict[str, Tensor]]:
         """Run one step. Returns its numbers, and the gradients before clipping."""
         _copy_weights(self.masters, self.model)
         total, count, sums = _sum_over_shares(self.model, shares, self._run, self._dtype)
@@ -121,7 +121,7 @@ class _Program:
         gradients = {name: sums[name] / count for name in self.trained}
         norm = nn.utils.clip_grad_norm_(self.trained.values(), CLIP_NORM, foreach=False)
         self._optimizer.step()
-        return Step(total / count, norm.item()), gradients
+        return TrainedStep(total / count, norm.item()), gradients
 
 
 class _Outer:

@@ -35,7 +35,7 @@ from plait.verify.result import (
     step_error,
 )
 from plait.verify.tiny_sizes import inputs_of
-from plait.verify.trajectory import ADAMW, CLIP_NORM, Step, Trajectory, train_reference
+from plait.verify.trajectory import ADAMW, CLIP_NORM, TrainedStep, Trajectory, train_reference
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"} | {name: name for name in FLOAT8}
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2} | dict.fromkeys(FLOAT8, 2e-2)
@@ -198,7 +198,7 @@ class Comparator:
     tolerances: Tolerances
     actual: Trajectory = field(default_factory=Trajectory)
 
-    def check_step(self, step: Step, gradients: dict[str, Tensor]) -> bool:
+    def check_step(self, step: TrainedStep, gradients: dict[str, Tensor]) -> bool:
         """Add the next step, and return whether it matches."""
         self.actual.steps.append(step)
         self.actual.gradients.append(gradients)
@@ -263,7 +263,7 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
         has_rows = len({len(value) for value in share.values()}) == 1
         result = engine.step(share if has_rows else split_batch(share, micro))
         traffic = subtract_traffic(before, engine.world.comm_log.read())
-        done = Step(result.loss, result.grad_norm)
+        done = TrainedStep(result.loss, result.grad_norm)
         gradients = {name: g.cpu() / done.clip_factor for name, g in engine.full_gradients().items()}
         is_same = comparator is None or comparator.check_step(done, gradients)
         if engine.world.any_flag(not is_same):
