@@ -11,7 +11,7 @@ from plait.checkpoint import open_checkpoint
 from plait.plan import Plan
 from plait.plan.devices import device
 from plait.train.config import check_batches, read_recipe
-from plait.train.explain import cluster_from_recipe, explain_recipe
+from plait.train.explain_recipe import cluster_from_recipe, explain_recipe
 from plait.train.metrics import read_metrics
 from support.cli_runs import ROOT, finish, start
 

@@ -20,7 +20,7 @@ from plait.parallel import float8_products
 from plait.parallel.float8_products import RECIPES, Float8Forward, Float8Products
 from plait.parallel.pipeline.split_backward import BackwardSplitter, SplitLinear
 from plait.plan import Plan
-from plait.train.explain import plan_table, to_json
+from plait.train.explain_recipe import plan_table, to_json
 from support import float8, programs
 from support.float8 import outcome
 

@@ -15,7 +15,7 @@ from plait.models import blocks_of, build_tp_plan
 from plait.plan import subtract_traffic
 from plait.plan.layout_rules import layer_collectives
 from plait.plan.sharding import Style, TPPlan
-from plait.train.explain import tensor_plan_text
+from plait.train.explain_recipe import tensor_plan_text
 from support.tensor_models import FAMILIES, small
 
 MEGATRON = "heads:col ffn:col vocab:col"

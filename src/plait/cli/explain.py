@@ -85,7 +85,7 @@ def explain(
 
     import rich
 
-    from plait.train.explain import check_rank, print_explanation, to_json
+    from plait.train.explain_recipe import check_rank, print_explanation, to_json
 
     check_rank(explanation, rank)
     print_explanation(explanation, measured, rich.get_console(), rank=rank)
@@ -151,7 +151,7 @@ def _explain_recipe(
     recipe = read_recipe(path, sets or (), plan)
     Plan.parse(recipe.plan)
 
-    from plait.train.explain import cluster_from_recipe, explain_recipe
+    from plait.train.explain_recipe import cluster_from_recipe, explain_recipe
 
     return explain_recipe(recipe, cluster_from_recipe(recipe, host_size, hardware))
 
@@ -213,7 +213,7 @@ def _explain_model(
 def explain_run(path: Path, host_size: int | None) -> "tuple[Explanation, Measurements]":
     """Explain the plan that the run used, next to its measurements. Raises RunError."""
     check_is_run(path)
-    from plait.train.explain import cluster_from_run, explain_recipe
+    from plait.train.explain_recipe import cluster_from_run, explain_recipe
     from plait.train.measurements import read_measured
     from plait.train.run_dir import RunDir
 

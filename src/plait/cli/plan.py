@@ -117,7 +117,7 @@ def find(
         return
     from rich.console import Console
 
-    from plait.planner import report, search
+    from plait.planner import plan_report, search
     from plait.planner.frontier import alternatives
 
     with _progress() as show:
@@ -135,10 +135,10 @@ def find(
             report=show,
         )
         choices = alternatives(found, pin, show, headroom=headroom, of_degrees=html is not None)
-    write_json_output(json, report.search_json(found))
+    write_json_output(json, plan_report.search_json(found))
     if json != STDOUT:
-        Console().print(*report.search_tables(found, choices), sep="\n")
-    _write_page(html, choices, report.search_json(found), quiet=json == STDOUT)
+        Console().print(*plan_report.search_tables(found, choices), sep="\n")
+    _write_page(html, choices, plan_report.search_json(found), quiet=json == STDOUT)
     if measure:
         _measure(model, found, machine, work, measure)
 
@@ -169,7 +169,7 @@ def _write_page(
         return
     from plait.pages import write_page
     from plait.planner.page import page_values
-    from plait.planner.report import subject
+    from plait.planner.plan_report import subject
 
     write_output(
         path,
@@ -202,17 +202,17 @@ def _show_prices(ranked_plans: "list[RankedPlan]", json: Path | None) -> None:
     """Print one plan's price, or compare two."""
     from rich.console import Console
 
-    from plait.planner import report
+    from plait.planner import plan_report
 
     if json is not None:
-        values = [report.to_json(ranked) for ranked in ranked_plans]
+        values = [plan_report.to_json(ranked) for ranked in ranked_plans]
         write_json_output(json, values if len(values) > 1 else values[0])
     if json == STDOUT:
         return
     if len(ranked_plans) > 1:
-        Console().print(report.compare_table(*ranked_plans))
+        Console().print(plan_report.compare_table(*ranked_plans))
     else:
-        Console().print(*report.estimate_tables(ranked_plans[0]), sep="\n")
+        Console().print(*plan_report.estimate_tables(ranked_plans[0]), sep="\n")
 
 
 def _subject(

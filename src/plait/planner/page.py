@@ -11,8 +11,8 @@ from plait.planner.communication import Links
 from plait.planner.compute import Rates
 from plait.planner.frontier import front
 from plait.planner.memory import kept_bytes, micro_bytes, rank_memory
+from plait.planner.plan_report import to_json
 from plait.planner.ranked_plan import RankedPlan
-from plait.planner.report import to_json
 from plait.planner.stages import block_counts
 from plait.planner.step_estimate import (
     Overlapped,

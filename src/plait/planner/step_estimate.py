@@ -12,7 +12,7 @@ from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.simulate import Durations
-from plait.planner import servers, timeline
+from plait.planner import server_time, timeline
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, collective_s, send_s
 from plait.planner.compute import (
@@ -108,7 +108,7 @@ def estimate_step(
         "overhead": constants.step_s,
     }
     parts["data communication"] += data[slowest].exposed
-    memory, high = servers.fullest(plan, *peak_memory(model, plan, cluster, work, software), numels[0])
+    memory, high = server_time.fullest(plan, *peak_memory(model, plan, cluster, work, software), numels[0])
     return StepEstimate(
         plan,
         step,
@@ -211,7 +211,7 @@ def check(
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     check_is_priced(plan.precision, cluster.device)
-    servers.check_is_priced(plan)
+    server_time.check_is_priced(plan)
     if plan.local_steps:
         raise PlanError(
             "the planner does not know the time of local steps",
@@ -415,7 +415,7 @@ def step_reductions(
     `numels`: of the ranks' parameters."""
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     if plan.num_servers:
-        push, pull = servers.exchange_s(plan, links, numels[0])
+        push, pull = server_time.exchange_s(plan, links, numels[0])
         exposed, hidden = overlap(sum(s.backward + s.weight for s in stages), push)
         return [Overlapped(exposed + pull, hidden)]
     if plan.data_ranks == 1:

@@ -6,7 +6,7 @@ from typing import Any
 from plait.estimate.explain import Explanation
 from plait.plan import UnitLayout
 from plait.plan.axes import TENSOR
-from plait.train.explain import to_json
+from plait.train.explain_recipe import to_json
 from plait.train.measurements import Measurements
 
 

@@ -48,7 +48,8 @@ from plait.train.model import initial_model, model_on_meta
 from plait.train.optimizer import lr_lambda
 from plait.train.peak_flops import PeakFlops
 from plait.train.prepare import ResolvedRun
-from plait.train.report import (
+from plait.train.resume import load_newest
+from plait.train.run_report import (
     draw_clocks,
     draw_losses,
     estimated_memory,
@@ -56,9 +57,8 @@ from plait.train.report import (
     memory_table,
     start_table,
 )
-from plait.train.resume import load_newest
 from plait.train.server_metrics import ServerMetrics
-from plait.train.servers import RESUMED, run_worker
+from plait.train.server_run import RESUMED, run_worker
 from plait.train.signals import SignalHandler
 from plait.version import __version__
 

@@ -6,7 +6,7 @@ every process is counted as if all that it exchanges crossed the network.
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
-from plait.plan.estimate.servers import server_memory, server_traffic, worker_memory
+from plait.plan.estimate.server_traffic import server_memory, server_traffic, worker_memory
 from plait.planner.communication import Links, network
 
 _STATES = 2  # of Adam

@@ -19,7 +19,7 @@ from plait.parallel.float8 import Float8Layers
 from plait.plan import AXES, CommCount, CommKey, Plan, format_bytes, used_categories
 from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.devices import Device
-from plait.plan.estimate.servers import ServerTraffic
+from plait.plan.estimate.server_traffic import ServerTraffic
 from plait.plan.estimate.traffic import ring_bytes
 from plait.plan.layout_rules import layer_collectives
 from plait.tables import counted, facts_table, table
@@ -27,7 +27,7 @@ from plait.train.config import Recipe
 from plait.train.measurements import Measurements
 from plait.train.model import check_config, config_of, model_on_meta
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
-from plait.train.report import memory_table
+from plait.train.run_report import memory_table
 
 _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one
 _MAX_CATEGORIES = 8  # of memory, as columns
