@@ -31,7 +31,7 @@ check: install  ## format, lint, types, imports, sizes, words: under a minute
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_words.py
 
-format: install  ## put the code into the house's format
+format: install  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

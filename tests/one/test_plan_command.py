@@ -65,7 +65,7 @@ def test_tables_show_parts_and_differences(config: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
-        ((), "plan needs a model, a cluster and a batch"),
+        ((), "`plait plan` needs --model, --cluster and --batch-tokens"),
         (("--model", "CONFIG", *WORK[:2], "--batch-tokens", "5000", "--seq", "4096"), "full sequences"),
         (("--model", "CONFIG", "--cluster", "dgx-h1000", *WORK[2:]), "unknown cluster"),
         (("--model", "missing.json", *WORK), "no such model"),

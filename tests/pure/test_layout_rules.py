@@ -44,8 +44,8 @@ def test_an_axis_shards_a_tensor_once() -> None:
     ("rows", "cols", "layout", "fact"),
     [
         (1, 2, "ffn:col hiden:row", "a layout rule names a dim that the model does not have"),
-        (2, 2, "ffn:col", "the layout shards nothing over row, whose ranks would all compute the same"),
-        (1, 2, "hidden:row", "the layout shards nothing over col, whose ranks would all compute the same"),
+        (2, 2, "ffn:col", "no dim is sharded over row, so its ranks would repeat each other's work"),
+        (1, 2, "hidden:row", "no dim is sharded over col, so its ranks would repeat each other's work"),
         (1, 2, "ffn:col length:sp", "the layout shards the sequence, but the plan does not"),
     ],
 )

@@ -223,9 +223,9 @@ def _subject(
         given = {"--model": model, "--cluster": cluster_text, "--batch-tokens": batch_tokens}
         missing = [flag for flag, value in given.items() if value is None]
         raise ConfigError(
-            "plan needs a model, a cluster and a batch",
+            "`plait plan` needs --model, --cluster and --batch-tokens",
             given=f"no {' and no '.join(missing)}",
-            expected="--model, --cluster and --batch-tokens",
+            expected="a model, a cluster and a batch",
             hint=_EXAMPLE,
         )
     from plait.planner import ModelShape, Workload, cluster

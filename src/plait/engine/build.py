@@ -61,8 +61,8 @@ class EngineParts:
 
 
 def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Plan) -> EngineParts:
-    """Build the parts and materialize the model, in place with one stage. All ranks call it. `job`: the plan
-    of the job, of which this engine may be one worker."""
+    """Build the parts and materialize the model, in place with one stage. All ranks call it. `job`: the
+    job's plan; with parameter servers, this engine is one worker of it."""
     shard_map = build_shard_map(model, spec, mesh.grid)
     _check_hooks(model, shard_map)
     groups, device = RankGroups.build(mesh, spec.plan), mesh.world.device

@@ -350,8 +350,7 @@ class ChunkedOptimizer:
 
 
 def _merged(spans: Iterable[PageSpan]) -> list[PageSpan]:
-    """The same pages, in as few spans as possible: those of one file that follow each other or overlap are
-    one."""
+    """The same pages, in as few spans as possible: adjacent and overlapping spans of a file are merged."""
     merged: list[PageSpan] = []
     by_file: dict[MappedFile, list[PageSpan]] = {}
     for span in spans:

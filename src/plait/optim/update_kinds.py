@@ -1,8 +1,8 @@
-"""The needs of an optimizer's update, and the states that it makes.
+"""The scope of an optimizer's update, and the states that it makes.
 
 [Note: three kinds of optimizers]
-The engine has flat ranges of units, of which each rank owns one. What a class makes of them depends on what
-the update of an element depends on:
+The engine has flat ranges of units; each rank owns one range of a unit. How an optimizer uses these ranges
+depends on what its update of an element reads:
 
   elements   this element alone (AdamW, SGD, Lion): it steps ranges of any kind. See `flat_optimizer.py`
   norms      sums over the element's parameter as well (LAMB, LARS): it steps ranges of one parameter each,
@@ -12,14 +12,14 @@ the update of an element depends on:
 
 A class says of which kind it is. torch's element-wise ones are listed here; another is of the first kind if
 it declares `is_elementwise = True`, in the class itself: what is derived from it may do something else. One
-that has `sum_over_shards` is of the second kind. All others are of the third, which is right for each class
-that updates two parameters together as each by itself. Only memory and communication depend on the kind: all
-of them train the same under every plan.
+that has `sum_over_shards` is of the second kind. All others are of the third, which is right for a class if
+updating two parameters together gives the same result as updating each alone. Only memory and
+communication depend on the kind: all of them train the same under every plan.
 
 [Note: trying an optimizer]
-What a class declares is tried on small parameters. A rule may depend on the tensor only where gradients are
-large or change their signs, after some steps, or from a size on (second moments of rows and columns): so the
-gradients of `_STEPS` steps differ in size and signs, and shapes include one that published rules factor.
+The declaration of a class is tried on small parameters. A rule may depend on the tensor only where gradients
+are large or change their signs, after some steps, or from a size on (second moments of rows and columns): so
+the gradients of `_STEPS` steps differ in size and signs, and shapes include one that published rules factor.
 Units are stepped one after another, so a class that counts its own calls would count units: parameters are
 also stepped by turns. A rule that none of this finds would train wrongly, so nothing undeclared is trusted.
 """

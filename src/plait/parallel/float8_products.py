@@ -3,12 +3,12 @@
 # T tokens (of any leading dims)  I in_features  O out_features;  lower case = this rank's shard
 
 [Note: recipes]
-Those of torchao's float8 training, with its formulas; tests compare the bits. A tensor is multiplied by a
-scale that maps its largest magnitude (its amax) to float8's largest number, and cast. `fp8`: one scale per
+The recipes of torchao's float8 training, with its formulas; tests compare the bits. A tensor is multiplied by
+a scale that maps its largest magnitude (its amax) to float8's largest number, and cast. `fp8`: one scale per
 tensor; output gradients in e5m2, the rest in e4m3. `fp8-rowwise`: a scale per row of each operand of a
 product; all in e4m3. A tensor is then cast twice, because its two products sum over different dims. Scales
 per row are not rounded down to powers of two, torchao's default: a row's largest value is then off by up to
-6 %, and one that is the largest in most rows is off alike in all of them.
+6 %, and if one element is the largest of most rows, it has the same error in all of them.
 
 [Note: the scales of one process]
 A shard has another amax than the full tensor, and with its own scale every value would be rounded differently

@@ -128,7 +128,7 @@ class LayoutRules:
                 name = "hidden" if axis == HIDDEN and "hidden" in free else free[0] if free else "name"
                 grid = f"tp=1x{rows * cols}" if axis == HIDDEN else f"tp={rows * cols}x1"
                 raise PlanError(
-                    f"the layout shards nothing over {axis}, whose ranks would all compute the same",
+                    f"no dim is sharded over {axis}, so its ranks would repeat each other's work",
                     given=f"{self} with tp={rows}x{cols}",
                     expected=f"a name on {axis}",
                     hint=f"{name}:{axis}, or {grid}",

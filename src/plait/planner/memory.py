@@ -35,8 +35,8 @@ def peak_memory(
     *,
     only_first: bool = False,
 ) -> tuple[MemoryUse, float]:
-    """Return the bytes of the fullest rank, and the upper end of their interval. `only_first`: of the first
-    rank, which is seldom not the fullest."""
+    """Return the bytes of the fullest rank, and the upper end of their interval. `only_first`: of the
+    first rank only, which is almost always the fullest."""
     batch = work.batch // (plan.data_ranks * plan.micro)
     on_gpu = "cpu" not in cluster.device.name.lower()
     ranks = {0} if only_first else {0, min(1, plan.pp - 1), plan.pp - 1}

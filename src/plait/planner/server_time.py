@@ -16,7 +16,7 @@ def check_is_priced(plan: Plan) -> None:
     """Raise PlanError unless a step's time is that of the plan's slowest process."""
     if plan.sync != "all":
         raise PlanError(
-            "the planner knows the time of servers only with sync=all",
+            "the planner can price parameter servers only with sync=all",
             given=f"sync={plan.sync}",
             expected="workers that take every step together",
             hint="sync=all; how much the other policies gain depends on how uneven the workers are",

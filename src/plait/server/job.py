@@ -47,9 +47,9 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
 
 
 def restart_policy(plan: Plan, max_restarts: int) -> dict[str, Any]:
-    """Return arguments of `launch_local`: the job goes on without workers other than the first, if servers
-    are dedicated, starts them `max_restarts` times again, and is over when worker 0 ends it. It also goes on
-    without servers that have replicas. The error of a death has the name of the role."""
+    """Return arguments of `launch_local`: with dedicated servers, all workers but the first may die and are
+    started again, `max_restarts` times in all; so may servers that have replicas, which are not started
+    again. Worker 0 ends the job. The error of a death has the name of the role."""
     roles = [f"worker {rank}" for rank in range(plan.dp)] + [
         f"server {index}" for index in range(plan.servers)
     ]

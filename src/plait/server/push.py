@@ -120,8 +120,8 @@ class GradientEncoder:
 
 
 def decode(message: Message, numel: int, dtype: torch.dtype, reduce: str) -> Tensor:
-    """A chunk's gradient from a message with a `Push`, of which `value` is `block`. Raises ModelError for
-    another size."""
+    """Decode the gradient of a chunk. `message.value` is the block size. Raises ModelError for another
+    size."""
     codec, payload, count = CODECS.get(reduce), message.payload, message.count
     block = 0 if codec is not None else message.value
     if codec is not None:

@@ -407,7 +407,7 @@ class ServerUpdater:
             self._servers.request(server, Message(Verb.WRITE, first=index, payload=payload))
 
     def memory(self, use: MemoryUse) -> MemoryUse:
-        """Without optimizer states, of which it has copies for a checkpoint until the next step."""
+        """Exclude optimizer states: copies of them exist only between a checkpoint and the next step."""
         return replace(use, optimizer=0, gradients=use.gradients + self.residual_bytes)
 
     @property

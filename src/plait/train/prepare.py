@@ -326,7 +326,7 @@ def _check_offload(config: RunConfig) -> None:
     """
     if config.save_in_background:
         raise ConfigError(
-            "background saves copy into memory the states that offload=disk keeps out of it",
+            "save_in_background needs the optimizer states in memory, and offload=disk keeps them on disk",
             given="run.save_in_background = true, offload=disk",
             expected="saves that read the states from their files",
             hint="--set run.save_in_background=false",

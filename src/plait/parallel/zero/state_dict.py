@@ -374,10 +374,10 @@ class ShardedState:
                 expected.is_complex,
             ):
                 raise CheckpointError(
-                    "a tensor of the state has another kind of dtype",
+                    "a state tensor has the wrong dtype",
                     given=f"{key}: {dtype}",
                     expected=f"such as {expected}",
-                    hint="tensors as engine.state() has returned them",
+                    hint="pass the tensors that engine.state() returned",
                 )
 
 
