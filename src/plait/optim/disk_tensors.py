@@ -6,7 +6,7 @@ and the disk space is free again when the mapping is gone. Its space is reserved
 to a page for which the disk has no space raises no exception but SIGBUS.
 
 Pages are loaded when they are accessed and would stay until memory runs short. `evict` removes a tensor's
-pages from this process and starts to write them back; those that are still in the page cache return without a
+pages from this process and starts to write them back; pages that are still in the page cache return without a
 read. It changes no value.
 
 [Note: direct I/O]

@@ -42,7 +42,7 @@ class MixedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, groups: Sequence[dict[str, Any]], by_name: Mapping[str, torch.optim.Optimizer]
     ) -> None:
-        """`groups`: those of all optimizers, in order."""
+        """`groups`: the groups of all optimizers, in order."""
         shared = set.intersection(*(set(each.defaults) for each in by_name.values()))
         first = next(iter(by_name.values()))
         super().__init__(groups, {key: value for key, value in first.defaults.items() if key in shared})
@@ -74,7 +74,7 @@ def make_optimizer(
     """Build the optimizer over these slices, fused if the class supports it.
 
     `groups[i]`: options of group i that override `arguments`; `optimizer`: a class of its own. All groups
-    exist, in this order, also those without a slice: schedules address groups by index. Raises ConfigError
+    exist, in this order, also groups without a slice: schedules address groups by index. Raises ConfigError
     for arguments that a class does not take.
     """
     optimizers = GroupOptimizer.of_groups(optimizer_class, arguments, groups)
@@ -168,8 +168,8 @@ def _is_of_others(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def _restored(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Give an optimizer gradients that it may keep, exchange or drop, as it may those of a loop, and copy new
-    data of a parameter into its memory."""
+    """Give an optimizer gradients that it may keep, exchange or drop, as in a loop, and copy new data of a
+    parameter into its memory."""
     before = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
     for parameter, _, gradient in before:
         parameter.grad = None if gradient is None else gradient.clone()

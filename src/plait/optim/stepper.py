@@ -4,8 +4,8 @@
 In memory and full width, states are in `optimizer.state` and a step is torch's own, over all leaves at once.
 Otherwise they are streamed: a leaf's states are loaded and widened, the optimizer steps with this leaf as its
 only parameter, and the states are stored again. An element-wise optimizer updates a leaf independently of the
-others, so the results are those of one step over all. Callers split leaves to at most CHUNK elements, so that
-a chunk's weights, gradient and states stay in cache from one pass to the next.
+others: the results are the same as of one step over all. Callers split leaves to at most CHUNK elements, so
+that a chunk's weights, gradient and states stay in cache from one pass to the next.
 
 [Note: leaves in files]
 What a file holds is stepped in a block's buffer (see `disk_pipeline.py`): the optimizer's parameter is then a
@@ -172,8 +172,7 @@ class ChunkedOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of states in this rank's memory, without those of `disk_bytes` and one leaf's widened
-        ones."""
+        """Bytes of states in this rank's memory, without `disk_bytes` and one leaf's widened states."""
         stored_values: list[Any] = [v for state in self.optimizer.state.values() for v in state.values()]
         for leaf_state in self._states.values():
             stored_values += [
@@ -322,7 +321,7 @@ class ChunkedOptimizer:
             file.evict(tensor)
 
     def _mapped(self, leaf: Tensor) -> Iterator[tuple[MappedFile, Tensor]]:
-        """Yield the leaf and its states, those that are in a file, each with its file."""
+        """Yield the leaf and its states as far as they are in a file, each with its file."""
         if self._masters is not None:
             yield self._masters, leaf
         if self._file is not None:

@@ -66,7 +66,7 @@ class UpdateScope(Enum):
 
 @dataclass(frozen=True)
 class GroupOptimizer:
-    """The class that updates a group of parameters, and its arguments, those of the group included."""
+    """The class that updates a group of parameters, and its arguments, with the group's own."""
 
     optimizer_class: type[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
@@ -107,7 +107,7 @@ class GroupOptimizer:
             ) from error
 
     def check(self) -> None:
-        """Raise ConfigError for invalid arguments: torch checks none of those of a group."""
+        """Raise ConfigError for invalid arguments: torch does not check the arguments of a group."""
         self.build([torch.zeros(2, 2, requires_grad=True)])
 
     @property

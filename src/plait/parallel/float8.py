@@ -2,9 +2,9 @@
 
 [Note: layers in float8]
 The linear layers of the blocks; not the head, embeddings and other layers outside, as usual for float8. The
-kernels need multiples of 16: a layer of which a dim, or a rank's shard of it, is not one stays in bf16. So
-does a layer that under sequence parallelism multiplies a rank's tokens only: the scales of its input are not
-known there. All ranks choose alike.
+kernels need multiples of 16: a layer with a dim, or a rank's shard of a dim, that is no multiple stays in
+bf16. A layer that multiplies a rank's tokens only, under sequence parallelism, stays in bf16 too: the scales
+of its input are not known there. All ranks choose alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ MIN_CAPABILITY = (8, 9)  # of NVIDIA's GPUs with float8 products: Ada and Hopper
 
 @dataclass(frozen=True)
 class Float8Layers:
-    """The linear layers of the blocks: names of those in float8, and why others are not."""
+    """The linear layers of the blocks: the names of the layers in float8, and why others are not."""
 
     names: frozenset[str] = frozenset()
     others: Mapping[str, str] = field(default_factory=dict)

@@ -276,7 +276,7 @@ def _emulated_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, 
         return torch.mm(a.to(wide) / scale_a, b.to(wide) / scale_b).to(dtype)
 
 
-# One operator, so that selective recompute saves its output in `dtype`, as that of a GPU. In a namespace of
+# One operator, so that selective recompute saves its output in `dtype`, as it does a GPU's. In a namespace of
 # its own: compiled code takes operators of `plait` for collectives.
 _operators = torch.library.Library("plait_float8", "FRAGMENT")
 _operators.define(

@@ -4,14 +4,14 @@
 Plans are decided level by level (`space.Decided`). A heap holds partly decided plans by a lower bound of
 the time of all plans that they lead to, and priced plans by their time (best-first search, A*). Plans leave
 the heap in order of time: the first priced one is the best, the k-th the k-th best, and what is still in
-the heap is no faster. The result is that of an exhaustive search as long as no bound exceeds the value that
-it bounds, which a test checks. A plan is dropped as soon as a lower bound of its memory exceeds the
+the heap is no faster. The result is the same as of an exhaustive search as long as no bound exceeds the value
+that it bounds, which a test checks. A plan is dropped as soon as a lower bound of its memory exceeds the
 device's. The memory of a complete plan is computed before its time.
 
 The same search in order of memory finds the least that a set of plans needs.
 
-A search of a part of the plans goes on from the heap of one that has stopped: what that dropped, it need not
-drop again.
+A search of a part of the plans continues from the heap of a search that has stopped, and need not drop again
+the plans that this one dropped.
 """
 
 import heapq

@@ -189,5 +189,5 @@ class EstimateCache:
         return peak_memory(self._model, plan, self._cluster, self._work, self._software, only_first=True)
 
 
-# What the time of a pipeline without sharding depends on, of the keys in which the plans of a search differ.
+# The searched keys on which the time of a pipeline without sharding depends.
 computation = attrgetter(*SEARCHED)

@@ -35,7 +35,7 @@ def fit(
     names: Sequence[str] = Constants.names(),
     limits: Mapping[str, float] = LIMITS,
 ) -> Constants:
-    """Return the constants that price these runs best; those of other `names` stay. See [Note: fit]."""
+    """Return the constants that price these runs best; constants that `names` lacks stay. See [Note: fit]."""
     chosen = _sample([run for run in runs if run.step_s])
     if not chosen:
         return start
@@ -144,8 +144,8 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
 
 
 def fit_without(runs: Sequence[Run], sources: Iterable[str]) -> dict[str, Constants]:
-    """Constants for each source, fitted to the runs of all others; under "" those of all runs. Sources that
-    `runs` does not have share the latter."""
+    """Constants for each source, fitted to the runs of all others; under "" the constants of all runs, which
+    sources that `runs` does not have share."""
     own = {run.source for run in runs}
     everything = fit(runs)
     left_out = {

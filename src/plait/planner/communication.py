@@ -3,7 +3,7 @@
 [Note: hierarchical collectives]
 A group of ranks has members inside domains (one switched link) and spans domains over the hosts' network.
 Its rings pass every member, and enter and leave every domain as often as there are network cards, so the two
-levels work at the same time: the slower one decides. All groups of one kind communicate at once, so those of
+levels work at the same time: the slower one decides. All groups of one kind communicate at once, so groups of
 the same domain share its network: with l members per domain, domain / l groups do (AxoNN's beta = beta_node
 / min(ranks of a host, inner degree)).
 """

@@ -19,7 +19,7 @@ Operators are started one by one by the host. A block takes the longer of the de
 
 [Note: measured operators]
 A CPU rank is its own host: the starts of operators are part of their times, and rates depend on which cache
-holds a tensor. Of such devices, `plait bench device` measures the parts of an eager block by size, forward
+holds a tensor. `plait bench device` measures the parts of an eager block on such a device by size, forward
 and backward. Per step, gradients are also moved into the buffer in which they accumulate.
 """
 
@@ -77,7 +77,7 @@ class Rates(NamedTuple):
         )
 
     def operator_s(self, name: str, work: float, size: float | None = None) -> float:
-        """Seconds of a measured operator; 0 if none was measured. `size`: that of its rate, if not `work`."""
+        """Seconds of a measured operator; 0 if none was measured. `size`: of its rate, if not `work`."""
         if not self.operator_rates or not work:
             return 0.0
         return work / _interpolated(self.operator_rates[OPERATORS.index(name)], size or work)

@@ -80,7 +80,7 @@ def of_measured(launch_s: float, idle_cores: float, calibration: Mapping[str, fl
     """Return the constants of a host whose speeds are measured: fractions are of the measured ones.
 
     `idle_cores`: per rank, 0 to 1. Ranks communicate in the background on a core of their own, or else on
-    that of the computation, which waits. `calibration`: what `plait plan --measure` fitted.
+    the core of the computation, which waits. `calibration`: what `plait plan --measure` fitted.
     """
     found = replace(
         DEFAULT,

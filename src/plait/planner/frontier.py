@@ -1,4 +1,4 @@
-"""Plans to choose from besides the fastest: those of less memory, and the best of each tp, pp and zero."""
+"""Plans to choose from besides the fastest: plans of less memory, and the best of each tp, pp and zero."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -43,7 +43,7 @@ def alternatives(
 
 
 def front(ranked_plans: list[RankedPlan]) -> list[RankedPlan]:
-    """Return the plans of which none of the others is as fast with as little memory. Ascending by time."""
+    """Return the plans that no other plan matches in both time and memory, in ascending order of time."""
     kept: list[RankedPlan] = []
     for each in sorted(
         ranked_plans, key=lambda each: (each.estimate.step_s, each.estimate.memory_high_bytes)

@@ -3,12 +3,12 @@
 [Note: activations of a block]
 Bytes that one token keeps from a block's forward to its backward, in 2-byte elements (Korthikanti et al.
 2205.05198, section 4): inputs of the two norms and of the products after them, on every column unless
-sequence parallel; inside, on the columns, queries, keys, values, the input of the output projection and of
-the activation, and that of the last product. Programs with dropout keep its masks, those without fused
+sequence parallel; inside, on the columns, queries, keys, values, and the inputs of the output projection, of
+the activation and of the last product. Programs with dropout keep its masks, those without fused
 attention scores, their softmax and its dropout.
 
-Eager models keep more: a norm its input in float32 as well, an activation every intermediate result. Their
-counts are those that `plait explain` finds in a dry run, which a test compares.
+Eager models keep more: a norm its input in float32 as well, an activation every intermediate result. A test
+compares their counts with those of a dry run of `plait explain`.
 """
 
 from dataclasses import replace

@@ -41,7 +41,7 @@ class ModelShape:
 
     ffn            width of the MLP (of one expert, if there are experts)
     mlp_matrices   2: up and down; 3: gated, as in Llama
-    experts        0: a dense model; else the number of experts, of which a token uses `experts_per_token`
+    experts        0: a dense model; else the number of experts; a token uses `experts_per_token` of them
     shared_ffn     width of the experts that every token uses
     tied           embedding and head share one parameter
     positions      rows of a learned table of positions; 0: none

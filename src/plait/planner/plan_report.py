@@ -26,7 +26,7 @@ _TOTALS = "dollars: device-hours at the device's price. energy: devices at full 
 
 
 def search_tables(found: SearchResult, choices: list[RankedPlan]) -> Iterator[RenderableType]:
-    """Yield what a search found: the ranked plans, those of less memory among the `choices`, and a line for
+    """Yield what a search found: the ranked plans, plans of less memory among the `choices`, and a line for
     each rejected family."""
     first = found.best[0]
     ranks = [

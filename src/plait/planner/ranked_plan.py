@@ -15,8 +15,8 @@ _SECONDS_PER_HOUR = 3_600.0
 class RankedPlan:
     """A priced plan on its cluster. `tokens`: of the complete training; None: unknown, as are its totals.
 
-    Dollars are device-hours at the price of the device. Energy is that of the devices at full load: without
-    hosts, network and cooling.
+    Dollars are device-hours at the price of the device. Energy is counted for the devices at full load,
+    without hosts, network and cooling.
     """
 
     estimate: StepEstimate

@@ -42,7 +42,7 @@ _REQUIRED = ("layers", "hidden", "seq_len", "gpu", "n_gpus", "global_batch")
 @dataclass(frozen=True)
 class Run:
     """A row. `plans`: more than one if the row leaves something open. `step_s`, `memory_bytes`: measured,
-    None if it does not say. `counts_tensors`: its memory is that of tensors, not all of the device's.
+    None if it does not say. `counts_tensors`: its memory counts tensors only, not all of the device's.
     `ran_out`: it ran out of memory."""
 
     row: int

@@ -1,7 +1,7 @@
 """Seconds and memory of parameter servers: bytes over bandwidth, through the links that carry most.
 
 Workers push during the last micro-batch's backward and pull when the servers have updated. Between domains,
-every process is counted as if all that it exchanges crossed the network.
+all exchanges of a process are counted as if they crossed the network.
 """
 
 from plait.errors import PlanError
@@ -13,7 +13,7 @@ _STATES = 2  # of Adam
 
 
 def check_is_priced(plan: Plan) -> None:
-    """Raise PlanError unless a step's time is that of the plan's slowest process."""
+    """Raise PlanError unless the slowest process of the plan decides a step's time."""
     if plan.sync != "all":
         raise PlanError(
             "the planner can price parameter servers only with sync=all",

@@ -319,7 +319,7 @@ def _block_tensor_s(
     """Exposed seconds of one block's collectives in a forward and in a backward, which has as many.
 
     Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
-    gathered again during those of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
+    gathered again during the products of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
     tokens = part.tokens * rates.itemsize
     columns, rows = Group(part.cols, 1, part.ranks), Group(part.rows, part.cols, part.ranks)
     hidden = tokens * model.hidden / part.rows

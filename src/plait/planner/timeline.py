@@ -132,8 +132,8 @@ Held = tuple[tuple[int, int], ...]  # see `in_flight`
 
 
 def in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tuple[Held, ...]:
-    """Return what a rank holds at moments of which one has its peak: for each of its stages, in model order,
-    the micro-batches between forward and backward, and those between backward and weight gradients."""
+    """Return what a rank holds at some moments, one of them its peak: for each of its stages, in model order,
+    the micro-batches between forward and backward, and between backward and weight gradients."""
     if name in ("gpipe", "bfs"):  # all forwards come before the first backward
         return (((micros, 0),) * stages_of(name, ranks, chunks).count(rank),)
     return _in_flight(name, ranks, min(micros, 2 * ranks), chunks, rank)
@@ -147,7 +147,7 @@ def _in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tu
 
 
 def _largest(actions: Sequence[Action]) -> tuple[Held, ...]:
-    """Return what a rank holds after its forwards, of which no other moment's holds as much."""
+    """Return what a rank holds after its forwards, without moments that another one covers."""
     saved = dict.fromkeys(sorted({stage for _, stage, _ in actions}), 0)
     split = {(stage, micro) for kind, stage, micro in actions if kind is Kind.W}
     deferred = dict(saved)

@@ -10,8 +10,8 @@ synchronous parallel; Ho et al. 2013). A read at clock c then has every update u
 
 [Note: workers that leave and join]
 A worker that has left is no longer waited for. What it had committed is applied if it had been decided on
-before, otherwise not at all. One that joins starts at the present clock: that of the next decision, or that
-of the slowest worker, and never at one for which its push was decided on. If it has been here before, it
+before, otherwise not at all. A worker that joins starts at the clock of the next decision, or of the
+slowest worker, and never at a clock for which its push was decided on. If it has been here before, it
 joins when what was decided on its last push has been applied everywhere (`is_settled`): servers read that
 push until then, and take it from the process that joined last.
 

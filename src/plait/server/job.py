@@ -22,7 +22,7 @@ from plait.server.replica import Replica
 from plait.server.server import Server
 from plait.server.worker import ServedModel, Servers, ServerUpdater
 
-_DRAIN_S = 10.0  # from the end of worker 0, and of the job, to that of the others
+_DRAIN_S = 10.0  # from the end of worker 0, and of the job, to the end of the others
 _LEAVE_S = 30.0  # for other workers to leave a colocated server
 
 
@@ -32,8 +32,8 @@ def is_server(plan: Plan, process: JobProcess) -> bool:
 
 
 def join_job(plan: Plan, timeout_s: float = 600.0, *, ends_with_first: bool = False) -> JobProcess:
-    """Join the job, of which a second call returns the same process. `ends_with_first`: it is over when
-    worker 0 leaves. Raises PlanError unless it has as many processes as the plan needs."""
+    """Join the job; a second call returns the same process. `ends_with_first`: the job is over when
+    worker 0 leaves. Raises PlanError unless the job has as many processes as the plan needs."""
     process = join_store(timeout_s, ends_with_first=ends_with_first)
     plan.check_ranks(process.size)
     return process
@@ -49,7 +49,7 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
 def restart_policy(plan: Plan, max_restarts: int) -> dict[str, Any]:
     """Return arguments of `launch_local`: with dedicated servers, all workers but the first may die and are
     started again, `max_restarts` times in all; so may servers that have replicas, which are not started
-    again. Worker 0 ends the job. The error of a death has the name of the role."""
+    again. Worker 0 ends the job. The error of a death names the role."""
     roles = [f"worker {rank}" for rank in range(plan.dp)] + [
         f"server {index}" for index in range(plan.servers)
     ]

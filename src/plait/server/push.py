@@ -6,7 +6,7 @@ it, and the engine waits for them before it commits. Each server has a thread th
 
 [Note: sparse pushes]
 A push may have some blocks of a chunk only: their contents, then their numbers. Elements of other blocks are
-zero. With reduce=fp32 blocks are of _BLOCK elements, and those that are zero are left out: rows of an
+zero. With reduce=fp32 blocks are of _BLOCK elements, and zero blocks are left out: rows of an
 embedding, and parameters, that a batch does not use. With reduce=topk:R blocks are of one element, and
 the largest magnitudes of each chunk are sent (Aji and Heafield, 1704.05021; Lin et al., 1712.01887).
 

@@ -3,8 +3,8 @@
 [Note: chain of two]
 With `server=replicated`, each server forwards to its replica what changes its ranges, or the clocks: sums of
 gradients, updates, and changes of the clocks, in the order in which they happen here. A server waits for the
-acknowledgement before the change has an effect or a reply is sent, so that what any worker has seen is at
-the replica; which executes the same in the same order, and has the same bits. Sums are forwarded instead of
+acknowledgement before the change has an effect or a reply is sent, so the replica has all that any worker has
+seen. It executes the same requests in the same order, and has the same bits. Sums are forwarded instead of
 pushes: 1 / w of the bytes (Li et al. 2014, section 4.3: replication after aggregation). On one host not even
 these: the replica reads the gradients too, and acknowledges the update, before which workers write no others,
 when it has added them up.

@@ -7,8 +7,8 @@ read and written under the condition's lock; sums and updates have locks of thei
 
 [Note: gradients in the worker's memory]
 On one host a worker sends once where its gradients and weights are, and the server maps that memory. A push
-is then no message: the server adds up the gradients where they are, between COMMIT and the reply to APPLY,
-in which time the worker does not write them. A pull is a copy by the server into the worker's weights, under
+is then no message: the server adds up the gradients where they are, between COMMIT and the reply to APPLY;
+the worker does not write them in this time. A pull is a copy by the server into the worker's weights, under
 the chunk's lock. The mapping outlives the worker: an update that was decided on can be finished without it.
 """
 
@@ -165,7 +165,7 @@ class Server:
             connection.close()
 
     def _follow(self, connection: Connection, address: ServerAddress) -> None:
-        """On a replica, execute what its server forwards, until it ends or is lost."""
+        """Execute, on a replica, what its server forwards, until it ends or is lost."""
         while True:
             try:
                 message = connection.receive()
@@ -355,7 +355,7 @@ class Server:
         return Message(Verb.APPLY, value=int(done))
 
     def _await_pushes(self, workers: tuple[int, ...]) -> None:
-        """On a replica that took over, wait until workers have sent the step's pushes again, or have died."""
+        """Wait, on a replica that took over, until workers have sent the step's pushes again or have died."""
         if self._primary is None:
             return
         with self._changed:

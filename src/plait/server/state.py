@@ -6,8 +6,8 @@ update or all of it from after. Small chunks, which are updated by one call of t
 share a lock. Which updates a worker gets is decided by the clocks, see `clocks.py`.
 
 [Note: sums in rank order]
-The gradients of a step are added in the order of the workers' ranks, whatever the order in which they came:
-the same bits in every run, and those of a reduce-scatter over the same ranks.
+The gradients of a step are added in the order of the workers' ranks, whatever the order in which they came.
+So every run has the same bits, which are also the bits of a reduce-scatter over the same ranks.
 """
 
 import threading

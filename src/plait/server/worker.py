@@ -2,15 +2,15 @@
 
 [Note: a worker is an engine of its own]
 Its engine runs the plan with dp=1 in a world of one rank, so it calls no collectives. After backward,
-`combine` commits the step, `apply` has the servers update the weights, and `end_step` copies the new ones
-into the units' storages. With local steps it updates its own weights: see `island.py`. Buffers and frozen
-parameters are the worker's own; worker 0's are saved.
+`reduce_totals` commits the step, `apply` has the servers update the weights, and `end_step` copies the new
+ones into the units' storages. With local steps it updates its own weights: see `island.py`. Buffers and
+frozen parameters are the worker's own; worker 0's are saved.
 
 [Note: numbers of each policy]
-Under `all` and `backup` loss, targets and gradient norm are those of all workers whose pushes were taken, the
-gradient is divided by their number of targets, and clipping is by the global norm: the numbers of data
-parallelism over these workers. Under `async` and `stale` each push is a step by itself, divided by its own
-targets and clipped by its own norm. The learning rate is the worker's, at its own clock.
+Under `all` and `backup`, the workers whose pushes were taken give loss, targets and gradient norm: the
+gradient is divided by their number of targets, and clipped by the global norm, as in data parallelism over
+these workers. Under `async` and `stale` each push is a step by itself, divided by its own targets and clipped
+by its own norm. The learning rate is the worker's, at its own clock.
 """
 
 import contextlib
@@ -224,7 +224,7 @@ class ServerUpdater:
         self._workers: tuple[int, ...] = ()  # of the present step
         self._num_present = 0  # workers, when the step was decided on
         self._is_late = False
-        self._is_ready = True  # False on worker 0 from `publish` to its first step
+        self._is_ready = True  # False on worker 0 from `push_state` to its first step
         self._join()
 
     def _join(self) -> None:
@@ -292,8 +292,8 @@ class ServerUpdater:
 
     @property
     def share(self) -> float:
-        """The weight of a worker's push in the mean of those that the step adds up; if each is a step by
-        itself, in the mean over the workers."""
+        """The weight of a worker's push in the mean of the step's pushes; if each push is a step by itself,
+        in the mean over the workers."""
         return 1.0 / (len(self._workers) if self._policy.sums else self._num_present)
 
     @property
@@ -311,7 +311,7 @@ class ServerUpdater:
         self._clock = self._servers.request(0, message).clock
 
     def _squared_norm(self) -> float:
-        """Return that of this worker's gradient."""
+        """Return the squared norm of this worker's gradient."""
         return float(sum(squared_norm(unit.grad_shard) for unit in self._units))
 
     def _push(self, unit: FlatParam) -> list[Future[None]]:
@@ -425,7 +425,7 @@ class ServerUpdater:
 
         ends         (time, worker, new clock) of the steps that have ended since the last call
         moved_bytes  (sent, received) over connections, by rank
-        waited_s     in which this worker waited for others
+        waited_s     seconds that this worker waited for others
         seconds      the time
         """
         replies = [reply.json() for reply in self._servers.all(Message(Verb.COUNTS))]
