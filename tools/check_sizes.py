@@ -1,11 +1,15 @@
-"""Check sizes of files and functions, and the tree in the docs; exit 1 with offenders.
+"""Check sizes of files, functions and lines of prose, and the tree in the docs; exit 1 with offenders.
 
 A file, of Python or of C, has at most 600 lines; a Python function at most 60, counted from its `def`, and
-nine in ten at most 40. The tree in docs/architecture.md names every folder under src/plait.
+nine in ten at most 40. A line of prose in README.md, CHANGELOG.md and docs/*.md has at most 100 columns,
+unless it is one link; headings, tables, code blocks and the diary (docs/decisions.md) have no limit. The tree
+in docs/architecture.md names every folder under src/plait.
 """
 
 import ast
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDERS = ("src", "tests", "benchmarks", "tools", "examples")
@@ -14,6 +18,9 @@ FILE_LINES = 600
 FUNCTION_LINES = 60
 MOST_FUNCTIONS_LINES = 40
 MOST = 0.9
+PROSE_COLUMNS = 100
+_FENCE = re.compile(r"\s*(```|~~~)")
+_NO_PROSE = re.compile(r"\s*(#|\||!?\[[^\]]*\]\([^)]*\)$|\S+$)")  # a heading, a table, one link
 
 
 def main(root: Path) -> int:
@@ -37,6 +44,9 @@ def main(root: Path) -> int:
             f"{len(lengths) - short} of {len(lengths)} functions have over {MOST_FUNCTIONS_LINES} lines, "
             "at most one in ten"
         )
+    for page in (root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))):
+        if page.name != "decisions.md":
+            offenders += long_lines(page, str(page.relative_to(root)))
     offenders += missing_from_tree(root)
     print("\n".join(offenders), end="\n" if offenders else "")
     return 1 if offenders else 0
@@ -47,6 +57,15 @@ def functions(source: str, path: Path) -> list[ast.FunctionDef | ast.AsyncFuncti
         return []
     tree = ast.parse(source, str(path))
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def long_lines(page: Path, name: str) -> Iterator[str]:
+    """Lines of prose on a page that are too long."""
+    is_code = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        is_code ^= bool(_FENCE.match(line))
+        if not is_code and len(line) > PROSE_COLUMNS and not _NO_PROSE.match(line):
+            yield f"{name}:{number}: {len(line)} columns, at most {PROSE_COLUMNS}"
 
 
 def missing_from_tree(root: Path) -> list[str]:

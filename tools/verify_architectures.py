@@ -14,6 +14,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -246,7 +247,8 @@ def _part(table: Table, found: dict[str, Found]) -> str:
     lines = [
         table.heading,
         "",
-        table.introduction.format(
+        _wrapped(
+            table.introduction,
             date=" to ".join(sorted({found.date for found in built.values()})),
             transformers=transformers.__version__,
             torch=torch.__version__,
@@ -263,7 +265,7 @@ def _part(table: Table, found: dict[str, Found]) -> str:
         cells = [*(say(kind) for say in table.columns.values()), *of_kind.cells]
         lines.append(f"| {' | '.join(cells)} |")
     if table is CAUSAL:
-        lines += ["", *(f"- {kinds}: {note}." for kinds, note in NOTES.items())]
+        lines += ["", *(_wrapped(f"- {kinds}: {note}.", indent="  ") for kinds, note in NOTES.items())]
     lines += _errors(table, built)
     reasons = {kind: of_kind.reason.replace("|", "/") for kind, of_kind in found.items() if kind not in built}
     if reasons:
@@ -271,6 +273,14 @@ def _part(table: Table, found: dict[str, Found]) -> str:
     for reason in _by_frequency(reasons.values()):
         lines.append(f"| {reason} | {', '.join(kind for kind in reasons if reasons[kind] == reason)} |")
     return "\n".join([*lines, ""])
+
+
+def _wrapped(text: str, indent: str = "", **values: object) -> str:
+    paragraphs = text.format(**values).split("\n\n")
+    return "\n\n".join(
+        textwrap.fill(each, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for each in paragraphs
+    )
 
 
 def _errors(table: Table, built: dict[str, Found]) -> list[str]:
