@@ -160,7 +160,7 @@ def test_predictions_of_published_runs_stay_within_their_measured_accuracy() -> 
 
 
 def test_no_row_is_a_special_case(tmp_path: Path) -> None:
-    """Prices do not depend on the columns that name a row."""
+    """Estimates do not depend on the columns that name a row."""
     lines = (DATA / "published_runs.csv").read_text(encoding="utf-8").splitlines()
     header = lines[0].replace("id,source,confidence,model_name", "confidence,x1,x2,model_name")
     (tmp_path / "anonymous.csv").write_text("\n".join([header, *lines[1:60]]), encoding="utf-8")

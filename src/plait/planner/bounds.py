@@ -1,4 +1,4 @@
-"""Prices of the plans of a search, and lower bounds of their time and memory.
+"""Estimates of the plans of a search, and lower bounds of their time and memory.
 
 [Note: bound of a pipeline's time]
 A rank cannot start before the forwards of the stages ahead of its first one, computes all its actions, and
@@ -49,8 +49,8 @@ class _Simulated(NamedTuple):
 
 
 class EstimateCache:
-    """Prices of the plans of one model, cluster and workload, each computed once. Bounds hold for all plans
-    that agree with `plan` in the keys decided so far."""
+    """Estimates of the plans of one model, cluster and workload, each computed once. Bounds hold for all
+    plans that agree with `plan` in the keys decided so far."""
 
     def __init__(self, model: ModelShape, cluster: Cluster, work: Workload, software: Software) -> None:
         self._model, self._cluster, self._work, self._software = model, cluster, work, software
