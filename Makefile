@@ -30,6 +30,7 @@ check: install  ## format, lint, types, imports, sizes, words: under a minute
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_words.py
+	$(BIN)/python tools/structure.py
 
 format: install  ## format the code
 	$(BIN)/ruff format .

@@ -303,14 +303,14 @@ class _PlanView:
         """Bytes of states and buffers of full tensors, on the rank with most of them."""
         if all(group.scope is not UpdateScope.TENSORS for group in self.groups):
             return 0, 0
-        size = self.grid.degree(*TENSOR)
+        roles = Roles.from_plan(self.plan)
+        size, shards = self.grid.degree(*TENSOR), self.grid.degree(*roles.states())
         model_ranks = range(pp_rank * size, (pp_rank + 1) * size)
-        tensors = full_tensors(self.shard_map, model_ranks, self.plan.shard_degree, self.groups)
+        tensors = full_tensors(self.shard_map, model_ranks, shards, self.groups)
         owned: Counter[int] = Counter()
         for tensor in tensors:
             owned[tensor.owner] += tensor.numel
-        stage_copy = Roles.from_plan(self.plan).stage_copy
-        owners = (self.grid.index(rank, *stage_copy) for rank in ranks)
+        owners = (self.grid.index(rank, *roles.stage_copy) for rank in ranks)
         largest = max(owners, key=lambda owner: owned[owner])
         itemsize = MASTER_BYTES[self.plan.dtype]
         return full_tensor_bytes(self.groups, tensors, units, largest, size, itemsize)

@@ -21,7 +21,7 @@ def unit_values(explanation: Explanation) -> list[dict[str, Any]]:
     elements is split into `shards` equal parts, one for each coordinate on `shard`; `start` is a tensor's
     place in it.
     """
-    num_coords = explanation.plan.rows * explanation.plan.cols
+    num_coords = explanation.grid.degree(*TENSOR)
     found: dict[Hashable, dict[str, Any]] = {}
     for stage, _, by_rank in explanation.shard_map.units():
         first = next(iter(by_rank.values()))
