@@ -38,7 +38,7 @@ class Degrees(Protocol):
 
 
 class Divides(Enum):
-    """What the ranks along an axis have different parts of."""
+    """The thing of which the ranks along an axis have different parts."""
 
     BLOCKS = "blocks"
     SAMPLES = "samples"
