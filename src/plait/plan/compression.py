@@ -80,6 +80,26 @@ def compresses(plan: Plan) -> bool:
     return plan.dp > 1 and plan.reduce not in ("fp32", "bf16")
 
 
+def rounds_to_bf16(plan: Plan) -> bool:
+    """Return whether gradients are rounded to bf16. Gradients that are not sent are not rounded."""
+    return plan.reduce == "bf16" and plan.reduced_ranks > 1
+
+
+def full_grad_dtype(plan: Plan, *, receives: bool) -> str:
+    """The dtype of full gradients, as a value of `precision`: narrow if each reduction sends one narrow
+    contribution per rank. `receives`: a range's owner receives the contributions as they are, and adds them.
+
+    See [Note: narrow messages, wide sums] in `comm/torch_transport.py`. Compression adds its residuals to the
+    buffer and leaves sums in it, so it is wide.
+    """
+    sums = "fp64" if plan.dtype == "fp64" else "fp32"
+    if compresses(plan) or (plan.accumulates_full and plan.micro > 1):
+        return sums
+    if rounds_to_bf16(plan):
+        return "bf16"
+    return plan.dtype if receives else sums
+
+
 def reduces_over_all(plan: Plan) -> bool:
     """Return whether a compressed reduction covers all data ranks and leaves none over replicas.
 

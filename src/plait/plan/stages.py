@@ -6,6 +6,10 @@ from itertools import accumulate, pairwise
 
 from plait.plan.layout import ParamInfo, UnitInfo
 
+# The loss and its backward read the logits a few times in float32. In multiplications, as all costs are,
+# that equals the head's cost for this many additional hidden units.
+LOSS_AS_HIDDEN_UNITS = 16
+
 
 def stage_of_gap(blocks: Sequence[tuple[int, int]], gap: int) -> int:
     """The stage, of those with blocks [start, stop), that runs the modules before block `gap`; the last one

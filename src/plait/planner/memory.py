@@ -17,7 +17,7 @@ from itertools import chain
 
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
-from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes
+from plait.plan.estimate.memory import COMPUTE_BYTES, model_state_bytes
 from plait.plan.layout import RANGE_ALIGNMENT, Layout, UnitLayout
 from plait.planner import timeline
 from plait.planner.cluster import Cluster
@@ -67,7 +67,7 @@ def rank_memory(
         states_per_element=2,
         grad_itemsize=COMPUTE_BYTES[plan.precision]
         if software.narrow_gradients
-        else _grad_itemsize(plan, on_gpu),
+        else COMPUTE_BYTES[full_grad_dtype(plan, receives=not on_gpu)],
         activation_bytes=int(activations),
         num_communicators=num_communicators(plan, dict(enumerate(ranks))) if on_gpu else None,
     )
@@ -176,15 +176,6 @@ def _unit(name: str, numel: float, shards: int) -> UnitLayout:
     multiple = shards * RANGE_ALIGNMENT
     padded = -(-round(numel) // multiple) * multiple
     return UnitLayout(name, name, (), ((0, 0, round(numel)),), padded, shards)
-
-
-def _grad_itemsize(plan: Plan, on_gpu: bool) -> int:
-    """Bytes per element of a full gradient, see `RankContext.grad_buffer_dtype`."""
-    if plan.accumulates_full and plan.micro > 1:
-        return MASTER_BYTES[plan.precision]
-    if plan.reduce == "bf16" and plan.dp > 1:
-        return 2
-    return MASTER_BYTES[plan.precision] if on_gpu else COMPUTE_BYTES[plan.precision]
 
 
 _FUSED = Software(eager=False)

@@ -4,12 +4,10 @@ from functools import lru_cache
 
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.plan.stages import balance_blocks
+from plait.plan.stages import LOSS_AS_HIDDEN_UNITS, balance_blocks
 from plait.planner.model_shape import ModelShape
 from plait.planner.timeline import stages_of
 from plait.planner.workload import PLAIT, Software
-
-_LOSS_AS_HIDDEN_UNITS = 16  # as in models/stages/assign.py
 
 
 def block_counts(model: ModelShape, plan: Plan, software: Software = PLAIT) -> tuple[int, ...]:
@@ -49,7 +47,7 @@ def _counts(
                 return (each - ends, *(each,) * (len(ranks) - 2), each - ends) if len(ranks) > 1 else (each,)
     if len(ranks) > model.layers:
         return None
-    head = (model.hidden + _LOSS_AS_HIDDEN_UNITS) * model.vocab / model.block_matmul_params
+    head = (model.hidden + LOSS_AS_HIDDEN_UNITS) * model.vocab / model.block_matmul_params
     return _balanced(model.layers, ranks, head)
 
 

@@ -8,11 +8,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, PlanError
 from plait.models.blocks import config_int
 from plait.models.stages.dataflow import Dataflow, trace_dataflow
-from plait.plan.stages import StageAssignment, balance_blocks, stage_of_gap
-
-# The loss and its backward read the logits a few times in float32. In multiplications, as all costs here,
-# that equals the head's cost for this many additional hidden units.
-_LOSS_AS_HIDDEN_UNITS = 16
+from plait.plan.stages import LOSS_AS_HIDDEN_UNITS, StageAssignment, balance_blocks, stage_of_gap
 
 
 def plan_stages(
@@ -242,5 +238,5 @@ def _balance(
             gaps = gaps & {num_blocks}  # a lookup costs nothing; a tied head does
         for gap in gaps:
             costs[gap] += parameter.numel() * (fraction if ".experts." in name else 1.0)
-    loss = _LOSS_AS_HIDDEN_UNITS * config_int(config, "vocab_size")
+    loss = LOSS_AS_HIDDEN_UNITS * config_int(config, "vocab_size")
     return balance_blocks(costs[:-1], num_stages, last=costs[-1] + loss, ranks=ranks)

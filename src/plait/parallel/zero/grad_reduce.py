@@ -62,6 +62,7 @@ from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
 from plait.plan import Layout, UnitLayout
 from plait.plan.axes import FEATURES
+from plait.plan.compression import rounds_to_bf16
 from plait.plan.prefetch import MAX_IN_FLIGHT, reduction_deadlines
 
 _MAX_IN_FLIGHT_IF_KEPT = 256  # of unsharded gradients; transports can queue some hundreds
@@ -157,7 +158,7 @@ class GradReducer:
             self._max_in_flight = 0
         # See [Note: late gradients].
         self._has_deadlines = self._frees and context.reshards_every_pass
-        self._defers_replicas = self._has_deadlines and (context.rounds_to_bf16 or context.offloads)
+        self._defers_replicas = self._has_deadlines and (rounds_to_bf16(context.plan) or context.offloads)
         self._tracker = context.tracker
         self._last = False  # the step's last micro-batch
         self._deadlines: list[int | None] = [None] * len(units)

@@ -13,7 +13,7 @@ from plait.parallel.zero.copy_stream import CopyStream, StagingBuffers
 from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.plan import Plan, compresses
 from plait.plan.axes import BATCH, MODEL, REPLICAS, STAGES, TENSOR, Roles, UnitKind
-from plait.plan.compression import reduces_over_all
+from plait.plan.compression import full_grad_dtype, reduces_over_all
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,11 @@ class Precision:
 
     @classmethod
     def from_plan(cls, plan: Plan) -> "Precision":
-        return {
-            "fp64": cls(torch.float64, torch.float64),
-            "fp32": cls(torch.float32, torch.float32),
-            "bf16": cls(torch.bfloat16, torch.float32),
-            "fp16": cls(torch.float16, torch.float32),
-        }[plan.dtype]
+        return cls(_DTYPES[plan.dtype], torch.float64 if plan.dtype == "fp64" else torch.float32)
+
+
+# By value of `precision`.
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -228,19 +227,6 @@ class RankContext:
         return self.exchanges_contributions or is_default
 
     @cached_property
-    def rounds_to_bf16(self) -> bool:
-        """True if gradients are rounded to bf16. Gradients that are not sent are not rounded."""
-        return self.plan.reduce == "bf16" and self.groups.dense.gradient_sum.size > 1
-
-    @cached_property
     def grad_buffer_dtype(self) -> torch.dtype:
-        """The dtype of unsharded gradients: narrow if each reduction sends one narrow contribution per rank.
-
-        See [Note: narrow messages, wide sums] in `comm/torch_transport.py`. Compression adds its
-        residuals to the buffer and leaves sums in it, so it is wide.
-        """
-        if compresses(self.plan) or (self.plan.accumulates_full and self.plan.micro > 1):
-            return self.precision.master
-        if self.rounds_to_bf16:
-            return torch.bfloat16
-        return self.precision.compute if self.receives_contributions else self.precision.master
+        """The dtype of unsharded gradients."""
+        return _DTYPES[full_grad_dtype(self.plan, receives=self.receives_contributions)]

@@ -35,7 +35,7 @@ from plait.comm import (
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan import Layout, compresses
-from plait.plan.compression import Factors, message_buffer_bytes, reduces_over_all
+from plait.plan.compression import Factors, message_buffer_bytes, reduces_over_all, rounds_to_bf16
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DefaultReduction:
     def __init__(self, context: RankContext) -> None:
         self.is_single = context.exchanges_contributions
         self._device = context.device
-        self._rounds = context.rounds_to_bf16
+        self._rounds = rounds_to_bf16(context.plan)
 
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         copied = self._rounds and grads.dtype != torch.bfloat16
@@ -150,7 +150,7 @@ class AlgorithmReduction:
         plan, groups = context.plan, context.groups.dense
         self.is_single = plan.algorithm_reduces_all
         self._device = context.device
-        self._dtype = torch.bfloat16 if context.rounds_to_bf16 else context.precision.master
+        self._dtype = torch.bfloat16 if rounds_to_bf16(context.plan) else context.precision.master
         self._over = {
             g: AlgorithmReduce(plan.algorithm, g)
             for g in (groups.reduce_scatter, groups.replicate)

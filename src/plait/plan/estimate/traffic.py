@@ -27,6 +27,7 @@ from plait.plan.compression import (
     compresses,
     message_blocks,
     reduces_over_all,
+    rounds_to_bf16,
 )
 from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.grid import Grid
@@ -216,14 +217,14 @@ def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[Co
         ]
         sizes = dict.fromkeys(("all-to-all", "all-gather")[: 1 if scatter else 2], messages)
     elif plan.algorithm != "auto" and plan.dp > 1:
-        size = 2 if _rounds(plan) else MASTER_BYTES[plan.dtype]
+        size = 2 if rounds_to_bf16(plan) else MASTER_BYTES[plan.dtype]
         sizes = {"send": [], "receive": []}
         for move in chain.from_iterable(reduction_steps(facts, numel, *axes, scatter=scatter)):
             sizes["send" if isinstance(move, Send) else "receive"].append((move.stop - move.start) * size)
     else:
         wide = MASTER_BYTES[plan.dtype] if replicas else facts.transport.grad_itemsize
         op = "all-reduce" if replicas else "exchange" if covers else "reduce-scatter"
-        sizes = {op: [numel * (2 if _rounds(plan) else wide)]}
+        sizes = {op: [numel * (2 if rounds_to_bf16(plan) else wide)]}
     return sum_traffic(facts.calls(op, of_op, *axes, channel="reductions") for op, of_op in sizes.items())
 
 
@@ -242,7 +243,7 @@ def scratch_bytes(facts: RankFacts) -> int:
     plan = facts.plan
     if plan.algorithm == "auto" or plan.dp == 1 or compresses(plan):
         return 0
-    size, total = 2 if _rounds(plan) else MASTER_BYTES[plan.dtype], 0
+    size, total = 2 if rounds_to_bf16(plan) else MASTER_BYTES[plan.dtype], 0
     for stage in facts.own.values():
         largest = max((unit.numel for unit in stage.layout.units if unit.trains), default=0)
         owned = largest if plan.algorithm_reduces_all else largest // plan.shard_degree
@@ -256,10 +257,6 @@ def _hosts(ranks: Sequence[int], host_size: int) -> Hosts:
     for index, rank in enumerate(ranks):
         by_host.setdefault(rank // host_size, []).append(index)
     return list(by_host.values())
-
-
-def _rounds(plan: Plan) -> bool:
-    return plan.reduce == "bf16" and plan.reduced_ranks > 1
 
 
 # --- between stages, and once a step
