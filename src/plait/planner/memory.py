@@ -17,6 +17,7 @@ from itertools import chain
 
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
+from plait.plan.compression import full_grad_dtype
 from plait.plan.estimate.memory import COMPUTE_BYTES, model_state_bytes
 from plait.plan.layout import RANGE_ALIGNMENT, Layout, UnitLayout
 from plait.planner import timeline
