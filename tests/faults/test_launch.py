@@ -23,7 +23,6 @@ START_S = 40.0  # two imports of torch while other tests run
 
 LAUNCHER = """
 import runpy, signal, sys
-import plait.__main__
 from plait.comm import launch
 how, script, *words = sys.argv[1:]
 def main():
@@ -31,8 +30,7 @@ def main():
     sys.argv[0] = script
     runpy.run_path(script, run_name="__main__")
 if how == "forked":
-    plait.__main__.main = main
-    launch.fork_ranks()
+    launch.fork_ranks(main)
 command = [sys.executable, "-u", script] if how == "fresh" else None
 sys.exit(launch.launch_local(2, words, command=command))
 """
