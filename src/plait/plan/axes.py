@@ -24,9 +24,10 @@ Axes = tuple[str, ...]  # names, outermost first
 class Degrees(Protocol):
     """Degrees from which those of the axes follow. Implemented by `Plan`."""
 
-    pp: int
-    local_steps: int
-
+    @property
+    def pp(self) -> int: ...
+    @property
+    def local_steps(self) -> int: ...
     @property
     def data_ranks(self) -> int: ...
     @property
