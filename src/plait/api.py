@@ -3,6 +3,7 @@ created."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,6 @@ def parallelize(
         (process or world).size,
         world.device,
         optimizer=optimizer,
-        optimizer_args=optimizer_args,
         param_groups=param_groups,
         clip_norm=clip_norm,
         clip_value=clip_value,
@@ -85,10 +85,9 @@ def parallelize(
         tensor_plan=with_layout(tensor_plan, layout),
         loss=loss,
         example_batch=example_batch or (probe if isinstance(probe, Mapping) else None),
-        seed=seed,
-        weights=weights,
-        offload_dir=offload_dir,
     )
+    folder = None if offload_dir is None else Path(offload_dir)
+    spec = replace(spec, arguments=optimizer_args or {}, seed=seed, draws=not weights, offload_dir=folder)
     return _start(model, spec, world, probe, weights, process)
 
 

@@ -1,7 +1,7 @@
 """A valid plan for a model: what is decided, and which mistakes are found, without other ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from plait.plan.schedule.load import load_schedule
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """How a model is sharded and its weights are updated."""
+    """How a model is sharded and its weights are updated. The fields with defaults are not validated here."""
 
     plan: Plan
     blocks: Sequence[tuple[str, nn.Module]]
@@ -35,12 +35,12 @@ class TrainingSpec:
     clip_value: float | None
     loss_scaling: LossScaling | None
     float8: Float8Layers
-    arguments: Mapping[str, Any]  # of the optimizer
-    loss: Loss | None
-    example_batch: Mapping[str, Tensor] | None
-    seed: int
-    draws: bool  # initialize weights; False: only those that `weights` will not replace
-    offload_dir: Path | None
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
+    loss: Loss | None = None
+    example_batch: Mapping[str, Tensor] | None = None
+    seed: int = 0
+    draws: bool = True  # initialize weights; False: only those that `weights` will not replace
+    offload_dir: Path | None = None
 
 
 def validate(
@@ -50,7 +50,6 @@ def validate(
     device: torch.device | None = None,
     *,
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    optimizer_args: Mapping[str, Any] | None = None,
     param_groups: Iterable[Any] | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -59,9 +58,6 @@ def validate(
     tensor_plan: Mapping[str, str] | None = None,
     loss: Loss | None = None,
     example_batch: Mapping[str, Tensor] | None = None,
-    seed: int = 0,
-    weights: str | Path | None = None,
-    offload_dir: str | Path | None = None,
 ) -> TrainingSpec:
     """Return what the plan means for the model; the arguments are those of `parallelize`.
 
@@ -98,12 +94,8 @@ def validate(
         clip_value=clip_value,
         loss_scaling=(loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
         float8=_float8_layers(named_blocks, tensor, plan),
-        arguments=optimizer_args or {},
         loss=loss,
         example_batch=example_batch,
-        seed=seed,
-        draws=not weights,
-        offload_dir=None if offload_dir is None else Path(offload_dir),
     )
 
 

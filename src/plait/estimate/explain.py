@@ -127,14 +127,13 @@ def explain(
         plan.of_worker if plan.num_servers else plan,
         device=cluster.device,
         optimizer=optimizer,
-        optimizer_args=optimizer_args,
         param_groups=param_groups,
         blocks=blocks,
         tensor_plan=with_layout(tensor_plan, layout),
         loss=loss,
         example_batch=micro,
     )
-    groups = GroupOptimizer.of_groups(optimizer, spec.arguments, spec.groups)
+    groups = GroupOptimizer.of_groups(optimizer, dict(optimizer_args or {}), spec.groups)
     check_groups(groups, plan)
     view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, groups)
     servers, num_stages = None, spec.schedule.num_stages
