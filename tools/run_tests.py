@@ -1,5 +1,5 @@
 """All tests, in three streams at the same time: most of those on a pool of ranks; those of commands and
-pages, which are real jobs; and those of one process.
+pages, which are real jobs, and then the other ranks; and those of one process.
 
 Jobs wait for time limits and for processes, and leave processors idle that the others use. The report of the
 first stream, which takes longest, is shown as it comes, and those of the others after it; each ends with its
@@ -20,6 +20,7 @@ NO_TESTS = 5  # pytest's exit code when the arguments select none of a stream
 
 
 def main() -> int:
+    assert all(any(TESTS.glob(name)) for name in SECOND), f"no such tests among {SECOND}"
     second = [path for name in SECOND for path in sorted(TESTS.glob(name))]
     folders = sorted(path for path in TESTS.iterdir() if any(path.glob("test_*.py")))
     first = [path for path in sorted(TESTS.glob("ranks/test_*.py")) if path not in second]

@@ -11,7 +11,7 @@ circles          sets of modules that import each other, also within functions o
 torch modes      classes that derive from a Torch*Mode
 report files     modules whose names say that they print or draw: report, figures, page, explain, plot, table
 parameters       functions with more than 7 parameters
-repeated         runs of six equal lines, blank ones and imports apart, that stand in two places
+repeated         runs of six equal lines, blank ones and imports apart, that occur in two places
 """
 
 import argparse
@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent / "src"
 AXIS_TABLE = ("plait/plan/axes.py",)
 AXES = {"replicate", "row", "col"}  # `pp`, `shard`, `cp` are keys of a plan, too
 DEGREES = {"rows", "cols", "shard_degree"}
-OWNERS = {"plan", "grid", "of_worker"}  # names whose attributes of that name are degrees
+OWNERS = {"plan", "grid", "part", "tensor"}  # names whose attributes of that name are degrees
 NO_AXES = {  # files in which such a text is no axis
+    "plait/cli/plan_score.py": "rows of a table",
     "plait/data/index.py": "rows of a file",
     "plait/models/sharding/derive.py": "a style",
     "plait/models/sharding/families.py": "a style",
@@ -108,15 +109,8 @@ def over_budget(sources: dict[str, str]) -> list[str]:
 def names_axis(name: str, tree: Tree) -> bool:
     if name in AXIS_TABLE or name in NO_AXES:
         return False
-    keys = {
-        id(key)
-        for node in ast.walk(tree)
-        for key in (
-            node.keys if isinstance(node, ast.Dict) else [node.arg] if isinstance(node, ast.keyword) else ()
-        )
-    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node.value in AXES and id(node) not in keys:
+        if isinstance(node, ast.Constant) and node.value in AXES:
             return True
         if isinstance(node, ast.Attribute) and node.attr in DEGREES:
             owner = node.value
@@ -127,7 +121,7 @@ def names_axis(name: str, tree: Tree) -> bool:
 
 
 def imports(trees: dict[str, Tree]) -> dict[str, set[str]]:
-    """Modules of the package that each imports, wherever; `__init__` of the packages above it apart."""
+    """The modules of the package that each imports, also in functions. A package counts as its `__init__`."""
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in trees}
     graph: dict[str, set[str]] = {}
     for module, name in modules.items():
@@ -150,8 +144,12 @@ def imported(tree: Tree) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+        elif isinstance(node, ast.Call) and _name(node.func) == "import_module":
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def known(text: str, modules: dict[str, str]) -> str | None:

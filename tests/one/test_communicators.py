@@ -124,6 +124,22 @@ def test_the_nth_split_of_all_ranks_is_one_partition_of_them(text: str) -> None:
     assert 1 + len(ranks[0].splits) == number <= MOST.get(text, 9)
 
 
+@pytest.mark.parametrize("text", [*PLANS, "dp=4 shard=2 zero=1 local_steps=8", "dp=4 reduce=int8"])
+def test_gathers_and_reductions_of_units_have_communicators_of_their_own(text: str) -> None:
+    plan = Plan.parse(text)
+    schedule = make_schedule(plan.schedule, plan.pp, plan.micro, plan.chunks)
+    grid = Grid.from_plan(plan)
+    world: Any = Rank(grid.num_ranks - 1, grid.num_ranks)
+    groups = RankGroups.build(Mesh(world, grid, communicators(plan, schedule.rank_of)), plan)
+    units = groups.dense
+    used = {"gathers": [units.all_gather], "reductions": [units.first_reduction]}
+    if units.first_reduction is units.reduce_scatter:  # otherwise nothing is left over replicas
+        used["reductions"] += [units.replicate, groups.islands]
+    for channel, over in used.items():
+        for group in (group for group in over if group.size > 1):
+            assert (group.ranks, channel) in world.splits
+
+
 def test_members_wait_in_a_circle_where_the_order_differs() -> None:
     """The check above finds what it looks for."""
     assert waits_in_a_circle([[(0, 1), (1, 2), (0, 2)][i:] + [(0, 1), (1, 2), (0, 2)][:i] for i in range(3)])

@@ -1,16 +1,29 @@
 """The roles of the axes follow from what each divides; tables with other axes give other roles."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from plait.plan import Grid, Plan, axes
-from plait.plan.axes import AXES, BATCH, MODEL, REPLICAS, TABLE, TENSOR, TOKENS, Axes, Axis, Roles, UnitKind
+from plait.plan import Grid, Layout, ParamInfo, Plan, UnitInfo, single_stage
+from plait.plan.axes import (
+    AXES,
+    BATCH,
+    MODEL,
+    REPLICAS,
+    TABLE,
+    TENSOR,
+    TOKENS,
+    Axes,
+    Axis,
+    Divides,
+    Roles,
+    UnitKind,
+)
 
 DENSE = UnitKind.DENSE
 
 
-def test_the_roles_of_a_step_are_those_of_the_papers() -> None:
+def test_ranks_with_other_samples_sum_a_gradient_and_shard_its_states() -> None:
     roles = Roles.from_plan(Plan(dp=4, zero=1))
     assert (BATCH, TENSOR, MODEL) == (("replicate", "shard"), ("row", "col"), ("pp", "row", "col"))
     assert roles.gradient_sum() == TOKENS == ("replicate", "shard", "cp")
@@ -29,7 +42,9 @@ def test_islands_leave_replicas_out_of_a_step() -> None:
     assert roles.step == ("pp", "shard", "cp", "row", "col")
 
 
-@pytest.mark.parametrize("text", ["dp=8 tp=2x4 pp=3 zero=3 shard=4", "dp=6", "dp=4 zero=2 local_steps=0"])
+@pytest.mark.parametrize(
+    "text", ["dp=8 tp=2x4 pp=3 zero=3 shard=4", "dp=6", "dp=8 zero=1 shard=2 local_steps=8"]
+)
 def test_ranks_along_states_and_replicas_sum_a_gradient_together(text: str) -> None:
     plan = Plan.parse(text)
     roles, grid = Roles.from_plan(plan), Grid.from_plan(plan)
@@ -37,26 +52,33 @@ def test_ranks_along_states_and_replicas_sum_a_gradient_together(text: str) -> N
     summed = set(grid.group(rank, *roles.gradient_sum()))
     owners = grid.group(rank, *roles.states())
     assert summed == {other for owner in owners for other in grid.group(owner, *roles.replicas())}
-    assert len(summed) == plan.dp
-    assert grid.degree(*roles.one_copy) * grid.degree(*roles.replicas()) == grid.num_ranks
+    assert len(summed) == plan.reduced_ranks
+    assert len(owners) == plan.shard_degree
+    assert grid.degree(*roles.one_copy) * grid.degree(*REPLICAS) == grid.num_ranks
 
 
-def test_an_axis_along_which_one_kind_differs_is_left_out_of_its_sums(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As expert parallelism needs it: the axis divides samples, and only the experts' parameters."""
-    of_experts = Axis("ep", "ep", axes.Divides.SAMPLES, lambda _: 2, frozenset({DENSE}), shards_states=True)
+def test_tokens_and_model_divide_the_axes() -> None:
+    assert sorted((*TOKENS, *MODEL)) == sorted(AXES)
+    assert {*BATCH} < {*TOKENS}
+
+
+def test_an_axis_of_samples_is_in_the_sums_of_units_that_do_not_differ_along_it() -> None:
+    """Experts will differ along such an axis, and dense units will not."""
     at = AXES.index("cp")
-    monkeypatch.setattr(axes, "TABLE", (*TABLE[:at], of_experts, *TABLE[at:]))
-    monkeypatch.setattr(axes, "AXES", tuple(axis.name for axis in axes.TABLE))
-    roles = Roles(has_islands=False)
-    assert roles.gradient_sum(DENSE) == ("replicate", "shard", "cp")
-    dense = tuple(
-        replace(axis, differs=axis.differs - {DENSE}) if axis.name == "ep" else axis for axis in axes.TABLE
-    )
-    monkeypatch.setattr(axes, "TABLE", dense)
-    assert roles.gradient_sum(DENSE) == ("replicate", "shard", "ep", "cp")
-    assert roles.states(DENSE) == ("shard", "ep", "cp")
+    for differs, names in ((frozenset({DENSE}), ()), (frozenset(), ("ep",))):
+        axis = Axis("ep", "ep", Divides.SAMPLES, lambda _: 2, differs, shards_states=True)
+        roles = Roles(has_islands=False, table=(*TABLE[:at], axis, *TABLE[at:]))
+        assert roles.gradient_sum(DENSE) == ("replicate", "shard", *names, "cp")
+        assert roles.states(DENSE) == ("shard", *names, "cp")
+        assert roles.replicas(DENSE) == ("replicate",)
+
+
+def test_a_unit_of_a_stage_has_the_models_kind() -> None:
+    kind: Any = object()  # another than dense
+    tensors = (ParamInfo("a", (2, 2), group=0), ParamInfo("b", (2, 2), group=0))
+    (unit,) = single_stage(("a", "b"), 1).units_of(0, [UnitInfo("block", tensors, kind)])
+    assert (unit.kind, unit.tensors) == (kind, tensors)
+    assert [layout.kind for layout in Layout.build([unit], 2).units] == [kind]
 
 
 def test_a_ranks_index_in_a_group_is_its_place_in_it() -> None:
@@ -70,5 +92,5 @@ def test_a_ranks_index_in_a_group_is_its_place_in_it() -> None:
 
 
 def test_only_axes_with_several_ranks_are_used_outermost_first() -> None:
-    assert Grid.from_degrees(pp=2, col=2).used(("col", "row", "pp")) == ("pp", "col")
+    assert Grid.from_degrees(pp=2, col=2).used("col", "row", "pp") == ("pp", "col")
     assert Grid.from_degrees(pp=2, shard=3, col=4).stride("shard") == 4

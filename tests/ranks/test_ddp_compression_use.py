@@ -220,8 +220,8 @@ def _failed(transport: str) -> None:
     state._begin()
     compressor = state._reductions[0].compressor
     assert isinstance(compressor, CompressedReduce)
-    (piece,) = compressor._pieces
-    compressor._pieces = [replace(piece, received=piece.received[:1])]
+    (message,) = compressor._messages
+    compressor._messages = [replace(message, received=message.received[:1])]
     with pytest.raises(CommError, match="the tensors of all-to-all have mismatched sizes"):
         out.square().mean().backward()
     with pytest.raises(CommError, match="the tensors of all-to-all have mismatched sizes"):

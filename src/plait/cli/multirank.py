@@ -52,7 +52,8 @@ def check_limits() -> None:
 
 
 def rank_entry(call: "typer.Context") -> Callable[[], object]:
-    """Return what a rank that is forked from this command runs: the command line, with other arguments."""
+    """Return the program of a rank that is forked from this command: this command line, with the arguments
+    in `sys.argv`."""
     return functools.partial(run_program, call.find_root().command)
 
 

@@ -126,7 +126,7 @@ def launch_local(
         )
     is_own = command is None
     entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
-    program = function or (_entry if is_own and _can_fork(num_ranks) else None)
+    program = function or (_entry if is_own and _entry is not None and _can_fork(num_ranks) else None)
     forked = None if program is None else _ForkedRank(argv, program)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
         begun = rendezvous_dir / (_RENDEZVOUS + BEGUN)

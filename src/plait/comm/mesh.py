@@ -60,5 +60,5 @@ class Mesh:
     def _cached_group(self, ranks: tuple[int, ...], channel: str, axes: Sequence[str]) -> Group:
         key = (ranks, channel if len(ranks) > 1 else "")
         if key not in self._groups:
-            self._groups[key] = self.world.subgroup(*key, self.grid.used(axes))
+            self._groups[key] = self.world.subgroup(*key, self.grid.used(*axes))
         return self._groups[key]

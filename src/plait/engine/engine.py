@@ -376,7 +376,7 @@ class Engine:
         """
         micros = split_batch(self._batches.checked(batch, trains=False), self.plan.micro)
         max_micros = torch.tensor([len(micros)], device=self.device)
-        all_reduce(max_micros, self._groups.batch_shares, "max")
+        all_reduce(max_micros, self._groups.tokens, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
 
         def add(loss: Tensor, count: int | Tensor) -> None:
@@ -386,7 +386,7 @@ class Engine:
 
         with self._inputs.explained(micros):
             self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
-        all_reduce(totals, self._groups.batch_shares)
+        all_reduce(totals, self._groups.tokens)
         broadcast(totals, self._groups.pp, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
         check_total_count(num_targets)

@@ -2,14 +2,13 @@
 
 [Note: roles]
 Code that needs the ranks which sum a gradient, or hold the same states, asks for them by role and names no
-axis. All roles follow from two columns of the table: what an axis divides, and the kinds of units whose
-parameters differ along it. Ranks along an axis that divides tokens (samples, or a sequence) sum the gradients
-of the units that do not differ along it; ranks along every other axis have other parts of the model, for the
-same tokens. `zero` shards a unit's states over the axes of its `gradient_sum` that hold shards.
+axis. Gradients of a unit are summed over the axes along which its kind does not differ; `zero` shards its
+states over those of them with `shards_states`. Axes along which parameters of all kinds differ lead to ranks
+with other parts of the model, for the same tokens.
 
 [Note: islands]
 Under local steps the replicas are islands: each sums gradients by itself, and they exchange weights instead.
-So a replica is no part of the roles by which a step communicates.
+The roles of a step leave out REPLICAS then.
 """
 
 from collections.abc import Callable, Iterable
@@ -79,7 +78,7 @@ TABLE = (
     Axis("pp", "pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
     Axis("replicate", "dp", Divides.SAMPLES, lambda plan: plan.data_ranks // plan.shard_degree),
     Axis("shard", "dp", Divides.SAMPLES, lambda plan: plan.shard_degree, shards_states=True),
-    Axis("cp", "cp", Divides.SEQUENCE, lambda _: 1, shards_states=True),
+    Axis("cp", "cp", Divides.SEQUENCE, lambda _: 1, shards_states=True),  # no plan has the key yet
     Axis("row", "tp", Divides.HIDDEN, lambda plan: plan.rows, _ALL),
     Axis("col", "tp", Divides.FEATURES, lambda plan: plan.cols, _ALL),
 )
@@ -91,8 +90,9 @@ def _along(*divides: Divides) -> Axes:
 
 
 def _only(divides: Divides) -> str:
-    (axis,) = _along(divides)
-    return axis
+    axes = _along(divides)
+    assert len(axes) == 1, f"axes that divide {divides.value}: {axes}, one is expected"
+    return axes[0]
 
 
 def in_order(axes: Iterable[str]) -> Axes:
@@ -101,10 +101,11 @@ def in_order(axes: Iterable[str]) -> Axes:
 
 
 STAGES, HIDDEN, FEATURES = _only(Divides.BLOCKS), _only(Divides.HIDDEN), _only(Divides.FEATURES)
-TENSOR: Axes = (HIDDEN, FEATURES)  # ranks that shard the same layers
 BATCH = _along(Divides.SAMPLES)  # ranks with other samples of a batch
 TOKENS = _along(Divides.SAMPLES, Divides.SEQUENCE)  # ranks with other tokens
-MODEL: Axes = (STAGES, *TENSOR)  # ranks with other parts of the model, for the same tokens
+# Ranks with other parts of the model, for the same tokens; of these, ranks that shard the same layers.
+MODEL: Axes = tuple(axis.name for axis in TABLE if axis.name not in TOKENS)
+TENSOR: Axes = tuple(name for name in MODEL if name != STAGES)
 REPLICAS: Axes = tuple(axis.name for axis in TABLE if axis.name in TOKENS and not axis.shards_states)
 
 
@@ -113,6 +114,7 @@ class Roles:
     """The axes by which the ranks of a step communicate. See the notes at the top."""
 
     has_islands: bool
+    table: tuple[Axis, ...] = TABLE
 
     @classmethod
     def from_plan(cls, plan: Degrees) -> "Roles":
@@ -120,12 +122,12 @@ class Roles:
 
     def gradient_sum(self, kind: UnitKind = UnitKind.DENSE) -> Axes:
         """Axes over which the gradients of a unit are summed."""
-        same = (axis.name for axis in TABLE if kind not in axis.differs)
+        same = (axis.name for axis in self.table if kind not in axis.differs)
         return tuple(name for name in same if not (self.has_islands and name in REPLICAS))
 
     def states(self, kind: UnitKind = UnitKind.DENSE) -> Axes:
         """Axes over which `zero` shards the states of a unit."""
-        return tuple(axis.name for axis in TABLE if kind not in axis.differs and axis.shards_states)
+        return tuple(axis.name for axis in self.table if kind not in axis.differs and axis.shards_states)
 
     def replicas(self, kind: UnitKind = UnitKind.DENSE) -> Axes:
         """Axes over which the sums of `states` are summed: ranks with the same states."""

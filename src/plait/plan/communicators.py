@@ -82,7 +82,7 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
     wanted += [((HIDDEN,), "", None), ((FEATURES,), "", None)]
     classes = sorted(set(sender_classes(rank_of).values()))
     wanted += [((STAGES,), sends_channel(number), _MESSAGE_CTAS) for number in classes]
-    used = [(grid.used(axes), channel, max_ctas) for axes, channel, max_ctas in wanted]
+    used = [(grid.used(*axes), channel, max_ctas) for axes, channel, max_ctas in wanted]
     return tuple(Communicator(*each) for each in dict.fromkeys(used) if each[0])
 
 

@@ -1,7 +1,7 @@
 """The grid: ranks arranged along named axes, the last axis running fastest."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,8 +34,9 @@ class Grid:
         """Number of ranks along these axes together."""
         return math.prod(self.degrees[AXES.index(axis)] for axis in axes)
 
-    def used(self, axes: Collection[str]) -> Axes:
+    def used(self, *axes: str) -> Axes:
         """Return those of the axes that have several ranks, outermost first."""
+        assert {*axes} <= {*AXES}, f"no such axis among {axes}"
         return tuple(axis for axis in AXES if axis in axes and self.degree(axis) > 1)
 
     def coord(self, rank: int) -> dict[str, int]:
@@ -46,6 +47,7 @@ class Grid:
 
     def index(self, rank: int, *axes: str) -> int:
         """The rank's index among those that differ from it only along `axes`."""
+        assert {*axes} <= {*AXES}, f"no such axis among {axes}"
         index = 0
         for axis, stride, degree in zip(AXES, self._strides, self.degrees, strict=True):
             if axis in axes:

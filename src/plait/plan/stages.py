@@ -1,10 +1,10 @@
 """The split of a model into pipeline stages: which blocks and parameters each stage has."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from plait.plan.layout import ParamInfo, UnitInfo
+from plait.plan.layout import UnitInfo
 
 # The loss and its backward read the logits a few times in float32. In multiplications, as all costs are,
 # that equals the head's cost for this many additional hidden units.
@@ -59,7 +59,7 @@ class StageAssignment:
         """The units of a stage, out of the model's. Parameters shared with other stages form one unit per set
         of stages: first in order if this stage is the first of the set, else last."""
         unshared: list[UnitInfo] = []
-        shared: dict[tuple[int, ...], list[ParamInfo]] = {}
+        shared: dict[tuple[int, ...], UnitInfo] = {}
         for unit in units:
             own = []
             for tensor in unit.tensors:
@@ -67,12 +67,13 @@ class StageAssignment:
                 if stages == (stage,):
                     own.append(tensor)
                 elif stage in stages:
-                    shared.setdefault(stages, []).append(tensor)
+                    before = shared.get(stages, UnitInfo(shared_unit_name(stages), (), unit.kind))
+                    assert before.kind is unit.kind, f"{tensor.name}: shared by units of two kinds"
+                    shared[stages] = replace(before, tensors=(*before.tensors, tensor))
             if own:
-                unshared.append(UnitInfo(unit.name, tuple(own)))
-        shared_units = {s: UnitInfo(shared_unit_name(s), tuple(tensors)) for s, tensors in shared.items()}
-        first = [unit for stages, unit in shared_units.items() if stages[0] == stage]
-        return (*first, *unshared, *(unit for stages, unit in shared_units.items() if stages[0] != stage))
+                unshared.append(replace(unit, tensors=tuple(own)))
+        first = [unit for stages, unit in shared.items() if stages[0] == stage]
+        return (*first, *unshared, *(unit for stages, unit in shared.items() if stages[0] != stage))
 
     def counted_on_other_stage(self, stage: int) -> frozenset[str]:
         """Parameters that this stage shares with an earlier one, which counts them."""

@@ -61,6 +61,7 @@ def rank_memory(
 ) -> MemoryUse:
     """Return the bytes of a pipeline rank, for micro-batches of `batch` sequences."""
     ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    own_plan = plan.of_worker if plan.num_servers else plan
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
     return model_state_bytes(
         rank_layout(model, plan, rank, software),
@@ -68,7 +69,7 @@ def rank_memory(
         states_per_element=2,
         grad_itemsize=COMPUTE_BYTES[plan.precision]
         if software.narrow_gradients
-        else COMPUTE_BYTES[full_grad_dtype(plan, receives=not on_gpu)],
+        else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
         activation_bytes=int(activations),
         num_communicators=num_communicators(plan, dict(enumerate(ranks))) if on_gpu else None,
     )

@@ -78,6 +78,7 @@ def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict
     scatters = 0 if plan.zero == 0 else plan.micro if plan.zero >= 2 and not plan.accumulates_full else 1
     sends = sum((ranks[other] != rank) for stage in own for other in (stage - 1, stage + 1)
                 if 0 <= other < len(ranks))  # fmt: skip
+    (replicated,), (sharded, *_) = REPLICAS, Roles.from_plan(plan).states()
     shard = plan.shard_degree
     replicas = plan.data_ranks // shard
     is_first, is_last = 0 in own, len(ranks) - 1 in own
@@ -88,8 +89,8 @@ def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict
     return {
         STAGES: plan.micro * sends * message_bytes(model, plan, batch, work.sequence)
         + tied * model.vocab * model.hidden / tied_shards * reduced,
-        REPLICAS[0]: 2 * _share(replicas) * numel / shard * reduced,
-        Roles.from_plan(plan).states()[0]: _share(shard) * numel * (gathers * size + scatters * reduced),
+        replicated: 2 * _share(replicas) * numel / shard * reduced,
+        sharded: _share(shard) * numel * (gathers * size + scatters * reduced),
         HIDDEN: _share(plan.rows) * blocks * passes * tokens * inside / plan.cols / 2,
         FEATURES: _share(plan.cols) * (blocks * (passes + 2 * plan.sp) + 2 * ends) * hidden,
     }

@@ -92,6 +92,7 @@ class FlatParam:
         self.layout = layout
         self.context = context
         self.groups = context.groups.units[layout.kind]
+        assert layout.num_shards == self.groups.all_gather.size, f"{layout.name}: a layout for other ranks"
         self.start, self.stop = layout.owned_range(self.groups.all_gather.rank)
         self.unsharded = ResizableTensor(
             context.allocate_params(layout.numel),

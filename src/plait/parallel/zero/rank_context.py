@@ -12,7 +12,7 @@ from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, share
 from plait.parallel.zero.copy_stream import CopyStream, StagingBuffers
 from plait.parallel.zero.grad_buffer import ByteTracker
 from plait.plan import Plan, compresses
-from plait.plan.axes import BATCH, MODEL, REPLICAS, STAGES, TENSOR, Roles, UnitKind
+from plait.plan.axes import BATCH, MODEL, REPLICAS, STAGES, TENSOR, TOKENS, Roles, UnitKind
 from plait.plan.compression import full_grad_dtype, reduces_over_all
 
 
@@ -39,9 +39,11 @@ class UnitGroups:
 
     gradient_sum: Group  # ranks that sum a gradient
     replicate: Group  # of these, ranks with the same shards of states
-    all_gather: Group  # of these, ranks with other shards of states; see [Note: two channels]
-    reduce_scatter: Group  # the same ranks
-    first_reduction: Group  # `gradient_sum`, if the plan reduces over all at once, or `reduce_scatter`
+    all_gather: Group  # of these, ranks with other shards of states
+    reduce_scatter: Group  # the ranks of `all_gather`: see [Note: two channels] in `sharded_model.py`
+    # The ranks of `gradient_sum`, on the channel of reductions, if the plan reduces over all of them at once;
+    # otherwise `reduce_scatter`.
+    first_reduction: Group
 
     @classmethod
     def build(cls, mesh: Mesh, plan: Plan, kind: UnitKind) -> "UnitGroups":
@@ -64,7 +66,8 @@ class RankGroups:
     """The process groups of this rank."""
 
     batch_shares: Group  # ranks with other samples of a batch
-    islands: Group  # ranks that exchange weights under local steps
+    tokens: Group  # ranks with other tokens, which have the same weights
+    islands: Group  # ranks that differ only along REPLICAS: islands, under local steps
     world: Group  # ranks of a step: all, or those of an island
     tp: Group  # ranks that shard the same layers
     same_data: Group  # ranks with other parts of the model, for the same data
@@ -78,6 +81,7 @@ class RankGroups:
         roles = Roles.from_plan(plan)
         return cls(
             mesh.group(*BATCH),
+            mesh.group(*TOKENS),
             mesh.group(*REPLICAS, channel="reductions"),
             mesh.group(*roles.step) if roles.has_islands else mesh.world.group,
             mesh.group(*TENSOR),

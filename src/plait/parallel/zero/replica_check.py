@@ -145,9 +145,7 @@ class ReplicaCheck:
 
     def _differ_between_data_ranks(self, local: list[int]) -> bool:
         """True, on all ranks, if any two ranks at the same place of the model have different copies."""
-        any_differs = torch.tensor(
-            [len(self._differing(local, self._groups.batch_shares))], device=self._device
-        )
+        any_differs = torch.tensor([len(self._differing(local, self._groups.tokens))], device=self._device)
         all_reduce(any_differs, self._world, "max", label="digests of weights")
         return bool(any_differs.item())
 

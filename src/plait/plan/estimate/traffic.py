@@ -104,7 +104,7 @@ class RankFacts:
         return {stage: self.stages[stage] for stage in self.schedule.stages_of(self.pp_coord)}
 
     def key(self, op: str, *axes: str, channel: str = "") -> CommKey:
-        return CommKey(self.grid.used(axes), channel, op)
+        return CommKey(self.grid.used(*axes), channel, op)
 
     def calls(self, op: str, sizes: Iterable[int], *axes: str, channel: str = "") -> dict[CommKey, CommCount]:
         """Traffic of one call per size, in bytes; empty for a group of one rank."""
@@ -203,7 +203,7 @@ def _reduction(facts: RankFacts, unit: UnitLayout, *, replicas: bool) -> dict[Co
     """One reduction of a unit's gradients to the owners of their ranges, or of these ranges over replicas."""
     plan, covers = facts.plan, _covers_replicas(facts)
     numel, scatter = unit.range_numel if replicas else unit.numel, not (replicas or covers)
-    axes: Axes = facts.roles.states() if scatter else REPLICAS
+    axes: Axes = facts.roles.states() if scatter else facts.roles.replicas()
     sizes: dict[str, list[int]]  # of messages, by operation
     if plan.powersgd_rank is not None:  # two thin factors
         axes, rank = facts.roles.gradient_sum(), plan.powersgd_rank
@@ -247,7 +247,10 @@ def scratch_bytes(facts: RankFacts) -> int:
     for stage in facts.own.values():
         largest = max((unit.numel for unit in stage.layout.units if unit.trains), default=0)
         owned = largest if plan.algorithm_reduces_all else largest // plan.shard_degree
-        for axes, numel, scatter in ((facts.roles.states(), largest, True), (REPLICAS, owned, False)):
+        for axes, numel, scatter in (
+            (facts.roles.states(), largest, True),
+            (facts.roles.replicas(), owned, False),
+        ):
             total += size * scratch_numel(reduction_steps(facts, numel, *axes, scatter=scatter))
     return total
 
