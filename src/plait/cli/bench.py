@@ -105,9 +105,8 @@ def collectives(
 ) -> None:
     """Time the collectives at every size, on local ranks or on the ranks of torchrun."""
     with first_rank_first():
-        names = parse_collectives(collective or [])
-        parsed = parse_sizes(sizes), transport, dtype, storage, rounds, budget, parse_algorithms(algorithm)
-        request = Request(names, *parsed)
+        verbs, algorithms = parse_collectives(collective or []), parse_algorithms(algorithm)
+        request = Request(verbs, parse_sizes(sizes), transport, dtype, storage, rounds, budget, algorithms)
         num_ranks, local_ranks = _num_ranks(ranks)
         check_outputs({"--json": json, "--png": png, "--html": html})
         if is_saved:

@@ -125,7 +125,7 @@ def launch_local(
             hint="--ranks 1",
         )
     is_own = command is None
-    entry = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
+    words = [*(command or (sys.executable, "-u", "-m", "plait")), *argv]
     program = function or (_entry if is_own and _entry is not None and _can_fork(num_ranks) else None)
     forked = None if program is None else _ForkedRank(argv, program)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
@@ -137,7 +137,7 @@ def launch_local(
             _silence_torch(),
             _forward_signals(monitor),
         ):
-            _run_agent(num_ranks, entry, forked, rendezvous_dir, monitor, is_own=is_own)
+            _run_agent(num_ranks, words, forked, rendezvous_dir, monitor, is_own=is_own)
     if (death := monitor.death()) is not None:
         on_death(death)
     return monitor.exit_code()

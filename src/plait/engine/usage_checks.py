@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -257,12 +257,12 @@ def second_backward(error: BaseException) -> BaseException:
 _MAX_SEED = 2**64 - 1
 
 
-def _names(value: object) -> bool:
+def _names(value: object) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
 def _is_batch(value: object) -> bool:
-    return _names(value) and all(isinstance(each, Tensor) for each in value.values())  # type: ignore[attr-defined]
+    return _names(value) and all(isinstance(each, Tensor) for each in value.values())
 
 
 def _is_seed(value: object) -> bool:
@@ -326,8 +326,9 @@ def check_types(model: object, arguments: Mapping[str, object]) -> nn.Module:
 
 def _module(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
-        is_list = isinstance(model, Iterable) and not isinstance(model, str | Mapping | type)
-        modules = list(model) if is_list else []  # type: ignore[call-overload]
+        modules: list[Any] = []
+        if isinstance(model, Iterable) and not isinstance(model, str | Mapping | type):
+            modules = list(model)
         if not modules or not all(isinstance(module, nn.Module) for module in modules):
             raise ModelError(
                 "the model is not an nn.Module",

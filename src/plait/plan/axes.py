@@ -38,7 +38,7 @@ class Degrees(Protocol):
 
 
 class Divides(Enum):
-    """The thing of which the ranks along an axis have different parts."""
+    """Parts of a training step that an axis divides among its ranks."""
 
     BLOCKS = "blocks"
     SAMPLES = "samples"
@@ -55,9 +55,9 @@ class UnitKind(Enum):
 
 @dataclass(frozen=True)
 class Axis:
-    """A row.
+    """A row of the table.
 
-    key             the plan's, from which its degree follows
+    key             key of the plan from which the degree follows
     degree          ranks along it
     differs         kinds of units whose parameters differ along it
     shards_states   `zero` shards states over it
