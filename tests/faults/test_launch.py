@@ -35,6 +35,15 @@ command = [sys.executable, "-u", script] if how == "fresh" else None
 sys.exit(launch.launch_local(2, words, command=command))
 """
 
+WITHOUT_ENTRY = """
+import sys
+from unittest import mock
+from plait.comm import launch
+with mock.patch.object(launch, "_can_fork", side_effect=AssertionError("asked")):
+    sys.exit(launch.launch_local(1, ["--version"]))
+"""
+
+
 # Counts the signals, and ends like a rank that saves: between steps, taking its time.
 SAVING_RANK = """
 import os, pathlib, signal, subprocess, sys, time
@@ -431,3 +440,8 @@ def test_a_variable_that_libraries_cannot_use_is_refused_before_a_rank_starts(
 def test_a_job_without_ranks_is_refused() -> None:
     with pytest.raises(CommError, match="a job needs at least one rank"):
         launch_local(0, [])
+
+
+def test_a_launcher_without_an_entry_asks_no_accelerator_whether_it_may_fork() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_ENTRY], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[:1]) == (0, ["plait"]), done.stderr

@@ -18,11 +18,13 @@ from plait.planner.calibrate import fit, fit_without
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
+from plait.planner.memory import rank_memory
 from plait.planner.model_shape import ModelShape
 from plait.planner.runs import Run, read_runs
 from plait.planner.score import ScoredRun, estimate_all, score_runs
 from plait.planner.search import search
 from plait.planner.step_estimate import Software, Workload, estimate_step, stage_seconds
+from plait.planner.workload import PLAIT
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -249,6 +251,15 @@ def test_fitted_constants_predict_runs_that_other_constants_made() -> None:
     assert error(fitted) < 0.08
     slow = [replace(run, source="other", step_s=10 * (run.step_s or 0)) for run in learned]
     assert fit_without([*learned, *slow], ["other"])["other"] == fitted
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "int8", "topk:0.01"])
+def test_a_worker_of_servers_holds_the_tensors_of_one_rank(reduce: str) -> None:
+    """Its pushes are compressed apart from its gradients."""
+    plan = Plan.parse(f"dp=4 servers=2 precision=bf16 micro=2 reduce={reduce}")
+    alone = Plan.parse("dp=1 precision=bf16 micro=2")
+    own, of_one = (rank_memory(MODEL, each, 0, 1, 512, PLAIT, False) for each in (plan, alone))
+    assert (own.gradients, own.parameters, own.master) == (of_one.gradients, of_one.parameters, of_one.master)
 
 
 def test_servers_are_priced_by_the_links_that_carry_most() -> None:

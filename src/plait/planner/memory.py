@@ -65,7 +65,7 @@ def rank_memory(
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
     return model_state_bytes(
         rank_layout(model, plan, rank, software),
-        plan,
+        own_plan,
         states_per_element=2,
         grad_itemsize=COMPUTE_BYTES[plan.precision]
         if software.narrow_gradients
