@@ -11,9 +11,17 @@ communications are in progress there is always one thread that is not running ca
 
 Messages have no such order: which of two arrives first depends on the peers. The caller waits for them, and a
 separate thread does so only if a future or a time limit is requested.
+
+[Note: threads at the end of Python]
+Who waits for a future goes on once it has its value, while its thread still runs callbacks in torch's code and
+frees the communication. If Python ends then, it ends the thread where that next asks for the interpreter lock,
+and unwinding torch's C++ frames aborts the process. So groups are closed and threads waited for at exit.
 """
 
+import atexit
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,7 +34,24 @@ from torch import Tensor
 from plait.comm.transport import Work
 from plait.errors import CommError
 
-CLOSE_S = 5.0  # limit for a communication in progress when its group is destroyed
+CLOSE_S = 5.0  # limit for communications in progress when their group is destroyed, or Python ends
+_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
+
+
+def _start_thread(run: Callable[[], None], name: str) -> None:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _end_threads() -> None:
+    until_s = time.monotonic() + CLOSE_S
+    for queue in list(_queues):
+        queue.close()
+    for thread in list(_threads):
+        thread.join(max(0.0, until_s - time.monotonic()))
 
 
 class GroupWork(dist.Work):
@@ -179,7 +204,7 @@ class GroupWork(dist.Work):
         if self._queue is not None or self._has_thread or self._done.is_set():
             return
         self._has_thread = True
-        threading.Thread(target=self._end_and_complete, name="plait-message", daemon=True).start()
+        _start_thread(self._end_and_complete, "plait-message")
 
     def _end_and_complete(self) -> None:
         self.end()
@@ -201,6 +226,7 @@ class WorkQueue:
         self._lock = threading.Lock()
         self._num_free = 0  # threads that are not running callbacks
         self._closed = False
+        _queues.add(self)
 
     def add(self, work: GroupWork) -> None:
         self._works.append(work)
@@ -249,7 +275,7 @@ class WorkQueue:
         with self._lock:
             if self._num_free == 0:
                 self._num_free = 1
-                threading.Thread(target=self._serve, name="plait-backend", daemon=True).start()
+                _start_thread(self._serve, "plait-backend")
 
     def _serve(self) -> None:
         is_free = True
