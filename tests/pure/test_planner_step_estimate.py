@@ -12,8 +12,8 @@ from plait.plan import Plan
 from plait.plan.schedule import make_schedule
 from plait.plan.schedule.action import Kind
 from plait.plan.schedule.generators import GENERATORS
-from plait.plan.schedule.simulate import Durations, simulate
-from plait.planner import timeline
+from plait.plan.schedule.load import in_flight
+from plait.plan.schedule.simulate import Durations, pipeline_s, simulate
 from plait.planner.calibrate import fit, fit_without
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
@@ -66,7 +66,7 @@ def test_bubbles_order_as_1f1b_interleaved_zero_bubble() -> None:
     idle = []
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
         durations = Durations.uniform(8 * chunks, forward=1 / chunks, backward=1 / chunks, weight=1 / chunks)
-        ends = timeline.pipeline_s(name, 8, 16, chunks, durations)
+        ends = pipeline_s(name, 8, 16, chunks, durations)
         idle.append(ends.total - max(ends.busy))
     assert idle == sorted(idle, reverse=True)
 
@@ -96,7 +96,7 @@ def test_the_fast_timeline_ends_when_the_simulation_does(name: str, ranks: int, 
     )
     for micros in (1, 5, 16, 41, 64):
         simulated = simulate(make_schedule(name, ranks, micros, chunks), durations).total
-        ends = timeline.pipeline_s(name, ranks, micros, chunks, durations)
+        ends = pipeline_s(name, ranks, micros, chunks, durations)
         assert ends.total == pytest.approx(simulated, rel=5e-3)
         assert ends.total >= max(ends.busy)
 
@@ -111,7 +111,7 @@ def test_a_rank_keeps_what_its_actions_leave_in_flight(name: str) -> None:
             weights_follow = kind is not Kind.F and kind is not Kind.W and (stage, micro) in schedule.split
             now += (kind is Kind.F) - (not weights_follow and kind is not Kind.F)
             most = max(most, now)
-        held = timeline.in_flight(name, ranks, micros, chunks, rank)
+        held = in_flight(name, ranks, micros, chunks, rank)
         assert max(sum(map(sum, moment)) for moment in held) == most, (micros, rank)
 
 
