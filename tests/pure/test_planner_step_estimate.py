@@ -83,10 +83,36 @@ def test_more_recompute_and_more_zero_never_need_more_memory() -> None:
     assert zero == sorted(zero, reverse=True)
 
 
+@pytest.mark.parametrize("micros", [8, 24, 512])
+@pytest.mark.parametrize(
+    ("name", "chunks", "fills"),  # of forward, backward and weight gradient, per rank after the first
+    [
+        ("gpipe", 1, (1, 1, 1)),
+        ("1f1b", 1, (1, 1, 1)),
+        ("interleaved", 2, (1, 1, 1)),
+        ("zb-h1", 1, (1, 1, -1)),
+    ],
+)
+def test_schedules_idle_as_long_as_their_papers_state(
+    name: str, chunks: int, fills: tuple[int, ...], micros: int
+) -> None:
+    """Bubbles of GPipe and 1F1B (Narayanan et al. 2104.04473, section 2.2) and of Qi et al. 2401.10241,
+    table 2, for even stages."""
+    ranks, seconds = 8, (1.0, 1.25, 0.75)
+    forward, backward, weight = seconds
+    stages = Durations.uniform(ranks * chunks, forward=forward, backward=backward, weight=weight)
+    ends = pipeline_s(name, ranks, micros, chunks, stages)
+    assert ends.busy == pytest.approx((micros * chunks * sum(seconds),) * ranks)
+    idle = (ranks - 1) * sum(times * each for times, each in zip(fills, seconds, strict=True))
+    assert ends.total - max(ends.busy) == pytest.approx(idle)
+
+
 @pytest.mark.parametrize("spread", [0.2, 0.03])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe", "zb-h1", "zbv"])
-def test_the_fast_timeline_ends_when_the_simulation_does(name: str, ranks: int, spread: float) -> None:
+def test_many_micro_batches_end_when_the_simulation_of_them_all_does(
+    name: str, ranks: int, spread: float
+) -> None:
     rng = random.Random(0)
     chunks = 2 if name in ("interleaved", "zbv") else 1
     stages = ranks * chunks
