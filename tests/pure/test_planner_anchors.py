@@ -11,8 +11,8 @@ import pytest
 from plait.plan import Plan
 from plait.plan.estimate.memory import model_state_bytes
 from plait.plan.layout import Layout, UnitLayout
-from plait.plan.schedule.simulate import Durations
-from plait.planner import timeline
+from plait.plan.schedule.load import in_flight
+from plait.plan.schedule.simulate import Durations, pipeline_s
 from plait.planner.bills import zero_bytes
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
@@ -174,8 +174,8 @@ def activation_ratio(row: Row) -> float:
 def freed_outputs(row: Row) -> float:
     """Outputs that have been sent and need not be kept, of the micro-batches in flight."""
     model, plan, batch = korthikanti("MT-NLG-530B", False, "none")
-    ((in_flight, _),) = timeline.in_flight("1f1b", plan.pp, plan.micro, 0, 0)[0]
-    return difference(in_flight * message_bytes(model, plan, batch, 2048) / GIB, float(row["value"]))
+    ((held, _),) = in_flight("1f1b", plan.pp, plan.micro, 0, 0)[0]
+    return difference(held * message_bytes(model, plan, batch, 2048) / GIB, float(row["value"]))
 
 
 # Time
@@ -216,7 +216,7 @@ def pipeline(row: Row) -> float:
     """Idle time of a rank between its first and its last action, in forwards and backwards of a stage."""
     name, chunks, bubble = BUBBLES[row["name"]]
     ranks, micros = 8, 32
-    kept = max(sum(map(sum, held)) for held in timeline.in_flight(name, ranks, micros, chunks, 0)) / chunks
+    kept = max(sum(map(sum, held)) for held in in_flight(name, ranks, micros, chunks, 0)) / chunks
     worst = difference(kept, KEPT.get(row["name"], 8))
     for f, b, w in ((1.0, 1.0, 1.0), (1.2, 1.4, 0.8)):
         if row["name"] == "ZB-V" and w != 1:
@@ -224,7 +224,7 @@ def pipeline(row: Row) -> float:
         durations = Durations.uniform(
             ranks * chunks, forward=f / chunks, backward=b / chunks, weight=w / chunks
         )
-        ends = timeline.pipeline_s(name, ranks, micros, chunks, durations)
+        ends = pipeline_s(name, ranks, micros, chunks, durations)
         idle = max(end - rank * f / chunks for rank, end in enumerate(ends.end)) - ends.busy[0]
         worst = max(worst, (idle - bubble(ranks, f, b, w)) / (f + b + w), key=abs)
     return worst

@@ -12,8 +12,8 @@ from plait.plan import Plan
 from plait.plan.schedule import make_schedule
 from plait.plan.schedule.action import Kind
 from plait.plan.schedule.generators import GENERATORS
-from plait.plan.schedule.simulate import Durations, simulate
-from plait.planner import timeline
+from plait.plan.schedule.load import in_flight
+from plait.plan.schedule.simulate import Durations, pipeline_s, simulate
 from plait.planner.calibrate import fit, fit_without
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
@@ -66,7 +66,7 @@ def test_bubbles_order_as_1f1b_interleaved_zero_bubble() -> None:
     idle = []
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zbv", 2)):
         durations = Durations.uniform(8 * chunks, forward=1 / chunks, backward=1 / chunks, weight=1 / chunks)
-        ends = timeline.pipeline_s(name, 8, 16, chunks, durations)
+        ends = pipeline_s(name, 8, 16, chunks, durations)
         idle.append(ends.total - max(ends.busy))
     assert idle == sorted(idle, reverse=True)
 
@@ -83,10 +83,36 @@ def test_more_recompute_and_more_zero_never_need_more_memory() -> None:
     assert zero == sorted(zero, reverse=True)
 
 
+@pytest.mark.parametrize("micros", [8, 24, 512])
+@pytest.mark.parametrize(
+    ("name", "chunks", "fills"),  # of forward, backward and weight gradient, per rank after the first
+    [
+        ("gpipe", 1, (1, 1, 1)),
+        ("1f1b", 1, (1, 1, 1)),
+        ("interleaved", 2, (1, 1, 1)),
+        ("zb-h1", 1, (1, 1, -1)),
+    ],
+)
+def test_schedules_idle_as_long_as_their_papers_state(
+    name: str, chunks: int, fills: tuple[int, ...], micros: int
+) -> None:
+    """Bubbles of GPipe and 1F1B (Narayanan et al. 2104.04473, section 2.2) and of Qi et al. 2401.10241,
+    table 2, for even stages."""
+    ranks, seconds = 8, (1.0, 1.25, 0.75)
+    forward, backward, weight = seconds
+    stages = Durations.uniform(ranks * chunks, forward=forward, backward=backward, weight=weight)
+    ends = pipeline_s(name, ranks, micros, chunks, stages)
+    assert ends.busy == pytest.approx((micros * chunks * sum(seconds),) * ranks)
+    idle = (ranks - 1) * sum(times * each for times, each in zip(fills, seconds, strict=True))
+    assert ends.total - max(ends.busy) == pytest.approx(idle)
+
+
 @pytest.mark.parametrize("spread", [0.2, 0.03])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "gpipe", "zb-h1", "zbv"])
-def test_the_fast_timeline_ends_when_the_simulation_does(name: str, ranks: int, spread: float) -> None:
+def test_many_micro_batches_end_when_the_simulation_of_them_all_does(
+    name: str, ranks: int, spread: float
+) -> None:
     rng = random.Random(0)
     chunks = 2 if name in ("interleaved", "zbv") else 1
     stages = ranks * chunks
@@ -96,7 +122,7 @@ def test_the_fast_timeline_ends_when_the_simulation_does(name: str, ranks: int, 
     )
     for micros in (1, 5, 16, 41, 64):
         simulated = simulate(make_schedule(name, ranks, micros, chunks), durations).total
-        ends = timeline.pipeline_s(name, ranks, micros, chunks, durations)
+        ends = pipeline_s(name, ranks, micros, chunks, durations)
         assert ends.total == pytest.approx(simulated, rel=5e-3)
         assert ends.total >= max(ends.busy)
 
@@ -111,7 +137,7 @@ def test_a_rank_keeps_what_its_actions_leave_in_flight(name: str) -> None:
             weights_follow = kind is not Kind.F and kind is not Kind.W and (stage, micro) in schedule.split
             now += (kind is Kind.F) - (not weights_follow and kind is not Kind.F)
             most = max(most, now)
-        held = timeline.in_flight(name, ranks, micros, chunks, rank)
+        held = in_flight(name, ranks, micros, chunks, rank)
         assert max(sum(map(sum, moment)) for moment in held) == most, (micros, rank)
 
 

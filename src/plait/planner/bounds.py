@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from plait.plan import MemoryUse, Plan
 from plait.plan.schedule.generators import GENERATORS
+from plait.plan.schedule.load import stages_by_rank
+from plait.plan.schedule.simulate import PipelineEnds
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
@@ -37,7 +39,6 @@ from plait.planner.step_estimate import (
     stored_numels,
     update_s,
 )
-from plait.planner.timeline import PipelineEnds, stages_by_rank
 
 
 class _Simulated(NamedTuple):

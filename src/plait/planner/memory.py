@@ -20,7 +20,7 @@ from plait.plan.communicators import num_communicators
 from plait.plan.compression import full_grad_dtype
 from plait.plan.estimate.memory import COMPUTE_BYTES, model_state_bytes
 from plait.plan.layout import RANGE_ALIGNMENT, Layout, UnitLayout
-from plait.planner import timeline
+from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
@@ -60,7 +60,7 @@ def rank_memory(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software, on_gpu: bool
 ) -> MemoryUse:
     """Return the bytes of a pipeline rank, for micro-batches of `batch` sequences."""
-    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
     own_plan = plan.of_worker if plan.num_servers else plan
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
     return model_state_bytes(
@@ -93,7 +93,7 @@ def _activation_bytes(
 ) -> float:
     tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
     num_bytes = kept_bytes(model, plan, rank, batch, sequence, software)
-    if timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)[-1] == rank:  # the gradient of the logits
+    if stages_of(plan.schedule, plan.pp, plan.num_chunks)[-1] == rank:  # the gradient of the logits
         num_bytes += tokens * 2 * model.vocab / plan.cols
     # One recomputed block, or its largest gradients.
     return num_bytes + tokens * block_activation_bytes(model, plan, "none", sequence, software)
@@ -102,7 +102,7 @@ def _activation_bytes(
 def rank_layout(model: ModelShape, plan: Plan, rank: int, software: Software) -> Layout:
     """Return the units of a pipeline rank's stages, with the number of elements that a rank stores."""
     counts = block_counts(model, plan, software)
-    stages = timeline.stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)[rank]
+    stages = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)[rank]
     own = tuple((stage, counts[stage]) for stage in stages)
     return _layout(model, plan.rows, plan.cols, plan.shard_degree, own, len(counts))
 
@@ -120,10 +120,10 @@ def kept_bytes(
 ) -> float:
     """Bytes that a pipeline rank keeps of all micro-batches between their forwards and backwards, at most."""
     sizes = micro_bytes(model, plan, batch, sequence, software)
-    own = [sizes[stage] for stage in timeline.stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)[rank]]
+    own = [sizes[stage] for stage in stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)[rank]]
     return max(
         sum(a * saved + b * later for (a, b), (saved, later) in zip(held, own, strict=True))
-        for held in timeline.in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks, rank)
+        for held in in_flight(plan.schedule, plan.pp, plan.micro, plan.num_chunks, rank)
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from plait.pages.timeline import WORDS, timeline_values
 from plait.plan.schedule import Kind, Timeline, simulate
-from plait.plan.schedule.load import load_schedule
+from plait.plan.schedule.load import load_schedule, stages_of
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
 from plait.planner.frontier import front
@@ -24,7 +24,6 @@ from plait.planner.step_estimate import (
     stored_numels,
     update_s,
 )
-from plait.planner.timeline import stages_of
 from plait.planner.traffic import axis_traffic
 from plait.planner.workload import PLAIT
 

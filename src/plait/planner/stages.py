@@ -4,9 +4,9 @@ from functools import lru_cache
 
 from plait.errors import PlanError
 from plait.plan import Plan
+from plait.plan.schedule.load import stages_of
 from plait.plan.stages import LOSS_AS_HIDDEN_UNITS, balance_blocks
 from plait.planner.model_shape import ModelShape
-from plait.planner.timeline import stages_of
 from plait.planner.workload import PLAIT, Software
 
 

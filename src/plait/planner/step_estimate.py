@@ -11,8 +11,9 @@ from plait.plan import MemoryUse, Plan
 from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
-from plait.plan.schedule.simulate import Durations
-from plait.planner import server_time, timeline
+from plait.plan.schedule.load import stages_by_rank, stages_of
+from plait.plan.schedule.simulate import Durations, PipelineEnds, pipeline_s
+from plait.planner import server_time
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, collective_s, send_s
 from plait.planner.compute import (
@@ -88,7 +89,7 @@ def estimate_step(
     stages = stage_seconds(model, plan, cluster, work, software)
     gathers = stage_gathers(model, plan, links, stages, software, constants)
     ends = pipeline_ends(model, plan, links, stages, gathers, work)
-    ranks = timeline.stages_of(plan.schedule, plan.pp, plan.num_chunks)
+    ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
     numels = stored_numels(model, plan, software)
     data = step_reductions(plan, links, stages, numels, software, constants)
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
@@ -129,10 +130,10 @@ def pipeline_ends(
     stages: "Sequence[StageSeconds]",
     gathers: "Sequence[Overlapped]",
     work: Workload,
-) -> timeline.PipelineEnds:
+) -> PipelineEnds:
     """Simulate the schedule with these stages and what their gathers add."""
     durations = action_durations(model, plan, links, stages, gathers, work)
-    return timeline.pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
+    return pipeline_s(plan.schedule, plan.pp, plan.micro, plan.num_chunks, durations)
 
 
 def action_durations(
@@ -180,7 +181,7 @@ def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> i
     return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
 
 
-def _span_s(ends: timeline.PipelineEnds, rank: int, ranks_per_core: float) -> float:
+def _span_s(ends: PipelineEnds, rank: int, ranks_per_core: float) -> float:
     """Seconds until a rank's last action. Ranks that wait leave their share of the cores to the others."""
     if ranks_per_core == 1:
         return ends.end[rank]
@@ -420,7 +421,7 @@ def step_reductions(
         return [Overlapped(exposed + pull, hidden)]
     if plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
-    of_ranks = timeline.stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
+    of_ranks = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
     shard = _shard_group(plan)
     replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
     size, reduced = COMPUTE_BYTES[plan.precision], reduced_itemsize(plan)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from plait.plan import AXES, Grid, Plan
 from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, STAGES, Roles
 from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.plan.schedule.load import stages_of
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, network
 from plait.planner.memory import rank_layout
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
 from plait.planner.step_estimate import message_bytes, recomputed_share, reduced_itemsize
-from plait.planner.timeline import stages_of
 from plait.planner.workload import PLAIT, Workload
 
 

@@ -1,12 +1,21 @@
-"""Simulated timing of schedules: when every action starts and ends, given the durations of actions."""
+"""Simulated timing of schedules: when every action starts and ends, given the durations of actions.
 
+[Note: compiled schedules]
+The order of a schedule's actions is compiled into a flat list that a short loop evaluates for any durations.
+After its first micro-batches a schedule is periodic: for many micro-batches, two shorter runs that differ by
+one period of micro-batches give the ends of the rest.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
 from plait.plan.schedule.action import Action, Kind, Schedule
-from plait.plan.schedule.validate import check, dependencies, run_untimed
+from plait.plan.schedule.load import FILE, load_schedule
+from plait.plan.schedule.validate import check, run_untimed
 
 
 @dataclass(frozen=True)
@@ -41,14 +50,6 @@ class Durations:
             (weight,) * num_stages,
             (transfer,) * (num_stages - 1),
         )
-
-    def of(self, action: Action, split: bool) -> float:
-        """Duration of an action; `split`: its backward is the input gradient only."""
-        if action.kind is Kind.F:
-            return self.forward[action.stage]
-        if action.kind is Kind.W:
-            return self.weight[action.stage]
-        return self.backward[action.stage] + (0 if split else self.weight[action.stage])
 
 
 class Span(NamedTuple):
@@ -101,20 +102,117 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     run = run_untimed(schedule)
     if run.stuck:
         check(schedule)
-    free = [0.0] * schedule.num_ranks
-    ended: dict[Action, float] = {}
+    starts, ends, _ = _evaluate(_compile(schedule, run.order), durations)
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    for rank, action in run.order:
-        start = free[rank]
-        for need in dependencies(action, schedule.num_stages):
-            arrived = ended[need]
-            if schedule.rank_of[need.stage] != rank:
-                arrived += durations.transfer[min(need.stage, action.stage)]
-            start = max(start, arrived)
-        end = start + durations.of(action, (action.stage, action.micro) in schedule.split)
-        ended[action] = free[rank] = end
+    for (rank, action), start, end in zip(run.order, starts, ends, strict=True):
         spans[rank].append(Span(action, start, end))
     return Timeline.from_spans(schedule, spans)
+
+
+class PipelineEnds(NamedTuple):
+    """Per rank: when its last action ends, and how long it computes."""
+
+    end: tuple[float, ...]
+    busy: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return max(self.end)
+
+
+@lru_cache(maxsize=1 << 12)
+def pipeline_s(name: str, ranks: int, micros: int, chunks: int, durations: Durations) -> PipelineEnds:
+    """Return the ends of a schedule by name: of its `simulate`. See [Note: compiled schedules]."""
+    if ranks == 1 and chunks <= 1:
+        busy = micros * (durations.forward[0] + durations.backward[0] + durations.weight[0])
+        return PipelineEnds((busy,), (busy,))
+    fill = _FILLS * ranks
+    while micros > fill + 2 * ranks and not name.startswith(FILE):
+        few = fill + (micros - fill) % ranks
+        first, second = (_ends(name, ranks, number, chunks, durations) for number in (few, few + ranks))
+        busiest = max(high - low for low, high in zip(first.busy, second.busy, strict=True))
+        if second.total - first.total >= busiest * (1 - 1e-9):
+            periods = (micros - few) // ranks
+            return PipelineEnds(
+                *(
+                    tuple(low + periods * (high - low) for low, high in zip(*pair, strict=True))
+                    for pair in zip(first, second, strict=True)
+                )
+            )
+        fill *= 2  # the rank with most work still catches up on waits of the first micro-batches
+    return _ends(name, ranks, micros, chunks, durations)
+
+
+_FILLS = 3  # pipelines of micro-batches after which most schedules are periodic
+
+
+def _ends(name: str, ranks: int, micros: int, chunks: int, durations: Durations) -> PipelineEnds:
+    compiled = _compiled(name, ranks, micros, chunks)
+    _, _, free = _evaluate(compiled, durations)
+    seconds = _seconds(durations)
+    busy = (sum([seconds[at] * times for at, times in of_rank]) for of_rank in compiled.counts)
+    return PipelineEnds(tuple(free), tuple(busy))
+
+
+# Its rank, the index of its duration, the step whose result arrives from another rank, and the index of that
+# transfer; -1: none. Not a class, which takes longer to make than all else in a step.
+_Step = tuple[int, int, int, int]
+
+
+class _Compiled(NamedTuple):
+    """See [Note: compiled schedules]. `counts`: per rank, how often it takes which duration."""
+
+    steps: tuple[_Step, ...]
+    counts: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@lru_cache(maxsize=512)
+def _compiled(name: str, ranks: int, micros: int, chunks: int) -> _Compiled:
+    schedule = load_schedule(name, ranks, micros, chunks)
+    return _compile(schedule, run_untimed(schedule).order)
+
+
+def _compile(schedule: Schedule, order: Sequence[tuple[int, Action]]) -> _Compiled:
+    stages, rank_of, split = schedule.num_stages, schedule.rank_of, schedule.split
+    index: dict[tuple[Kind, int, int], int] = {}
+    steps: list[_Step] = []
+    for rank, action in order:
+        kind, stage, micro = action
+        offset = 0 if kind is Kind.F else 2 if kind is Kind.W else 1 if (stage, micro) in split else 3
+        need = transfer = -1
+        sender = stage - 1 if kind is Kind.F else stage + 1
+        if kind is not Kind.W and rank_of.get(sender, rank) != rank:
+            need, transfer = index[kind, sender, micro], min(stage, sender)
+        index[action] = len(steps)
+        steps.append((rank, offset * stages + stage, need, transfer))
+    counts: list[Counter[int]] = [Counter() for _ in schedule.ranks]
+    for rank, duration, _, _ in steps:
+        counts[rank][duration] += 1
+    return _Compiled(tuple(steps), tuple(tuple(of_rank.items()) for of_rank in counts))
+
+
+def _seconds(durations: Durations) -> tuple[float, ...]:
+    """The durations of forwards, backwards, weight gradients and unsplit backwards, by stage."""
+    full = tuple(b + w for b, w in zip(durations.backward, durations.weight, strict=True))
+    return (*durations.forward, *durations.backward, *durations.weight, *full)
+
+
+def _evaluate(compiled: _Compiled, durations: Durations) -> tuple[list[float], list[float], list[float]]:
+    """Start and end of every step, and end of every rank."""
+    seconds, transfers = _seconds(durations), durations.transfer
+    free = [0.0] * len(compiled.counts)
+    starts: list[float] = []
+    ends: list[float] = []
+    for rank, duration, need, transfer in compiled.steps:
+        start = free[rank]
+        if need >= 0:
+            arrived = ends[need] + transfers[transfer]
+            if arrived > start:
+                start = arrived
+        starts.append(start)
+        end = free[rank] = start + seconds[duration]
+        ends.append(end)
+    return starts, ends, free
 
 
 def global_order(schedule: Schedule) -> dict[Action, int]:
