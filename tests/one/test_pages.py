@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from plait.cli import report
 from plait.cli.main import app
+from plait.cli.plan_bills import figures as draw_figures
 from plait.cli.report import page_server
 from plait.errors import RunError
 from plait.pages import render_page
@@ -84,17 +85,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "explain": (ROOT / "recipes/tiny.toml", *EXPLAINED),
         "report": runs[:1],
         "compare": runs,
-        "figures": (),
     }
     for name, words in commands.items():
-        typed(
-            *(("plan", name) if name == "figures" else (name,)),
-            *words,
-            "--json",
-            folder / f"{name}.json",
-            "--html",
-            made[name],
-        )
+        typed(name, *words, "--json", folder / f"{name}.json", "--html", made[name])
+    draw_figures(json=folder / "figures.json", html=made["figures"])
     typed("schedule", "zbv", "--pp", "2", "--micro", "6", "--html", made["schedule"])
     return made
 
