@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from plait.cli import report
 from plait.cli.main import app
-from plait.cli.plan_bills import figures as draw_figures
 from plait.cli.report import page_server
 from plait.errors import RunError
 from plait.pages import render_page
@@ -35,6 +34,7 @@ from plait.train.metrics import ThinnedRecords, read_metrics, truncate_metrics
 from plait.train.run_dir import RunDir
 from plait.train.run_page import run_values
 from plait.train.saved_recipe import SavedRecipe
+from planner_lab.commands import figures as draw_figures
 from support.cli_runs import ROOT
 from support.pages import SIZES, chromium, show, values_of
 

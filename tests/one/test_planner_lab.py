@@ -9,8 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from plait.cli.plan_bills import bill, figures, walls
-from plait.cli.plan_score import score
+from planner_lab.commands import bill, figures, score, walls
 
 APP = typer.Typer()
 for command in (walls, bill, figures, score):
