@@ -12,6 +12,7 @@ and the regret.
 """
 
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from plait.plan import Plan
 from plait.plan.host_profile import HostProfile, save
 from plait.planner.cluster import Cluster, cluster
 from plait.planner.model_shape import ModelShape
-from plait.planner.score import spearman
 from plait.planner.step_estimate import estimate_step
 from plait.planner.workload import Workload
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+from planner_lab.score import spearman
 
 PLANS = {
     2: ("dp=2", "dp=2 zero=1", "dp=2 zero=3", "tp=2", "pp=2 micro=2"),

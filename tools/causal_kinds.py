@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.nn.functional as F
 import transformers
-from other_kinds import VOCABULARY, WIDTH, Entry, Kind, integers, numbers, targets
 from torch import Tensor, nn
+
+from other_kinds import VOCABULARY, WIDTH, Entry, Kind, integers, numbers, targets
 
 LAYERS, TOKENS, HEADS, CODEBOOKS = 4, 12, 4, 2
 

@@ -27,7 +27,7 @@ from plait.models.sharding.families import family_plan
 from plait.models.sharding.styles import shipped_plan
 from plait.plan.estimate.traffic import ring_bytes
 from plait.verify import parse_source
-from plait.verify.tiny_sizes import sizes_of_type
+from plait.verify.tiny_config import sizes_of_type
 
 LAYERS, TOKENS = 2, 64
 

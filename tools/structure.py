@@ -28,7 +28,6 @@ AXES = {"replicate", "row", "col"}  # `pp`, `shard`, `cp` are keys of a plan, to
 DEGREES = {"rows", "cols", "shard_degree"}
 OWNERS = {"plan", "grid", "part", "tensor"}  # names whose attributes of that name are degrees
 NO_AXES = {  # files in which such a text is no axis
-    "plait/cli/plan_score.py": "rows of a table",
     "plait/data/index.py": "rows of a file",
     "plait/models/sharding/derive.py": "a style",
     "plait/models/sharding/families.py": "a style",

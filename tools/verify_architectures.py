@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from causal_kinds import KINDS as CAUSAL_KINDS
-from other_kinds import KINDS as OTHER_KINDS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from causal_kinds import KINDS as CAUSAL_KINDS
+from other_kinds import KINDS as OTHER_KINDS
 from plait.bench.report import machine
 from plait.errors import ModelError
 from plait.fileio import write_json

@@ -1,9 +1,9 @@
 """Every command and Python snippet of README.md and docs/**/*.md does what the page says: it runs.
 
-The blocks of a page are run in order, in one temporary directory that has the repository's `recipes` and
-`examples`: those in bash by `bash -euo pipefail` each, those in Python all in one process, which keeps its
-names. A `make` target is not run (this test is part of one) but has to exist. An HTML comment before a block
-changes how it is run:
+The blocks of a page are run in order, in one temporary directory that has the repository's `recipes`,
+`examples` and `tools`: those in bash by `bash -euo pipefail` each, those in Python all in one process, which
+keeps its names. A `make` target is not run (this test is part of one) but has to exist. An HTML comment
+before a block changes how it is run:
 
     <!-- test: shortened by `--set run.steps=3` -->    appends these words to its `plait train` commands
     <!-- test: needs several hosts -->                 is not run; the reason is one of NOT_RUN
@@ -98,7 +98,7 @@ class Page:
         self._to_run = blocks
         self._complaints: dict[Block, str] = {}
         self._python: Python | None = None
-        for name in ("README.md", "docs", "examples", "recipes", "src", "tests"):
+        for name in ("README.md", "docs", "examples", "recipes", "src", "tests", "tools"):
             (folder / name).symlink_to(ROOT / name)
 
     def complaint(self, block: Block) -> str:

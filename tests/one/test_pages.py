@@ -34,6 +34,7 @@ from plait.train.metrics import ThinnedRecords, read_metrics, truncate_metrics
 from plait.train.run_dir import RunDir
 from plait.train.run_page import run_values
 from plait.train.saved_recipe import SavedRecipe
+from planner_lab.commands import figures as draw_figures
 from support.cli_runs import ROOT
 from support.pages import SIZES, chromium, show, values_of
 
@@ -84,17 +85,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "explain": (ROOT / "recipes/tiny.toml", *EXPLAINED),
         "report": runs[:1],
         "compare": runs,
-        "figures": (),
     }
     for name, words in commands.items():
-        typed(
-            *(("plan", name) if name == "figures" else (name,)),
-            *words,
-            "--json",
-            folder / f"{name}.json",
-            "--html",
-            made[name],
-        )
+        typed(name, *words, "--json", folder / f"{name}.json", "--html", made[name])
+    draw_figures(json=folder / "figures.json", html=made["figures"])
     typed("schedule", "zbv", "--pp", "2", "--micro", "6", "--html", made["schedule"])
     return made
 

@@ -13,7 +13,7 @@ from transformers.models.auto import modeling_auto
 from plait.engine.loss import choose_loss
 from plait.errors import ModelError
 from plait.models import check_attends_backwards, forward_inputs
-from plait.verify.tiny_sizes import SIZES
+from plait.verify.tiny_config import SIZES
 
 VOCABULARY = 64
 _SMALL = {

@@ -13,7 +13,6 @@ from plait.plan.estimate.memory import model_state_bytes
 from plait.plan.layout import Layout, UnitLayout
 from plait.plan.schedule.load import in_flight
 from plait.plan.schedule.simulate import Durations, pipeline_s
-from plait.planner.bills import zero_bytes
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT
@@ -22,6 +21,7 @@ from plait.planner.memory import block_activation_bytes, kept_bytes, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import message_bytes, stage_seconds
 from plait.planner.workload import Software, Workload
+from planner_lab.bills import zero_bytes
 
 Row = dict[str, str]
 FILE = Path(__file__).parents[1] / "data" / "planner" / "published_anchors.csv"

@@ -6,12 +6,12 @@ import pytest
 
 from plait.errors import ConfigError
 from plait.plan import Plan
-from plait.planner.bills import bill, energy_watt_hours, training, trainings, walls, zero_bytes
 from plait.planner.cluster import cluster
 from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import estimate_step
 from plait.planner.workload import Software, Workload
+from planner_lab.bills import bill, energy_watt_hours, training, trainings, walls, zero_bytes
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from plait.pages.figures import Axis, Curve, Figure
-from plait.planner.figures import PublishedPoint, entries, offloaded, published_figures
+from planner_lab.figures import PublishedPoint, entries, offloaded, published_figures
 
 ERRORS = {  # a curve's mean error in docs/figures.md, and a little
     "zero=0": 0.001,

@@ -8,8 +8,8 @@ import pytest
 from plait.errors import ConfigError, PlanError
 from plait.plan.devices import device_of_driver
 from plait.planner.cluster import Cluster, cluster, fat_tree, max_endpoints, preset_names
-from plait.planner.figures import machines
 from plait.planner.hardware import device, devices
+from planner_lab.figures import machines
 
 
 @pytest.mark.parametrize(

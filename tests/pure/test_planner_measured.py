@@ -10,11 +10,10 @@ from plait.errors import ProfileError
 from plait.plan import Plan
 from plait.plan.device_speed import OPERATORS, DeviceSpeed
 from plait.plan.host_profile import HostProfile, save
-from plait.planner.calibrate import determined, fit
+from plait.planner.calibrate import Run, determined, fit
 from plait.planner.cluster import cluster
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape
-from plait.planner.runs import Run
 from plait.planner.step_estimate import estimate_step
 from plait.planner.workload import Software, Workload
 

@@ -14,17 +14,17 @@ from plait.plan.schedule.action import Kind
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import in_flight
 from plait.plan.schedule.simulate import Durations, pipeline_s, simulate
-from plait.planner.calibrate import fit, fit_without
+from plait.planner.calibrate import Run, fit
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
 from plait.planner.memory import rank_memory
 from plait.planner.model_shape import ModelShape
-from plait.planner.runs import Run, read_runs
-from plait.planner.score import ScoredRun, estimate_all, score_runs
 from plait.planner.search import search
 from plait.planner.step_estimate import Software, Workload, estimate_step, stage_seconds
 from plait.planner.workload import PLAIT
+from planner_lab.runs import read_runs
+from planner_lab.score import ScoredRun, estimate_all, fit_without, score_runs
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}

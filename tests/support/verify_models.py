@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for ranks started by `plai
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from other_kinds import KINDS as KINDS
-
 from plait.comm import connect
 from plait.engine.batch import EvalResult
 from plait.engine.engine import Engine

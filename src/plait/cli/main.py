@@ -17,7 +17,7 @@ from plait.cli.evaluate import evaluate, evaluate_rank
 from plait.cli.explain import explain
 from plait.cli.export import export
 from plait.cli.generate import generate
-from plait.cli.plan import plan
+from plait.cli.plan import find
 from plait.cli.report import compare, report
 from plait.cli.schedule import schedule
 from plait.cli.train import rank, train
@@ -54,9 +54,9 @@ app.command()(report)
 app.command()(compare)
 app.command()(schedule)
 app.command()(explain)
+app.command("plan")(find)
 app.command()(verify)
 app.command(hidden=True)(verify_rank)
-app.add_typer(plan, name="plan")
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(checkpoint, name="checkpoint")

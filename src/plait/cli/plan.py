@@ -20,8 +20,6 @@ from plait.cli.common import (
     write_json_output,
     write_output,
 )
-from plait.cli.plan_bills import bill, figures, read_count, walls
-from plait.cli.plan_score import score
 from plait.errors import ConfigError
 from plait.fileio import parse_json, read_text
 from plait.plan import Plan
@@ -31,15 +29,9 @@ if TYPE_CHECKING:
     from plait.planner import Cluster, ModelShape, RankedPlan, SearchResult, Workload
     from plait.planner.best_first import SearchCounts
 
-plan = typer.Typer(
-    help="Find the best plan for a model on a cluster, or price one.", invoke_without_command=True
-)
-plan.command()(walls)
-plan.command()(bill)
-plan.command()(figures)
-plan.command()(score)
-
 _BATCH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KM]?)", re.IGNORECASE)
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBTG]?)", re.IGNORECASE)
+_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _BINARY = {"": 1, "K": 2**10, "M": 2**20}
 _DAYS = {"h": 1 / 24, "d": 1.0, "w": 7.0}
 _EXAMPLE = "plait plan --model config.json --cluster dgx-h100:8 --batch-tokens 4M --seq 8192"
@@ -79,10 +71,8 @@ Compare = Annotated[
 ]
 
 
-@plan.callback()
 @report_errors
 def find(
-    context: typer.Context,
     model: Model = None,
     cluster: ClusterName = None,
     batch_tokens: BatchTokens = None,
@@ -102,8 +92,6 @@ def find(
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Find the best plan for a model on a cluster, without running anything."""
-    if context.invoked_subcommand is not None:
-        return
     check_outputs({"--json": json, "--html": html})
     shape, machine, work = _subject(model, cluster, batch_tokens, seq)
     total = None if tokens is None else read_count("--tokens", tokens)
@@ -270,6 +258,17 @@ def _batch_tokens(text: str) -> int:
             hint="--batch-tokens 4M, or 4194304",
         )
     return int(num)
+
+
+def read_count(flag: str, text: str) -> float:
+    """Read `70B` or `1.5e12`. Raises ConfigError."""
+    match = _NUMBER.fullmatch(text.strip())
+    count = float(match[1]) * _FACTORS[match[2].upper()] if match else 0.0
+    if not 0 < count <= 1e21:
+        raise ConfigError(
+            f"{flag} is not a number", given=text, expected="digits and K, M, B or T, up to 1e21", hint="70B"
+        )
+    return count
 
 
 def _days(text: str) -> float:

@@ -8,10 +8,10 @@ from plait.cli.common import print_line
 from plait.errors import PlanError
 from plait.plan import Plan
 from plait.plan.host_profile import HostProfile, load, save
+from plait.planner.calibrate import Run, determined, fit
 from plait.planner.cluster import Cluster, profile_path_of
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape
-from plait.planner.runs import Run
 from plait.planner.step_estimate import StepEstimate
 from plait.planner.workload import Software, Workload
 from plait.tables import counted
@@ -55,10 +55,8 @@ def _refit(
     model: ModelShape, found: Sequence[tuple[Plan, float, float]], on: Cluster, work: Workload
 ) -> None:
     """Fit the constants that these runs determine, keep them in the host's profile, and print them."""
-    from plait.planner.calibrate import determined, fit
-
     runs = [
-        Run(number, "this machine", model, (plan,), on, work, Software(), took, None, False)
+        Run(number, "this machine", model, (plan,), on, work, Software(), took)
         for number, (plan, _, took) in enumerate(found)
     ]
     names = determined(runs, on.constants)

@@ -130,8 +130,8 @@ class StageRunner:
 
     @contextlib.contextmanager
     def _measuring(self) -> Any:
-        self.sharded.point_to_storage()  # the weights' storages, which are not activations
-        with watch_activations(self.module_part.module) as watch:
+        weights = [unit.storage for unit in self.sharded.units]  # these are not activations
+        with watch_activations(self.module_part.module, weights) as watch:
             yield
         self.activation_bytes = watch.total
 

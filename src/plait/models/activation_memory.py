@@ -10,7 +10,7 @@ several plans repeat one model's operators.
 
 import copy
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -38,8 +38,9 @@ class ReportsSavedTensors(Protocol):
 class ActivationBytes:
     """Counter of the bytes of storages that autograd saves, each counted once."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    def __init__(self, model: nn.Module, weights: Iterable[Tensor] = ()) -> None:
+        known = (*model.parameters(), *model.buffers(), *weights)
+        self._known = {t.untyped_storage()._cdata for t in known}
         self._alive: list[Tensor] = []  # keeps storages alive, so that no address is reused
         self.total = 0
 
@@ -153,9 +154,9 @@ _FORWARDS = ("forward", "compiled_forward")  # a module's attributes; the latter
 
 
 @contextmanager
-def watch_activations(model: nn.Module) -> Iterator[ActivationBytes]:
-    """Count the bytes saved for backward inside the context, without parameters and buffers."""
-    counter = ActivationBytes(model)
+def watch_activations(model: nn.Module, weights: Iterable[Tensor] = ()) -> Iterator[ActivationBytes]:
+    """Count the bytes saved for backward inside the context, without parameters, buffers and `weights`."""
+    counter = ActivationBytes(model, weights)
     forwards = [module.__dict__.get(key) for module in model.modules() for key in _FORWARDS]
     reporters = [forward for forward in forwards if isinstance(forward, ReportsSavedTensors)]
     for reporter in reporters:

@@ -16,17 +16,52 @@ pivoting, so that there are at most as many as runs. The others keep their value
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from plait.planner.constants import LIMITS, PRIOR, Constants
-from plait.planner.runs import Run
+from plait.plan import Plan
+from plait.planner.cluster import Cluster
+from plait.planner.constants import DEFAULT, LIMITS, PRIOR, Constants
+from plait.planner.model_shape import ModelShape
+from plait.planner.step_estimate import StepEstimate, estimate_step
+from plait.planner.workload import Software, Workload
 
 _PULL = 0.04
 _STEP = 0.05  # of the numerical derivative
 _ITERATIONS = 5
 _LARGEST = 0.5  # change of a logarithm per iteration
 _ROWS = 48  # of a source; more say nothing new
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run, on this machine or published. `row`: its number in the source. `plans`: more than one
+    if the source leaves something open. `step_s`, `memory_bytes`: measured, None if it does not say.
+    `ran_out`: it ran out of memory. `counts_tensors`: its memory counts tensors only, not all of the
+    device's."""
+
+    row: int
+    source: str
+    model: ModelShape
+    plans: tuple[Plan, ...]
+    cluster: Cluster
+    work: Workload
+    software: Software
+    step_s: float | None
+    memory_bytes: float | None = None
+    ran_out: bool = False
+    counts_tensors: bool = False
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Runs that are alternatives: same source, model, devices and batch."""
+        return self.source, self.model, self.cluster.device.name, self.plans[0].num_ranks, self.work
+
+    def estimate(self, constants: Constants = DEFAULT) -> StepEstimate:
+        on = replace(self.cluster, constants=constants)
+        estimates = [estimate_step(self.model, plan, on, self.work, self.software) for plan in self.plans]
+        fitting = [p for p in estimates if p.memory_high_bytes <= self.cluster.device.memory_bytes]
+        return min(fitting or estimates, key=lambda p: p.step_s)
 
 
 def fit(
@@ -141,14 +176,3 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
                 factor = rows[other][column] / rows[column][column]
                 rows[other] = [a - factor * b for a, b in zip(rows[other], rows[column], strict=True)]
     return [row[-1] / row[i] for i, row in enumerate(rows)]
-
-
-def fit_without(runs: Sequence[Run], sources: Iterable[str]) -> dict[str, Constants]:
-    """Constants for each source, fitted to the runs of all others; under "" the constants of all runs, which
-    sources that `runs` does not have share."""
-    own = {run.source for run in runs}
-    everything = fit(runs)
-    left_out = {
-        source: fit([run for run in runs if run.source != source]) for source in sorted(own & set(sources))
-    }
-    return {**dict.fromkeys(sources, everything), **left_out, "": everything}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class Constants:
-    """Each value with its unit; `plait plan score --calibrate` prints and refits them.
+    """Each value with its unit; `tools/planner_lab score --calibrate` prints and refits them.
 
     product_fraction    sustained rate of large products, of the highest that was measured on the device
     product_start_k     products: loading the first and storing the last tile takes as long as this many

@@ -34,7 +34,7 @@ from plait.verify.result import (
     rounding_noise,
     step_error,
 )
-from plait.verify.tiny_sizes import inputs_of
+from plait.verify.tiny_config import inputs_of
 from plait.verify.trajectory import ADAMW, CLIP_NORM, TrainedStep, Trajectory, train_reference
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bf16": "bf16"} | {name: name for name in FLOAT8}

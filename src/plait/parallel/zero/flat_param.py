@@ -47,6 +47,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum, auto
 from typing import Protocol
 
 import torch
@@ -82,10 +83,26 @@ class GradientListener(Protocol):
         """Queue the gradient and return True, or return False. See [Note: deferred early gradients]."""
 
 
+class UnshardState(Enum):
+    """State of a unit's unsharded parameters. Those that are never freed are never SHARDED."""
+
+    SHARDED = auto()  # `storage` is freed, and the model's parameters read NaN
+    UNSHARDING = auto()  # an all-gather into `storage` is in flight
+    UNSHARDED = auto()
+
+
+_TRANSITIONS = {
+    UnshardState.SHARDED: {UnshardState.UNSHARDING},
+    UnshardState.UNSHARDING: {UnshardState.UNSHARDED},
+    UnshardState.UNSHARDED: {UnshardState.UNSHARDING, UnshardState.SHARDED},
+}
+
+
 class FlatParam:
     """A unit: flat storage, parameters, gradient. See [Note: storages of a unit and their lifetimes].
 
-    Communicates nothing: `Unsharder` unshards and reshards it, `GradReducer` reduces its gradient.
+    Communicates nothing: `Unsharder` decides when it is unsharded and resharded, and starts its all-gathers;
+    `GradReducer` reduces its gradient.
     """
 
     def __init__(self, layout: UnitLayout, context: RankContext) -> None:
@@ -108,7 +125,8 @@ class FlatParam:
         self._views = self.views_of(self.storage)
         self.unsharded.free()
         self._nan = torch.full((), math.nan, dtype=context.precision.compute, device=context.device)
-        self._points_to_nan = False
+        self.state = UnshardState.UNSHARDED if self.unsharded.persistent else UnshardState.SHARDED
+        self._wait: Callable[[], None] | None = None  # for the all-gather in flight
         self.listener: GradientListener  # the stage, from `ShardedStage.__init__` on
         self._parameters: list[UnitParameter] = []
         self._versions: list[int] = []  # of the parameters
@@ -177,25 +195,51 @@ class FlatParam:
         names = (shard.name for shard in self.layout.params)
         return dict(zip(names, self._parameters, strict=True))
 
-    def point_to_nan(self) -> None:
-        """After a reshard: let the parameters read NaN instead of freed memory."""
-        if not self.unsharded.persistent and not self._points_to_nan:
-            for parameter in self._parameters:
-                write_data(parameter, self._nan.expand(parameter.shape))
-            self._points_to_nan = True
-            self._exposed.clear()  # of memory that is freed
+    def _move(self, state: UnshardState) -> None:
+        """Change the state. The only place that does."""
+        assert state in _TRANSITIONS[self.state], (
+            f"unit {self.layout.name}: from {self.state.name} to {state.name}"
+        )
+        self.state = state
 
-    def point_to_storage(self) -> None:
-        """Make the parameters views of `storage` again. Raises ModelError if they were changed meanwhile."""
-        if self._points_to_nan:
+    def start_unshard(self, all_gather: Callable[[], Callable[[], None]]) -> None:
+        """Allocate `storage` and start an all-gather into it, after one that is in flight. `all_gather`
+        returns what waits for it. Raises ModelError if the parameters were changed meanwhile."""
+        self.wait_for_unshard()
+        if self.state is UnshardState.SHARDED:
             self._check_values()  # a script may freeze them in a forward that is not a step's
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 write_data(parameter, view)
-            self._points_to_nan = False
+        self._move(UnshardState.UNSHARDING)
+        self.unsharded.allocate()
+        self._wait = all_gather()
+
+    def wait_for_unshard(self) -> None:
+        """Wait for an all-gather if one is in flight."""
+        if self.state is UnshardState.UNSHARDING:
+            self._move(UnshardState.UNSHARDED)
+            wait, self._wait = self._wait, None
+            if wait is not None:
+                wait()
+
+    def reshard(self) -> None:
+        """Free `storage`, after an all-gather that is in flight."""
+        self.wait_for_unshard()
+        self.adopt_writes()
+        self.unsharded.free()
+        self.point_to_nan()
+        self._move(UnshardState.SHARDED)
+
+    def point_to_nan(self) -> None:
+        """Let the parameters read NaN instead of freed memory; nothing if it is never freed."""
+        if not self.unsharded.persistent:
+            for parameter in self._parameters:
+                write_data(parameter, self._nan.expand(parameter.shape))
+            self._exposed.clear()  # of memory that is freed
 
     def expose(self, name: str, data: Tensor) -> Tensor:
         """Return what a script gets for `.data`; `adopt_writes` finds what it writes to it."""
-        if self._points_to_nan:
+        if self.state is UnshardState.SHARDED:
             raise ModelError(
                 "the parameter is sharded: it has no values here",
                 given=f"{name}.data",
@@ -269,7 +313,8 @@ class FlatParam:
 
     def _check_values(self) -> None:
         """Raise ModelError if a parameter was changed outside the engine: the change would be lost."""
-        expected_storage = (self._nan if self._points_to_nan else self.storage).untyped_storage()._cdata
+        is_sharded = self.state is UnshardState.SHARDED
+        expected_storage = (self._nan if is_sharded else self.storage).untyped_storage()._cdata
         for shard, p, version in zip(self.layout.params, self._parameters, self._versions, strict=True):
             if p._version != version or p.untyped_storage()._cdata != expected_storage:
                 of_another = owner_of(p)[0] is not self

@@ -293,11 +293,6 @@ class ShardedStage:
         """The persistent buffers; forward may have replaced the tensors."""
         return [*persistent_buffers(self._model).values()]
 
-    def point_to_storage(self) -> None:
-        """Make the parameters views of their storages, also of those that are not allocated."""
-        for unit in self.units:
-            unit.point_to_storage()
-
 
 def _update_groups(unit_groups: Sequence[UnitGroup], context: RankContext) -> list[Sequence[UnitGroup]]:
     """The unit groups that are updated by one call of the optimizer. See [Note: calls of the optimizer]."""

@@ -49,7 +49,7 @@ from plait.parallel.zero.exec_order import (
     reads_no_weight_in_backward,
     tensors_in,
 )
-from plait.parallel.zero.flat_param import FlatParam
+from plait.parallel.zero.flat_param import FlatParam, UnshardState
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.prefetch import ExecOrder, PrefetchWalk
 
@@ -82,8 +82,7 @@ class Unsharder:
         self._device = context.device
         self._offloads = context.offloads
         self._copy_stream = context.copy_stream
-        self._pending: dict[FlatParam, Callable[[], None]] = {}  # waits of all-gathers in flight
-        self._unsharded: dict[FlatParam, UnitGroup] = {}  # unsharded, or being unsharded
+        self._group_of = {unit: unit_group for unit_group in owners for unit in unit_group}
         self._kept_between_passes: set[UnitGroup] = set()  # unsharded on every rank between passes
         self._num_in_forward: dict[UnitGroup, int] = {}  # owners that are in forward
         inner = {module for modules in owners.values() for module in modules}
@@ -117,21 +116,21 @@ class Unsharder:
         """Stages 1 and 2: start all-gathers of the group's shards after every rank has updated its own."""
         for unit in unit_group:
             if unit.trains or include_frozen:
-                self._start_all_gather(unit, unit_group)
+                self._start_all_gather(unit)
 
     def reshard_all(self) -> None:
         """Stage 3: free unsharded parameters, which are out of date."""
         if not self._reshards:
             return
         self.wait_all()
-        for unit in list(self._unsharded):
-            self._reshard(unit)
+        for unit, _ in self._unsharded():
+            unit.reshard()
         self._kept_between_passes.clear()
 
     def wait_all(self) -> None:
         """Wait for all all-gathers, after copies of shards from host memory."""
-        for unit in list(self._pending):
-            self._wait_for_unshard(unit)
+        for unit in self._group_of:
+            unit.wait_for_unshard()
         if self._was_written:
             self._was_written = False
             barrier(self._all_gather_group, label="updated parameters")
@@ -245,9 +244,9 @@ class Unsharder:
             self._records[self._in_backward], self._record = self._record, None
         uses, self._walk = {*self._walk.uses, *self._always_unsharded}, None
         self._kept_between_passes = uses if self._unshards_once else keep & uses
-        for unit, unit_group in list(self._unsharded.items()):
+        for unit, unit_group in self._unsharded():
             if unit_group not in self._kept_between_passes:
-                self._reshard(unit)
+                unit.reshard()
 
     # --- uses
 
@@ -310,10 +309,10 @@ class Unsharder:
             if self._record is not None and unit_group not in self._record[-1:]:
                 self._record.append(unit_group)
         for unit in unit_group:
-            if unit not in self._unsharded and not unit.unsharded.persistent:  # on demand
+            if unit.state is UnshardState.SHARDED:  # on demand
                 self._digest = (31 * self._digest + self._unit_groups.index(unit_group) + 1) % 2**16
-                self._start_all_gather(unit, unit_group)
-            self._wait_for_unshard(unit)
+                self._start_all_gather(unit)
+            unit.wait_for_unshard()
 
     def _walk_to(self, walk: PrefetchWalk[UnitGroup], index: int) -> None:
         """Walk to this use. Uses before it that this rank skipped start, for the other ranks' sake, and are
@@ -328,8 +327,8 @@ class Unsharder:
             skipped = walk.uses[walk.position]
             if walk.position < index and not self._unshards_once and not self._num_in_forward.get(skipped):
                 for unit in skipped:
-                    if unit in self._unsharded and skipped not in walk.window[1:]:
-                        self._reshard(unit)
+                    if _can_reshard(unit) and skipped not in walk.window[1:]:
+                        unit.reshard()
 
     def _on_outside_use(self, unit_group: UnitGroup) -> None:
         """See [Note: parameters used outside their modules]."""
@@ -352,7 +351,7 @@ class Unsharder:
 
     def _reshard_finished(self, walk: PrefetchWalk[UnitGroup]) -> None:
         """Reshard units whose uses are over. See [Note: unshard and reshard]."""
-        for unit, unit_group in list(self._unsharded.items()):
+        for unit, unit_group in self._unsharded():
             if (
                 unit_group in walk.window
                 or unit_group in self._always_unsharded
@@ -362,15 +361,15 @@ class Unsharder:
                 continue
             gets_grad = unit.trains and not self._is_split  # complete when its backward is over
             if not self._in_backward or (unit.is_complete if gets_grad else unit_group in self._single_owner):
-                self._reshard(unit)
+                unit.reshard()
 
     def on_complete(self, unit: FlatParam) -> None:
         """Reshard a unit whose gradients are complete, if its uses are over."""
-        unit_group = self._unsharded.get(unit)
-        if unit_group is None or self._walk is None or self._unshards_once or not self._in_backward:
+        if not _can_reshard(unit) or self._walk is None or self._unshards_once or not self._in_backward:
             return
+        unit_group = self._group_of[unit]
         if unit_group not in self._walk.window and not self._num_in_forward.get(unit_group):
-            self._reshard(unit)
+            unit.reshard()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -389,18 +388,15 @@ class Unsharder:
     def _prefetch_group(self, unit_group: UnitGroup) -> None:
         for unit in unit_group:
             if not unit.unsharded.persistent:
-                self._start_all_gather(unit, unit_group)
+                self._start_all_gather(unit)
 
-    def _start_all_gather(self, unit: FlatParam, unit_group: UnitGroup) -> None:
+    def _start_all_gather(self, unit: FlatParam) -> None:
         if self._shares_memory:  # see [Note: parameters in shared memory] in `flat_param.py`
             self._was_written = True
             return
-        self._wait_for_unshard(unit)
-        unit.point_to_storage()
-        unit.unsharded.allocate()
-        self._pending[unit] = self._start_upload(unit) if self._offloads else self._start(unit, unit.shard)
-        if not unit.unsharded.persistent:
-            self._unsharded[unit] = unit_group
+        unit.start_unshard(
+            lambda: self._start_upload(unit) if self._offloads else self._start(unit, unit.shard)
+        )
 
     def _start(self, unit: FlatParam, shard: Tensor) -> Callable[[], None]:
         return start_all_gather(unit.storage, shard, unit.groups.all_gather, label=unit.layout.name).wait
@@ -420,18 +416,14 @@ class Unsharder:
 
         return wait_for_both
 
-    def _wait_for_unshard(self, unit: FlatParam) -> None:
-        wait = self._pending.pop(unit, None)
-        if wait is not None:
-            wait()
+    def _unsharded(self) -> list[tuple[FlatParam, UnitGroup]]:
+        """Units that can be resharded, and their groups."""
+        return [(unit, unit_group) for unit, unit_group in self._group_of.items() if _can_reshard(unit)]
 
-    def _reshard(self, unit: FlatParam) -> None:
-        """Free the unsharded parameters."""
-        self._wait_for_unshard(unit)
-        unit.adopt_writes()
-        unit.unsharded.free()
-        unit.point_to_nan()
-        self._unsharded.pop(unit, None)
+
+def _can_reshard(unit: FlatParam) -> bool:
+    """True if the unit is unsharded, or being unsharded, and can be freed."""
+    return unit.state is not UnshardState.SHARDED and not unit.unsharded.persistent
 
 
 def _refuse_state_dict(*_: Any) -> None:

@@ -14,15 +14,16 @@ from pathlib import Path
 from plait.pages.figures import Axis, Curve, Figure, Listing, Point
 from plait.plan import Plan
 from plait.plan.cost_model import FIGURE_PARAMETERS
-from plait.planner.bills import trainings, walls, zero_bytes
+from plait.planner.calibrate import Run
 from plait.planner.cluster import cluster, fat_tree, max_endpoints
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
-from plait.planner.runs import Run, read_runs
 from plait.planner.step_estimate import StepEstimate, estimate_step
 from plait.planner.workload import Workload
 from plait.tables import counted
+from planner_lab.bills import trainings, walls, zero_bytes
+from planner_lab.runs import read_runs
 
 _PUBLISHED = Path(__file__).parent / "data" / "figures.csv"
 _EPOCH_STEPS = 68_507  # 1909.08053, section 5.2
@@ -93,7 +94,7 @@ def entries() -> list[PublishedPoint]:
 
 
 def published_figures(known: Sequence[PublishedPoint]) -> list[Figure | Listing]:
-    """Return the figures of `plait plan figures`."""
+    """Return the figures of `figures`."""
     one = known[0].flops_per_s
     ranks = Axis("GPUs", log=2), attrgetter("num_ranks")
     size = Axis("10^9 parameters", log=2), attrgetter("billions")
@@ -264,5 +265,5 @@ def _trainings() -> list[Figure]:
             (x, f"{each.name}, {each.device.name.partition('-')[0]}") for x, each in sorted(known.items())
         )
         note = "The vertical line is the interval of utilization; its point is the geometric mean."
-        figures.append(Figure(*axes, curves, names, "planner/data/trainings.toml", note))
+        figures.append(Figure(*axes, curves, names, "tools/planner_lab/data/trainings.toml", note))
     return figures

@@ -21,11 +21,10 @@ from pathlib import Path
 from plait.errors import DataError, PlaitError
 from plait.fileio import parse_toml, read_text
 from plait.plan import Plan
+from plait.planner.calibrate import Run
 from plait.planner.cluster import Cluster, cluster
-from plait.planner.constants import DEFAULT, Constants
 from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
-from plait.planner.step_estimate import StepEstimate, estimate_step
 from plait.planner.workload import Software, Workload
 
 _REPORTS = Path(__file__).parent / "data" / "reports.toml"
@@ -37,36 +36,6 @@ _HEAD_DIM = 128  # where a row has no heads
 _VOCAB = 50304  # where it has no vocabulary: GPT-2's, padded
 _MOST = 1e12  # of any number
 _REQUIRED = ("layers", "hidden", "seq_len", "gpu", "n_gpus", "global_batch")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A row. `plans`: more than one if the row leaves something open. `step_s`, `memory_bytes`: measured,
-    None if it does not say. `counts_tensors`: its memory counts tensors only, not all of the device's.
-    `ran_out`: it ran out of memory."""
-
-    row: int
-    source: str
-    model: ModelShape
-    plans: tuple[Plan, ...]
-    cluster: Cluster
-    work: Workload
-    software: Software
-    step_s: float | None
-    memory_bytes: float | None
-    ran_out: bool
-    counts_tensors: bool = False
-
-    @property
-    def group(self) -> tuple[object, ...]:
-        """Runs that are alternatives: same source, model, devices and batch."""
-        return self.source, self.model, self.cluster.device.name, self.plans[0].num_ranks, self.work
-
-    def estimate(self, constants: Constants = DEFAULT) -> StepEstimate:
-        on = replace(self.cluster, constants=constants)
-        estimates = [estimate_step(self.model, plan, on, self.work, self.software) for plan in self.plans]
-        fitting = [p for p in estimates if p.memory_high_bytes <= self.cluster.device.memory_bytes]
-        return min(fitting or estimates, key=lambda p: p.step_s)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import PlanError
+from plait.planner.calibrate import Run, fit
 from plait.planner.constants import DEFAULT, Constants
-from plait.planner.runs import Refused, Run
 from plait.planner.step_estimate import StepEstimate
+from planner_lab.runs import Refused
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def estimate_all(
 
 
 def score_runs(priced: Sequence[ScoredRun], refused: Sequence[Refused]) -> dict[str, Any]:
-    """Return the figures that `plait plan score --json` prints."""
+    """Return the figures that `score --json` prints."""
     timed = [one for one in priced if one.run.step_s]
     by_source: dict[str, list[float]] = defaultdict(list)
     for one in timed:
@@ -99,6 +100,17 @@ def _groups(timed: Sequence[ScoredRun]) -> dict[str, Any]:
         "regret_max": max(regrets, default=None),
         "count": len(regrets),
     }
+
+
+def fit_without(runs: Sequence[Run], sources: Iterable[str]) -> dict[str, Constants]:
+    """Constants for each source, fitted to the runs of all others; under "" the constants of all runs, which
+    sources that `runs` does not have share."""
+    own = {run.source for run in runs}
+    everything = fit(runs)
+    left_out = {
+        source: fit([run for run in runs if run.source != source]) for source in sorted(own & set(sources))
+    }
+    return {**dict.fromkeys(sources, everything), **left_out, "": everything}
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:

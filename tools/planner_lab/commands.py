@@ -1,9 +1,13 @@
-"""`plait plan walls`, `bill` and `figures`: what trainings need, and what is published about them."""
+"""The commands of the laboratory: walls, bills, published figures and scores of published runs."""
 
-import re
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
 
+import rich
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from plait.cli.common import (
     STDOUT,
@@ -16,16 +20,18 @@ from plait.cli.common import (
     write_json_output,
     write_output,
 )
+from plait.cli.plan import read_count
 from plait.errors import ConfigError
+from plait.pages.figures import Figure, Listing, figure_values, write_figures
+from plait.planner.calibrate import Run
+from plait.planner.cluster import cluster as cluster_of
+from plait.planner.constants import DEFAULT
+from plait.tables import plain, table
+from planner_lab import bills
+from planner_lab.figures import entries, machines, published_figures
+from planner_lab.runs import read_runs
+from planner_lab.score import estimate_all, fit_without, score_runs
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from plait.pages.figures import Figure, Listing
-    from plait.planner.bills import Bill
-
-_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBTG]?)", re.IGNORECASE)
-_FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _PREFIXES = [(1e3**power, prefix) for power, prefix in enumerate(("", "k", "M", "G", "T", "P", "E", "Z"))][
     ::-1
 ]
@@ -35,19 +41,13 @@ _RANKS = 64  # of the table of ZeRO's paper
 @report_errors
 def walls(json: Json = None, debug: Debug = False) -> None:  # noqa: ARG001 (read by report_errors)
     """Print the compute, memory and communication walls, ZeRO's table, fat trees, devices and hosts."""
-    from rich.console import Console
 
-    from plait.planner.bills import walls as all_walls
-    from plait.planner.bills import zero_bytes
-    from plait.planner.figures import machines
-    from plait.tables import table
-
-    facts = all_walls()
+    facts = bills.walls()
     rows = [(wall.name, wall.arithmetic, _shown(wall.value, wall.unit)) for wall in facts]
     zero = [
         (
             str(stage),
-            *(f"{zero_bytes(7.5e9, _RANKS, stage, gradient_bytes=size) / 1e9:,.1f}" for size in (2, 4)),
+            *(f"{bills.zero_bytes(7.5e9, _RANKS, stage, gradient_bytes=size) / 1e9:,.1f}" for size in (2, 4)),
         )
         for stage in range(4)
     ]
@@ -76,7 +76,6 @@ def bill(
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Print the device-hours, days, money and energy of a training; without options, of published ones."""
-    from rich.console import Console
 
     if parameters is None and tokens is None:
         Console().print(_published())
@@ -92,13 +91,10 @@ def bill(
         raise ConfigError("--mfu is out of range", given=mfu, expected="above 0, at most 1", hint="--mfu 0.4")
     if not 0 <= lost < 1:
         raise ConfigError("--lost is out of range", given=lost, expected="0 to below 1", hint="--lost 0.4")
-    from plait.planner.bills import FACILITY
-    from plait.planner.bills import bill as bill_of
-    from plait.planner.cluster import cluster as cluster_of
 
     on = cluster_of(cluster)
     numbers = read_count("--params", parameters), read_count("--tokens", tokens)
-    found = bill_of(*numbers, on.device, on.num_devices, None if mfu is None else (mfu, mfu), lost)
+    found = bills.bill(*numbers, on.device, on.num_devices, None if mfu is None else (mfu, mfu), lost)
     print_line(f"{on}: {_shown(found.flops, 'FLOP')}")
     if on.topology == "tree":
         tree = on.tree()
@@ -109,7 +105,9 @@ def bill(
     if lost:
         print_line(f"  {'of it lost':<13}{lost:.0%} of the hours, to failures and restarts")
     price = f"{on.device.dollars_per_hour:g} $/h and {on.device.watts:g} W"
-    print_line(f"Assumed: {price} a device, {FACILITY:g} x for the facility; 6 FLOP per parameter and token.")
+    print_line(
+        f"Assumed: {price} a device, {bills.FACILITY:g} x for the facility; 6 FLOP per parameter and token."
+    )
     if json is not None:
         values = {name: getattr(found, name) for name in ("flops", "hours", "days", "dollars", "watt_hours")}
         write_json_output(json, {"cluster": on.name, "num_devices": on.num_devices, "lost": lost, **values})
@@ -119,10 +117,6 @@ def bill(
 def figures(json: Json = None, html: Html = None, debug: Debug = False) -> None:  # noqa: ARG001 (read by report_errors)
     """Print published figures (scaling, throughput, memory, time and cost) next to predictions."""
     check_outputs({"--json": json, "--html": html})
-    from rich.console import Console
-
-    from plait.pages.figures import figure_values, write_figures
-    from plait.planner.figures import entries, published_figures
 
     found = published_figures(entries())
     for each in found if json != STDOUT else ():
@@ -131,9 +125,7 @@ def figures(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     write_output(html, lambda path: write_figures(path, "Published figures, and predictions", found))
 
 
-def _figure_table(figure: "Figure | Listing") -> "Table":
-    from plait.pages.figures import Figure
-    from plait.tables import table
+def _figure_table(figure: Figure | Listing) -> Table:
 
     def cell(value: str | float, unit: str = "number") -> str:
         if isinstance(value, str):
@@ -172,18 +164,7 @@ def _figure_table(figure: "Figure | Listing") -> "Table":
     return table(f"{figure.title}: {figure.y.name}", headings, rows, caption="; ".join(captions))
 
 
-def read_count(flag: str, text: str) -> float:
-    """Read `70B` or `1.5e12`. Raises ConfigError."""
-    match = _NUMBER.fullmatch(text.strip())
-    count = float(match[1]) * _FACTORS[match[2].upper()] if match else 0.0
-    if not 0 < count <= 1e21:
-        raise ConfigError(
-            f"{flag} is not a number", given=text, expected="digits and K, M, B or T, up to 1e21", hint="70B"
-        )
-    return count
-
-
-def _lines(found: "Bill") -> dict[str, str]:
+def _lines(found: bills.Bill) -> dict[str, str]:
     low, high = found.watt_hours
     return {
         "device-hours": _interval(*found.hours),
@@ -199,12 +180,10 @@ def _interval(low: float, high: float) -> str:
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
 
 
-def _published() -> "Table":
-    from plait.planner.bills import energy_watt_hours, trainings
-    from plait.tables import table
+def _published() -> Table:
 
     rows = []
-    for each in trainings().values():
+    for each in bills.trainings().values():
         found = each.bill()
         low, high = found.hours
         rows.append(
@@ -214,7 +193,7 @@ def _published() -> "Table":
                 each.device.name.partition("-")[0],
                 _interval(low / 1e3, high / 1e3),
                 f"{each.hours / 1e3:,.0f}",
-                f"{energy_watt_hours(each.hours, each.device) / 1e6:,.0f}",
+                f"{bills.energy_watt_hours(each.hours, each.device) / 1e6:,.0f}",
                 f"{each.hours * each.device.dollars_per_hour / 1e6:,.1f}",
             )
         )
@@ -229,3 +208,61 @@ def _shown(value: float, unit: str) -> str:
     factor, prefix = next(each for each in _PREFIXES if value >= each[0])
     text = f"{value / factor:,.4g} {prefix}{unit}"
     return f"{text} ({value / 2**20:,.0f} MiB)" if unit == "B" and value < 1e10 else text
+
+
+@report_errors
+def score(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="CSV files with the columns of published runs; fields may be empty."
+        ),
+    ],
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(help="First fit the constants to this file; each source is left out of its own fit."),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Price published runs and print the errors by source, the ranking within groups, and false fits."""
+
+    runs = [run for path in files for run in read_runs(path)]
+    learned = [run for path in calibrate or () for run in read_runs(path) if isinstance(run, Run)]
+    constants = fit_without(learned, {run.source for run in runs}) if learned else {}
+    priced, refused = estimate_all(runs, lambda source: constants.get(source, DEFAULT))
+    result = score_runs(priced, refused)
+    result["refused"] = [{"row": one.row, "source": one.source, "reason": one.reason} for one in refused]
+    result["constants"] = {"count": len(asdict(DEFAULT)), "values": asdict(constants.get("", DEFAULT))}
+    write_json_output(json, result)
+    if json != STDOUT:
+        _show(result, leaves_out=bool(learned))
+
+
+def _show(result: dict[str, Any], *, leaves_out: bool) -> None:
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1%}"
+
+    rows = [
+        (name[:70], percent(each["error"]), str(each["rows"])) for name, each in result["sources"].items()
+    ]
+    rows.append(("mean of sources", percent(result["source_averaged_error"]), str(result["rows_priced"])))
+    title = "error of the step's time" + (", each source left out of its fit" if leaves_out else "")
+    rich.print(table(title, ("source", "error", "rows"), rows, left=("source",)))
+    groups, memory = result["groups"], result["memory"]
+    spearman = "-" if groups["spearman_mean"] is None else f"{groups['spearman_mean']:.2f}"
+    rich.print(
+        f"bias {percent(result['bias'])}, p90 {percent(result['p90_error'])}\n"
+        f"{groups['count']} groups: Spearman {spearman}, regret {percent(groups['regret_mean'])} "
+        f"(worst {percent(groups['regret_max'])})\n"
+        f"memory: {percent(memory['error_mean'])} (worst {percent(memory['error_max'])}) "
+        f"of {memory['rows']} rows, "
+        f"{result['false_fits']} false fits"
+    )
+    reasons: dict[str, int] = {}
+    for one in result["refused"]:
+        reasons[one["reason"]] = reasons.get(one["reason"], 0) + 1
+    for reason, number in reasons.items():
+        rich.print(plain(f"refused {number} rows: {reason}"))
+    values = [(name, f"{value:.4g}") for name, value in result["constants"]["values"].items()]
+    rich.print(table(f"{len(values)} constants", ("constant", "value"), values, left=("constant",)))

@@ -1,0 +1,105 @@
+"""Walls, bills, published figures and scores of published runs: their tables, JSON and errors."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from planner_lab.commands import bill, figures, score, walls
+
+APP = typer.Typer()
+for command in (walls, bill, figures, score):
+    APP.command()(command)
+
+
+def run(*words: str, columns: int = 160) -> tuple[int, str]:
+    result = CliRunner().invoke(APP, words, env={"COLUMNS": str(columns)})
+    return result.exit_code, result.output
+
+
+def test_the_walls_are_printed_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "walls.json"
+    code, out = run("walls", "--json", str(path))
+    assert code == 0
+    for word in ("314.3 ZFLOP", "700 GB", "80 GB", "89.6 TB", "1,250 MiB", "31.4", "16.6", "65,536"):
+        assert word in out
+    assert {"name": "  of an H100", "arithmetic": "data sheet", "value": 80e9, "unit": "B"} in json.loads(
+        path.read_text()
+    )
+
+
+def test_a_bill_names_its_cluster_network_and_assumptions() -> None:
+    code, out = run("bill", "--params", "70B", "--tokens", "15T", "--cluster", "dgx-h100:256", "--mfu", "0.4")
+    assert code == 0
+    assert "dgx-h100:256: 2,048 h100-sxm-80gb (256 hosts x 8): 6,300 ZFLOP" in out
+    assert "96 switches in 2 levels, 4,096 cables" in out
+    assert "device-hours 4,421,872" in out
+    assert "Assumed: 2.5 $/h and 700 W" in out
+    code, out = run("bill")
+    assert code == 0
+    assert "LLaMA-65B" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--params", "70B"), "a bill needs parameters and tokens"),
+        (("--params", "many", "--tokens", "1T"), "--params is not a number"),
+        (("--params", "7B", "--tokens", "1T", "--mfu", "1.5"), "--mfu is out of range"),
+        (("--params", "1B", "--tokens", "1T", "--lost", "1"), "--lost is out of range"),
+        (
+            ("--params", "7B", "--tokens", "1T", "--cluster", "dgx-h100:7gpus"),
+            "7 devices do not fill hosts of 8",
+        ),
+    ],
+)
+def test_a_bills_mistakes_are_named(words: tuple[str, ...], message: str) -> None:
+    code, out = run("bill", *words)
+    assert code == 2
+    assert message in out
+
+
+@pytest.mark.parametrize("command", ["walls", "figures", "bill"])
+def test_no_name_or_number_of_a_table_is_cut_at_80_columns(command: str) -> None:
+    code, text = run(command, columns=80)
+    assert code == 0, text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    known = {"walls": ["h100-nvl", "dgx-a100"], "bill": ["405B", "19,394"], "figures": ["zero=3"]}
+    for word in known[command]:
+        assert re.search(rf"[│┃ ]{re.escape(word)}[│┃ ]", text), word
+
+
+HEAD = "layers,hidden,heads,seq_len,gpu,n_gpus,global_batch,step_time_s,pp,virtual_stages\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("1e400,512,8,1024,A100,8,8,1,1,", "layers=1e400 is out of range"),
+        ("4,8,16,1024,A100,8,8,1,1,", "a size of the model is out of range"),
+        ("4,512,8,1024,A100,8,8,nan,1,", "step_time_s=nan is out of range"),
+        ("4,512,8,1024,A100,[/b]\x1b[31m,8,1,1,", r"'[/b]\x1b[31m'"),
+        ("3,512,8,1024,A100,8,8,1,4,", "3 blocks cannot fill 4 stages"),
+    ],
+)
+def test_a_run_with_unusable_values_is_refused_and_others_are_scored(
+    tmp_path: Path, row: str, reason: str
+) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{HEAD}6,512,8,1024,A100,8,8,1.0,4,\n{row}\n")  # its stages are not equal
+    code, text = run("score", str(path))
+    assert code == 0, text
+    assert "refused 1 rows" in text
+    assert reason in text
+
+
+def test_a_pipe_is_no_file_of_runs(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "runs.csv")
+    code, text = run("score", str(tmp_path / "runs.csv"))
+    assert code == 2
+    assert "not a regular file" in text
