@@ -21,7 +21,7 @@ from plait.data.documents import Documents, check_documents
 from plait.data.loader import Samples, Windows, check_samples
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
-from plait.engine.spec import validate
+from plait.engine.spec import Arguments, validate
 from plait.errors import ConfigError, DataError, RunError
 from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta
@@ -394,7 +394,7 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
-    validate(model, plan, tensor_plan=recipe.model.tensor_plan)
+    validate(Arguments(model, plan, tensor_plan=recipe.model.tensor_plan))
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     path = recipe.model.path if recipe.model.pretrained else None
