@@ -94,17 +94,6 @@ class TrainingSpec:
 
 
 def validate(
-    given: Arguments | nn.Module, *args: Any, device: torch.device | None = None, **options: Any
-) -> TrainingSpec:
-    """Validate `Arguments`, or the arguments one by one, as some callers still give them."""
-    named: dict[str, Any] = {} if device is None else {"device": device}
-    if isinstance(given, Arguments):
-        return _validate(given, *args, **named)
-    plan, *ranks = args
-    return _validate(Arguments(given, plan, **options), *ranks, **named)
-
-
-def _validate(
     given: Arguments, num_ranks: int | None = None, device: torch.device | None = None
 ) -> TrainingSpec:
     """Return what the plan means for the model.

@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,17 +95,6 @@ class Explanation:
 
 
 def explain(
-    given: Arguments | nn.Module, *args: Any, cluster: HypotheticalRanks | None = None, **options: Any
-) -> Explanation:
-    """Explain `Arguments`, or the arguments one by one, as some callers still give them."""
-    named: dict[str, Any] = {} if cluster is None else {"cluster": cluster}
-    if isinstance(given, Arguments):
-        return _explain(given, *args, **named)
-    plan, micro = args
-    return _explain(Arguments(given, plan, **options), micro, **named)
-
-
-def _explain(
     given: Arguments, micro: Mapping[str, Tensor], cluster: HypotheticalRanks | None = None
 ) -> Explanation:
     """Estimate the cost of `parallelize` with these arguments and of steps of such micro-batches.
