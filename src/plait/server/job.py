@@ -101,17 +101,17 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
 def restart_policy(plan: Plan, max_restarts: int) -> dict[str, Any]:
     """Return arguments of `launch_local`: with dedicated servers, all workers but the first may die and are
     started again, `max_restarts` times in all; so may servers that have replicas, which are not started
-    again. Worker 0 ends the job. The error of a death names the role."""
+    again. Worker 0 ends the job. The error of a death names the role. `plan`: with servers."""
     roles = [f"worker {rank}" for rank in range(plan.dp)] + [
         f"server {index}" for index in range(plan.servers)
     ]
     return {
-        "names": dict(enumerate(roles)) if plan.num_servers else None,
+        "names": dict(enumerate(roles)),
         "optional_ranks": range(1, plan.num_ranks if plan.server == "replicated" else plan.dp)
         if plan.servers
         else (),
         "restartable_ranks": range(1, plan.dp),
-        "drain_s": _DRAIN_S if plan.num_servers else None,
+        "drain_s": _DRAIN_S,
         "max_restarts": max_restarts,
     }
 
