@@ -41,7 +41,7 @@ from llama import Llama, llama_of
 from peers import ADAMW
 from plait.bench.report import machine
 from plait.comm.shm.remote import RemoteMemory, describe, new_arena
-from plait.engine.spec import validate
+from plait.engine.spec import Arguments, validate
 from plait.plan import Plan
 from plait.server.job import chunk_table
 from plait.server.state import ServerState
@@ -128,7 +128,7 @@ def move(numel: int, rounds: int) -> common.Times:
     """Be a server whose worker's memory is mapped: seconds of a push, of a pull, and of a copy."""
     torch.set_num_threads(1)
     model = nn.Linear(numel, 1, bias=False)
-    spec = validate(model, Plan.parse("dp=1 servers=1"), optimizer=torch.optim.SGD)
+    spec = validate(Arguments(model, "dp=1 servers=1", optimizer=torch.optim.SGD))
     chunks = chunk_table(model, spec).of_server[0]
     state, arena = ServerState(chunks, spec, torch.float32, lambda _: None), new_arena(2)
     if arena is None:

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from plait.engine.spec import Arguments
 from plait.errors import PlaitError
 from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
@@ -81,7 +82,7 @@ def _plans_put_aside() -> Iterator[None]:
 def _sent(model: nn.Module) -> tuple[int, int]:
     """Return the bytes that a rank sends in layers, and the parameters that it holds."""
     ids = torch.arange(TOKENS)[None] % 61 + 3
-    found = explain(model, "tp=2", {"input_ids": ids, "labels": ids})
+    found = explain(Arguments(model, "tp=2"), {"input_ids": ids, "labels": ids})
     first = found.rank_classes[0]
     return ring_bytes(first.traffic["layers"], found.grid), first.parameters
 

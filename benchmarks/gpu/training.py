@@ -40,6 +40,7 @@ from case import failure, left_s
 from hardware import Json, selected, synchronize
 from llama import TOY, Batch, Llama
 from plait.comm import World
+from plait.engine.spec import Arguments
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import explain
 from plait.models import FlopFacts
@@ -272,7 +273,7 @@ def memory(device: str, size: str, sequence: int, batch: int, plan: str) -> Json
     micro = batch // plait.Plan.parse(plan).micro
     ids = torch.zeros(micro, sequence, dtype=torch.long, device="meta")
     cluster = HypotheticalRanks("nccl" if on.type == "cuda" else "host", None, on)
-    explained = explain(llama.on_meta(), plan, {"input_ids": ids, "labels": ids}, cluster=cluster)
+    explained = explain(Arguments(llama.on_meta(), plan), {"input_ids": ids, "labels": ids}, cluster)
     estimate = explained.rank_classes[0].memory
     engine = engine_of(plan, llama, on)
     data = batch_of(llama, batch, on)

@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from plait.comm import all_reduce
+from plait.engine.spec import Arguments
 from plait.errors import ConfigError, ModelError, PlanError
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, explain
@@ -41,9 +42,11 @@ def small(layers: int, heads: int = 4) -> nn.Module:
     )
 
 
-def explained(model: nn.Module, plan: str, **options: Any) -> Explanation:
+def explained(
+    model: nn.Module, plan: str, cluster: HypotheticalRanks | None = None, **options: Any
+) -> Explanation:
     ids = torch.zeros(SHAPE, dtype=torch.long, device="meta")
-    return explain(model, plan, {"input_ids": ids, "labels": ids}, **options)
+    return explain(Arguments(model, plan, **options), {"input_ids": ids, "labels": ids}, cluster)
 
 
 def test_16384_ranks_are_explained_in_seconds() -> None:
@@ -166,7 +169,7 @@ class Looking(nn.Module):
 def test_a_model_that_needs_values_is_an_error() -> None:
     micro = {"x": torch.ones(2, 4), "labels": torch.ones(2, 4)}
     with pytest.raises(ModelError, match="cannot run on meta tensors"):
-        explain(Looking(), "dp=2", micro, loss=lambda out, _: (out.sum(), 1))
+        explain(Arguments(Looking(), "dp=2", loss=lambda out, _: (out.sum(), 1)), micro)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_invalid_plans_are_refused_as_on_real_ranks() -> None:
     with pytest.raises(PlanError, match="named all-reduce algorithms need CPU ranks"):
         explained(small(2), "dp=2 algorithm=ring", cluster=gpus)
     with pytest.raises(PlanError, match="needs repeated blocks"):
-        explain(nn.Linear(4, 4), "recompute=full", {"input": torch.ones(2, 4)})
+        explain(Arguments(nn.Linear(4, 4), "recompute=full"), {"input": torch.ones(2, 4)})
     with pytest.raises(ConfigError, match="optimizer must be a class"):
         explained(small(2), "dp=2", optimizer="adamw")
 
@@ -246,7 +249,7 @@ def test_the_table_of_traffic_has_the_exchanges_of_local_steps_and_their_share_o
 
 def test_an_empty_micro_batch_is_an_error() -> None:
     with pytest.raises(ModelError, match="a micro-batch has no tensors"):
-        explain(small(2), "dp=2", {})
+        explain(Arguments(small(2), "dp=2"), {})
 
 
 @pytest.mark.quick

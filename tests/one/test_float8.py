@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import plait
-from plait.engine.spec import validate
+from plait.engine.spec import Arguments, validate
 from plait.errors import PlanError
 from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
@@ -130,7 +130,7 @@ def llama(hidden: int = 64, ffn: int = 104) -> nn.Module:
 
 def test_layers_whose_features_are_no_multiples_of_16_stay_in_bf16_and_explain_names_them() -> None:
     ids = torch.zeros(2, 16, dtype=torch.long)
-    found = explain(llama(), "dp=1 precision=fp8", {"input_ids": ids, "labels": ids})
+    found = explain(Arguments(llama(), "dp=1 precision=fp8"), {"input_ids": ids, "labels": ids})
     assert len(found.float8.names) == 2 * 4
     assert {name.rpartition(".")[2] for name in found.float8.others} == {"gate_proj", "up_proj", "down_proj"}
     assert not any("lm_head" in name or "embed" in name for name in found.float8.names)
@@ -142,19 +142,19 @@ def test_layers_whose_features_are_no_multiples_of_16_stay_in_bf16_and_explain_n
 
 
 def test_a_shard_that_is_no_multiple_of_16_keeps_its_layer_in_bf16_on_all_ranks() -> None:
-    names = validate(llama(ffn=96), Plan.parse("tp=2 precision=fp8")).float8.names
+    names = validate(Arguments(llama(ffn=96), "tp=2 precision=fp8")).float8.names
     assert len(names) == 14
-    spec = validate(llama(ffn=96), Plan.parse("tp=4 precision=fp8"))
+    spec = validate(Arguments(llama(ffn=96), "tp=4 precision=fp8"))
     assert spec.float8.others["model.layers.0.mlp.up_proj"] == "shards of 24 features"
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
-        validate(llama(hidden=40, ffn=56), Plan.parse("precision=fp8"))
+        validate(Arguments(llama(hidden=40, ffn=56), "precision=fp8"))
     assert "no linear layer of the blocks can multiply in float8" in str(caught.value)
     assert "40 to 40 features" in str(caught.value)
     with pytest.raises(PlanError, match="precision=fp8 needs repeated blocks"):
-        validate(nn.Linear(16, 16), Plan.parse("precision=fp8"))
+        validate(Arguments(nn.Linear(16, 16), "precision=fp8"))
 
 
 def test_under_sp_gradients_and_inputs_of_weight_gradients_are_gathered_in_float8() -> None:
@@ -163,7 +163,7 @@ def test_under_sp_gradients_and_inputs_of_weight_gradients_are_gathered_in_float
 
     def gathered(precision: str) -> int:
         plan = f"tp=2 sp=true precision={precision}"
-        found = explain(llama(ffn=96), plan, {"input_ids": ids, "labels": ids})
+        found = explain(Arguments(llama(ffn=96), plan), {"input_ids": ids, "labels": ids})
         traffic = found.rank_classes[0].traffic["layers"]
         return sum(count.num_bytes for key, count in traffic.items() if key.op == "all-gather")
 
@@ -181,14 +181,14 @@ def test_a_gpu_without_float8_products_is_refused_by_name(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     device = torch.device("cuda", 0)
     with pytest.raises(PlanError) as caught:
-        validate(llama(), Plan.parse("precision=fp8"), device=device)
+        validate(Arguments(llama(), "precision=fp8"), device=device)
     error = caught.value
     assert error.fact == "this GPU has no float8 products"
     assert error.given == "precision=fp8 on NVIDIA A100-SXM4-80GB, compute capability 8.0"
     assert error.expected == "an NVIDIA GPU with compute capability 8.9 or higher"
     assert error.hint == "precision=bf16"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert validate(llama(), Plan.parse("precision=fp8"), device=device).float8.names
+    assert validate(Arguments(llama(), "precision=fp8"), device=device).float8.names
 
 
 def test_on_a_cpu_a_notice_says_that_products_are_emulated() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from plait.engine.spec import Arguments
 from plait.errors import PlaitError
 from plait.estimate.explain import Explanation, explain
 from plait.models import blocks_of, build_tp_plan
@@ -58,7 +59,7 @@ def test_collectives_that_follow_from_names_are_those_of_a_run_on_meta(plan: str
 
     def explained(layers: int) -> Explanation:
         model = small("llama", num_hidden_layers=layers)
-        return explain(model, plan, {"input_ids": ids, "labels": ids}, layout=rules)
+        return explain(Arguments(model, plan, layout=rules), {"input_ids": ids, "labels": ids})
 
     two, three = explained(2), explained(3)
     counts = (run.rank_classes[0].traffic["layers"] for run in (two, three))
@@ -93,7 +94,7 @@ class Derived(nn.Module):
 
 def test_the_printed_text_of_a_derived_plan_is_a_recipes_table_of_the_same_plan() -> None:
     micro = {"x": torch.zeros(1, 4, 16)}
-    explanation = explain(Derived(), "tp=2", micro, loss=lambda out, _: (out.sum(), 4))
+    explanation = explain(Arguments(Derived(), "tp=2", loss=lambda out, _: (out.sum(), 4)), micro)
     text = tensor_plan_text(explanation)
     table = tomllib.loads(text)["model"]["tensor_plan"]
     assert table == {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MusicgenDecoderConfig, MusicgenFo
 from plait.api import parallelize
 from plait.comm import connect
 from plait.engine.loss import choose_loss
-from plait.engine.spec import validate
+from plait.engine.spec import Arguments, validate
 from plait.errors import ModelError, PlanError
 from plait.models import (
     FlopFacts,
@@ -25,7 +25,6 @@ from plait.models import (
     unit_facts,
     watch_activations,
 )
-from plait.plan import Plan
 
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
@@ -219,7 +218,7 @@ def test_a_model_without_a_loss_of_its_own_needs_one() -> None:
 @pytest.mark.parametrize("words", ["recompute=full", "compile=true"])
 def test_options_for_blocks_are_refused_before_ranks_start_where_there_are_no_blocks(words: str) -> None:
     with pytest.raises(PlanError, match="the model has none"):
-        validate(nn.Linear(2, 2), Plan.parse(words))
+        validate(Arguments(nn.Linear(2, 2), words))
 
 
 def test_this_process_is_a_world_of_one() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 import plait
 from plait.engine.numerics import set_numerics, set_product_precision
-from plait.engine.spec import validate
+from plait.engine.spec import Arguments, validate
 from plait.errors import PlanError
 from plait.plan import Plan
 
@@ -61,7 +61,7 @@ def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tf32_without_a_gpu_is_an_error() -> None:
     with pytest.raises(PlanError, match="tf32 needs GPUs"):
-        validate(nn.Linear(2, 2), Plan(tf32=True), 1, torch.device("cpu"))
+        validate(Arguments(nn.Linear(2, 2), Plan(tf32=True)), 1, torch.device("cpu"))
 
 
 def test_a_deterministic_step_has_the_bits_of_the_default_one() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from plait.engine.spec import Arguments
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
@@ -55,7 +56,7 @@ def test_the_planner_and_explain_count_the_same_bytes(
     plan = Plan.parse(f"{text} precision=bf16")
     ids = torch.zeros((SEQUENCES, LENGTH), dtype=torch.long, device="meta")
     node = HypotheticalRanks("nccl", 8, torch.device("cuda"))
-    explained = explain(causal_lm_on_meta(config), plan, {"input_ids": ids, "labels": ids}, cluster=node)
+    explained = explain(Arguments(causal_lm_on_meta(config), plan), {"input_ids": ids, "labels": ids}, node)
     model = ModelShape.from_config(config)
     work = Workload(LENGTH, SEQUENCES * plan.data_ranks * plan.micro)
     for ranks in explained.rank_classes:

@@ -14,9 +14,8 @@ from torch import nn
 from plait.comm import connection
 from plait.comm.connection import Connection, Message, ServerAddress, as_bytes
 from plait.comm.store import JobStore
-from plait.engine.spec import validate
+from plait.engine.spec import Arguments, validate
 from plait.errors import PlaitError
-from plait.plan import Plan
 from plait.server.job import chunk_table
 from plait.server.protocol import Verb
 from plait.server.server import Server
@@ -24,7 +23,8 @@ from plait.server.server import Server
 
 def joined(sync: str = "all") -> Server:
     """A server with one worker, which has read."""
-    spec = validate(nn.Linear(8, 8), Plan.parse(f"dp=1 servers=1 sync={sync}"), optimizer=torch.optim.SGD)
+    arguments = Arguments(nn.Linear(8, 8), f"dp=1 servers=1 sync={sync}", optimizer=torch.optim.SGD)
+    spec = validate(arguments)
     table = chunk_table(nn.Linear(8, 8), spec)
     server = Server(0, spec, table)
     hello = {"digest": table.digest, "memory": None, "offsets": None}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.engine.spec import Arguments
 from plait.errors import ConfigError
 from plait.estimate.explain import explain
 from plait.parallel.zero.full_tensors import assign_owners
@@ -251,7 +252,7 @@ def test_explained_states_are_those_of_the_rank_that_owns_most(pool: Pool) -> No
     ids = torch.zeros(4, programs.LENGTH, dtype=torch.long)
     options = _optimizer("Muon", model)
     micro = {"input_ids": ids, "labels": ids}
-    explanation = explain(model, plan, micro, loss=programs.summed_loss, **options)
+    explanation = explain(Arguments(model, plan, loss=programs.summed_loss, **options), micro)
     estimates = pool.run(_estimated, 4, "Muon", plan)
     assert max(each.memory.optimizer for each in explanation.rank_classes) == max(estimates)
     assert len(set(estimates)) > 1

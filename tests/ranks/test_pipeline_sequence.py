@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.engine.spec import Arguments
 from plait.errors import ModelError
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import explain
@@ -158,7 +159,7 @@ def test_a_column_sends_its_own_tokens_and_no_more_as_estimated(pool: Pool, sp: 
     plan, micros, per_token = f"pp=2 tp=2 sp={sp} micro=3", 3, programs.SEQUENCES // 3 * 32 * 8
     batch = {key: value.chunk(micros)[0] for key, value in programs.batches(1, length=ODD)[0].items()}
     host = HypotheticalRanks("host", None, torch.device("cpu"))
-    estimated = explain(BUILD_LLAMA(), f"{plan} precision=fp64", batch, cluster=host)
+    estimated = explain(Arguments(BUILD_LLAMA(), f"{plan} precision=fp64"), batch, host)
     for rank, messages in enumerate(pool.run(_messages, 4, plan)):
         tokens = ODD if sp == "false" else (7, 6)[rank % 2]
         assert messages == ((micros, micros * tokens * per_token),) * 2

@@ -9,7 +9,7 @@ import torch
 from plait.checkpoint.directory import step_path
 from plait.plan import Plan
 from plait.server.job import join_job, process_world
-from plait.train.server_run import RESUMED, continue_first_island
+from plait.train.servers import RESUMED, continue_first_island
 from support import local_steps, programs
 from support.pool import Pool
 

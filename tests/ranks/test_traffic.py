@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import plait
 from plait.comm import connect
+from plait.engine.spec import Arguments
 from plait.errors import PlaitError
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, explain
@@ -81,7 +82,7 @@ def said(name: str, plan: str) -> tuple[Traffic, MemoryUse]:
 def explained(name: str, plan: str, transport: str) -> Explanation:
     cluster = HypotheticalRanks(transport, None, torch.device("cpu"))
     loss = squared_error if name == "plain" else None
-    return explain(model_of(name), plan, batch_of(name, BATCH), cluster=cluster, loss=loss)
+    return explain(Arguments(model_of(name), plan, loss=loss), batch_of(name, BATCH), cluster)
 
 
 CASES = [

@@ -183,9 +183,10 @@ def _explain_model(
     parsed = Plan.parse(plan)
     import torch
 
+    from plait.engine.spec import Arguments
     from plait.estimate.dry_run import HypotheticalRanks
     from plait.estimate.explain import explain as explain_model
-    from plait.verify.model_spec import parse_source
+    from plait.verify.model_spec import parse_source, to_module
 
     micro = parsed.check_batch(batch or parsed.data_ranks * parsed.micro)
     spec = replace(parse_source(model, layers=0, full=True), layout=layout).spec()
@@ -199,15 +200,10 @@ def _explain_model(
     else:
         kind, transport = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "host")
         cluster = HypotheticalRanks(transport, host_size, torch.device(kind))
-    return explain_model(
-        spec.model(),
-        parsed,
-        inputs,
-        cluster=cluster,
-        loss=spec.loss,
-        blocks=spec.blocks,
-        tensor_plan=spec.tensor_plan,
+    given = Arguments(
+        to_module(spec.model()), parsed, loss=spec.loss, blocks=spec.blocks, tensor_plan=spec.tensor_plan
     )
+    return explain_model(given, inputs, cluster)
 
 
 def explain_run(path: Path, host_size: int | None) -> "tuple[Explanation, Measurements]":

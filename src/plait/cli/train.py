@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -64,7 +64,6 @@ def train(
         raise typer.Exit(_train_under_torchrun(recipe, sets, plan, ranks, resume, start, debug))
     _check_before_imports(recipe, sets, plan, ranks, resume)
     from plait.comm.launch import fork_ranks, launch_local
-    from plait.server.job import restart_policy
     from plait.train.prepare import prepare
 
     fork_ranks(rank_entry(call))
@@ -74,13 +73,20 @@ def train(
         words = ["rank", str(prepared.dir.path), *(["--debug"] if debug else [])]
         code = LOST_RANK
         try:
-            run = prepared.recipe.run
-            policy = restart_policy(prepared.plan, run.max_restarts)
-            code = launch_local(prepared.plan.num_ranks, words, save_s=run.save_s, **policy)
+            policy = _restart_policy(prepared.plan, prepared.recipe)
+            code = launch_local(prepared.plan.num_ranks, words, save_s=prepared.recipe.run.save_s, **policy)
         finally:
             if code and not resume:
                 _discard_unused(prepared.dir, start)
     raise typer.Exit(code)
+
+
+def _restart_policy(plan: Plan, recipe: "Recipe") -> dict[str, Any]:
+    if not plan.num_servers:
+        return {}
+    from plait.server.job import restart_policy
+
+    return restart_policy(plan, recipe.run.max_restarts)
 
 
 def _check_before_imports(

@@ -13,9 +13,9 @@ Messages have no such order: which of two arrives first depends on the peers. Th
 separate thread does so only if a future or a time limit is requested.
 
 [Note: threads at the end of Python]
-Who waits for a future goes on once it has its value, while its thread still runs callbacks in torch's code and
-frees the communication. If Python ends then, it ends the thread where that next asks for the interpreter lock,
-and unwinding torch's C++ frames aborts the process. So groups are closed and threads waited for at exit.
+Who waits for a future goes on once it has its value, while its thread still runs callbacks in torch's code
+and frees the communication. If Python ends then, it ends the thread where that next asks for the interpreter
+lock, and unwinding torch's C++ frames aborts the process. So exit closes groups and waits for their threads.
 """
 
 import atexit

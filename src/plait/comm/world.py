@@ -98,7 +98,8 @@ class World:
         self._host_peers: HostPeers | None = None
         self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._shared: dict[_Key | None, tuple[Transport, CommThread]] = {}
-        self.num_processes = 1  # of a job with servers, in which each has a world of its own
+        self.num_processes = 1  # of a job with servers, in which each process has a world of its own
+        self.process_rank = 0  # of this process among them
         self.was_interrupted = False  # an exception left messages, see [Note: connections of several engines]
         self.arena: Arena | None = None
         self._leave: Callable[[], None] | None = None
@@ -117,7 +118,7 @@ class World:
         """Return a world of one rank, which shares the job's store. `arena`: where the job's other processes
         reach parameters and gradients."""
         world = cls.alone(torch.device("cpu"))
-        world.store, world.num_processes = process.store, process.size
+        world.store, world.num_processes, world.process_rank = process.store, process.size, process.rank
         world.arena = arena
         return world
 

@@ -15,7 +15,6 @@ from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
 from plait.models.init_weights import parameter_only_modules
 from plait.models.stages.shell import StageModules
-from plait.optim.update_kinds import GroupOptimizer
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.batch_norm import sync_batch_norms
 from plait.parallel.compile import compile_blocks
@@ -38,7 +37,7 @@ from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_model import ShardedModel, ShardedStage, TiedGradReduce
 from plait.parallel.zero.sharded_optim import MasterWeights, ShardedOptimizer
 from plait.parallel.zero.state_dict import ShardedState
-from plait.plan import Grid, Layout, Plan, TPCoord
+from plait.plan import Grid, Layout, TPCoord
 from plait.plan.axes import FEATURES, HIDDEN, Roles
 
 
@@ -60,9 +59,8 @@ class EngineParts:
     loss: Loss | None  # the user's
 
 
-def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Plan) -> EngineParts:
-    """Build the parts and materialize the model, in place with one stage. All ranks call it. `job`: the
-    job's plan; with parameter servers, this engine is one worker of it."""
+def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> EngineParts:
+    """Build the parts and materialize the model, in place with one stage. All ranks call it."""
     shard_map = build_shard_map(model, spec, mesh.grid)
     _check_hooks(model, shard_map)
     groups, device = RankGroups.build(mesh, spec.plan), mesh.world.device
@@ -77,10 +75,12 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
     dataflow = None
     if is_split:
         meta_model = copy_to_meta(model).to(context.precision.compute)
-        dataflow = DataflowCheck(meta_model, spec.blocks, spec.stages, spec.example_batch)
+        dataflow = DataflowCheck(meta_model, spec.blocks, spec.stages, spec.given.example)
     foreign = [foreign_modules(model, spec.blocks, spec.stages, stage) for stage in layouts]
-    on_other_stages = set.intersection(*foreign) | (set() if spec.draws else parameter_only_modules(model))
-    standalone = init_flat_params(model, units, context, spec.seed, on_other_stages)
+    on_other_stages = set.intersection(*foreign)
+    if spec.given.weights is not None:
+        on_other_stages |= parameter_only_modules(model)  # which the weights replace
+    standalone = init_flat_params(model, units, context, spec.given.seed, on_other_stages)
     splitter = BackwardSplitter()
     stages = build_stages(model, spec, context, units, standalone, splitter)
     if is_split:
@@ -94,12 +94,11 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         refuse_shards_in_files(model)
     tied_reduce = TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh)
     sharded = ShardedModel({s: stage.sharded for s, stage in stages.items()}, groups, tied_reduce)
-    group_optimizers = GroupOptimizer.of_groups(spec.optimizer, spec.arguments, spec.groups)
     optimizer = ShardedOptimizer(
-        units, context, shard_map, spec.plan, group_optimizers, masters, spec.offload_dir
+        units, context, shard_map, spec.plan, spec.optimizers, masters, spec.offload_dir
     )
     modules = {s: stage.module_part.module for s, stage in stages.items()}
-    outer = OuterOptimizer([*sharded.stages.values()], context, job)
+    outer = OuterOptimizer([*sharded.stages.values()], context, spec.job)
     return EngineParts(
         context,
         shard_map,
@@ -112,7 +111,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         ReplicaCheck(sharded.units, context, shard_map, outer.common),
         Pipeline(spec.schedule.rank_of, mesh, splitter),
         dataflow,
-        spec.loss,
+        spec.given.loss,
     )
 
 
@@ -200,7 +199,9 @@ def _build_stage(
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
-    return StageRunner(part, sharded, head, columns, grid.col, groups.tp, spec.loss, tokens, is_last=is_last)
+    return StageRunner(
+        part, sharded, head, columns, grid.col, groups.tp, spec.given.loss, tokens, is_last=is_last
+    )
 
 
 def _refuse_forward(*_: object) -> None:

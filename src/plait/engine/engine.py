@@ -69,7 +69,7 @@ from plait.optim.groups import check_options, load_options, options_state
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
-from plait.plan import MemoryUse, Plan
+from plait.plan import MemoryUse
 from plait.plan.communicators import num_communicators
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
@@ -97,14 +97,13 @@ class Engine:
         spec: TrainingSpec,
         mesh: Mesh,
         make_updater: Callable[[EngineParts], Updater] | None = None,
-        plan: Plan | None = None,
     ) -> None:
-        """Use `parallelize`. `make_updater`: None for a `LocalUpdater`; `plan`: of the job."""
-        self.plan = plan or spec.plan
+        """Use `parallelize`. `make_updater`: None for a `LocalUpdater`."""
+        self.plan = spec.job
         self.model = model
         self.world = mesh.world
         self.device = mesh.world.device
-        self.seed = spec.seed
+        self.seed = spec.given.seed
         self.num_steps = 0
         self.probed: ProbeResult | None = None
         self._spec = spec
@@ -113,8 +112,8 @@ class Engine:
         inputs = forward_names(model)
         self._inputs = InputFacts.from_model(model)
         with too_large_explained():
-            self._parts = build_engine_parts(model, spec, mesh, self.plan)
-        make_local = partial(LocalUpdater, clip_value=spec.clip_value)
+            self._parts = build_engine_parts(model, spec, mesh)
+        make_local = partial(LocalUpdater, clip_value=spec.given.clip_value)
         self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups = self._parts.context.groups
         self._precision = self._parts.context.precision
@@ -327,7 +326,7 @@ class Engine:
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         with self.optimizer.stepping(skipped=skipped):
             if not skipped:
-                self._apply(clip_factor(norm, self._spec.clip_norm) / num_targets / scale)
+                self._apply(clip_factor(norm, self._spec.given.clip_norm) / num_targets / scale)
         if num_targets:
             self._scale.update(skipped=skipped)
         scaled = self._scale.factor / scale

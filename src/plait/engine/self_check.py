@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from plait.comm import broadcast
 from plait.engine.batch import ProbeResult
 from plait.engine.engine import Engine
-from plait.engine.loss import Loss, choose_loss
+from plait.engine.loss import choose_loss
 from plait.engine.reference import Tolerances, copy_with_values, relative_errors, run_with, sum_gradients
+from plait.engine.spec import TrainingSpec
 from plait.errors import ConfigError, ModelError
 from plait.models import copy_to_meta, vocabulary_size
-from plait.parallel.float8 import Float8Layers, LayerProducts
+from plait.parallel.float8 import LayerProducts
 from plait.parallel.zero.rank_context import Precision
-from plait.plan import Plan
 
 _SAMPLES, _LENGTH = 2, 16
 _EXACT = {torch.float64: 1e-5, torch.float32: 2e-3}  # norms and tables of transformers are always float32
@@ -39,15 +39,15 @@ _SCALE = 1024.0  # of the loss, in both models: keeps fp16 gradients in range
 class SelfCheck:
     """A self-check, created before its model is sharded. `meta_model`: the full model, on meta."""
 
+    spec: TrainingSpec
     meta_model: nn.Module
     batch: Mapping[str, Tensor]
 
     @classmethod
-    def build(
-        cls, model: nn.Module, probe: bool | Mapping[str, Tensor], plan: Plan, seed: int
-    ) -> "SelfCheck | None":
-        """`probe`: whether to check, or the batch to use. Raises ModelError if a batch is needed, ConfigError
+    def build(cls, spec: TrainingSpec) -> "SelfCheck | None":
+        """The self-check that the arguments ask for. Raises ModelError if a batch is needed, ConfigError
         under a plan whose gradients are too inexact."""
+        plan, probe = spec.plan, spec.given.probe
         if probe is False:
             return None
         if plan.dp > 1 and plan.reduce not in _COMPARABLE:
@@ -57,9 +57,11 @@ class SelfCheck:
                 expected=f"reduce={' or '.join(_COMPARABLE)}, once: `tp` shards layers the same way",
                 hint="reduce=fp32 for the probe, or no probe",
             )
-        return cls(copy_to_meta(model), _random_batch(model, seed) if probe is True else probe)
+        model = spec.given.model
+        batch = _random_batch(model, spec.given.seed) if probe is True else probe
+        return cls(spec, copy_to_meta(model), batch)
 
-    def run(self, engine: Engine, loss: Loss | None, float8: Float8Layers) -> Engine:
+    def run(self, engine: Engine) -> Engine:
         """Return the engine if its model's gradients match the full model's.
 
         Every rank must call it; meanwhile rank 0 holds the full model and its gradients. The engine is
@@ -71,7 +73,7 @@ class SelfCheck:
         names = [name for name, _ in self.meta_model.named_parameters()]
         result = torch.zeros(3, dtype=torch.float64, device=engine.device)  # index, difference, allowed
         if engine.world.rank == 0:
-            name, difference, allowed = self._worst(engine, loss, float8, gradients, weights)
+            name, difference, allowed = self._worst(engine, gradients, weights)
             result.copy_(torch.tensor([names.index(name), difference, allowed]))
         broadcast(result, engine.world.group)
         index, difference, allowed = result.tolist()
@@ -87,12 +89,7 @@ class SelfCheck:
         return engine
 
     def _worst(
-        self,
-        engine: Engine,
-        loss: Loss | None,
-        float8: Float8Layers,
-        gradients: Mapping[str, Tensor],
-        weights: Mapping[str, Tensor],
+        self, engine: Engine, gradients: Mapping[str, Tensor], weights: Mapping[str, Tensor]
     ) -> tuple[str, float, float]:
         """The parameter whose difference is the largest multiple of what is allowed, and both."""
         precision = Precision.from_plan(engine.plan)
@@ -102,8 +99,8 @@ class SelfCheck:
             buffers = dict(engine.model.named_buffers())
             model = copy_with_values(self.meta_model, weights, buffers, dtype, engine.device).eval()
             if dtype != precision.master:
-                LayerProducts.build(engine.plan, float8).convert(model)
-            summed = choose_loss(model, loss)
+                LayerProducts.build(engine.plan, self.spec.float8).convert(model)
+            summed = choose_loss(model, self.spec.given.loss)
 
             def mean(outputs: Any, inputs: Mapping[str, Tensor]) -> tuple[Tensor, int]:
                 total, count = summed(outputs, inputs)

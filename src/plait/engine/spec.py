@@ -1,17 +1,19 @@
 """A valid plan for a model: what is decided, and which mistakes are found, without other ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.comm import World
 from plait.engine.loss import Loss
 from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
-from plait.models import Blocks, blocks_of, build_tp_plan, plan_stages
-from plait.optim.update_kinds import DEFAULT_GROUPS
+from plait.models import Blocks, blocks_of, build_tp_plan, plan_stages, with_layout
+from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.loss_scaling import LossScaling
@@ -19,56 +21,91 @@ from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
 
 
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """The arguments of `parallelize`, where they are described; a plan's text is parsed. Raises PlanError for
+    a text that is none, ConfigError for an optimizer that is not a class or for invalid clipping limits."""
+
+    model: nn.Module
+    plan: Plan
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer_args: Mapping[str, Any] | None = None
+    param_groups: Iterable[Any] | None = None
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    loss: Loss | None = None
+    loss_scaling: LossScaling | None = None
+    blocks: Blocks | None = None
+    offload_dir: str | Path | None = None
+    tensor_plan: Mapping[str, str] | None = None
+    layout: str | None = None
+    probe: bool | Mapping[str, Tensor] = False
+    example_batch: Mapping[str, Tensor] | None = None
+    seed: int = 0
+    weights: str | Path | None = None
+    world: World | None = None
+
+    def __post_init__(self) -> None:
+        _check_optimizer(self.optimizer, self.clip_norm, self.clip_value)
+        if not isinstance(self.plan, Plan):
+            object.__setattr__(self, "plan", Plan.parse(self.plan))
+
+    @property
+    def example(self) -> Mapping[str, Tensor] | None:
+        """A batch to trace the model with; None: trace with token ids."""
+        return self.example_batch or (self.probe if isinstance(self.probe, Mapping) else None)
+
+
 @dataclass(frozen=True)
 class TrainingSpec:
-    """How a model is sharded and its weights are updated. The fields with defaults are not validated here."""
+    """How a model is sharded and its weights are updated.
 
+    given     the arguments, without the parameters of `param_groups`, which would be held in memory
+    job       the plan, with its number of ranks
+    plan      of the engine: the job's, or what one of its workers of parameter servers runs by itself
+    groups    options of each optimizer group
+    group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
+    """
+
+    given: Arguments
+    job: Plan
     plan: Plan
     blocks: Sequence[tuple[str, nn.Module]]
-    groups: Sequence[Mapping[str, Any]]  # options of each optimizer group
-    group_of: Mapping[str, int] | None  # by parameter name; None: grouped by whether weight decay applies
+    groups: Sequence[Mapping[str, Any]]
+    group_of: Mapping[str, int] | None
     tensor: TPPlan
     stages: StageAssignment
     schedule: Schedule
-    optimizer: type[torch.optim.Optimizer]
-    clip_norm: float | None
-    clip_value: float | None
     loss_scaling: LossScaling | None
     float8: Float8Layers
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
-    loss: Loss | None = None
-    example_batch: Mapping[str, Tensor] | None = None
-    seed: int = 0
-    draws: bool = True  # initialize weights; False: only those that `weights` will not replace
-    offload_dir: Path | None = None
+
+    @property
+    def optimizer_args(self) -> Mapping[str, Any]:
+        return self.given.optimizer_args or {}
+
+    @cached_property
+    def optimizers(self) -> list[GroupOptimizer]:
+        """The optimizer of each group."""
+        return GroupOptimizer.of_groups(self.given.optimizer, self.optimizer_args, self.groups)
+
+    @property
+    def offload_dir(self) -> Path | None:
+        return None if self.given.offload_dir is None else Path(self.given.offload_dir)
 
 
 def validate(
-    model: nn.Module,
-    plan: Plan,
-    num_ranks: int | None = None,
-    device: torch.device | None = None,
-    *,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    param_groups: Iterable[Any] | None = None,
-    clip_norm: float | None = None,
-    clip_value: float | None = None,
-    loss_scaling: LossScaling | None = None,
-    blocks: Blocks | None = None,
-    tensor_plan: Mapping[str, str] | None = None,
-    loss: Loss | None = None,
-    example_batch: Mapping[str, Tensor] | None = None,
+    given: Arguments, num_ranks: int | None = None, device: torch.device | None = None
 ) -> TrainingSpec:
-    """Return what the plan means for the model; the arguments are those of `parallelize`.
+    """Return what the plan means for the model.
 
     Without `num_ranks` the plan is not resolved, and without `device` not checked against one. Raises
     PlanError, ScheduleError, ModelError or ConfigError; needs no other ranks.
     """
-    plan = check_arguments(plan, optimizer, clip_norm, clip_value)
+    model, plan, example = given.model, given.plan, given.example
     if num_ranks is not None:
         plan = plan.resolved(num_ranks)
         plan.check_ranks(num_ranks)
-    if plan.precision != "fp16" and loss_scaling is not None:
+    if plan.precision != "fp16" and given.loss_scaling is not None:
         raise ConfigError(
             "loss_scaling needs precision=fp16",
             given=f"precision={plan.precision}",
@@ -78,30 +115,30 @@ def validate(
     if device is not None:
         _check_device(plan, device)
     _check_dtypes(model)
-    named_blocks = _find_blocks(model, plan, blocks, example_batch)
-    schedule, groups = _schedule(plan), _groups(param_groups)
-    tensor = _tensor_plan(model, plan, named_blocks, tensor_plan, example_batch)
+    blocks = _find_blocks(model, plan, given.blocks, example)
+    schedule, groups = _schedule(plan), _groups(given.param_groups)
+    tensor = _tensor_plan(model, plan, blocks, with_layout(given.tensor_plan, given.layout), example)
+    stages = _stages(model, plan, blocks, schedule, example, given.loss)
+    if given.probe:
+        plan.check_no_servers("probe")
+    if given.weights is not None:
+        _check_is_meta(model, given.weights)
     return TrainingSpec(
-        plan=plan,
-        blocks=named_blocks,
+        given=replace(given, param_groups=None),
+        job=plan,
+        plan=plan.of_worker,
+        blocks=blocks,
         groups=_options(groups),
         group_of=_group_of(model, groups),
         tensor=tensor,
-        stages=_stages(model, plan, named_blocks, schedule, example_batch, loss),
+        stages=stages,
         schedule=schedule,
-        optimizer=optimizer,
-        clip_norm=clip_norm,
-        clip_value=clip_value,
-        loss_scaling=(loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
-        float8=_float8_layers(named_blocks, tensor, plan),
-        loss=loss,
-        example_batch=example_batch,
+        loss_scaling=(given.loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
+        float8=_float8_layers(blocks, tensor, plan),
     )
 
 
-def check_arguments(plan: Plan | str, optimizer: object, norm: float | None, value: float | None) -> Plan:
-    """Return the plan. Raises PlanError for its text, or for anything else; ConfigError for an optimizer that
-    is not a class or for invalid clipping limits."""
+def _check_optimizer(optimizer: object, norm: float | None, value: float | None) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(
             "optimizer must be a class",
@@ -124,7 +161,17 @@ def check_arguments(plan: Plan | str, optimizer: object, norm: float | None, val
             expected="one of the two",
             hint=f"clip_norm={norm}",
         )
-    return plan if isinstance(plan, Plan) else Plan.parse(plan)
+
+
+def _check_is_meta(model: nn.Module, weights: str | Path) -> None:
+    """Raise ModelError for a model that already has weights."""
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            "the model already has weights",
+            given=f"weights={weights}",
+            expected="a model on the meta device",
+            hint="with torch.device('meta') around the construction, or no weights",
+        )
 
 
 def _check_device(plan: Plan, device: torch.device) -> None:

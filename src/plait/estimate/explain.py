@@ -9,21 +9,18 @@ inside another. One rank per class is examined, so that a plan for many thousand
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait.engine.build import build_shard_map
-from plait.engine.loss import Loss
-from plait.engine.spec import TrainingSpec, validate
+from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.errors import ModelError
 from plait.estimate.dry_run import META, DryStage, HypotheticalRanks, NullMasters, dry_stages
-from plait.models import Blocks, Chain, with_layout
-from plait.optim.update_kinds import GroupOptimizer, UpdateScope
+from plait.optim.update_kinds import UpdateScope
 from plait.parallel.float8 import Float8Layers
 from plait.parallel.zero.full_tensors import full_tensor_bytes, full_tensors
 from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
@@ -98,18 +95,7 @@ class Explanation:
 
 
 def explain(
-    model: nn.Module | Sequence[nn.Module],
-    plan: Plan | str,
-    micro: Mapping[str, Tensor],
-    *,
-    cluster: HypotheticalRanks | None = None,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    optimizer_args: Mapping[str, Any] | None = None,
-    param_groups: Iterable[Any] | None = None,
-    loss: Loss | None = None,
-    blocks: Blocks | None = None,
-    tensor_plan: Mapping[str, str] | None = None,
-    layout: str | None = None,
+    given: Arguments, micro: Mapping[str, Tensor], cluster: HypotheticalRanks | None = None
 ) -> Explanation:
     """Estimate the cost of `parallelize` with these arguments and of steps of such micro-batches.
 
@@ -117,35 +103,24 @@ def explain(
     hypothetical ranks; None: one host, on its CPU. The model is not changed. Raises PlanError, ModelError or
     ConfigError where `parallelize` would; whether a GPU can train in fp16 is tried where there is one.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan = given.plan
     cluster = (cluster or HypotheticalRanks("host", None, torch.device("cpu"))).checked(plan.precision)
     if not micro:
         raise _no_tensors()
-    model = model if isinstance(model, nn.Module) else Chain(model)
-    spec = validate(
-        model,
-        plan.of_worker if plan.num_servers else plan,
-        device=cluster.device,
-        optimizer=optimizer,
-        param_groups=param_groups,
-        blocks=blocks,
-        tensor_plan=with_layout(tensor_plan, layout),
-        loss=loss,
-        example_batch=micro,
-    )
-    groups = GroupOptimizer.of_groups(optimizer, dict(optimizer_args or {}), spec.groups)
-    check_groups(groups, plan)
-    view = _PlanView(model, spec, cluster, {k: v.to("meta") for k, v in micro.items()}, groups)
+    spec = validate(replace(given, example_batch=micro), device=cluster.device)
+    check_groups(spec.optimizers, plan)
+    view = _PlanView(given.model, spec, cluster, {k: v.to("meta") for k, v in micro.items()})
     servers, num_stages = None, spec.schedule.num_stages
     num_parameters, classes = view.shard_map.num_parameters, tuple(view.rank_classes())
     if plan.num_servers:
         servers = server_traffic(plan, num_parameters)
-        classes = _with_servers(plan, classes[0], num_parameters, max(states_per_element(groups)))
+        states = max(states_per_element(spec.optimizers))
+        classes = _with_servers(plan, classes[0], num_parameters, states)
     return Explanation(
         plan,
         view.grid,
         cluster.transport,
-        type(model).__name__,
+        type(given.model).__name__,
         num_parameters,
         num_stages,
         tuple(next(iter(micro.values())).shape),
@@ -191,7 +166,6 @@ class _PlanView:
     spec: TrainingSpec
     cluster: HypotheticalRanks
     micro: Mapping[str, Tensor]
-    groups: Sequence[GroupOptimizer]  # of the optimizer
     distributions: dict[tuple[Axes, int], Hashable] = field(default_factory=dict, init=False)
 
     @property
@@ -277,7 +251,7 @@ class _PlanView:
             Layout(tuple(units)),
             context,
             self.plan,
-            states_per_element=states_per_element(self.groups),
+            states_per_element=states_per_element(self.spec.optimizers),
             full_tensor_bytes=self._full_tensor_bytes(ranks, facts.pp_coord, units),
             scratch_bytes=scratch_bytes(facts),
             activation_bytes=peak_activation_bytes(self.spec.schedule, facts.pp_coord, activation_bytes),
@@ -301,19 +275,20 @@ class _PlanView:
         self, ranks: Sequence[int], pp_rank: int, units: Sequence[UnitLayout]
     ) -> tuple[int, int]:
         """Bytes of states and buffers of full tensors, on the rank with most of them."""
-        if all(group.scope is not UpdateScope.TENSORS for group in self.groups):
+        optimizers = self.spec.optimizers
+        if all(group.scope is not UpdateScope.TENSORS for group in optimizers):
             return 0, 0
         roles = Roles.from_plan(self.plan)
         size, shards = self.grid.degree(*TENSOR), self.grid.degree(*roles.states())
         model_ranks = range(pp_rank * size, (pp_rank + 1) * size)
-        tensors = full_tensors(self.shard_map, model_ranks, shards, self.groups)
+        tensors = full_tensors(self.shard_map, model_ranks, shards, optimizers)
         owned: Counter[int] = Counter()
         for tensor in tensors:
             owned[tensor.owner] += tensor.numel
         owners = (self.grid.index(rank, *roles.stage_copy) for rank in ranks)
         largest = max(owners, key=lambda owner: owned[owner])
         itemsize = MASTER_BYTES[self.plan.dtype]
-        return full_tensor_bytes(self.groups, tensors, units, largest, size, itemsize)
+        return full_tensor_bytes(optimizers, tensors, units, largest, size, itemsize)
 
     def _num_communicators(self) -> int | None:
         if self.cluster.device.type != "cuda":

@@ -391,7 +391,9 @@ class Plan:
 
     @property
     def of_worker(self) -> "Plan":
-        """The plan that one worker runs by itself, between the servers' updates."""
+        """The plan that one worker runs by itself, between the servers' updates; without servers, this."""
+        if not self.num_servers:
+            return self
         alone = replace(self, local_steps=0, outer="average", exchange="fp32")
         return replace(alone, dp=1, servers=0, sync="all", server="dedicated", reduce="fp32")
 

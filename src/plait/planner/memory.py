@@ -61,7 +61,7 @@ def rank_memory(
 ) -> MemoryUse:
     """Return the bytes of a pipeline rank, for micro-batches of `batch` sequences."""
     ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    own_plan = plan.of_worker if plan.num_servers else plan
+    own_plan = plan.of_worker
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
     return model_state_bytes(
         rank_layout(model, plan, rank, software),

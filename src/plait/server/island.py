@@ -46,14 +46,14 @@ class IslandUpdater:
 
     def __init__(self, parts: EngineParts, spec: TrainingSpec, servers: Servers, arena: Arena | None) -> None:
         """Join the job. Raises ModelError if the servers have another model."""
-        self.data_rank, self.data_ranks = servers.worker, spec.plan.dp
+        self.data_rank, self.data_ranks = servers.worker, spec.job.dp
         self.saves = servers.worker == 0
         parts.islands.island = servers.worker
-        self._steps = spec.plan.local_steps
+        self._steps = spec.job.local_steps
         self._stages = parts.sharded.stages.values()
         self._shards = parts.islands.outer.shards
-        self._inner = LocalUpdater(parts, spec.clip_value)
-        self._servers = ServerUpdater(parts, spec.plan, servers, arena, ServedOuter(parts))
+        self._inner = LocalUpdater(parts, spec.given.clip_value)
+        self._servers = ServerUpdater(parts, spec.job, servers, arena, ServedOuter(parts))
         self.counts = self._servers.counts
 
     def reduce_totals(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:

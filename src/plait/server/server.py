@@ -74,7 +74,7 @@ class Server:
     ) -> None:
         """`spec`: of the plan with servers. `primary`: on a replica, the rank of its server. Raises
         ConfigError."""
-        plan = spec.plan
+        plan = spec.job
         self.index = index
         self._replica = replica
         self._primary = primary

@@ -415,11 +415,6 @@ class ServerUpdater:
         """Bytes of what pushes have not sent: see [Note: error feedback of pushes] in `push.py`."""
         return self._encoder.residual_bytes
 
-    @property
-    def clock(self) -> int:
-        """The step that this worker takes next."""
-        return self._clock
-
     def counts(self) -> dict[str, Any]:
         """Numbers of events so far (`server/clocks.py: EventCounts`).
 

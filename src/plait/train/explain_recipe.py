@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.data.tokenizer import read_tokenizer
+from plait.engine.spec import Arguments
 from plait.errors import ConfigError
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, RankClass, explain
@@ -321,16 +322,15 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
     check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
     ids = torch.zeros(sequences, recipe.data.sequence, dtype=torch.long, device="meta")
     model = model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None}))
-    return explain(
+    given = Arguments(
         model,
         plan,
-        {"input_ids": ids, "labels": ids},
-        cluster=cluster,
         optimizer=optimizer_class(recipe.optimizer),
         optimizer_args=recipe.optimizer.torch_args(),
         param_groups=param_groups(recipe.optimizer, model),
         tensor_plan=recipe.model.tensor_plan,
     )
+    return explain(given, {"input_ids": ids, "labels": ids}, cluster)
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from plait.checkpoint import HuggingFaceFiles
 from plait.data.dataset import check_sequence
-from plait.engine.spec import validate
+from plait.engine.spec import Arguments, validate
 from plait.errors import ModelError, RunError, unknown_key_hint
 from plait.models import (
     causal_lm_on_meta,
@@ -70,7 +70,7 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan, *, is_saved: boo
     on_meta = model_on_meta(model)
     check_attends_backwards(on_meta)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
-    validate(on_meta, plan, tensor_plan=model.tensor_plan)
+    validate(Arguments(on_meta, plan, tensor_plan=model.tensor_plan))
     check_forward(values)
     return on_meta
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
+from plait.api import parallelize
 from plait.checkpoint import Checkpoint, steps
+from plait.comm import World
 from plait.data.build import build
 from plait.data.collator import PaddingCollator
 from plait.data.config import INDEX, DataConfig
@@ -21,7 +22,8 @@ from plait.data.documents import Documents, check_documents
 from plait.data.loader import Samples, Windows, check_samples
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
-from plait.engine.spec import validate
+from plait.engine.engine import Engine
+from plait.engine.spec import Arguments, validate
 from plait.errors import ConfigError, DataError, RunError
 from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta
@@ -36,6 +38,8 @@ from plait.train.model import (
     check_weights,
     complete_config,
     generation_of,
+    initial_model,
+    model_on_meta,
     prompt_ids,
 )
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
@@ -64,22 +68,26 @@ class ResolvedRun:
         store = open_store(recipe.data, verify=False)
         return cls(recipe, Plan.parse(recipe.plan).resolved(ranks), RunDir(recipe.run.dir), store)
 
-    def engine_args(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Arguments of `parallelize` for this model, without its weights and the world."""
+    def build_engine(self, world: World, *, loads: bool = False) -> Engine:
+        """Build the engine. `loads`: a checkpoint is loaded next, so there are no initial weights to read."""
         recipe, optimizer = self.recipe, self.recipe.optimizer
-        return {
-            "plan": self.plan,
-            "optimizer": optimizer_class(optimizer),
-            "optimizer_args": optimizer.torch_args(),
-            "param_groups": param_groups(optimizer, model),
-            "clip_norm": optimizer.clip_norm,
-            "clip_value": optimizer.clip_value,
-            "loss_scaling": recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
-            "offload_dir": recipe.run.offload_dir if self.plan.offload == "disk" else None,
-            "tensor_plan": recipe.model.tensor_plan,
-            "probe": recipe.run.probe,
-            "seed": recipe.run.seed,
-        }
+        model, weights = (model_on_meta(recipe.model), None) if loads else initial_model(recipe.model)
+        return parallelize(
+            model,
+            self.plan,
+            optimizer=optimizer_class(optimizer),
+            optimizer_args=optimizer.torch_args(),
+            param_groups=param_groups(optimizer, model),
+            clip_norm=optimizer.clip_norm,
+            clip_value=optimizer.clip_value,
+            loss_scaling=recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
+            offload_dir=recipe.run.offload_dir if self.plan.offload == "disk" else None,
+            tensor_plan=recipe.model.tensor_plan,
+            probe=recipe.run.probe,
+            seed=recipe.run.seed,
+            weights=weights,
+            world=world,
+        )
 
     def facts(self) -> dict[str, object]:
         """Return the facts that a checkpoint must share with the run to be loaded by it."""
@@ -394,7 +402,7 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
-    validate(model, plan, tensor_plan=recipe.model.tensor_plan)
+    validate(Arguments(model, plan, tensor_plan=recipe.model.tensor_plan))
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     path = recipe.model.path if recipe.model.pretrained else None

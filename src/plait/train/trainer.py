@@ -22,7 +22,6 @@ import transformers
 from rich.console import Console
 
 from plait import checkpoint
-from plait.api import parallelize
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
@@ -32,8 +31,6 @@ from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.fileio import WRITABLE, disk_hint, write_text
 from plait.parallel.zero.memory_stats import num_allocator_retries
-from plait.plan import Plan
-from plait.server.job import join_job
 from plait.tables import plain
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
@@ -44,7 +41,6 @@ from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.health.stragglers import Stragglers
 from plait.train.measurements import StepRecorder, write_measured
 from plait.train.metrics import Metrics, StepMetrics, read_metrics
-from plait.train.model import initial_model, model_on_meta
 from plait.train.optimizer import lr_lambda
 from plait.train.peak_flops import PeakFlops
 from plait.train.prepare import ResolvedRun
@@ -57,8 +53,7 @@ from plait.train.run_report import (
     memory_table,
     start_table,
 )
-from plait.train.server_metrics import ServerMetrics
-from plait.train.server_run import RESUMED, run_worker
+from plait.train.servers import RESUMED, ServerMetrics, run_worker
 from plait.train.signals import SignalHandler
 from plait.version import __version__
 
@@ -76,8 +71,7 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
     `recipe`: as saved by `prepare`. Returns None, or the signal that stopped the run, whose state is then
     saved. Raises a PlaitError.
     """
-    plan = Plan.parse(recipe.plan)
-    if plan.num_servers and join_job(plan).rank:
+    if world.process_rank:
         run_worker(recipe, world)
         return None
     with SignalHandler() as signals:
@@ -117,9 +111,7 @@ class Trainer:
         self._config = run.recipe.run
         # Rank 0 decides, as it also chooses the checkpoint: file systems show new files late on other hosts.
         resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.dir.checkpoints)))
-        of_model = run.recipe.model
-        model, weights = (model_on_meta(of_model), None) if resuming else initial_model(of_model)
-        self._engine = parallelize(model, **run.engine_args(model), weights=weights, world=world)
+        self._engine = run.build_engine(world, loads=resuming)
         self._base_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self._console = rich.get_console() if world.rank == 0 else None
         self._recorder = StepRecorder(self._engine, self._config.trace)
@@ -173,7 +165,7 @@ class Trainer:
                 config.straggler_factor,
                 lambda text: metrics.warn(self._step, text),
             )
-            servers = ServerMetrics(engine.server_counts()) if engine.plan.num_servers else None
+            servers = ServerMetrics(engine) if engine.plan.num_servers else None
             parts = _LoopParts(
                 metrics, saving, heartbeat, garbage, stragglers, batches, peak_flops, servers, first_step
             )
@@ -216,7 +208,7 @@ class Trainer:
             if result.exchange is not None:
                 metrics.exchange(self._step, result.exchange)
             if parts.servers is not None and _due(before, self._step, config.log_every, config.steps):
-                metrics.servers(self._step, parts.servers.since(engine.server_counts()))
+                metrics.servers(self._step, parts.servers.since_last())
             if self._step == parts.first_step + 1:  # from here on the optimizer has states
                 saving.reserve(engine.state_shards())
             if self._bad_steps_in_a_row >= config.max_skipped:

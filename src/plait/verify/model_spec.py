@@ -83,7 +83,7 @@ class ModelSpec:
     def _build(self, build: Callable[[], Any], dtype: torch.dtype) -> nn.Module:
         with default_dtype(torch.promote_types(dtype, torch.float32)), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # random weights and buffers of the user's are the same in each build
-            model = _without_dropout(_module(_call(build)))
+            model = _without_dropout(to_module(_call(build)))
             if dtype == torch.float64:
                 for parameter in model.parameters():  # some constructors state float32
                     if parameter.is_floating_point():
@@ -176,7 +176,8 @@ def random_numbers(
     return {key: torch.randn(samples, *shape, generator=generator) for key, shape in shapes.items()}
 
 
-def _module(built: object) -> nn.Module:
+def to_module(built: object) -> nn.Module:
+    """Return what a user's function has returned. Raises ModelError if it is no model."""
     if isinstance(built, nn.Module):
         return built
     if isinstance(built, Sequence) and all(isinstance(part, nn.Module) for part in built):

@@ -15,7 +15,7 @@ from plait.comm import World
 from plait.engine.batch import split_batch
 from plait.engine.engine import Engine
 from plait.engine.reference import Tolerances, relative_errors
-from plait.engine.spec import validate
+from plait.engine.spec import Arguments, validate
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import vocabulary_size
 from plait.parallel.float8 import LayerProducts
@@ -115,12 +115,14 @@ def check(case: Case) -> tuple[ModelSpec, LayerProducts]:
     plan.check_no_servers("plait verify")
     model = spec.build(torch.float32)
     valid = validate(
-        model,
-        plan,
-        tensor_plan=spec.tensor_plan,
-        blocks=spec.blocks,
-        loss=spec.loss,
-        example_batch=case.example(spec, model),
+        Arguments(
+            model,
+            plan,
+            loss=spec.loss,
+            blocks=spec.blocks,
+            tensor_plan=spec.tensor_plan,
+            example_batch=case.example(spec, model),
+        )
     )
     return spec, LayerProducts.build(valid.plan, valid.float8)
 
