@@ -7,6 +7,7 @@ from functools import partial
 from torch import nn
 
 from plait.comm import Mesh
+from plait.engine.inputs import Inputs
 from plait.engine.loss import Loss
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
@@ -56,6 +57,7 @@ class EngineParts:
     state: ShardedState
     replicas: ReplicaCheck
     pipeline: Pipeline
+    inputs: Inputs
     dataflow: DataflowCheck | None  # if the model is split into stages
     loss: Loss | None  # the user's
 
@@ -70,6 +72,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
     masters = MasterWeights(spec.plan, layout, device, spec.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
+    inputs = Inputs(model, spec.loss, context, job.micro)
     units = {
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }
@@ -111,6 +114,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh, job: Pl
         ShardedState(context, modules, units, optimizer, shard_map),
         ReplicaCheck(sharded.units, context, shard_map, outer.common),
         Pipeline(spec.schedule.rank_of, mesh, splitter),
+        inputs,
         dataflow,
         spec.loss,
     )
