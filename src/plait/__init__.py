@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from plait.api import parallelize
     from plait.comm.launch_function import launch
     from plait.data.collator import PaddingCollator
-    from plait.engine.batch import EvalResult, StepResult
     from plait.engine.engine import Engine
+    from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
     from plait.optim.lamb import LAMB
@@ -48,8 +48,8 @@ _HOMES = {
     "DDPError": "plait.errors",
     "DistributedDataParallel": "plait.parallel.ddp",
     "Engine": "plait.engine.engine",
-    "EvalResult": "plait.engine.batch",
-    "StepResult": "plait.engine.batch",
+    "EvalResult": "plait.engine.totals",
+    "StepResult": "plait.engine.totals",
     "LAMB": "plait.optim.lamb",
     "Lion": "plait.optim.lion",
     "LossScaling": "plait.plan.loss_scaling",

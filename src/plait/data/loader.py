@@ -10,6 +10,7 @@ from plait.data.dataset import TokenStream
 from plait.data.sampler import BatchSizes, Int64s, Order
 from plait.data.workers import init_loader_worker, worker_context
 from plait.errors import DataError
+from plait.plan.grid import share
 
 PREFETCH = 4  # batches per worker; a batch is a few hundred kilobytes
 
@@ -88,9 +89,9 @@ class Batches(Dataset[Batch | list[Batch]]):
 
     def __getitem__(self, number: int) -> Batch | list[Batch]:
         first, size = self._sizes.span(number)
-        share, remainder = divmod(size, self._data_ranks)
-        assert not remainder, f"batch of {size} over {self._data_ranks} data ranks"
-        indices = self._order.indices(first + self._data_rank * share, share)
+        assert not size % self._data_ranks, f"batch of {size} over {self._data_ranks} data ranks"
+        own = share(size, self._data_rank, self._data_ranks)
+        indices = self._order.indices(first + own.start, own.stop - own.start)
         if self._micro is None:
             return self._samples.batch(indices)
         return [self._samples.batch(part) for part in indices.reshape(self._micro, -1)]

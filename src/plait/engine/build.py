@@ -7,6 +7,7 @@ from functools import partial
 from torch import nn
 
 from plait.comm import Mesh
+from plait.engine.inputs import Inputs
 from plait.engine.loss import Loss
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
@@ -55,6 +56,7 @@ class EngineParts:
     state: ShardedState
     replicas: ReplicaCheck
     pipeline: Pipeline
+    inputs: Inputs
     dataflow: DataflowCheck | None  # if the model is split into stages
     loss: Loss | None  # the user's
 
@@ -68,6 +70,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
     masters = MasterWeights(spec.plan, layout, device, spec.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
+    inputs = Inputs(model, spec.given.loss, context, spec.job.micro)
     units = {
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }
@@ -110,6 +113,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         ShardedState(context, modules, units, optimizer, shard_map),
         ReplicaCheck(sharded.units, context, shard_map, outer.common),
         Pipeline(spec.schedule.rank_of, mesh, splitter),
+        inputs,
         dataflow,
         spec.given.loss,
     )

@@ -28,29 +28,26 @@ from plait.checkpoint import Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.checkpoint.directory import step_path
 from plait.checkpoint.manifest import json_facts
-from plait.comm import Group, Mesh, all_reduce, broadcast, start_all_reduce
-from plait.engine.batch import (
-    Batch,
-    BatchPreparer,
+from plait.comm import Group, Mesh, all_reduce, broadcast
+from plait.engine.build import EngineParts, build_engine_parts
+from plait.engine.inputs import Batch, Shares, share_of
+from plait.engine.optimizer import EngineOptimizer
+from plait.engine.runner import MicrobatchRunner
+from plait.engine.spec import TrainingSpec
+from plait.engine.totals import (
     EvalResult,
     ProbeResult,
     StepResult,
+    StepTotals,
+    SumLossScale,
     check_loss,
     check_total_count,
-    split_batch,
+    read_count,
     valid_count,
 )
-from plait.engine.build import EngineParts, build_engine_parts
-from plait.engine.loss_scale import SumLossScale
-from plait.engine.optimizer import EngineOptimizer
-from plait.engine.runner import MicrobatchRunner
-from plait.engine.shares import Shares, share_of
-from plait.engine.spec import TrainingSpec
-from plait.engine.step_count import StepCount, read_count
 from plait.engine.trace import Trace
 from plait.engine.update import LocalUpdater, Updater
 from plait.engine.usage_checks import (
-    InputFacts,
     check_batch_shape,
     check_facts,
     check_pick,
@@ -63,7 +60,7 @@ from plait.engine.usage_checks import (
 )
 from plait.errors import CheckpointError, ModelError, PlanError
 from plait.fileio import to_path
-from plait.models import FlopFacts, config_of_model, forward_names, seeded_rng
+from plait.models import FlopFacts, config_of_model, seeded_rng
 from plait.optim.clip import clip_factor
 from plait.optim.groups import check_options, load_options, options_state
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
@@ -109,29 +106,21 @@ class Engine:
         self._spec = spec
         self.in_use = threading.RLock()  # see `one_thread`
         self._flops = FlopFacts.from_model(model)
-        inputs = forward_names(model)
-        self._inputs = InputFacts.from_model(model)
         with too_large_explained():
             self._parts = build_engine_parts(model, spec, mesh)
         make_local = partial(LocalUpdater, clip_value=spec.given.clip_value)
         self._updater: Updater = (make_updater or make_local)(self._parts)
-        self._groups = self._parts.context.groups
-        self._precision = self._parts.context.precision
+        self._groups, self._inputs = self._parts.context.groups, self._parts.inputs
         self.layout = self._parts.layout
         self.optimizer = EngineOptimizer(self._parts, self.plan, self.world.rank, self._drop_gradients)
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = self._groups.islands.rank > 0
         self._scale = SumLossScale(spec.loss_scaling)
-        # Loss, targets, unit of the loss scale, the terms of the step count, units with late gradients.
-        self._totals = torch.zeros(6, dtype=torch.float64, device=self.device)
-        self._step_count = StepCount()
+        self._totals = StepTotals(self._groups.world, self.device)
         self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0
         self._trace: Trace | None = None
         self._copied: torch.cuda.Event | None = None  # the state is being copied until then
-        self._batches = BatchPreparer(
-            self.device, self._precision.compute, self._groups.same_data, self.plan.micro, inputs
-        )
         self.num_steps = self._updater.push_state(self.num_steps)
 
     def __reduce__(self) -> NoReturn:
@@ -196,7 +185,7 @@ class Engine:
         """
         self._check_ready()
         try:
-            micros, barrier_s = self._batches.micros(batch), 0.0
+            micros, barrier_s = self._inputs.of_step(batch), 0.0
             if self._trace is not None:
                 self.world.barrier()
                 barrier_s = time.perf_counter()
@@ -217,7 +206,7 @@ class Engine:
         built-in loss, logits stay sharded over the columns of `tp`; `model` itself returns full ones. Dropout
         is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
         stage = self._runner.only_stage("engine.loss")
-        batch = self._batches.checked(micro)
+        batch = self._inputs.single(micro)
         with (
             self._inputs.explained([batch]),
             seeded_rng(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
@@ -261,7 +250,7 @@ class Engine:
                 expected="a parameter to train; engine.evaluate and engine.outputs need none",
                 hint="model.requires_grad_(True) before parallelize",
             )
-        self._step_count.begin()
+        self._totals.begin_step()
         self._check_consistent()
         self.optimizer.check()
         self._runner.refresh()
@@ -274,10 +263,7 @@ class Engine:
 
     def _add_loss(self, loss: Tensor, num_targets: int | Tensor | None) -> Tensor:
         """Add a micro-batch's loss and targets to the totals; return what backward starts from."""
-        check_loss(loss)
-        self._totals[0] += loss.detach()
-        count = 1 if num_targets is None else valid_count(num_targets)
-        self._totals[1] += count
+        count = self._totals.add(loss, num_targets)
         return self._scale.scale_loss(loss, count, self._groups.dense.gradient_sum)
 
     @one_thread
@@ -301,19 +287,12 @@ class Engine:
         # Also over the ranks of tp grids, which have the same totals: if one rank has a non-finite loss, all
         # skip. Stages before the last one contribute zero.
         unit = self._scale.unit if self._runner.has_last_stage else 0.0
-        late = self._parts.sharded.start_remaining()
-        for index, number in enumerate((unit, *self._step_count.terms(), late), 2):
-            self._totals[index : index + 1].fill_(number)  # `_totals[index] = number` would block on CUDA
-        work = start_all_reduce(self._totals, self._groups.world)
+        work = self._totals.start_sum(unit, self._parts.sharded.start_remaining())
         sums = self._parts.sharded.finish_reductions()
         work.wait()
         # The step's only wait for the device, except for late gradients.
-        values = torch.cat([self._totals, sums]).tolist()
-        *totals, begun, of_squares, late, square_sum = values[:7]
-        self._totals.zero_()
-        self._step_count.check(begun, of_squares, self._groups.world, self.device)
-        check_total_count(totals[1])
-        self._parts.sharded.check_digests(values[7:])
+        totals, late, (square_sum, *digests) = self._totals.read(sums)
+        self._parts.sharded.check_digests(digests)
         if late:
             square_sum = self._parts.sharded.reduce_late().item()
         loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
@@ -359,7 +338,7 @@ class Engine:
 
     def _rounded(self, norm: float) -> float:
         """The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding."""
-        return float(torch.tensor(norm, dtype=self._precision.master))
+        return float(torch.tensor(norm, dtype=self._parts.context.precision.master))
 
     @property
     def loss_scale(self) -> float | None:
@@ -373,7 +352,7 @@ class Engine:
 
         Runs in at most `plan.micro` micro-batches, none larger than in training. Shares may differ in size.
         """
-        micros = split_batch(self._batches.checked(batch, trains=False), self.plan.micro)
+        micros = self._inputs.of_evaluation(batch)
         max_micros = torch.tensor([len(micros)], device=self.device)
         all_reduce(max_micros, self._groups.tokens, "max")
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -397,9 +376,9 @@ class Engine:
         or the result of `pick`, which runs on the last stage (under pp > 1 it returns tensors, or containers
         of tensors). Every rank must call it, with its share."""
         check_pick(pick)
-        checked = self._batches.checked(batch, trains=False)
-        with self._inputs.explained([checked]):
-            return self._runner.outputs(checked, pick)
+        micro = self._inputs.single(batch, trains=False)
+        with self._inputs.explained([micro]):
+            return self._runner.outputs(micro, pick)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
@@ -431,7 +410,7 @@ class Engine:
             return loss * (scale / float(count))
 
         with self._runner.eval_mode():
-            self._runner.probe(self._batches.moved(batch), mean)
+            self._runner.probe(self._inputs.uncompared(batch), mean)
         self._parts.sharded.finish_reductions()
         divisor = scale * self._groups.dense.gradient_sum.size
         gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}
@@ -506,7 +485,7 @@ class Engine:
             problem = error
         source.finish(self._groups.one_copy, self.world.group, self.device, problem)
         self._is_inconsistent = False
-        self._step_count.reset()
+        self._totals.forget_steps()
         for stage in self._stages:
             stage.sync_params()
         self.num_steps = self._updater.push_state(self.num_steps)
@@ -587,5 +566,5 @@ class Engine:
         """Discard the micro-batches of an unfinished step; also called after an exception."""
         for stage in self._stages:
             stage.reset()
-        self._totals.zero_()
+        self._totals.clear()
         self._micros_done = 0

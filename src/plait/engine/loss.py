@@ -1,21 +1,40 @@
-"""The loss of a step: a sum over targets and their count, so that it is divided once, by the count of all
-ranks.
+"""The loss of a step, a sum over targets and their count, so that it is divided once, by the count of all
+ranks; and checks of what a loss reads.
 
 # B batch  S sequence  V vocabulary  C classes  T targets;  lower case = this rank's shard
+
+[Note: outputs that every rank has]
+Logits are gathered, and hidden states between layers are full unless `row` shards them. But attention scores
+are those of a rank's heads, and with rows the hidden states are a rank's features: a loss of these would
+differ between ranks, and no loss curve would show it. So what a loss reads is compared between ranks of `tp`.
+
+[Note: outputs that are read later]
+A loss may read an entry from some step on only: a term that begins later, or an entry that later batches
+have. So reads are recorded until all entries have been read, and entries are compared after the call that
+reads them first. Ranks of `tp` agree on that call without communication: they run one loss on one
+micro-batch, on outputs of one structure, so they take the same branches until one depends on a value that
+differs between them. Such a value is an entry that was not compared before, and was read on all ranks by
+then. Afterwards ranks may read different entries; so all entries are gathered, which have the same names
+everywhere, and marks of those that are read. A loss that reads by rank, for a log, breaks this: the other
+ranks then receive another collective.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from plait.comm import Group
-from plait.errors import ModelError
-from plait.models import IGNORED_LABEL, Task, pretrained_base, task_of
+from plait.comm import Group, all_gather
+from plait.engine.inputs import shift_labels, shifts_labels
+from plait.errors import ModelError, nearest
+from plait.models import IGNORED_LABEL, Task, forward_names, label_keys, pretrained_base, task_of
+from plait.models.tensors import summary
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, cross_entropy
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
@@ -35,12 +54,14 @@ def choose_loss(
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
     buffers: LossBuffers | None = None,
+    of_inputs: bool = False,
 ) -> Loss:
     """The user's loss, or that of a Hugging Face model's task: the loss that the model itself returns, but
     summed over targets instead of averaged. Raises ModelError if neither applies.
 
     Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
-    of each rank of `group`. None: full logits. `buffers`: see `cross_entropy`.
+    of each rank of `group`. None: full logits. `buffers`: see `cross_entropy`. `of_inputs`: the loss is for
+    micro-batches of `Inputs`, whose labels are shifted already, and not for batches of the data.
     """
     if loss is not None:
         return loss
@@ -59,91 +80,79 @@ def choose_loss(
             expected="the loss over tokens alone",
             hint="output_router_logits=False, or loss= with the auxiliary term in it",
         )
-    if task is Task.NGRAM_LM:
-        return partial(ngram_loss, base.config, group=group, columns=columns, buffers=buffers)
-    if task in (Task.CAUSAL_LM, Task.IMAGE_LM, Task.ALIGNED_LM):
-        of_language = image_token_loss if task is Task.IMAGE_LM else token_loss
-        shift = task is not Task.ALIGNED_LM
-        return partial(of_language, shift=shift, group=group, columns=columns, buffers=buffers)
-    if task is Task.QUESTION_ANSWERING:
-        return answer_loss
-    return (
-        token_classification_loss if task is Task.TOKEN_CLASSIFICATION else partial(class_loss, base.config)
-    )
+    summed = partial(_cross_entropy, group=group, columns=columns, buffers=buffers)
+    losses: dict[Task, Loss] = {
+        Task.CAUSAL_LM: partial(token_loss, summed),
+        Task.IMAGE_LM: partial(image_token_loss, summed),
+        Task.ALIGNED_LM: partial(token_loss, summed),
+        Task.NGRAM_LM: partial(ngram_loss, summed, base.config),
+        Task.TOKEN_CLASSIFICATION: partial(token_loss, _cross_entropy),
+        Task.SEQUENCE_CLASSIFICATION: partial(class_loss, base.config),
+        Task.QUESTION_ANSWERING: answer_loss,
+    }
+    chosen = losses[task]
+    if of_inputs or not shifts_labels(model, loss):
+        return chosen
+    return lambda outputs, batch: chosen(outputs, shift_labels(batch))
 
 
-def token_loss(
-    outputs: Any,
-    batch: Mapping[str, Tensor],
-    *,
-    shift: bool,
-    group: Group = SINGLE_RANK,
-    columns: Sequence[tuple[int, int]] | None = None,
-    buffers: LossBuffers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cross entropy of tokens, summed. `labels` (B, S): positions with -100 are not targets.
+# (logits, labels) -> (cross entropy summed over targets, number of targets); see `_cross_entropy`
+_Summed = Callable[..., tuple[Tensor, Tensor]]
 
-    `shift`: each position predicts the label of the next one. Computed in float32 or wider, for any dtype of
-    logits; see `choose_loss` for sharded ones. Raises ModelError for labels that are missing, have another
-    shape than the logits, or are outside the vocabulary.
+
+def token_loss(summed: _Summed, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross entropy of tokens, or of their classes, summed. `labels` (B, S): of each position, or -100.
+
+    Computed in float32 or wider, for any dtype of logits; see `choose_loss` for sharded ones. Raises
+    ModelError for labels that are missing, have another shape than the logits, or are outside the vocabulary.
     """
-    return _summed(outputs.logits, _labels(batch), shift, group, columns, buffers)
+    return summed(outputs.logits, _labels(batch))
 
 
-def image_token_loss(outputs: Any, batch: Mapping[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+def image_token_loss(summed: _Summed, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """`token_loss` of the last positions, as many as labels: those of an image are before them."""
     labels_BS = _labels(batch)
-    return _summed(outputs.logits[:, -labels_BS.shape[1] :], labels_BS, **options)
+    return summed(outputs.logits[:, -labels_BS.shape[1] :], labels_BS)
 
 
 def ngram_loss(
-    config: Any, outputs: Any, batch: Mapping[str, Tensor], **options: Any
+    summed: _Summed, config: Any, outputs: Any, batch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of ProphetNet's n-grams, summed: each label is the target of `ngram` positions, of which
     n - 1 are in `logits_ngram` (B, n - 1, S, V); smoothed by `config.eps`."""
     labels_BS, smoothing = _labels(batch), config.eps
-    total, count = _summed(outputs.logits, labels_BS, False, **options, label_smoothing=smoothing)
+    total, count = summed(outputs.logits, labels_BS, label_smoothing=smoothing)
     if config.disable_ngram_loss:
         return total, count
     for n in range(config.ngram - 1):
-        logits_BSV = outputs.logits_ngram[:, n]
-        total = total + _summed(logits_BSV, labels_BS, False, **options, label_smoothing=smoothing)[0]
+        total = total + summed(outputs.logits_ngram[:, n], labels_BS, label_smoothing=smoothing)[0]
     return total, count * config.ngram
 
 
-def _summed(
-    logits_BSV: Tensor,
-    labels_BS: Tensor,
-    shift: bool,
-    group: Group,
-    columns: Sequence[tuple[int, int]] | None,
-    buffers: LossBuffers | None,
+def _cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    words: str = "one per position of the logits",
     *,
+    group: Group = SINGLE_RANK,
+    columns: Sequence[tuple[int, int]] | None = None,
+    buffers: LossBuffers | None = None,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    _check_shape(labels_BS, logits_BSV.shape[:-1], "one per position of the logits")
-    if shift:
-        labels_BS = F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]
-    targets = labels_BS.reshape(-1)
-    columns = columns or [(0, logits_BSV.shape[-1])]
-    logits_TV = logits_BSV.flatten(0, 1)
+    """Return the sum over targets, and their number. `labels` has the shape of `logits` without the last dim:
+    `words`."""
+    _check_shape(labels, logits.shape[:-1], words)
+    targets_T = labels.reshape(-1)
     total = cross_entropy(
-        logits_TV,
-        targets,
+        logits.flatten(0, -2),
+        targets_T,
         group,
-        columns,
+        columns or [(0, logits.shape[-1])],
         ignore_index=IGNORED_LABEL,
         label_smoothing=label_smoothing,
         buffers=buffers,
     )
-    return total, (targets != IGNORED_LABEL).sum()
-
-
-def token_classification_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of tokens' classes, summed. `labels` (B, S): positions with -100 are not targets."""
-    logits_BSC, labels_BS = outputs.logits, _labels(batch)
-    _check_shape(labels_BS, logits_BSC.shape[:-1], "one per position of the logits")
-    return _cross_entropy(logits_BSC.flatten(0, -2), labels_BS.reshape(-1))
+    return total, (targets_T != IGNORED_LABEL).sum()
 
 
 def class_loss(config: Any, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
@@ -160,8 +169,7 @@ def class_loss(config: Any, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[
         problem = "single_label_classification" if is_single else "multi_label_classification"
         problem = "regression" if config.num_labels == 1 else problem
     if problem == "single_label_classification":
-        _check_shape(labels.reshape(-1), logits_BC.shape[:1], "one per sample")
-        return _cross_entropy(logits_BC, labels.reshape(-1))
+        return _cross_entropy(logits_BC, labels.reshape(-1), "one per sample")
     if config.num_labels == 1:
         labels = labels.reshape(-1, 1)
     _check_shape(labels, logits_BC.shape, "one per sample and class")
@@ -189,12 +197,6 @@ def answer_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tens
     return total, count
 
 
-def _cross_entropy(logits_TC: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    columns = [(0, logits_TC.shape[-1])]
-    total = cross_entropy(logits_TC, targets_T, SINGLE_RANK, columns, ignore_index=IGNORED_LABEL)
-    return total, (targets_T != IGNORED_LABEL).sum()
-
-
 def _widened(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -220,3 +222,129 @@ def _check_shape(labels: Tensor, expected: Sequence[int], words: str) -> None:
             if labels.numel() == math.prod(expected)
             else "labels that are padded like the inputs, or loss=",
         )
+
+
+class RecordedBatch(dict[str, Tensor]):
+    """A micro-batch that records which entries are read."""
+
+    def __init__(self, batch: Mapping[str, Tensor]) -> None:
+        super().__init__(batch)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read.update(super().keys())
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.read.update(super().keys())
+        return super().keys()
+
+    def values(self) -> Any:
+        self.read.update(super().keys())
+        return super().values()
+
+    def items(self) -> Any:
+        self.read.update(super().keys())
+        return super().items()
+
+    def check_used(self, model: nn.Module) -> None:
+        """Raise ModelError for an entry that neither forward takes nor the loss has read."""
+        names = forward_names(model)
+        if names is None:
+            return
+        unused = [key for key in dict.keys(self) if key not in {*names, *label_keys(model), *self.read}]
+        if unused:
+            raise ModelError(
+                "the batch has an entry that neither the model nor the loss uses",
+                given=f"{unused[0]}; {type(model).__name__}.forward takes {', '.join(sorted(names))}",
+                expected="forward's arguments by name, and what the loss reads from the batch",
+                hint=nearest(unused[0], names) or f"a batch without {unused[0]}",
+            )
+
+
+# Difference of projections relative to the norm: about 1 for different values, rounding for equal ones.
+_SAME = 1e-2
+
+
+class RecordedReads(TorchDispatchMode):
+    """Records which tensors operators read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor):
+                self._storages.add(value.untyped_storage()._cdata)
+        return func(*args, **(kwargs or {}))
+
+    def read(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._storages
+
+
+class LossReads:
+    """Checks what a user's loss reads. See [Note: outputs that are read later]."""
+
+    def __init__(self, group: Group) -> None:
+        """`group`: the ranks that hold shards of the model."""
+        self._group = group
+        self._compared: set[str] = set()
+
+    def call(self, loss: Callable[[Any, Any], Any], outputs: Any, batch: Any) -> Any:
+        """Call the loss. Raises ModelError on all ranks of the group if it reads what differs between
+        them."""
+        named = named_tensors(outputs) if self._group.size > 1 else {}
+        if named.keys() <= self._compared:
+            return loss(outputs, batch)
+        with RecordedReads() as reads:
+            result = loss(outputs, batch)
+        marks = {name: name not in self._compared and reads.read(tensor) for name, tensor in named.items()}
+        if any(marks.values()):
+            self._compared |= check_replicated(named, self._group, marks)
+        return result
+
+
+def check_replicated(
+    outputs: Mapping[str, Tensor], group: Group, marks: Mapping[str, bool] | None = None
+) -> set[str]:
+    """Raise ModelError on all ranks of the group if a tensor's values or shapes differ between them; with
+    `marks`, only for those that a rank marks. Returns the names of these."""
+    if group.size == 1 or not outputs or any(tensor.is_meta for tensor in outputs.values()):
+        return set()  # on meta, an estimate: there are no values
+    summaries = torch.stack([summary(tensor) for tensor in outputs.values()])
+    facts = [[marks is None or marks[name], tensor.numel()] for name, tensor in outputs.items()]
+    own = torch.cat([summaries.new_tensor(facts), summaries], 1).flatten()
+    all_ranks = own.new_empty(group.size * own.numel())
+    all_gather(all_ranks, own, group)
+    of_tensors = all_ranks.view(group.size, len(outputs), 4).transpose(0, 1).tolist()
+    marked = {name for name, ranks in zip(outputs, of_tensors, strict=True) if any(rank[0] for rank in ranks)}
+    for name, of_ranks in zip(outputs, of_tensors, strict=True):
+        _, size, projection, norm = of_ranks[0]
+        is_same = all(s == size and abs(p - projection) <= _SAME * max(norm, n) for _, s, p, n in of_ranks)
+        if not is_same and name in marked:
+            raise ModelError(
+                "the ranks of tp have only their shards of an output that is read",
+                given=f"outputs{name}, which is {tuple(outputs[name].shape)} here",
+                expected="outputs that tp gathers, such as the logits, or does not shard",
+                hint="a loss of the logits, or tp=1",
+            )
+    return marked
+
+
+def named_tensors(outputs: Any) -> dict[str, Tensor]:
+    """The floating-point tensors in a model's outputs, by their names."""
+    leaves = tree_flatten_with_path(outputs)[0]
+    return {keystr(p): v for p, v in leaves if isinstance(v, Tensor) and v.is_floating_point()}

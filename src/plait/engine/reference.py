@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.engine.batch import on_device
+from plait.engine.inputs import on_device
 from plait.engine.loss import Loss, choose_loss
 from plait.models import forward_inputs, forward_names, without_cache
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plait.comm import broadcast, broadcast_text
 from plait.engine.build import EngineParts
-from plait.engine.replicated_outputs import check_replicated, named_tensors
+from plait.engine.loss import check_replicated, named_tensors
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs

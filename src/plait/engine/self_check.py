@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import broadcast
-from plait.engine.batch import ProbeResult
 from plait.engine.engine import Engine
 from plait.engine.loss import choose_loss
 from plait.engine.reference import Tolerances, copy_with_values, relative_errors, run_with, sum_gradients
 from plait.engine.spec import TrainingSpec
+from plait.engine.totals import ProbeResult
 from plait.errors import ConfigError, ModelError
 from plait.models import copy_to_meta, vocabulary_size
 from plait.parallel.float8 import LayerProducts

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group
-from plait.engine.loss import Loss, choose_loss
-from plait.engine.replicated_outputs import LossReads
+from plait.engine.inputs import shift_labels, shifts_labels
+from plait.engine.loss import Loss, LossReads, RecordedBatch, choose_loss
 from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
-    RecordedBatch,
     StageModule,
     activation_bytes,
     copy_to_meta,
@@ -118,7 +117,7 @@ class StageRunner:
         is_users = self._user_loss is not None
         result = self._loss_reads.call(loss, outputs, batch) if is_users else loss(outputs, batch)
         if recorded is not None:
-            recorded.check_used(self.module_part.module, label_keys(self.module_part.module))
+            recorded.check_used(self.module_part.module)
             self._checked_entries.add(frozenset(micro))
         return result
 
@@ -138,7 +137,9 @@ class StageRunner:
     def loss(self, buffers: LossBuffers | None = None) -> Loss:
         buffers = buffers or self.loss_buffers
         module, columns = self.module_part.module, self._columns
-        return choose_loss(module, self._user_loss, group=self._col, columns=columns, buffers=buffers)
+        return choose_loss(
+            module, self._user_loss, group=self._col, columns=columns, buffers=buffers, of_inputs=True
+        )
 
     def logits(self) -> contextlib.AbstractContextManager[None]:
         """The built-in loss takes this rank's logits; a user's loss takes full ones."""
@@ -152,6 +153,7 @@ class StageRunner:
         stage."""
         ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
+        targets = shift_labels(batch) if shifts_labels(self.module_part.module, self._user_loss) else batch
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
         with contextlib.suppress(Exception), self.sharded.unsharder.paused(), self.logits():
             meta_module = copy_to_meta(self.module_part.module)
@@ -167,7 +169,7 @@ class StageRunner:
             def run() -> None:
                 outputs = meta_module(**inputs)
                 if self.is_last:
-                    self.loss(buffers)(outputs, batch)
+                    self.loss(buffers)(outputs, targets)
 
             deferred = DeferredBytes()
             with received, deferred.recording(meta_module):

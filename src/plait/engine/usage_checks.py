@@ -1,10 +1,5 @@
-"""Errors for mistakes in the use of `parallelize` and of an engine: wrong arguments and inputs, and calls
-from two threads.
-
-[Note: inputs explained after a failure]
-A model's inputs are not checked before it runs: only the model knows which inputs it accepts, and reading
-values on a GPU would synchronize with it. If the model's code fails, the batch is compared with what most
-models need. A mistake that is found becomes the error, with the model's own error as its cause.
+"""Errors for mistakes in the use of `parallelize` and of an engine: wrong arguments, and calls from two
+threads.
 """
 
 import functools
@@ -12,8 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +15,12 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from plait.comm import World
-from plait.errors import CheckpointError, ConfigError, ModelError, PlaitError, RunError, shown
+from plait.errors import CheckpointError, ConfigError, ModelError, RunError, shown
 from plait.fileio import to_path
-from plait.models import Chain, Task, input_embedding, label_keys, pretrained_base, task_of
+from plait.models import Chain
 from plait.plan.loss_scaling import LossScaling
 
-P = ParamSpec("P")
-R = TypeVar("R")
-_IDS = (torch.int64, torch.int32)
-_OF_TOKENS = (Task.CAUSAL_LM, Task.IMAGE_LM, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
-
-
-class _Lock(Protocol):
-    def acquire(self, blocking: bool = True) -> bool: ...
-    def release(self) -> None: ...
-
-
-class _Locked(Protocol):
-    @property
-    def in_use(self) -> _Lock: ...
-
-
-E = TypeVar("E", bound=_Locked)
+M = TypeVar("M", bound=Callable[..., Any])
 
 
 def refuse_shards_in_files(model: nn.Module) -> None:
@@ -67,11 +45,11 @@ def refuse_shards_in_files(model: nn.Module) -> None:
     model.__dict__["save_pretrained"] = save_full
 
 
-def one_thread(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Make the method raise RunError while another thread is in a method of the same object."""
+def one_thread(method: M) -> M:
+    """Make a method of an object with a lock `in_use` raise RunError while another thread is in one."""
 
     @functools.wraps(method)
-    def run(self: E, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.in_use.acquire(blocking=False):
             raise RunError(
                 "an engine cannot be used by two threads at once",
@@ -84,7 +62,7 @@ def one_thread(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E
         finally:
             self.in_use.release()
 
-    return run
+    return cast(M, run)
 
 
 @contextmanager
@@ -160,83 +138,6 @@ def check_batch_shape(shape: object) -> None:
             given=shown(shape),
             expected="(samples, tokens)",
             hint="(1, 2048)",
-        )
-
-
-@dataclass(frozen=True)
-class InputFacts:
-    """Properties of a model's inputs. See [Note: inputs explained after a failure].
-
-    vocabulary  rows of the embedding of `input_ids`; None if unknown
-    """
-
-    labels: tuple[str, ...]
-    task: Task | None
-    vocabulary: int | None
-    is_pretrained: bool
-
-    @classmethod
-    def from_model(cls, model: nn.Module) -> "InputFacts":
-        base = pretrained_base(model)
-        embedding = None if base is None else input_embedding(base)
-        vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
-        return cls(label_keys(model), task_of(model), vocabulary, base is not None)
-
-    @contextmanager
-    def explained(self, micros: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
-        """Raise ModelError for an exception inside the context that a mistake in the inputs explains."""
-        try:
-            yield
-        except PlaitError:
-            raise
-        except Exception as error:
-            for batch in micros:
-                problem = self._problem(batch)
-                if problem is not None:
-                    raise problem from error
-            raise
-
-    def _problem(self, batch: Mapping[str, Tensor]) -> ModelError | None:
-        if self.is_pretrained and not batch.keys() - set(self.labels):
-            return ModelError(
-                "the batch has no inputs for the model",
-                given=f"only {', '.join(batch)}",
-                expected="input_ids",
-                hint="{'input_ids': ids, 'labels': ids}",
-            )
-        if (ids := batch.get("input_ids")) is not None and (problem := self._problem_of_ids(ids)) is not None:
-            return problem
-        labels = batch.get("labels")
-        if labels is not None and self.task in _OF_TOKENS and labels.dtype not in _IDS:
-            given = f"labels of {labels.dtype}"
-            return ModelError(
-                "labels of tokens must be integers", given=given, expected="torch.long", hint="labels.long()"
-            )
-        return None
-
-    def _problem_of_ids(self, ids: Tensor) -> ModelError | None:
-        given = f"input_ids of {ids.dtype} and shape {tuple(ids.shape)}"
-        if ids.dtype not in _IDS:
-            return ModelError(
-                "token ids must be integers", given=given, expected="torch.long", hint="input_ids.long()"
-            )
-        if not ids.numel() or (self.task is not None and ids.ndim != 2):
-            return ModelError(
-                "token ids have the wrong shape",
-                given=given,
-                expected="(samples, tokens)",
-                hint="input_ids.unsqueeze(0), for one sample",
-            )
-        if ids.device.type != "cpu" or self.vocabulary is None:
-            return None
-        outside = ids[(ids < 0) | (ids >= self.vocabulary)]
-        if not outside.numel():
-            return None
-        return ModelError(
-            "a token id is not in the model's vocabulary",
-            given=f"input_ids with {int(outside[0])}",
-            expected=f"0 to {self.vocabulary - 1}",
-            hint="the model's own tokenizer",
         )
 
 

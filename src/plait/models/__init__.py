@@ -8,7 +8,6 @@ from plait.models.activation_memory import (
     running_on_meta,
     watch_activations,
 )
-from plait.models.batch_entries import RecordedBatch, forward_names
 from plait.models.blocks import Blocks, Chain, FlopFacts, default_groups, unit_facts
 from plait.models.huggingface import (
     buffers_like_weights,
@@ -36,8 +35,10 @@ from plait.models.stages.split import StageModule, foreign_modules, receiving, s
 from plait.models.task import (
     IGNORED_LABEL,
     Task,
+    cast_entries,
     check_attends_backwards,
     forward_inputs,
+    forward_names,
     label_keys,
     pretrained_base,
     task_of,
@@ -59,7 +60,6 @@ __all__ = [
     "DataflowCheck",
     "DeviceKernelsOnMeta",
     "FlopFacts",
-    "RecordedBatch",
     "SaveFormat",
     "SavedGroup",
     "StageModule",
@@ -69,6 +69,7 @@ __all__ = [
     "blocks_of",
     "buffers_like_weights",
     "build_tp_plan",
+    "cast_entries",
     "causal_lm_on_meta",
     "check_attends_backwards",
     "check_config_values",

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plait.models.weak_map import WeakTensorMap
+from plait.models.tensors import WeakTensorMap
 
 _PACKS_NOTHING = {"input_ids", "use_cache"}  # of other inputs, a model may make position ids that start again
 _packs_nothing: ContextVar[bool] = ContextVar("packs_nothing")

@@ -1,22 +1,36 @@
-"""The task of a Hugging Face model, and which of a batch's entries are its labels."""
+"""The task of a Hugging Face model, and the entries of its batches: what its forward takes, and its labels.
+
+[Note: entries of a batch]
+Entries that forward names are its arguments. The others, and the labels, are for the loss: sample weights,
+a teacher's logits. An entry that the loss does not read either is a mistake (a misspelled mask, or an entry
+that only transformers' own loss would read), which a forward with `**kwargs` would ignore silently. So a
+model of transformers receives only the keywords that it names or declares (`Unpack[TransformersKwargs]`), and
+the entries that a loss reads are recorded in its first call with these keys. Any other forward with
+`**kwargs` receives every entry but the labels.
+"""
 
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+import typing
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.batch_entries import check_present, forward_names, takes_keyword
+from plait.models.blocks import Chain
 from plait.models.transformers_types import is_pretrained_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+# Read by transformers' own loss, which is not called: a step divides by its own number of targets.
+_OF_MODELS_LOSS = ("num_items_in_batch",)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 IGNORED_LABEL = -100  # not a target, as in torch.nn.functional.cross_entropy and transformers
 
 
@@ -76,6 +90,38 @@ def pretrained_base(model: nn.Module) -> "PreTrainedModel | None":
     unwrap = getattr(model, "get_base_model", None)
     base = model if unwrap is None else unwrap()
     return base if is_pretrained_model(base) else None
+
+
+def forward_names(model: nn.Module) -> frozenset[str] | None:
+    """The entries that forward takes; None: all but the labels."""
+    return _arguments(model)[0]
+
+
+def cast_entries(batch: Mapping[str, Tensor], names: Collection[str] | None) -> set[str]:
+    """The entries that a step casts to the dtype of the parameters. `names`: those that forward takes."""
+    return {
+        key
+        for key, value in batch.items()
+        if value.is_floating_point() and key != "labels" and (names is None or key in names)
+    }
+
+
+def takes_keyword(model: nn.Module, name: str) -> bool:
+    """Return whether forward can be called with this keyword: it names it, or has `**kwargs`."""
+    names, _, has_kwargs = _arguments(model)
+    return has_kwargs or names is None or name in names
+
+
+def check_present(model: nn.Module, inputs: Collection[str], batch: Collection[str]) -> None:
+    """Raise ModelError unless forward's arguments without defaults are among the inputs from the batch."""
+    missing = [name for name in _arguments(model)[1] if name not in inputs]
+    if missing:
+        raise ModelError(
+            "forward needs an argument that the batch does not have",
+            given=f"{type(model).__name__} and a batch with {', '.join(batch)}",
+            expected=", ".join(missing),
+            hint="a batch with forward's arguments by name; labels are for the loss alone",
+        )
 
 
 def label_keys(model: nn.Module) -> tuple[str, ...]:
@@ -173,3 +219,38 @@ def _language_modeling(
 
 def _is_encoder_decoder(base: "PreTrainedModel") -> bool:
     return bool(getattr(base.config, "is_encoder_decoder", False))
+
+
+# The names that forward takes (None: any), those of them without a default, and whether it has `**kwargs`.
+_Arguments = tuple[frozenset[str] | None, tuple[str, ...], bool]
+
+
+def _arguments(model: nn.Module) -> _Arguments:
+    while isinstance(model, Chain):
+        model = next(model.children())
+    kind = type(model)
+    if kind not in _ARGUMENTS:  # the class's forward: the instance's may be ours, with other names
+        _ARGUMENTS[kind] = _arguments_of(kind.forward)
+    return _ARGUMENTS[kind]
+
+
+# Weak: a class keeps the globals of its module alive, and an engine may be among them.
+_ARGUMENTS: WeakKeyDictionary[type[nn.Module], _Arguments] = WeakKeyDictionary()
+
+
+def _arguments_of(forward: Callable[..., Any]) -> _Arguments:
+    if forward is nn.Module.forward:
+        return None, (), True
+    _, *parameters = inspect.signature(forward).parameters.values()
+    named = [parameter for parameter in parameters if parameter.kind in _NAMED]
+    names = {parameter.name for parameter in named}
+    required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
+    has_kwargs = False
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            has_kwargs = True
+            declared = [vars(kind).get("__annotations__") for kind in typing.get_args(parameter.annotation)]
+            if not declared or None in declared:
+                return None, required, has_kwargs
+            names = names.union(*declared)
+    return frozenset(names - {*_OF_MODELS_LOSS}), required, has_kwargs

@@ -1,13 +1,15 @@
-"""The tensors in a value of any structure."""
+"""The tensors in a value of any structure; a mapping from tensors."""
 
 import types
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+V = TypeVar("V")
 _OPAQUE = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
@@ -31,3 +33,32 @@ def summary(tensor: Tensor) -> Tensor:
     flat = torch.nan_to_num(tensor.detach().double().flatten(), posinf=1.0, neginf=-1.0)
     direction = torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=torch.float64))
     return torch.stack([flat @ direction, flat.norm()])
+
+
+class WeakTensorMap(Generic[V]):
+    """Values by tensor, each valid while its tensor is alive and not modified in place."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Tensor], int, V]] = {}
+
+    def get(self, tensor: Tensor) -> V | None:
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry[0]() is not tensor or entry[1] != _version(tensor):
+            return None
+        return entry[2]
+
+    def put(self, tensor: Tensor, value: V) -> None:
+        key, entries = id(tensor), self._entries
+
+        def discard(dead: weakref.ref[Tensor]) -> None:
+            if key in entries and entries[key][0] is dead:
+                del entries[key]
+
+        entries[key] = (weakref.ref(tensor, discard), _version(tensor), value)
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -87,3 +87,10 @@ class Grid:
     def _strides(self) -> tuple[int, ...]:
         """Distance in ranks between neighbours on each axis."""
         return tuple(math.prod(self.degrees[number + 1 :]) for number in range(len(AXES)))
+
+
+def share(size: int, rank: int, num_ranks: int, unit: int = 1) -> slice:
+    """Return the part of `size` elements, a multiple of `unit`, that a rank takes: consecutive, and a
+    multiple of `unit`; the parts of two ranks differ by at most one `unit`."""
+    num_units = size // unit
+    return slice(unit * (num_units * rank // num_ranks), unit * (num_units * (rank + 1) // num_ranks))

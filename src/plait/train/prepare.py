@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from plait.api import parallelize
 from plait.checkpoint import Checkpoint, steps
@@ -19,7 +20,7 @@ from plait.data.collator import PaddingCollator
 from plait.data.config import INDEX, DataConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
 from plait.data.documents import Documents, check_documents
-from plait.data.loader import Samples, Windows, check_samples
+from plait.data.loader import Batch, Batches, Samples, Windows, check_samples, loader
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
@@ -113,6 +114,16 @@ class ResolvedRun:
         return BatchSizes(
             self.recipe.run.batch, None if ramp is None else BatchRamp(**ramp.model_dump(), sequence=sequence)
         )
+
+    def train_batches(
+        self, numbers: range, data_rank: int, data_ranks: int, *, pin_memory: bool = False
+    ) -> "DataLoader[Batch | list[Batch]]":
+        """Load a data rank's share of the training batches with these numbers."""
+        # Documents are padded to the longest of a micro-batch; equal samples are for the engine to split.
+        micro = self.plan.micro if self.recipe.data.samples == "documents" else None
+        sizes = self.batch_sizes()
+        batches = Batches(*self.train_samples, sizes, data_rank=data_rank, data_ranks=data_ranks, micro=micro)
+        return loader(batches, numbers, workers=self.recipe.data.workers, pin_memory=pin_memory)
 
     @cached_property
     def train_samples(self) -> tuple[Samples, Order]:

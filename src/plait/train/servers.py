@@ -11,7 +11,6 @@ from typing import Any
 
 from plait.checkpoint import open_checkpoint, step_of
 from plait.comm import World
-from plait.data.loader import Batches, loader
 from plait.engine.engine import Engine
 from plait.server.worker import JobIsOver
 from plait.train.config import Recipe
@@ -44,19 +43,10 @@ def run_worker(recipe: Recipe, world: World) -> None:
         factor_of, steps = lr_lambda(recipe.schedule, recipe.run.steps), recipe.run.steps
         continue_first_island(engine, world)
         base_lrs = [group["lr"] for group in engine.optimizer.param_groups]
-        micro = run.plan.micro if recipe.data.samples == "documents" else None
-        batches = Batches(
-            *run.train_samples,
-            run.batch_sizes(),
-            data_rank=engine.data_rank,
-            data_ranks=engine.data_ranks,
-            micro=micro,
-        )
+        share = (engine.data_rank, engine.data_ranks)
         try:
             while (first := engine.num_steps) < steps:
-                for number, batch in enumerate(
-                    loader(batches, range(first, steps), workers=recipe.data.workers), first
-                ):
+                for number, batch in enumerate(run.train_batches(range(first, steps), *share), first):
                     for group, base_lr in zip(engine.optimizer.param_groups, base_lrs, strict=True):
                         group["lr"] = base_lr * factor_of(number)
                     engine.step(batch)

@@ -25,8 +25,8 @@ from plait import checkpoint
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
-from plait.data.loader import Batch, Batches, Samples, loader
-from plait.data.sampler import BatchSizes, Order
+from plait.data.loader import Batch, Batches, loader
+from plait.data.sampler import BatchSizes
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.fileio import WRITABLE, disk_hint, write_text
@@ -147,10 +147,10 @@ class Trainer:
         self._show_start(peak_flops)
         offset = self.spikes.num_skipped  # see [Note: batch numbering] in health/loss_spikes.py
         left = range(first_step + offset, config.steps + offset)
-        # Documents are padded to the longest of a micro-batch; equal samples are for the engine to split.
-        micro = engine.plan.micro if self._recipe.data.samples == "documents" else None
-        share = (engine.data_rank, engine.data_ranks)
-        batches = self._batches(run.train_samples, self._sizes, left, share, self._recipe.data.workers, micro)
+        pin_memory = engine.device.type == "cuda"
+        batches: Iterator[Batch | list[Batch]] = iter(
+            run.train_batches(left, engine.data_rank, engine.data_ranks, pin_memory=pin_memory)
+        )
         with (
             Metrics(run.dir, self._console, first_step, config.steps, config.log_every) as metrics,
             Checkpointing(config, run.dir.checkpoints, self._world, metrics) as saving,
@@ -345,28 +345,13 @@ class Trainer:
         all_reduce(slowest_s, self._world.group, "max")
         return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
-    def _batches(
-        self,
-        samples: tuple[Samples, Order],
-        sizes: BatchSizes,
-        numbers: range,
-        share: tuple[int, int],
-        workers: int = 0,
-        micro: int | None = None,
-    ) -> Iterator[Batch | list[Batch]]:
-        """Yield this rank's share of the batches with these numbers. `share`: its index, of how many."""
-        rank, ranks = share
-        batches = Batches(*samples, sizes, data_rank=rank, data_ranks=ranks, micro=micro)
-        pin_memory = self._engine.device.type == "cuda"
-        return iter(loader(batches, numbers, workers=workers, pin_memory=pin_memory))
-
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
-        numbers, sizes = range(self._config.evaluate_batches), BatchSizes(self._config.batch)
-        results = []
+        sizes, results = BatchSizes(self._config.batch), []
         ranks = self._engine.data_group  # with servers, worker 0 evaluates by itself
-        share = (ranks.rank, ranks.size)
-        for number, batch in enumerate(self._batches(self._run.validation_samples, sizes, numbers, share)):
+        shares = Batches(*self._run.validation_samples, sizes, data_rank=ranks.rank, data_ranks=ranks.size)
+        numbers, pin_memory = range(self._config.evaluate_batches), self._engine.device.type == "cuda"
+        for number, batch in enumerate(loader(shares, numbers, pin_memory=pin_memory)):
             assert isinstance(batch, dict), "the engine splits batches of an evaluation"
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
             results.append(self._engine.evaluate(batch))

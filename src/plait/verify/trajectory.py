@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.engine.batch import on_device
+from plait.engine.inputs import on_device
 from plait.engine.loss import Loss
 from plait.engine.reference import Run, run_with, run_with_own_loss, sum_gradients
 from plait.errors import ModelError

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from plait.api import parallelize
 from plait.comm import World
-from plait.engine.batch import split_batch
 from plait.engine.engine import Engine
+from plait.engine.inputs import divide
 from plait.engine.reference import Tolerances, relative_errors
 from plait.engine.spec import Arguments, validate
 from plait.errors import ModelError, PlaitError, PlanError
@@ -261,9 +261,9 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
     for step in range(case.num_steps):
         batch = _batch(case, spec, step, engine.model)
         before = engine.world.comm_log.read()
-        share, micro = split_batch(batch, engine.data_ranks)[engine.data_rank], engine.plan.micro
+        share, micro = divide(batch, engine.data_ranks)[engine.data_rank], engine.plan.micro
         has_rows = len({len(value) for value in share.values()}) == 1
-        result = engine.step(share if has_rows else split_batch(share, micro))
+        result = engine.step(share if has_rows else divide(share, micro))
         traffic = subtract_traffic(before, engine.world.comm_log.read())
         done = TrainedStep(result.loss, result.grad_norm)
         gradients = {name: g.cpu() / done.clip_factor for name, g in engine.full_gradients().items()}
@@ -275,7 +275,7 @@ def _train(case: Case, spec: ModelSpec, engine: Engine, comparator: Comparator |
             return None if comparator is None else comparator.verdict(traffic, where)
     weights = {name: weight.cpu() for name, weight in engine.full_parameters().items()}
     buffers = {name: buffer.cpu() for name, buffer in engine.full_buffers().items()}
-    share = split_batch(_batch(case, spec, case.num_steps, engine.model), engine.data_ranks)[engine.data_rank]
+    share = divide(_batch(case, spec, case.num_steps, engine.model), engine.data_ranks)[engine.data_rank]
     evaluated = engine.evaluate(share)
     if comparator is None:
         return None
@@ -311,7 +311,7 @@ def _run_reference(
     model = spec.build_reference(precision.compute)
     products.convert(model)
     *batches, evaluated = [_batch(case, spec, step, model) for step in range(case.num_steps + 1)]
-    data = [[split_batch(share, micros) for share in split_batch(batch, shares)] for batch in batches]
+    data = [[divide(share, micros) for share in divide(batch, shares)] for batch in batches]
     trajectory = train_reference(model, weights, data, evaluated, precision, spec.loss, case.local)
     if case.dtype == "float64" or case.tolerance is not None:
         return trajectory, Tolerances(case.base_tolerance)

@@ -27,7 +27,6 @@ from functools import partial
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
-from plait.models.batch_entries import forward_names
 from plait.models.sharding.builder import (
     TPPlanBuilder,
     add_linear,
@@ -77,6 +76,7 @@ from plait.models.sharding.styles import (
     resolve_styles,
     style_text,
 )
+from plait.models.task import forward_names
 from plait.models.transformers_types import input_embedding
 from plait.plan.axes import FEATURES
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, StyleLine, TPPlan, split_width

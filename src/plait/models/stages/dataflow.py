@@ -46,9 +46,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from plait.models.activation_memory import DeviceKernelsOnMeta, OperatorsOnMeta
-from plait.models.batch_entries import forward_names
 from plait.models.blocks import Blocks, block_lists, named_blocks
-from plait.models.task import forward_inputs
+from plait.models.task import cast_entries, forward_inputs, forward_names
 from plait.models.tensors import tensors_in
 
 TOKENS = (2, 8)  # batch and sequence of the run
@@ -151,9 +150,7 @@ def traced_batches(model: nn.Module, batch: Mapping[str, Tensor] | None) -> Iter
         yield {"input_ids": ids, "labels": ids}
         return
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    names = forward_names(model)
-    casts = {key for key, value in batch.items() if value.is_floating_point() and key != "labels"}
-    casts &= casts if names is None else names
+    casts = cast_entries(batch, forward_names(model))
     on_meta = {
         key: torch.empty_like(value, dtype=dtype if key in casts else value.dtype, device="meta")
         for key, value in batch.items()

@@ -39,8 +39,7 @@ from torch import Tensor
 
 from plait.comm import Group
 from plait.errors import ModelError
-from plait.models.tensors import tensors_in
-from plait.models.weak_map import WeakTensorMap
+from plait.models.tensors import WeakTensorMap, tensors_in
 from plait.parallel.tensor.functional import split
 from plait.parallel.tensor.token_shards import TokenShards, token_dim
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.models.weak_map import WeakTensorMap
+from plait.models.tensors import WeakTensorMap
 from plait.parallel.tensor.functional import copy_to_group
 from plait.parallel.tensor.sequence import SequenceShard, depends_on_block_input
 from plait.parallel.tensor.token_shards import token_dim

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, named_group, start_all_gather, start_all_reduce
-from plait.models.weak_map import WeakTensorMap
+from plait.models.tensors import WeakTensorMap
 from plait.parallel.linear_ops import PlainProducts
 from plait.parallel.tensor.operators import define
 from plait.parallel.tensor.shared_input import InputView, SharedInput, unique_trainable

@@ -1,0 +1,378 @@
+"""The inputs of an engine: from a batch, a dict that a script passes, to the micro-batches that stages run.
+
+[Note: entries of a batch and their dims]
+Dim 0 of every entry counts samples; dim 1 of the entries in `OF_TOKENS` counts tokens. An axis of the grid
+divides one of the two, as its row in `plan/axes.py` says; an entry without that dim is the same on all of the
+axis's ranks. Where entries come from:
+
+  input_ids, labels   the data; labels are the ids, or -100 at positions without a target
+  attention_mask      the data, for rows that are padded. A causal mask is the model's own; which masks it can
+                      leave out is decided in models/mask_decisions.py, from the values noted here
+  position_ids        the data; without them the model numbers the tokens of each row
+  document ids        no entry: a row is one document, or a window of the tokens regardless of documents
+                      (data/loader.py). Position ids that start again separate the documents of a row
+
+[Note: divisions of a batch]
+A batch is divided, in this order:
+
+  1. samples over data ranks, by `engine.shard`, or by a loader that reads its share alone: both by `share`
+  2. samples over the micro-batches of a step: `of_step`, `of_evaluation`
+  3. the tokens of a micro-batch over ranks, in `_prepared`: by no plan yet
+
+[Note: shifted labels]
+Built-in losses of causal language models compare the logits of a position with the label of the next one.
+`_prepared` shifts the labels, once, while rows are complete, so that a position has its target however rows
+are divided afterwards. `shifts_labels` alone decides it: a loss that the user has passed, and those of other
+tasks, receive the labels as they are. A user's loss that shifts them does so itself.
+
+[Note: inputs explained after a failure]
+A model's inputs are not checked before it runs: only the model knows which inputs it accepts, and reading
+values on a GPU would synchronize with it. If the model's code fails, the batch is compared with what most
+models need. A mistake that is found becomes the error, with the model's own error as its cause.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plait.comm import Group, all_gather
+from plait.errors import ModelError, PlaitError, PlanError
+from plait.models import (
+    IGNORED_LABEL,
+    Task,
+    cast_entries,
+    forward_names,
+    input_embedding,
+    label_keys,
+    pretrained_base,
+    remember_sources,
+    task_of,
+)
+from plait.parallel.zero.rank_context import RankContext
+from plait.plan.axes import Divides
+from plait.plan.grid import share
+
+Batch = Mapping[str, Tensor]
+
+# The dim of an entry that an axis divides. See [Note: entries of a batch and their dims].
+_DIMS = {Divides.SAMPLES: 0, Divides.SEQUENCE: 1}
+OF_TOKENS = frozenset(
+    ("input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids")
+)
+_SHIFTED = (Task.CAUSAL_LM, Task.IMAGE_LM)
+_IDS = (torch.int64, torch.int32)
+_OF_TOKENS = (*_SHIFTED, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
+_COMPARED_EVERY = 100
+
+
+def dim_of(key: str, divides: Divides) -> int | None:
+    """Return the dim of an entry that such an axis divides; None: the entry is the same on all its ranks."""
+    return _DIMS[divides] if divides is Divides.SAMPLES or key in OF_TOKENS else None
+
+
+def divide(batch: Batch, num_parts: int, divides: Divides = Divides.SAMPLES) -> list[dict[str, Tensor]]:
+    """Divide the batch into at most `num_parts` parts, as `torch.chunk` does."""
+    chunks = {}
+    for key, value in batch.items():
+        dim = dim_of(key, divides)
+        chunks[key] = None if dim is None else value.chunk(num_parts, dim)
+    return [
+        {key: batch[key] if of_key is None else of_key[number] for key, of_key in chunks.items()}
+        for number in range(len(next(of_key for of_key in chunks.values() if of_key)))
+    ]
+
+
+def shifts_labels(model: nn.Module, loss: object) -> bool:
+    """Return whether the loss takes shifted labels: [Note: shifted labels]. `loss`: the user's, if any."""
+    return loss is None and task_of(model) in _SHIFTED
+
+
+def shift_labels(batch: Batch) -> Batch:
+    """Make the label of each position that of the next one. Labels (B, S); a loss refuses others."""
+    labels_BS = batch.get("labels")
+    if labels_BS is None or labels_BS.ndim != 2:
+        return batch
+    return {**batch, "labels": F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]}
+
+
+class Inputs:
+    """Moves the batches of an engine to its device and divides them; compares the first one, and every
+    hundredth, between the ranks of one model. See the notes at the top."""
+
+    def __init__(self, model: nn.Module, loss: object, context: RankContext, micro: int) -> None:
+        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step."""
+        base = pretrained_base(model)
+        embedding = None if base is None else input_embedding(base)
+        self._vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+        self._is_pretrained, self._task = base is not None, task_of(model)
+        self._names, self._labels = forward_names(model), label_keys(model)
+        self._shifts = shifts_labels(model, loss)
+        self._device, self._dtype = context.device, context.precision.compute
+        self._same_data, self._micro = context.groups.same_data, micro
+        self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
+
+    def of_step(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
+        """The micro-batches of a step. Raises PlanError unless there are `plan.micro`, or the batch divides
+        into so many."""
+        if not isinstance(batch, Mapping) and isinstance(batch, Sequence):
+            for other in (micro for micro in batch if not isinstance(micro, Mapping)):
+                check_is_batch(other)
+            if len(batch) != self._micro:
+                raise PlanError(
+                    "the number of micro-batches is not plan.micro",
+                    given=f"a list of {len(batch)}, micro={self._micro}",
+                    expected=f"{self._micro} micro-batches",
+                    hint=f"micro={len(batch)}, or a dict with all samples",
+                )
+            return [self.single(micro) for micro in batch]
+        moved = self._compared(batch, trains=True)
+        sizes = {key: value.shape[0] for key, value in moved.items()}
+        if len(set(sizes.values())) != 1 or any(size % self._micro for size in sizes.values()):
+            raise PlanError(
+                "this rank's batch does not split into micro-batches",
+                given=f"{sizes}, micro={self._micro}",
+                expected="tensors of one size along dim 0, a multiple of micro",
+                hint=f"a list of {self._micro} micro-batches, for entries that have no row per sample",
+            )
+        micros = divide(moved, self._micro)
+        remember_sources(micros, batch)
+        return [self._prepared(micro) for micro in micros]
+
+    def of_evaluation(self, batch: Batch) -> list[Batch]:
+        """At most `plan.micro` micro-batches."""
+        moved = self._compared(batch, trains=False)
+        return [self._prepared(micro) for micro in divide(moved, self._micro)]
+
+    def single(self, batch: Batch, *, trains: bool = True) -> Batch:
+        """The batch as one micro-batch."""
+        return self._prepared(self._compared(batch, trains=trains))
+
+    def uncompared(self, batch: Batch) -> Batch:
+        """The batch as one micro-batch, which may differ between ranks."""
+        return self._prepared(on_device(batch, self._device, self._dtype, self._names))
+
+    def _compared(self, batch: Batch, *, trains: bool) -> dict[str, Tensor]:
+        """The batch on the device. Batches of training and of evaluation are counted separately, to be
+        compared at the same calls on all ranks. Raises PlanError for a batch without samples."""
+        moved = on_device(batch, self._device, self._dtype, self._names)
+        if not any(value.shape[0] for value in moved.values()):
+            raise PlanError(
+                "this rank's share of the batch has no samples",
+                given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
+                expected="at least one sample on every data rank",
+                hint="drop_last=True in the loader, or engine.shard(loader), which checks it on all ranks",
+            )
+        if self._num_compared[trains] % _COMPARED_EVERY == 0:
+            check_same_batch(moved, self._same_data)
+        self._num_compared[trains] += 1
+        remember_sources([moved], batch)
+        return moved
+
+    def _prepared(self, micro: Batch) -> Batch:
+        """The micro-batch for the stages: see [Note: shifted labels]."""
+        if not self._shifts:
+            return micro
+        with self.explained([micro]):
+            return shift_labels(micro)
+
+    @contextmanager
+    def explained(self, micros: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
+        """Raise ModelError for an exception inside the context that a mistake in the inputs explains."""
+        try:
+            yield
+        except PlaitError:
+            raise
+        except Exception as error:
+            for batch in micros:
+                problem = self._problem(batch)
+                if problem is not None:
+                    raise problem from error
+            raise
+
+    def _problem(self, batch: Mapping[str, Tensor]) -> ModelError | None:
+        if self._is_pretrained and not batch.keys() - set(self._labels):
+            return ModelError(
+                "the batch has no inputs for the model",
+                given=f"only {', '.join(batch)}",
+                expected="input_ids",
+                hint="{'input_ids': ids, 'labels': ids}",
+            )
+        if (ids := batch.get("input_ids")) is not None and (problem := self._problem_of_ids(ids)) is not None:
+            return problem
+        labels = batch.get("labels")
+        if labels is not None and self._task in _OF_TOKENS and labels.dtype not in _IDS:
+            given = f"labels of {labels.dtype}"
+            return ModelError(
+                "labels of tokens must be integers", given=given, expected="torch.long", hint="labels.long()"
+            )
+        return None
+
+    def _problem_of_ids(self, ids: Tensor) -> ModelError | None:
+        given = f"input_ids of {ids.dtype} and shape {tuple(ids.shape)}"
+        if ids.dtype not in _IDS:
+            return ModelError(
+                "token ids must be integers", given=given, expected="torch.long", hint="input_ids.long()"
+            )
+        if not ids.numel() or (self._task is not None and ids.ndim != 2):
+            return ModelError(
+                "token ids have the wrong shape",
+                given=given,
+                expected="(samples, tokens)",
+                hint="input_ids.unsqueeze(0), for one sample",
+            )
+        if ids.device.type != "cpu" or self._vocabulary is None:
+            return None
+        outside = ids[(ids < 0) | (ids >= self._vocabulary)]
+        if not outside.numel():
+            return None
+        return ModelError(
+            "a token id is not in the model's vocabulary",
+            given=f"input_ids with {int(outside[0])}",
+            expected=f"0 to {self._vocabulary - 1}",
+            hint="the model's own tokenizer",
+        )
+
+
+def on_device(
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    compute: torch.dtype,
+    inputs: Collection[str] | None = None,
+) -> dict[str, Tensor]:
+    """Move the batch; floating-point `inputs` (None: all but the labels) are cast to the compute dtype.
+
+    The CPU does not wait for the GPU: entries are pinned first. Raises ModelError for an invalid batch.
+    """
+    check_is_batch(batch)
+    pins, casts = device.type == "cuda", cast_entries(batch, inputs)
+    return {
+        key: (value.contiguous().pin_memory() if pins and value.device.type == "cpu" else value).to(
+            device, compute if key in casts else value.dtype, non_blocking=True
+        )
+        for key, value in batch.items()
+    }
+
+
+def check_is_batch(batch: object) -> None:
+    """Raise ModelError unless it is a dict of tensors with samples along dim 0."""
+    if not isinstance(batch, Mapping):
+        raise ModelError(
+            "a batch is a dict of tensors",
+            given=f"a {type(batch).__name__}",
+            expected="the arguments of the model's forward by name, and labels, which only the loss receives",
+            hint="{'input_ids': ids, 'labels': ids}",
+        )
+    invalid = next((_describe(*entry) for entry in batch.items() if not _is_entry(*entry)), None)
+    if invalid or not batch:
+        raise ModelError(
+            "a batch is a dict of tensors with samples along dim 0",
+            given=invalid or "an empty dict",
+            expected="dense tensors with values, by name",
+            hint="{'input_ids': ids, 'labels': ids}",
+        )
+
+
+def _is_entry(key: object, value: object) -> bool:
+    if not isinstance(key, str) or not isinstance(value, Tensor) or not value.ndim:
+        return False
+    return value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+
+
+def _describe(key: object, value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"{key!r}: {type(value).__name__}"
+    return (
+        f"{key!r}: a tensor of {value.dtype}, shape {tuple(value.shape)}, {value.layout}, on {value.device}"
+    )
+
+
+def check_same_batch(batch: Mapping[str, Tensor], grid: Group) -> None:
+    """Raise PlanError on all ranks of `grid`, which hold one model, unless their batches are equal."""
+    others = ranks_with_another_batch(batch, grid, next(iter(batch.values())).device)
+    if others:
+        shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in batch.items())
+        raise PlanError(
+            "ranks that share one model received different batches",
+            given=f"rank {others[0]} has other values or shapes than rank {grid.ranks[0]}; here {shapes}",
+            expected="the same samples on all of them: tp and pp multiply ranks, not data",
+            hint="the share of engine.data_rank, of engine.data_ranks",
+        )
+
+
+def ranks_with_another_batch(batch: Batch, group: Group, device: torch.device) -> list[int]:
+    """The ranks whose batch differs from that of the first one. Collective."""
+    if group.size == 1:
+        return []
+    checksums = torch.zeros(group.size, dtype=torch.long, device=device)
+    all_gather(checksums, torch.tensor([_checksum(batch)], device=device), group)
+    first, *_ = values = checksums.tolist()
+    return [rank for rank, value in zip(group.ranks, values, strict=True) if value != first]
+
+
+def _checksum(batch: Mapping[str, Tensor]) -> int:
+    checksum = 0
+    for key in sorted(batch):
+        value = batch[key].detach()
+        checksum = zlib.crc32(f"{key} {value.dtype} {tuple(value.shape)}".encode(), checksum)
+        checksum = zlib.crc32(
+            value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes(), checksum
+        )
+    return checksum
+
+
+class Shares:
+    """A data rank's share of each batch of a loader.
+
+    Every rank iterates over it equally often. The loader's batches must be the same on all ranks: the first
+    one of each pass is compared.
+    """
+
+    def __init__(
+        self, loader: Iterable[Batch], unit: int, ranks: Group, everyone: Group, device: torch.device
+    ) -> None:
+        """`unit`: see `share_of`. `ranks`: the data ranks."""
+        self._loader = loader
+        self._unit = unit
+        self._ranks = ranks
+        self._everyone = everyone
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # TypeError for a loader without a length
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for number, batch in enumerate(self._loader):
+            check_is_batch(batch)
+            if number == 0 and (others := ranks_with_another_batch(batch, self._everyone, self._device)):
+                raise PlanError(
+                    "ranks load different batches",
+                    given=f"rank {others[0]} has other values or shapes than rank 0",
+                    expected="a loader that yields the same batches in the same order on every rank",
+                    hint="the same torch.manual_seed on all ranks, or a loader without engine.shard",
+                )
+            yield share_of(batch, self._unit, self._ranks)
+
+
+def share_of(batch: Batch, unit: int, ranks: Group) -> dict[str, Tensor]:
+    """Return this rank's samples of a global batch: consecutive, and a multiple of `unit`; the shares of two
+    ranks differ by at most one `unit`. Raises PlanError if the batch is not a multiple of `unit`, or a rank
+    would have no sample; on all ranks, as they have the same batch."""
+    check_is_batch(batch)
+    sizes = {key: value.shape[0] for key, value in batch.items()}
+    num_samples, least = next(iter(sizes.values())), unit * ranks.size
+    if len(set(sizes.values())) != 1 or num_samples % unit or num_samples < least:
+        raise PlanError(
+            "the batch does not divide over the data ranks",
+            given=f"{sizes}, {ranks.size} data ranks" + (f", micro={unit}" if unit > 1 else ""),
+            expected=f"tensors of one size along dim 0, {least} or more"
+            + (f", a multiple of {unit}" if unit > 1 else ""),
+            hint="drop_last=True in the loader"
+            + ("; for evaluation, engine.shard(loader, trains=False)" if unit > 1 else ""),
+        )
+    own = share(num_samples, ranks.rank, ranks.size, unit)
+    return {key: value[own] for key, value in batch.items()}

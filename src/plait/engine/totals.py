@@ -1,0 +1,244 @@
+"""Results of steps and evaluations, the totals over micro-batches and ranks that they follow from, and the
+scale of summed losses in fp16.
+
+[Note: ranks in different steps]
+If a step raises an error on one rank alone, and the program catches it and continues, that rank's next step
+communicates with the other ranks' current one: with equal shapes every collective succeeds, and from then on
+batches, counters and schedules are one step apart. So each rank counts the steps that it has begun, also
+those that failed. Count and squared count are summed over ranks in the all-reduce of the loss, at no cost:
+n counts are equal if and only if n times the sum of their squares is the square of their sum.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.comm import Group, Work, all_gather, all_reduce, start_all_reduce
+from plait.errors import CheckpointError, ModelError, RunError, shown
+from plait.optim.scale import LossScale
+from plait.parallel.local_steps.outer import ExchangeResult
+from plait.parallel.zero.state_io import StateReader
+from plait.plan.loss_scaling import LossScaling
+
+_SCALE_KEYS, _SCALE_UNIT = "engine/loss_scale.", "engine/scale_unit"
+_MAX_COUNT = 2**53
+_MODULUS = 2**12  # of counts of steps, so that float64 sums are exact for 2 ** 14 ranks
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step; the same on every rank.
+
+    loss        mean over all targets of the step (NaN if there were none)
+    grad_norm   2-norm of the step's gradient before clipping, each element counted once
+    num_tokens  targets of the step, over all micro-batches and data ranks
+    skipped     loss or norm was not finite, or there was no target: weights and optimizer are unchanged
+    exchange    under local steps: what islands have exchanged after the step. Loss, norm and targets are then
+                those of this rank's island
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    skipped: bool
+    exchange: ExchangeResult | None = None
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`."""
+
+    loss_sum: float
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The parameter whose gradient differs most from the full model's, relative to its norm, and the
+    difference that the plan's precision explains."""
+
+    name: str
+    difference: float
+    allowed: float
+
+    def __str__(self) -> str:
+        measured = f"gradients within {self.difference:.1g} of the full model's"
+        return f"{measured}, {self.allowed:.1g} allowed ({self.name})"
+
+
+class StepTotals:
+    """The totals of a step, which are summed in one all-reduce: loss, targets, unit of the loss scale, terms
+    of the count of steps, units with late gradients."""
+
+    def __init__(self, ranks: Group, device: torch.device) -> None:
+        """`ranks`: all ranks of a step."""
+        self._ranks = ranks
+        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
+        self._begun = 0  # steps since the engine was created or has loaded a state
+
+    def begin_step(self) -> None:
+        self._begun += 1
+
+    def forget_steps(self) -> None:
+        """Count steps from 0 again, on all ranks."""
+        self._begun = 0
+
+    def clear(self) -> None:
+        self._sums.zero_()
+
+    def add(self, loss: Tensor, num_targets: int | Tensor | None) -> float | Tensor:
+        """Add a micro-batch, and return its number of targets: one if it is None. Raises ModelError."""
+        check_loss(loss)
+        self._sums[0] += loss.detach()
+        count = 1 if num_targets is None else valid_count(num_targets)
+        self._sums[1] += count
+        return count
+
+    def start_sum(self, unit: float, late: int) -> Work:
+        """Start to sum over the ranks. `unit`: of the loss scale; `late`: units with late gradients."""
+        count = self._begun % _MODULUS
+        for index, number in enumerate((unit, count, count**2, late), 2):
+            self._sums[index : index + 1].fill_(number)  # `sums[index] = number` would block on CUDA
+        return start_all_reduce(self._sums, self._ranks)
+
+    def read(self, others: Tensor) -> tuple[list[float], float, list[float]]:
+        """Return loss, targets and unit; the number of units with late gradients; and the values of `others`,
+        for which the device is waited for as well. Clears the totals. Raises RunError or ModelError, on all
+        ranks, if ranks are in different steps or a number of targets is invalid."""
+        values = torch.cat([self._sums, others]).tolist()
+        *totals, begun, of_squares, late = values[:6]
+        self.clear()
+        if of_squares * self._ranks.size != begun**2:
+            self._raise_steps()
+        check_total_count(totals[1])
+        return totals, late, values[6:]
+
+    def _raise_steps(self) -> None:
+        """Raise RunError: see [Note: ranks in different steps]. Collective."""
+        counts = torch.empty(self._ranks.size, dtype=torch.int64, device=self._sums.device)
+        all_gather(counts, counts.new_tensor([self._begun]), self._ranks, label="steps begun")
+        of_ranks = counts.tolist()
+        other = next(rank for rank, count in enumerate(of_ranks) if count != of_ranks[0])
+        raise RunError(
+            "the ranks are in different steps: this step has combined their batches",
+            given=f"rank 0 is in its step {of_ranks[0]}, rank {other} in its step {of_ranks[other]}",
+            expected="as many calls of engine.step on all ranks, also of calls that raise an error",
+            hint="let a rank exit if its step raises an error; engine.load on all ranks resets the count",
+        )
+
+
+class SumLossScale:
+    """Loss scale for summed losses. The configured scale is for a mean, so it is divided by `unit`, a power
+    of two near the number of targets, determined once from the first micro-batches of all ranks. 1 for other
+    precisions."""
+
+    def __init__(self, options: LossScaling | None) -> None:
+        self._options = options
+        self._scale = LossScale(options) if options is not None else None
+        self.unit = 0.0  # 0 until the first loss
+
+    @property
+    def value(self) -> float | None:
+        """The scale for a mean loss; None for precisions without one."""
+        return None if self._scale is None else self._scale.value
+
+    @property
+    def factor(self) -> float:
+        """The scale for a summed loss."""
+        return 1.0 if self._scale is None else self._scale.value / max(1.0, self.unit)
+
+    def scale_loss(self, loss: Tensor, num_targets: float | Tensor | None, ranks: Group) -> Tensor:
+        """Scale the loss. `ranks`: the data ranks, which determine the unit together."""
+        if self._scale is None:
+            return loss
+        if not self.unit:
+            max_targets = torch.tensor([float(num_targets or 1)], device=loss.device)
+            all_reduce(max_targets, ranks, "max")
+            self.unit = 2.0 ** round(math.log2(max(1.0, max_targets.item())))
+        return loss * self.factor
+
+    def update(self, *, skipped: bool) -> None:
+        """Adjust the scale after a step with targets."""
+        if self._scale is not None:
+            self._scale.update(skipped)
+
+    def state(self) -> dict[str, Tensor]:
+        """State to save, by engine state key."""
+        if self._scale is None:
+            return {}
+        state = {f"{_SCALE_KEYS}{key}": value for key, value in self._scale.state().items()}
+        return state | {_SCALE_UNIT: torch.tensor(self.unit, dtype=torch.float64)}
+
+    def load(self, keys: Collection[str], read: Callable[[str], Tensor]) -> None:
+        """Restore what `state` returned; without such keys, start fresh. Raises CheckpointError."""
+        known = [key for key in keys if key.startswith(_SCALE_KEYS)]
+        self._scale = LossScale(self._options) if self._options is not None else None
+        self.unit = 0.0
+        if self._scale is not None and known:
+            self._scale.load({key.removeprefix(_SCALE_KEYS): read(key) for key in known})
+            self.unit = float(read(_SCALE_UNIT)) if _SCALE_UNIT in keys else 0.0
+
+
+def check_loss(loss: object, *, trains: bool = True) -> None:
+    """Raise ModelError unless it is one real number and, if it `trains`, backward can start from it."""
+    if not trains and isinstance(loss, int | float):
+        return
+    is_number = isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex()
+    if is_number and (loss.requires_grad or not trains):  # type: ignore[attr-defined]
+        return
+    given = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        given = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+    raise ModelError(
+        "a loss must be a scalar that requires a gradient",
+        given=given,
+        expected="the sum over targets of a forward with gradients",
+        hint="reduction='sum' in torch's losses; no .item() and no torch.no_grad()",
+    )
+
+
+def valid_count(count: object) -> float | Tensor:
+    """Return the number of targets of a loss, or NaN if it is negative: all ranks find it in `update`, where
+    they read the sum, without a synchronization of their devices here. Raises ModelError if it is no number.
+    """
+    if isinstance(count, Tensor) and count.numel() == 1 and not (count.is_complex() or count.is_meta):
+        number = count.detach().reshape(()).double()
+        return torch.where(number >= 0, number, math.nan)
+    if isinstance(count, int | float) and abs(count) < _MAX_COUNT:
+        return count if count >= 0 else math.nan
+    if isinstance(count, float):  # not finite
+        return math.nan
+    given = f"shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else f"{shown(count)}"
+    raise ModelError(
+        "a loss's number of targets must be a number",
+        given=given,
+        expected="an int, or a tensor with one real element",
+        hint="(labels != -100).sum()",
+    )
+
+
+def check_total_count(count: float) -> None:
+    """Raise ModelError for a step's number of targets that includes an invalid one. See `valid_count`."""
+    if not math.isfinite(count):
+        raise ModelError(
+            "a loss's number of targets is negative or not finite",
+            given="of a micro-batch of this step, on one of the ranks",
+            expected="the number of targets that the loss is a sum over: 0 or more",
+            hint="(labels != -100).sum()",
+        )
+
+
+def read_count(source: StateReader, key: str) -> int:
+    """Read a counter of an engine. Raises CheckpointError."""
+    value = source.read_full(key).item()
+    if not isinstance(value, int | float) or not 0 <= value < _MAX_COUNT:
+        raise CheckpointError(
+            "this is not the state of an engine",
+            given=f"{key} = {value}",
+            expected="a count",
+            hint="engine.load with another checkpoint",
+        )
+    return int(value)
