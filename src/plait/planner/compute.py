@@ -29,11 +29,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from plait.plan import Plan
 from plait.plan.device_speed import OPERATORS
 from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.planner.constants import Constants
 from plait.planner.hardware import Device
 from plait.planner.model_shape import ModelShape
+from plait.planner.workload import Software
 
 
 class Rates(NamedTuple):
@@ -96,6 +98,12 @@ class BlockWork(NamedTuple):
     compiled: bool
     overlaps: bool  # collectives of the backward run during products
     ranks: int  # of the job
+
+    @classmethod
+    def of(cls, plan: Plan, batch: int, sequence: int, software: Software, *, overlaps: bool) -> "BlockWork":
+        parts = plan.rows, plan.cols, plan.sp
+        fused = software.fused_attention
+        return cls(*parts, batch, sequence, fused, plan.compile, overlaps, plan.num_ranks)
 
     @property
     def tokens(self) -> int:

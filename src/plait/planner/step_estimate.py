@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
+from plait.plan.axes import FEATURES, HIDDEN
 from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.plan.events import Collective, During, unit_events
 from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import stages_by_rank, stages_of
@@ -249,11 +251,13 @@ def _stage_seconds(
 ) -> tuple[StageSeconds, ...]:
     block = block_seconds(model, part, rates, constants)
     across, across_back = _block_tensor_s(model, part, links, rates, block, constants)
-    share, again = _recomputed(recompute, block.forward, block.selective)
+    share = recomputed_share(recompute)
+    again = block.selective if recompute == "selective" else share * block.forward
     across_back += share * across
     head = head_seconds(model, part, rates, constants)
     embedding = embedding_seconds(model, part, rates)
-    host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * _block_collectives(part)
+    collectives = sum(each.forward for each in block_collectives(model, part, rates.itemsize))
+    host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * collectives
     forward_s = max(block.forward + across, host)
     backward_s = max(block.backward + block.weight + across_back + again, (2 + share) * host) - block.weight
     kinds: dict[tuple[int, bool, bool], StageSeconds] = {}
@@ -289,17 +293,8 @@ def stage_seconds(
     counts = block_counts(model, plan, software)
     generator = GENERATORS.get(plan.schedule)
     overlaps = software.overlaps_tensor and not (generator is not None and generator.splits)
-    part = BlockWork(
-        plan.rows, plan.cols, plan.sp, batch, work.sequence, software.fused_attention, plan.compile, overlaps,
-        plan.num_ranks,
-    )  # fmt: skip
+    part = BlockWork.of(plan, batch, work.sequence, software, overlaps=overlaps)
     return _stage_seconds(model, counts, part, plan.recompute, rates, links, constants)
-
-
-def _recomputed(recompute: str, forward: float, selective: float) -> tuple[float, float]:
-    """Share of the blocks that are recomputed in full, and seconds of recomputation per block."""
-    share = recomputed_share(recompute)
-    return share, selective if recompute == "selective" else share * forward
 
 
 def recomputed_share(recompute: str) -> float:
@@ -309,9 +304,28 @@ def recomputed_share(recompute: str) -> float:
     return float(recompute == "full")
 
 
-def _block_collectives(part: BlockWork) -> int:
-    """Number of collectives of a block's forward."""
-    return (0 if part.cols == 1 else 4 if part.sp else 2) + (0 if part.rows == 1 else 2)
+class BlockCollective(NamedTuple):
+    """A collective of a block: calls in a forward and in a backward, and bytes of the full tensor of one."""
+
+    axis: str
+    op: str
+    forward: int
+    backward: int
+    num_bytes: float
+
+
+def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list[BlockCollective]:
+    """The collectives of a block that is sharded. With sequence parallelism, a reduce-scatter and an
+    all-gather for every all-reduce, and backward gathers the inputs again; both count as all-gathers."""
+    tokens, found = part.tokens * itemsize, []
+    if part.cols > 1:
+        hidden = tokens * model.hidden / part.rows
+        calls = ("all-gather", 4, 6) if part.sp else ("all-reduce", 2, 2)
+        found.append(BlockCollective(FEATURES, *calls, hidden))
+    if part.rows > 1:
+        inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
+        found.append(BlockCollective(HIDDEN, "all-reduce", 2, 2, tokens * inside / part.cols / 2))
+    return found
 
 
 def _block_tensor_s(
@@ -321,22 +335,16 @@ def _block_tensor_s(
 
     Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
     gathered again during the products of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
-    tokens = part.tokens * rates.itemsize
-    columns, rows = Group(part.cols, 1, part.ranks), Group(part.rows, part.cols, part.ranks)
-    hidden = tokens * model.hidden / part.rows
-    if part.sp:  # a reduce-scatter and an all-gather for every all-reduce
-        forward = 4 * collective_s("all-gather", links, columns, hidden)
-    else:
-        forward = 2 * collective_s("foreign all-reduce", links, columns, hidden)
-    backward = forward
+    groups = {FEATURES: Group(part.cols, 1, part.ranks), HIDDEN: Group(part.rows, part.cols, part.ranks)}
+    seconds = dict.fromkeys(groups, 0.0)
+    for axis, op, calls, _, num_bytes in block_collectives(model, part, rates.itemsize):
+        kind = "foreign all-reduce" if op == "all-reduce" else op
+        seconds[axis] = calls * collective_s(kind, links, groups[axis], num_bytes)
+    forward = backward = seconds[FEATURES]
     if part.overlaps:
         during = block.shared_weight + (block.shared_input if part.sp else 0.0)
         backward = _overlap(during, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
-    both = 0.0
-    if part.rows > 1:
-        inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-        both = 2 * collective_s("foreign all-reduce", links, rows, tokens * inside / part.cols / 2)
-    return forward + both, backward + both
+    return forward + seconds[HIDDEN], backward + seconds[HIDDEN]
 
 
 class Overlapped(NamedTuple):
@@ -367,12 +375,13 @@ def stage_gathers(
 ) -> list[Overlapped]:
     """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each
     stage."""
-    nothing = Overlapped(0.0, 0.0)
-    per_micro = plan.zero >= 2 and not plan.accumulates_full
-    if plan.shard_degree == 1 or not (plan.zero == 3 or per_micro):
-        return [nothing] * len(stages)
-    counts, group = block_counts(model, plan, software), _shard_group(plan)
-    size = COMPUTE_BYTES[plan.precision]
+    nothing = [Overlapped(0.0, 0.0)] * len(stages)
+    if plan.shard_degree == 1:
+        return nothing
+    events = [event for event in unit_events(plan) if event.during in (During.PASSES, During.BACKWARDS)]
+    if not events:
+        return nothing
+    counts, price = block_counts(model, plan, software), UnitPrices.of(plan, links)
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     kinds: dict[tuple[int, bool, bool], Overlapped] = {}
     result = []
@@ -381,14 +390,13 @@ def stage_gathers(
         if key not in kinds:
             units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
             each = sum(unit.numel for unit in units) / len(units)
-            gather = len(units) * collective_s("unshard", links, group, each * size)
-            times = 1.0 / plan.micro if plan.reshard == "step" else 1.0
-            forward = gather * times if plan.zero == 3 else 0.0
-            backward = 0.0 if plan.zero < 3 or plan.reshard == "step" else gather
-            if per_micro:
-                backward += len(units) * collective_s(
-                    "scattered sum", links, group, each * reduced_itemsize(plan)
-                )
+            forward = backward = 0.0
+            for event in events:
+                once = len(units) * price.seconds(event.collective, each)
+                calls = event.calls / plan.micro
+                in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
+                forward += in_forward * once
+                backward += (calls - in_forward) * once
             ahead = overlap(seconds.forward, forward)
             back = overlap(seconds.backward + seconds.weight, backward)
             kinds[key] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0], ahead[1])
@@ -400,8 +408,31 @@ def reduced_itemsize(plan: Plan) -> int:
     return 2 if plan.reduce in ("bf16", "fp16") else 8 if plan.precision == "fp64" else 4
 
 
-def _shard_group(plan: Plan) -> Group:
-    return Group(plan.shard_degree, plan.rows * plan.cols, plan.num_ranks)
+class UnitPrices(NamedTuple):
+    """Seconds of the collectives of units of a plan. `states`: ranks that shard them."""
+
+    links: Links
+    states: Group
+    replicas: Group
+    gathered: int  # bytes per element
+    reduced: int
+
+    @classmethod
+    def of(cls, plan: Plan, links: Links) -> "UnitPrices":
+        states = Group(plan.shard_degree, plan.rows * plan.cols, plan.num_ranks)
+        replicas = Group(plan.data_ranks // states.degree, states.stride * states.degree, states.ranks)
+        return cls(links, states, replicas, COMPUTE_BYTES[plan.precision], reduced_itemsize(plan))
+
+    def seconds(self, collective: Collective, numel: float) -> float:
+        """Seconds of one call for `numel` elements. Partial sums are of few, and count as none."""
+        if collective is Collective.GATHER:
+            return collective_s("unshard", self.links, self.states, numel * self.gathered)
+        if collective is Collective.REDUCE:
+            return collective_s("scattered sum", self.links, self.states, numel * self.reduced)
+        if collective is Collective.SUM_RANGES:
+            owned = numel // self.states.degree
+            return collective_s("all-reduce", self.links, self.replicas, owned * self.reduced)
+        return 0.0
 
 
 def step_reductions(
@@ -421,19 +452,15 @@ def step_reductions(
         return [Overlapped(exposed + pull, hidden)]
     if plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
-    of_ranks = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
-    shard = _shard_group(plan)
-    replicas = Group(plan.data_ranks // shard.degree, shard.stride * shard.degree, plan.num_ranks)
-    size, reduced = COMPUTE_BYTES[plan.precision], reduced_itemsize(plan)
+    of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), UnitPrices.of(plan, links)
+    events = unit_events(plan)
     seconds: dict[int, tuple[float, float]] = {}  # of many ranks with the same number of parameters
     for numel in set(numels):
-        scatter = gather = 0.0
-        if plan.zero and plan.accumulates_full:
-            scatter = collective_s("scattered sum", links, shard, numel * reduced)
-        if 0 < plan.zero < 3:
-            gather = collective_s("unshard", links, shard, numel * size)
-        scatter += collective_s("all-reduce", links, replicas, numel // shard.degree * reduced)
-        seconds[numel] = scatter, gather
+        last_s, next_s = (
+            sum([price.seconds(event.collective, numel) for event in events if event.during is during])
+            for during in (During.LAST_BACKWARD, During.NEXT_FORWARD)
+        )
+        seconds[numel] = last_s, next_s
     result = []
     for numel, own in zip(numels, of_ranks, strict=True):
         scatter, gather = seconds[numel]

@@ -1,21 +1,21 @@
-"""Bytes that a rank sends in a step along every axis, and the links of the cluster that carry them.
-
-Rings, as in `communication.py`: each pass (reduce-scatter, all-gather) over n ranks sends (n - 1) / n of the
-bytes. Losses and norms are left out.
+"""Bytes that a rank sends in a step along every axis, and the links of the cluster that carry them: those of
+`plait explain`, by the sizes of a model instead of a dry run.
 """
 
 from dataclasses import dataclass
 
-from plait.plan import AXES, Grid, Plan
-from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, STAGES, Roles
+from plait.plan import AXES, CommCount, CommKey, Grid, Layout, Plan, sum_traffic
+from plait.plan.axes import FEATURES, STAGES
 from plait.plan.estimate.memory import COMPUTE_BYTES
-from plait.plan.schedule.load import stages_of
+from plait.plan.estimate.traffic import RankFacts, StageFacts, TransportFacts, ring_bytes, step_traffic
+from plait.plan.schedule.load import load_schedule
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, network
-from plait.planner.memory import rank_layout
+from plait.planner.compute import BlockWork
+from plait.planner.memory import stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
-from plait.planner.step_estimate import message_bytes, recomputed_share, reduced_itemsize
+from plait.planner.step_estimate import block_collectives, message_bytes, recomputed_share, reduced_itemsize
 from plait.planner.workload import PLAIT, Workload
 
 
@@ -65,36 +65,41 @@ def axis_traffic(
 
 def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict[str, float]:
     """Return the bytes that a pipeline rank sends in a step, by axis."""
-    batch = work.batch // (plan.data_ranks * plan.micro)
-    size, reduced = COMPUTE_BYTES[plan.precision], reduced_itemsize(plan)
-    tokens = batch * work.sequence * size * plan.micro
-    ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, PLAIT)
-    own = [stage for stage, of in enumerate(ranks) if of == rank]
-    blocks = sum(counts[stage] for stage in own)
-    passes = 4 * (2 + recomputed_share(plan.recompute))  # two all-reduces in a forward, two in a backward
-    inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-    numel = rank_layout(model, plan, rank, PLAIT).numel
-    gathers = 0 if plan.zero == 0 else 1 if plan.zero < 3 or plan.reshard == "step" else 2 * plan.micro
-    scatters = 0 if plan.zero == 0 else plan.micro if plan.zero >= 2 and not plan.accumulates_full else 1
-    sends = sum((ranks[other] != rank) for stage in own for other in (stage - 1, stage + 1)
-                if 0 <= other < len(ranks))  # fmt: skip
-    (replicated,), (sharded, *_) = REPLICAS, Roles.from_plan(plan).states()
-    shard = plan.shard_degree
-    replicas = plan.data_ranks // shard
-    is_first, is_last = 0 in own, len(ranks) - 1 in own
-    ends = is_first + is_last  # all-reduces of the embedding's output and of the gradient of the head's input
-    tied = model.tied and is_first != is_last  # then the gradient of their one weight is summed
-    tied_shards = plan.rows * plan.cols * (shard if plan.zero >= 2 else 1)
-    hidden = tokens * model.hidden / plan.rows
-    return {
-        STAGES: plan.micro * sends * message_bytes(model, plan, batch, work.sequence)
-        + tied * model.vocab * model.hidden / tied_shards * reduced,
-        replicated: 2 * _share(replicas) * numel / shard * reduced,
-        sharded: _share(shard) * numel * (gathers * size + scatters * reduced),
-        HIDDEN: _share(plan.rows) * blocks * passes * tokens * inside / plan.cols / 2,
-        FEATURES: _share(plan.cols) * (blocks * (passes + 2 * plan.sp) + 2 * ends) * hidden,
-    }
+    facts = rank_facts(model, plan, work, rank)
+    sent = dict.fromkeys(facts.grid.used(*AXES), 0.0)
+    for key, count in sum_traffic(step_traffic(facts).values()).items():
+        if len(key.axes) == 1:
+            sent[key.axes[0]] += ring_bytes({key: count}, facts.grid)
+    if model.tied and (0 in facts.own) != (len(facts.stages) - 1 in facts.own):
+        # The gradient of a weight that is on both ends, apart from the others of its units, is summed.
+        shards = plan.rows * plan.cols * (plan.shard_degree if plan.zero >= 2 else 1)
+        sent[STAGES] += model.vocab * model.hidden / shards * reduced_itemsize(plan)
+    return sent
 
 
-def _share(degree: int) -> float:
-    return (degree - 1) / degree
+def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> RankFacts:
+    """Return the facts of a pipeline rank by the sizes of the model, on devices that share no memory."""
+    grid, batch = Grid.from_plan(plan), work.batch // (plan.data_ranks * plan.micro)
+    counts = block_counts(model, plan, PLAIT)
+    message = (message_bytes(model, plan, batch, work.sequence),)
+    part = BlockWork.of(plan, batch, work.sequence, PLAIT, overlaps=True)
+    collectives = block_collectives(model, part, COMPUTE_BYTES[plan.precision])
+    share, last = recomputed_share(plan.recompute), len(counts) - 1
+
+    def facts(stage: int, blocks: int) -> StageFacts:
+        layout = Layout(
+            stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
+        )
+        traffic = {}
+        for axis, op, forward, backward, num_bytes in collectives:
+            calls = blocks * ((1 + share) * forward + backward)
+            if axis == FEATURES:  # of the embedding's output, and of the gradient of the head's input
+                calls += (1 if op == "all-reduce" else 2) * ((stage == 0) + (stage == last))
+            traffic[CommKey((axis,), "", op)] = CommCount(round(calls), round(calls * num_bytes))
+        return StageFacts(layout, traffic, output=message, gradient=message)
+
+    schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks)
+    coord = grid.rank({STAGES: rank})
+    terms = TransportFacts(reduced_itemsize(plan), shares=False, exchanges=False, host_size=plan.num_ranks)
+    stages = [facts(stage, blocks) for stage, blocks in enumerate(counts)]
+    return RankFacts(plan, grid, coord, schedule, stages, {}, terms)

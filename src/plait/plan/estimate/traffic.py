@@ -11,7 +11,8 @@ plan, the schedule and the layout.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -30,6 +31,7 @@ from plait.plan.compression import (
     rounds_to_bf16,
 )
 from plait.plan.estimate.memory import COMPUTE_BYTES, MASTER_BYTES
+from plait.plan.events import Collective, unit_events
 from plait.plan.grid import Grid
 from plait.plan.layout import Layout, UnitLayout
 from plait.plan.plan import Plan
@@ -42,7 +44,7 @@ class StageFacts:
     """Facts of one stage at one coordinate of the tp grid.
 
     traffic     of one micro-batch's forward and backward, along the tp axes
-    exec_order  order of use of the units, by their blocks
+    exec_order  order of use of the units, by their blocks; None: unknown
     output      bytes of each tensor sent to the next stage
     gradient    bytes of each gradient that comes back for them
     buffers     bytes of each buffer that is broadcast from the first data rank
@@ -50,7 +52,7 @@ class StageFacts:
 
     layout: Layout
     traffic: Traffic = field(default_factory=dict)
-    exec_order: ExecOrder[str] = field(default_factory=lambda: ExecOrder((), ()))
+    exec_order: ExecOrder[str] | None = None
     output: tuple[int, ...] = ()
     gradient: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
@@ -134,47 +136,22 @@ def layers_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     )
 
 
-# --- parameters
+# --- parameters and gradients
 
 
 def parameters_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
-    """All-gathers of parameters."""
-    plan, calls = facts.plan, []
-    size = COMPUTE_BYTES[plan.dtype]
-    for number, stage in facts.own.items():
-        units = stage.layout.units
-        if facts.transport.shares:
-            barriers = [0] if any(unit.trains for unit in units) else []
-            calls.append(facts.calls("barrier", barriers, *facts.roles.states(), channel="gathers"))
-        elif plan.zero == 3:
-            passes = [a.kind is Kind.B for a in facts.actions if a.stage == number and a.kind is not Kind.W]
-            blocks = planned_gathers(stage.exec_order, passes, plan.prefetch, keeps=plan.reshard == "step")
-            of_block: dict[str, list[int]] = {unit.block: [] for unit in units}
-            for unit in units:
-                of_block[unit.block].append(unit.numel * size)
-            sizes = [one for block in blocks for one in of_block[block]]
-            calls.append(facts.calls("all-gather", sizes, *facts.roles.states(), channel="gathers"))
-        else:
-            sizes = [unit.numel * size for unit in units if unit.trains]
-            calls.append(facts.calls("all-gather", sizes, *facts.roles.states(), channel="gathers"))
+    """All-gathers of parameters, or a barrier before they are used in shared memory."""
+    calls = [_unit_traffic(facts, {Collective.GATHER})]
+    for stage in facts.own.values():
+        if facts.transport.shares and any(unit.trains for unit in stage.layout.units):
+            calls.append(facts.calls("barrier", [0], *facts.roles.states(), channel="gathers"))
     return sum_traffic(calls)
-
-
-# --- gradients
 
 
 def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     """Reductions of gradients to the owners of their ranges, and between replicas of those."""
-    plan, calls = facts.plan, []
-    for stage in facts.own.values():
-        units = [unit for unit in stage.layout.units if unit.trains]
-        for unit in units:
-            once = sum_traffic([_partial_grads(facts, unit), _reduction(facts, unit, replicas=False)])
-            times = 1 if plan.accumulates_full else plan.micro
-            calls.append({key: count * times for key, count in once.items()})
-            if not (_covers_replicas(facts) or plan.local_steps):
-                calls.append(_reduction(facts, unit, replicas=True))
-    master = MASTER_BYTES[plan.dtype]
+    calls = [_unit_traffic(facts, set(Collective) - {Collective.GATHER})]
+    master = MASTER_BYTES[facts.plan.dtype]
     for name, stages in facts.shared.items():
         units = [unit for s in stages if s in facts.own for unit in facts.stages[s].layout.units]
         sizes = [unit.range_numel * master for unit in units if unit.name == name and unit.trains]
@@ -183,11 +160,46 @@ def gradients_traffic(facts: RankFacts) -> dict[CommKey, CommCount]:
     return sum_traffic(calls)
 
 
-def _partial_grads(facts: RankFacts, unit: UnitLayout) -> dict[CommKey, CommCount]:
-    """All-reduces of shards whose gradients are partial sums on several columns, in float32 at least."""
-    size = max(facts.transport.grad_itemsize, SUM_BYTES)
-    sizes = [(stop - start) * size for sharers, start, stop in unit.partial if len(sharers) > 1]
-    return facts.calls("all-reduce", sizes, FEATURES, channel="gradients")
+def _unit_traffic(facts: RankFacts, of: Set[Collective]) -> dict[CommKey, CommCount]:
+    """The messages of these collectives, for all units of the rank."""
+    covers, calls = _covers_replicas(facts), []
+    for number, stage in facts.own.items():
+        gathers = _gathers(facts, number)
+        for unit in stage.layout.units:
+            events = unit_events(
+                facts.plan,
+                trains=unit.trains,
+                gathers=None if gathers is None else gathers[unit.block],
+                covers_replicas=covers,
+            )
+            for event in events:
+                if event.collective in of:
+                    once = _messages(facts, unit, event.collective)
+                    calls.append({key: count * event.calls for key, count in once.items()})
+    return sum_traffic(calls)
+
+
+def _gathers(facts: RankFacts, number: int) -> Counter[str] | None:
+    """Gathers of a stage's blocks, if the order of their use is known or none are gathered."""
+    plan, order = facts.plan, facts.stages[number].exec_order
+    if facts.transport.shares:
+        return Counter()
+    if plan.zero < 3 or order is None:
+        return None
+    passes = [a.kind is Kind.B for a in facts.actions if a.stage == number and a.kind is not Kind.W]
+    return Counter(planned_gathers(order, passes, plan.prefetch, keeps=plan.reshard == "step"))
+
+
+def _messages(facts: RankFacts, unit: UnitLayout, collective: Collective) -> dict[CommKey, CommCount]:
+    """The messages of one call."""
+    if collective is Collective.GATHER:
+        num_bytes = unit.numel * COMPUTE_BYTES[facts.plan.dtype]
+        return facts.calls("all-gather", [num_bytes], *facts.roles.states(), channel="gathers")
+    if collective is Collective.PARTIAL_SUM:  # in float32 at least
+        size = max(facts.transport.grad_itemsize, SUM_BYTES)
+        sizes = [(stop - start) * size for sharers, start, stop in unit.partial if len(sharers) > 1]
+        return facts.calls("all-reduce", sizes, FEATURES, channel="gradients")
+    return _reduction(facts, unit, replicas=collective is Collective.SUM_RANGES)
 
 
 def _covers_replicas(facts: RankFacts) -> bool:

@@ -1,0 +1,62 @@
+"""The communication of a step for the parameters and gradients of one unit.
+
+One list for all: `plan/estimate/traffic.py` sums it, by facts of a dry run or of a model's sizes, and the
+planner prices it. Which messages a collective becomes (codes, factors, steps of an algorithm) is not in it.
+"""
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from plait.plan.plan import Plan
+
+
+class Collective(Enum):
+    """A collective for one unit."""
+
+    GATHER = auto()  # of parameters, over ranks that shard their states
+    PARTIAL_SUM = auto()  # of gradients of parameters whose gradients are partial sums on several columns
+    REDUCE = auto()  # of gradients, to the owners of their ranges
+    SUM_RANGES = auto()  # of owned ranges, over replicas
+
+
+class During(Enum):
+    """Computation at the same time."""
+
+    PASSES = auto()  # forwards first, and as far as there are more calls than micro-batches, backwards
+    BACKWARDS = auto()  # of every micro-batch
+    LAST_BACKWARD = auto()
+    NEXT_FORWARD = auto()  # the first one after the update
+
+
+class Event(NamedTuple):
+    """A collective, its calls in a step, and when they are."""
+
+    collective: Collective
+    calls: int
+    during: During
+
+
+def unit_events(
+    plan: Plan, *, trains: bool = True, gathers: int | None = None, covers_replicas: bool = False
+) -> list[Event]:
+    """Return the events of a unit in a step from the second one on.
+
+    trains           its parameters are trained
+    gathers          number of gathers; None: from the plan alone, as if none were saved where a unit stays
+                     from one use to the next
+    covers_replicas  the reduction to owners is over replicas too
+    """
+    events = []
+    if gathers is None:
+        per_pass = 1 if plan.reshard == "step" else 2 * plan.micro
+        gathers = per_pass if plan.zero == 3 else int(trains)
+    if gathers and plan.zero:
+        during = During.PASSES if plan.zero == 3 else During.NEXT_FORWARD
+        events.append(Event(Collective.GATHER, gathers, during))
+    if trains:
+        once = plan.accumulates_full
+        times = (1, During.LAST_BACKWARD) if once else (plan.micro, During.BACKWARDS)
+        events += [Event(Collective.PARTIAL_SUM, *times), Event(Collective.REDUCE, *times)]
+        if not (covers_replicas or plan.local_steps):
+            events.append(Event(Collective.SUM_RANGES, 1, During.LAST_BACKWARD))
+    return events
