@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from other_kinds import KINDS as KINDS
 
 from plait.comm import connect
-from plait.engine.totals import EvalResult
 from plait.engine.engine import Engine
+from plait.engine.totals import EvalResult
 from plait.models import causal_lm_on_meta
 from plait.verify import Case, ModelSource, ModelSpec, Verdict
 from plait.verify.model_spec import random_tokens
