@@ -17,7 +17,8 @@ A batch is divided, in this order:
 
   1. samples over data ranks, by `engine.shard`, or by a loader that reads its share alone: both by `share`
   2. samples over the micro-batches of a step: `of_step`, `of_evaluation`
-  3. the tokens of a micro-batch over ranks, in `_prepared`: by no plan yet
+  3. the tokens of a micro-batch over ranks: by no plan yet. `_prepared` is the place, after labels are
+     shifted, and `meta_micro` that of estimates
 
 [Note: shifted labels]
 Built-in losses of causal language models compare the logits of a position with the label of the next one.
@@ -35,6 +36,7 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -61,9 +63,7 @@ Batch = Mapping[str, Tensor]
 
 # The dim of an entry that an axis divides. See [Note: entries of a batch and their dims].
 _DIMS = {Divides.SAMPLES: 0, Divides.SEQUENCE: 1}
-OF_TOKENS = frozenset(
-    ("input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids")
-)
+OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 _SHIFTED = (Task.CAUSAL_LM, Task.IMAGE_LM)
 _IDS = (torch.int64, torch.int32)
 _OF_TOKENS = (*_SHIFTED, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
@@ -98,6 +98,13 @@ def shift_labels(batch: Batch) -> Batch:
     if labels_BS is None or labels_BS.ndim != 2:
         return batch
     return {**batch, "labels": F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]}
+
+
+def meta_micro(shape: tuple[int, int], model: nn.Module, loss: object) -> Batch:
+    """Return a micro-batch of token ids of this (samples, tokens) shape on meta, as stages receive it."""
+    ids_BS = torch.zeros(shape, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids_BS, "labels": ids_BS}
+    return shift_labels(batch) if shifts_labels(model, loss) else batch
 
 
 class Inputs:
@@ -318,44 +325,40 @@ def _checksum(batch: Mapping[str, Tensor]) -> int:
     checksum = 0
     for key in sorted(batch):
         value = batch[key].detach()
+        values = value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
         checksum = zlib.crc32(f"{key} {value.dtype} {tuple(value.shape)}".encode(), checksum)
-        checksum = zlib.crc32(
-            value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes(), checksum
-        )
+        checksum = zlib.crc32(values, checksum)
     return checksum
 
 
+@dataclass(frozen=True)
 class Shares:
-    """A data rank's share of each batch of a loader.
+    """A data rank's share of each batch of a loader; `ranks`: the data ranks, `unit`: see `share_of`.
 
-    Every rank iterates over it equally often. The loader's batches must be the same on all ranks: the first
-    one of each pass is compared.
+    Every rank iterates over it equally often. The loader's batches must be the same on all ranks, `everyone`:
+    the first one of each pass is compared.
     """
 
-    def __init__(
-        self, loader: Iterable[Batch], unit: int, ranks: Group, everyone: Group, device: torch.device
-    ) -> None:
-        """`unit`: see `share_of`. `ranks`: the data ranks."""
-        self._loader = loader
-        self._unit = unit
-        self._ranks = ranks
-        self._everyone = everyone
-        self._device = device
+    loader: Iterable[Batch]
+    unit: int
+    ranks: Group
+    everyone: Group
+    device: torch.device
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]  # TypeError for a loader without a length
+        return len(self.loader)  # type: ignore[arg-type]  # TypeError for a loader without a length
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for number, batch in enumerate(self._loader):
+        for number, batch in enumerate(self.loader):
             check_is_batch(batch)
-            if number == 0 and (others := ranks_with_another_batch(batch, self._everyone, self._device)):
+            if number == 0 and (others := ranks_with_another_batch(batch, self.everyone, self.device)):
                 raise PlanError(
                     "ranks load different batches",
                     given=f"rank {others[0]} has other values or shapes than rank 0",
                     expected="a loader that yields the same batches in the same order on every rank",
                     hint="the same torch.manual_seed on all ranks, or a loader without engine.shard",
                 )
-            yield share_of(batch, self._unit, self._ranks)
+            yield share_of(batch, self.unit, self.ranks)
 
 
 def share_of(batch: Batch, unit: int, ranks: Group) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ ranks then receive another collective.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from plait.comm import Group, all_gather
 from plait.engine.inputs import shift_labels, shifts_labels
-from plait.errors import ModelError, nearest
-from plait.models import IGNORED_LABEL, Task, forward_names, label_keys, pretrained_base, task_of
+from plait.errors import ModelError
+from plait.models import IGNORED_LABEL, Task, pretrained_base, task_of
 from plait.models.tensors import summary
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, cross_entropy
 
@@ -222,56 +222,6 @@ def _check_shape(labels: Tensor, expected: Sequence[int], words: str) -> None:
             if labels.numel() == math.prod(expected)
             else "labels that are padded like the inputs, or loss=",
         )
-
-
-class RecordedBatch(dict[str, Tensor]):
-    """A micro-batch that records which entries are read."""
-
-    def __init__(self, batch: Mapping[str, Tensor]) -> None:
-        super().__init__(batch)
-        self.read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Tensor:
-        self.read.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self.read.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.read.add(key)
-        return super().get(key, default)
-
-    def __iter__(self) -> Iterator[str]:
-        self.read.update(super().keys())
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self.read.update(super().keys())
-        return super().keys()
-
-    def values(self) -> Any:
-        self.read.update(super().keys())
-        return super().values()
-
-    def items(self) -> Any:
-        self.read.update(super().keys())
-        return super().items()
-
-    def check_used(self, model: nn.Module) -> None:
-        """Raise ModelError for an entry that neither forward takes nor the loss has read."""
-        names = forward_names(model)
-        if names is None:
-            return
-        unused = [key for key in dict.keys(self) if key not in {*names, *label_keys(model), *self.read}]
-        if unused:
-            raise ModelError(
-                "the batch has an entry that neither the model nor the loss uses",
-                given=f"{unused[0]}; {type(model).__name__}.forward takes {', '.join(sorted(names))}",
-                expected="forward's arguments by name, and what the loss reads from the batch",
-                hint=nearest(unused[0], names) or f"a batch without {unused[0]}",
-            )
 
 
 # Difference of projections relative to the norm: about 1 for different values, rounding for equal ones.

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group
-from plait.engine.inputs import shift_labels, shifts_labels
-from plait.engine.loss import Loss, LossReads, RecordedBatch, choose_loss
+from plait.engine.inputs import meta_micro
+from plait.engine.loss import Loss, LossReads, choose_loss
 from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
+    RecordedBatch,
     StageModule,
     activation_bytes,
     copy_to_meta,
@@ -151,9 +152,7 @@ class StageRunner:
         """Estimate `activation_bytes` for token ids of shape (batch, sequence), and the bytes kept between
         the two parts of a split backward; None if unknown. `block_outputs`: supplies the inputs of a later
         stage."""
-        ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
-        batch = {"input_ids": ids, "labels": ids}
-        targets = shift_labels(batch) if shifts_labels(self.module_part.module, self._user_loss) else batch
+        batch = meta_micro(batch_shape, self.module_part.module, self._user_loss)
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
         with contextlib.suppress(Exception), self.sharded.unsharder.paused(), self.logits():
             meta_module = copy_to_meta(self.module_part.module)
@@ -169,7 +168,7 @@ class StageRunner:
             def run() -> None:
                 outputs = meta_module(**inputs)
                 if self.is_last:
-                    self.loss(buffers)(outputs, targets)
+                    self.loss(buffers)(outputs, batch)
 
             deferred = DeferredBytes()
             with received, deferred.recording(meta_module):

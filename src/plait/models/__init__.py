@@ -34,6 +34,7 @@ from plait.models.stages.dataflow_check import DataflowCheck
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
     IGNORED_LABEL,
+    RecordedBatch,
     Task,
     cast_entries,
     check_attends_backwards,
@@ -60,6 +61,7 @@ __all__ = [
     "DataflowCheck",
     "DeviceKernelsOnMeta",
     "FlopFacts",
+    "RecordedBatch",
     "SaveFormat",
     "SavedGroup",
     "StageModule",

@@ -1,4 +1,5 @@
-"""The task of a Hugging Face model, and the entries of its batches: what its forward takes, and its labels.
+"""The task of a Hugging Face model, and the entries of its batches: what its forward takes, its labels, and
+what only the loss reads.
 
 [Note: entries of a batch]
 Entries that forward names are its arguments. The others, and the labels, are for the loss: sample weights,
@@ -13,14 +14,14 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from plait.errors import ModelError
+from plait.errors import ModelError, nearest
 from plait.models.blocks import Chain
 from plait.models.transformers_types import is_pretrained_model
 
@@ -219,6 +220,55 @@ def _language_modeling(
 
 def _is_encoder_decoder(base: "PreTrainedModel") -> bool:
     return bool(getattr(base.config, "is_encoder_decoder", False))
+
+
+class RecordedBatch(dict[str, Tensor]):
+    """A micro-batch that records which entries are read."""
+
+    def __init__(self, batch: Mapping[str, Tensor]) -> None:
+        super().__init__(batch)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Tensor:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def keys(self) -> Any:
+        self.read.update(dict.keys(self))
+        return dict.keys(self)
+
+    def values(self) -> Any:
+        self.keys()
+        return dict.values(self)
+
+    def items(self) -> Any:
+        self.keys()
+        return dict.items(self)
+
+    def check_used(self, model: nn.Module) -> None:
+        """Raise ModelError for an entry that neither forward takes nor the loss has read."""
+        names = forward_names(model)
+        if names is None:
+            return
+        unused = [key for key in dict.keys(self) if key not in {*names, *label_keys(model), *self.read}]
+        if unused:
+            raise ModelError(
+                "the batch has an entry that neither the model nor the loss uses",
+                given=f"{unused[0]}; {type(model).__name__}.forward takes {', '.join(sorted(names))}",
+                expected="forward's arguments by name, and what the loss reads from the batch",
+                hint=nearest(unused[0], names) or f"a batch without {unused[0]}",
+            )
 
 
 # The names that forward takes (None: any), those of them without a default, and whether it has `**kwargs`.
