@@ -2,8 +2,8 @@
 
 The blocks of a page are run in order, in one temporary directory that has the repository's `recipes`,
 `examples` and `tools`: those in bash by `bash -euo pipefail` each, those in Python all in one process, which
-keeps its names. A `make` target is not run (this test is part of one) but has to exist. An HTML comment
-before a block changes how it is run:
+keeps its names. A `make` target is not run (this test is part of one) but has to exist, and `plait bench
+device` measures small cases. An HTML comment before a block changes how it is run:
 
     <!-- test: shortened by `--set run.steps=3` -->    appends these words to its `plait train` commands
     <!-- test: needs several hosts -->                 is not run; the reason is one of NOT_RUN
@@ -19,13 +19,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 
-from support import warm
+from support import small_device, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = ("needs several hosts", "needs a GPU", "needs the network")
@@ -35,6 +34,7 @@ _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+|~~~+) *(?P<language>[\w+-]*)
 _COMMENT = re.compile(r"^ *<!-- test: (?P<text>.*?) *-->$")
 _SHORTENED = re.compile(r"^shortened by `(?P<words>[^`]+)`$")
 _TRAIN = re.compile(r"(?:^|\s)(?:plait|-m plait) train\b")
+_DEVICE = re.compile(r"\bplait bench device\b")
 _TARGET = re.compile(r"^([a-z][\w-]*):", re.M)
 
 
@@ -86,15 +86,12 @@ BLOCKS = [block for document in documents() for block in blocks_of(document)]
 class Page:
     """A document being run: in order, every block once."""
 
-    def __init__(self, blocks: list[Block], folder: Path, *, is_warm: bool = True) -> None:
-        """`is_warm`: Python, as well as `plait`, need not import its libraries."""
+    def __init__(self, blocks: list[Block], folder: Path) -> None:
         self._folder = folder
         self._environment = environment()
-        self._is_warm = is_warm
         (folder / ".bin").mkdir()
         path = os.pathsep.join((str(folder / ".bin"), self._environment["PATH"]))
-        commands = ("plait", "python") if is_warm else ("plait",)
-        self._environment |= {"PATH": path, **warm.install(folder / ".bin", *commands)}
+        self._environment |= {"PATH": path, **warm.install(folder / ".bin", "plait", "python")}
         self._to_run = blocks
         self._complaints: dict[Block, str] = {}
         self._python: Python | None = None
@@ -122,7 +119,7 @@ class Page:
             except UnknownTarget as error:
                 return str(error)
         if self._python is None or self._python.process.poll() is not None:
-            self._python = Python(self._folder, is_warm=self._is_warm)
+            self._python = Python(self._folder)
         return self._python.run(block)
 
 
@@ -150,13 +147,12 @@ class Python:
 
     PROGRAM = Path(__file__).with_name("page_python.py")
 
-    def __init__(self, folder: Path, *, is_warm: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()
-        start = partial(warm.Popen, script=self.PROGRAM) if is_warm else subprocess.Popen
         with theirs:
-            words = [str(theirs.fileno())]
-            self.process = start(
-                words if is_warm else [sys.executable, "-W", "error", str(self.PROGRAM), *words],
+            self.process = warm.Popen(
+                [str(theirs.fileno())],
+                script=self.PROGRAM,
                 pass_fds=[theirs.fileno()],
                 cwd=folder,
                 env=environment(),
@@ -195,7 +191,7 @@ def pages() -> Iterator[dict[Path, Page]]:
             page_folder.mkdir(parents=True)
             (page_folder / "data").symlink_to(data)  # the first page that needs tokens builds them for all
             blocks = [block for block in BLOCKS if block.document == document]
-            opened[document] = Page(blocks, page_folder, is_warm=document.name != "README.md")
+            opened[document] = Page(blocks, page_folder)
         yield opened
         for page in opened.values():
             page.close()
@@ -214,10 +210,11 @@ def environment() -> dict[str, str]:
 
 
 def shell_text(block: Block) -> str:
-    """The commands to run: prompts taken off, `make` lines checked and left out, trainings shortened."""
+    """The commands to run: prompts taken off, `make` lines checked and left out, trainings and the
+    measurement of devices shortened."""
     kept = []
     for number, line in enumerate(re.sub(r"\\\n\s*", "", block.text).splitlines(), 1):
-        command = line.removeprefix("$ ")
+        command = _DEVICE.sub(f"python {small_device.__file__} bench device", line.removeprefix("$ "))
         if re.match(r"\s*make\b", command):
             check_targets(block.line + number, command)
         elif block.more_words and _TRAIN.search(command):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from plait.bench import device
 from plait.cli.main import app
 from plait.plan.cost_model import COLLECTIVES
 from plait.plan.device_speed import OPERATORS
@@ -59,15 +60,24 @@ def test_two_ranks_are_started_measured_kept_and_drawn(tmp_path: Path) -> None:
     assert f"saved: {profile}" in out
 
 
-def test_devices_are_measured_and_the_best_plans_run_on_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "largest"),
+    [
+        pytest.param(small_device.__file__, small_device.LARGEST_PRODUCT, id="small"),
+        pytest.param("", max(device._SIZES["cpu"]), id="in full", marks=pytest.mark.sweep),
+    ],
+)
+def test_devices_are_measured_and_the_best_plans_run_on_them(
+    tmp_path: Path, script: str, largest: int
+) -> None:
     profile = tmp_path / "host.json"
     words = ("bench", "device", "--ranks", "2", "--rounds", "1", "--profile", profile)
-    out, _ = finish(start(*words, script=small_device.__file__))
+    out, _ = finish(start(*words, script=script))
     assert f"saved: {profile}, for --cluster this:2" in out
     found = load(profile).devices[2]
     assert (found.num_ranks, found.kind) == (2, "cpu")
     assert 1e8 < found.peak_flops["fp32"] < 1e14
-    assert re.search(f"│ +{small_device.LARGEST_PRODUCT} │", out)
+    assert re.search(f"│ +{largest} │", out)
     assert found.operator_rates["fp32"].keys() == set(OPERATORS)
     assert {row[0] for row in found.collectives} >= {"scattered sum", "unshard", "foreign all-reduce"}
 

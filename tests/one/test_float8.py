@@ -22,6 +22,7 @@ from plait.parallel.pipeline.split_backward import BackwardSplitter, SplitLinear
 from plait.plan import Plan
 from plait.train.explain_recipe import plan_table, to_json
 from support import float8, programs
+from support.compilers import compiles
 from support.float8 import outcome
 
 
@@ -231,12 +232,13 @@ def test_options_of_one_process_do_not_change_a_bit(words: str) -> None:
     assert losses(f"precision=fp8 {words}", 3) == losses("precision=fp8", 3)
 
 
-def test_a_compiled_model_in_float8_is_the_uncompiled_one() -> None:
+@pytest.mark.parametrize("in_cpp", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_a_compiled_model_in_float8_is_the_uncompiled_one(in_cpp: bool) -> None:
     """In float64 around the products: bf16 is rounded less often in compiled code."""
     ids = torch.randint(0, programs.VOCABULARY, (4, 16))
 
     def run(plan: str) -> tuple[float, dict[str, Tensor]]:
-        with mock.patch.object(Plan, "dtype", "fp64"):
+        with mock.patch.object(Plan, "dtype", "fp64"), compiles(in_cpp=in_cpp):
             engine = plait.parallelize(llama(ffn=96), plan, optimizer_args=programs.ADAMW, seed=3)
             return engine.step({"input_ids": ids, "labels": ids}).loss, engine.full_gradients()
 

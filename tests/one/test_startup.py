@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,50 @@ print()
 modules = sorted({name.partition(".")[0] for name in sys.modules})
 print(json.dumps([code, modules, sum(collections)]))
 """
+
+
+# One process after another as forks of one that has imported the command line, and no more.
+_FORKS = """
+import json, os, sys
+import plait.cli.main
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        sys.argv[1:] = [line]
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        exec(PROGRAM)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(flush=True)
+    print("end", flush=True)
+"""
+Forked = Callable[..., tuple[int, set[str], str]]
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Forked]:
+    """`loaded_by_command` without the imports of the command line, which take most of a refusal's time."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"PROGRAM = {_PROGRAM!r}\n{_FORKS}"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def run(*words: str) -> tuple[int, set[str], str]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps(words), file=process.stdin, flush=True)
+        lines = [*iter(process.stdout.readline, "end\n")]
+        assert process.poll() is None
+        code, modules, _ = json.loads(next(line for line in reversed(lines) if line.strip()))
+        return code, set(modules), "".join(lines)
+
+    yield run
+    process.communicate(timeout=60)
 
 
 def loaded_by_command(*words: str) -> tuple[int, set[str], str]:
@@ -62,8 +107,8 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "data", "bench", "checkpoint"])
-def test_help_loads_no_heavy_library(command: str) -> None:
-    code, modules, text = loaded_by_command(*command.split(), "--help")
+def test_help_loads_no_heavy_library(forked: Forked, command: str) -> None:
+    code, modules, text = forked(*command.split(), "--help")
     assert code == 0
     assert "Usage" in text
     assert "default: (" not in text
@@ -77,8 +122,8 @@ def test_the_version_loads_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_unknown_option_is_refused_without_a_heavy_library(command: str) -> None:
-    code, modules, text = loaded_by_command(*command.split(), "--no-such-option")
+def test_an_unknown_option_is_refused_without_a_heavy_library(forked: Forked, command: str) -> None:
+    code, modules, text = forked(*command.split(), "--no-such-option")
     assert code == 2
     assert "No such option" in text
     assert not modules.intersection(HEAVY)
@@ -123,8 +168,10 @@ def test_an_unknown_option_is_refused_without_a_heavy_library(command: str) -> N
         (("schedule", "1f1b", "--pp", "2", "--micro", "4", "--png", "a.gif"), ".png"),
     ],
 )
-def test_an_invalid_value_is_refused_without_a_heavy_library(words: tuple[str, ...], message: str) -> None:
-    code, modules, text = loaded_by_command(*words)
+def test_an_invalid_value_is_refused_without_a_heavy_library(
+    forked: Forked, words: tuple[str, ...], message: str
+) -> None:
+    code, modules, text = forked(*words)
     assert code == 2
     assert message in text
     assert not modules.intersection(HEAVY)

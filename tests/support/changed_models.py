@@ -269,4 +269,5 @@ CHANGES = (
 def task(build: Callable[..., nn.Module], *args: Any, **options: Any) -> programs.Task:
     """The task of training a changed model for three steps: LoRA's first gradient is zero in half of its
     matrices."""
-    return programs.Task(functools.partial(build, *args, **options), steps=3, own_loss=True)
+    built = functools.partial(build, *args, **options)
+    return programs.Task(built, steps=3, own_loss=True, reuses_traces=False)

@@ -1,10 +1,12 @@
 """Programs that tests run on ranks, and the one-process reference."""
 
+import functools
 import math
+import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm import Group, PartialReduceWork, Work, connect
+from plait.engine import spec
 from plait.models import causal_lm_on_meta
 
 SEQUENCES, LENGTH, VOCABULARY, STEPS = 12, 16, 61, 4
@@ -173,6 +176,7 @@ class Task:
     offload_dir: str | None = None
     own_loss: bool = False  # plait's own causal language model loss; else `summed_loss`
     tensor_plan: dict[str, str] | None = None
+    reuses_traces: bool = True  # see `reused_traces`; not where what is traced is changed by a test
 
 
 def train(build: Callable[[], nn.Module], plan: str, optimizer: str = "AdamW") -> Trace:
@@ -207,20 +211,61 @@ def engine_of(task: Task, plan: str, seed: int = 3, world: Any = None) -> plait.
         options |= {} if task.clip_value is None else {"clip_value": task.clip_value}
         options |= {} if task.probe is None else {"probe": task.probe}
         options |= {} if task.tensor_plan is None else {"tensor_plan": task.tensor_plan}
-        return plait.parallelize(
-            model,
-            plan,
-            optimizer=plait.Lion if task.optimizer == "Lion" else getattr(torch.optim, task.optimizer),
-            optimizer_args=task.arguments,
-            clip_norm=task.clip_norm,
-            loss=None if task.own_loss else summed_loss,
-            seed=seed,
-            offload_dir=task.offload_dir,
-            world=world,
-            **options,
-        )
+        with reused_traces(task):
+            return plait.parallelize(
+                model,
+                plan,
+                optimizer=plait.Lion if task.optimizer == "Lion" else getattr(torch.optim, task.optimizer),
+                optimizer_args=task.arguments,
+                clip_norm=task.clip_norm,
+                loss=None if task.own_loss else summed_loss,
+                seed=seed,
+                offload_dir=task.offload_dir,
+                world=world,
+                **options,
+            )
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+_TRACES: dict[Any, Any] = {}
+
+
+@contextmanager
+def reused_traces(task: Task) -> Iterator[None]:
+    """Inside the context, `parallelize` takes a tensor plan or stages from an earlier engine of this process
+    if the model is built by the same function, and the arguments are the same.
+
+    They are values that follow from the model's code, and to trace a model on meta for them takes half of an
+    engine's time. With an example batch they are traced each time.
+    """
+    try:
+        build = pickle.dumps(task.build)
+    except (pickle.PicklingError, AttributeError, TypeError):  # a function that has no name
+        build = b""
+    with ExitStack() as patches:
+        for name in ("build_tp_plan", "plan_stages") if task.reuses_traces and build else ():
+            reusing = functools.partial(_reusing, getattr(spec, name), build)
+            patches.enter_context(mock.patch.object(spec, name, reusing))
+        yield
+
+
+def _reusing(function: Callable[..., Any], build: bytes, model: nn.Module, *args: Any, **given: Any) -> Any:
+    if given["batch"] is not None:
+        return function(model, *args, **given)
+    key = function.__name__, build, _comparable(args), _comparable(given)
+    if key not in _TRACES:
+        _TRACES[key] = function(model, *args, **given)
+    return _TRACES[key]
+
+
+def _comparable(value: Any) -> Any:
+    """The value with tuples for its containers, and types for modules, which are named there."""
+    if isinstance(value, Mapping):
+        return tuple((key, _comparable(entry)) for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_comparable, value))
+    return type(value) if isinstance(value, nn.Module) else value
 
 
 def _plain_task(build: Callable[..., nn.Module], optimizer: str) -> Task:

@@ -1,4 +1,4 @@
-"""`plait` whose `bench device` measures fewer and smaller cases; the page docs/planner.md measures all.
+"""`plait` whose `bench device` measures fewer and smaller cases; the sweep measures all.
 
 As a script it is that command, and as a context manager the same for this process and its forks.
 """

@@ -1,7 +1,7 @@
 """Commands in processes that have imported their libraries already: `Popen` for `python -m plait`, `install`
 for the `plait` or `python` of a shell.
 
-Their own start, with the imports, is what tests/one/test_startup.py and the README's torchrun and Python run.
+Their own start, with the imports, is what tests/one/test_startup.py and benchmarks/startup.py run.
 """
 
 import atexit
