@@ -23,6 +23,7 @@ from plait.models import (
     forward_inputs,
     label_keys,
     receiving,
+    token_batch,
     watch_activations,
 )
 from plait.parallel.pipeline.split_backward import DeferredBytes
@@ -150,8 +151,7 @@ class StageRunner:
         """Estimate `activation_bytes` for token ids of shape (batch, sequence), and the bytes kept between
         the two parts of a split backward; None if unknown. `block_outputs`: supplies the inputs of a later
         stage."""
-        ids = torch.zeros(batch_shape, dtype=torch.long, device="meta")
-        batch = {"input_ids": ids, "labels": ids}
+        batch = token_batch(*batch_shape)
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
         with contextlib.suppress(Exception), self.sharded.unsharder.paused(), self.logits():
             meta_module = copy_to_meta(self.module_part.module)

@@ -1,13 +1,5 @@
 """Facts and forms of a model: its blocks, initial weights, sharding, stages, activations and file names."""
 
-from plait.models.activation_memory import (
-    BlockOutputs,
-    DeviceKernelsOnMeta,
-    activation_bytes,
-    copy_to_meta,
-    running_on_meta,
-    watch_activations,
-)
 from plait.models.batch_entries import RecordedBatch, forward_names
 from plait.models.blocks import Blocks, Chain, FlopFacts, default_groups, unit_facts
 from plait.models.huggingface import (
@@ -43,6 +35,9 @@ from plait.models.task import (
     task_of,
     without_cache,
 )
+from plait.models.trace.modes import device_kernels
+from plait.models.trace.prepare import copy_to_meta, running_on_meta, token_batch
+from plait.models.trace.saved import BlockOutputs, activation_bytes, watch_activations
 from plait.models.transformers_types import (
     input_embedding,
     is_model_output_class,
@@ -57,7 +52,6 @@ __all__ = [
     "Blocks",
     "Chain",
     "DataflowCheck",
-    "DeviceKernelsOnMeta",
     "FlopFacts",
     "RecordedBatch",
     "SaveFormat",
@@ -78,6 +72,7 @@ __all__ = [
     "copy_to_meta",
     "decided_on_cpu",
     "default_groups",
+    "device_kernels",
     "foreign_modules",
     "forward_inputs",
     "forward_names",
@@ -100,6 +95,7 @@ __all__ = [
     "seeded_rng",
     "split_stage",
     "task_of",
+    "token_batch",
     "unit_facts",
     "vocabulary_size",
     "watch_activations",

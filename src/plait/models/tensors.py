@@ -31,3 +31,19 @@ def summary(tensor: Tensor) -> Tensor:
     flat = torch.nan_to_num(tensor.detach().double().flatten(), posinf=1.0, neginf=-1.0)
     direction = torch.cos(torch.arange(flat.numel(), device=flat.device, dtype=torch.float64))
     return torch.stack([flat @ direction, flat.norm()])
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The address of a tensor's storage, which views share; it may be reused once the storage is freed."""
+    return tensor.untyped_storage()._cdata
+
+
+def direct_tensors(values: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments or results: in lists, tuples and values of dicts."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in direct_tensors(value)]
