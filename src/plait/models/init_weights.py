@@ -37,11 +37,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from plait.errors import ModelError
 from plait.models.construction import repeat_construction
+from plait.models.tensors import storage_key
+from plait.models.trace.modes import watching_reads
 from plait.models.transformers_types import is_pretrained_model
 
 _Store = Callable[[str, Tensor], None]  # (name, values)
@@ -157,7 +157,7 @@ class _ModelInitializer:
         self._name_of = {parameter: name for name, parameter in self.parameters.items()}
         self._names_at: dict[int, set[str]] = {}  # by storage address on meta
         for name, parameter in self.parameters.items():
-            self._names_at.setdefault(parameter.untyped_storage()._cdata, set()).add(name)
+            self._names_at.setdefault(storage_key(parameter), set()).add(name)
         self._slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.parameters}
         for module in model.modules():
             for key, owned in module._parameters.items():
@@ -236,18 +236,18 @@ class _ModelInitializer:
 
     def _attempt(self, init: _InitStep, real: Mapping[str, nn.Parameter], below: Set[str]) -> Set[str]:
         """Run it with these parameters materialized. Return the others accessed: if any, it has to rerun."""
-        recorder = _MetaAccessRecorder(self._names_at)
+        seen: set[str] = set()  # names of the parameters on meta that operators read or write, also by views
         with self._bound(real):
             try:
-                with recorder:
+                with watching_reads(lambda key: seen.update(self._names_at.get(key, ()))):
                     init.run(self.seed, self.device)
             except Exception:  # perhaps because of a tensor on meta
-                missing = (recorder.seen - real.keys()) or (below - real.keys())
+                missing = (seen - real.keys()) or (below - real.keys())
                 if not missing:
                     raise
                 return missing
             self._check_not_replaced(init, real)
-        return recorder.seen - real.keys()
+        return seen - real.keys()
 
     def _store_values(self, init: _InitStep, real: dict[str, nn.Parameter]) -> None:
         self._log.append((init, frozenset(real)))
@@ -330,21 +330,6 @@ class _ModelInitializer:
         """Copies for `_restore`, so that an initialization that reruns starts from the same buffers."""
         buffers = {b for module in modules for b in module.buffers() if b in self._buffers}
         return [(buffer, buffer.clone()) for buffer in buffers]
-
-
-class _MetaAccessRecorder(TorchDispatchMode):
-    """Collect the names of the parameters on meta that operations read or write, directly or by views."""
-
-    def __init__(self, names_at: Mapping[int, Set[str]]) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-        self._names_at = names_at
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and value.is_meta:
-                self.seen |= self._names_at.get(value.untyped_storage()._cdata, set())
-        return func(*args, **(kwargs or {}))
 
 
 def _modules_without(module: nn.Module, skip: Set[nn.Module]) -> Iterator[nn.Module]:

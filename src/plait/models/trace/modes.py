@@ -74,6 +74,18 @@ class Operators(TorchDispatchMode):
         return result
 
 
+def watching_reads(on_read: Callable[[int], object]) -> Operators:
+    """Return a context that calls `on_read` with the storage (`storage_key`) of each operator's arguments,
+    before the operator runs."""
+
+    def handle(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for tensor in direct_tensors((args, kwargs)):
+            on_read(storage_key(tensor))
+        return func(*args, **kwargs)
+
+    return Operators(handle)
+
+
 def on_mixed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on meta tensors and others: a batch's values, and tables that a module keeps in plain
     attributes. One without a kernel on meta runs on the CPU, with zeros."""
