@@ -21,9 +21,8 @@ from plait.models.init_weights import initialize_weights, parameter_only_modules
 from plait.models.mask_decisions import decided_on_cpu, remember_sources
 from plait.models.sharding.layout import with_layout
 from plait.models.sharding.plan import build_tp_plan
-from plait.models.stages.assign import plan_stages
+from plait.models.stages.assign import DataflowCheck, plan_stages
 from plait.models.stages.dataflow import blocks_of
-from plait.models.stages.dataflow_check import DataflowCheck
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
     IGNORED_LABEL,
