@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from plait.errors import ModelError
 from plait.models import causal_lm_on_meta, initialize_weights, seeded_rng
-from plait.models.construction import RecordedConstruction
+from plait.models.init_weights import RecordedConstruction
 
 CPU = torch.device("cpu")
 SEED = 7

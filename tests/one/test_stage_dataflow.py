@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import plait
 from plait.errors import ModelError
 from plait.models import causal_lm_on_meta
-from plait.models.activation_memory import OperatorsOnMeta
+from plait.models.trace.modes import Operators as OperatorsOnMeta
 
 WIDTH, VOCABULARY = 8, 16
 PLAN = "schedule=interleaved chunks=2 micro=2 precision=fp64"  # two stages on one rank

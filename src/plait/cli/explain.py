@@ -186,15 +186,12 @@ def _explain_model(
     from plait.engine.spec import Arguments
     from plait.estimate.dry_run import HypotheticalRanks
     from plait.estimate.explain import explain as explain_model
+    from plait.models import token_batch
     from plait.verify.model_spec import parse_source, to_module
 
     micro = parsed.check_batch(batch or parsed.data_ranks * parsed.micro)
     spec = replace(parse_source(model, layers=0, full=True), layout=layout).spec()
-    if spec.batch is not None:
-        inputs = spec.batch(0, micro)
-    else:
-        ids = torch.zeros(micro, sequence, dtype=torch.long, device="meta")
-        inputs = {"input_ids": ids, "labels": ids}
+    inputs = token_batch(micro, sequence) if spec.batch is None else spec.batch(0, micro)
     if hardware is not None:
         cluster = HypotheticalRanks.of_hardware(hardware, host_size)
     else:

@@ -54,6 +54,7 @@ from plait.models import (
     pretrained_base,
     remember_sources,
     task_of,
+    token_batch,
 )
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.axes import Divides
@@ -102,8 +103,7 @@ def shift_labels(batch: Batch) -> Batch:
 
 def meta_micro(shape: tuple[int, int], model: nn.Module, loss: object) -> Batch:
     """Return a micro-batch of token ids of this (samples, tokens) shape on meta, as stages receive it."""
-    ids_BS = torch.zeros(shape, dtype=torch.long, device="meta")
-    batch = {"input_ids": ids_BS, "labels": ids_BS}
+    batch = token_batch(*shape)
     return shift_labels(batch) if shifts_labels(model, loss) else batch
 
 

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from plait.comm import Group, all_gather
 from plait.engine.inputs import shift_labels, shifts_labels
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, Task, pretrained_base, task_of
-from plait.models.tensors import summary
+from plait.models.tensors import storage_key, summary
+from plait.models.trace.modes import watching_reads
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, cross_entropy
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
@@ -228,23 +228,6 @@ def _check_shape(labels: Tensor, expected: Sequence[int], words: str) -> None:
 _SAME = 1e-2
 
 
-class RecordedReads(TorchDispatchMode):
-    """Records which tensors operators read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor):
-                self._storages.add(value.untyped_storage()._cdata)
-        return func(*args, **(kwargs or {}))
-
-    def read(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._storages
-
-
 class LossReads:
     """Checks what a user's loss reads. See [Note: outputs that are read later]."""
 
@@ -259,9 +242,10 @@ class LossReads:
         named = named_tensors(outputs) if self._group.size > 1 else {}
         if named.keys() <= self._compared:
             return loss(outputs, batch)
-        with RecordedReads() as reads:
+        read: set[int] = set()
+        with watching_reads(read.add):
             result = loss(outputs, batch)
-        marks = {name: name not in self._compared and reads.read(tensor) for name, tensor in named.items()}
+        marks = {n: n not in self._compared and storage_key(tensor) in read for n, tensor in named.items()}
         if any(marks.values()):
             self._compared |= check_replicated(named, self._group, marks)
         return result

@@ -24,7 +24,7 @@ from plait.engine.build import build_stages
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
-from plait.models import BlockOutputs, DeviceKernelsOnMeta, copy_to_meta, running_on_meta
+from plait.models import BlockOutputs, copy_to_meta, device_kernels, running_on_meta
 from plait.parallel.activation_checkpoint import RecomputedForward
 from plait.parallel.pipeline.executor import StageInput
 from plait.parallel.pipeline.serialize import PackedOutput, pack
@@ -126,7 +126,7 @@ def dry_stages(
     for _, block in chain.from_iterable(stage.module_part.blocks for stage in stages.values()):
         # Recomputed in backward in the same mode as in forward; torch does not enter function modes there.
         if isinstance(block.forward, RecomputedForward):
-            block.forward.add_context(partial(DeviceKernelsOnMeta, device))
+            block.forward.add_context(partial(device_kernels, device))
     run = _MicrobatchRun(mesh, stages, micro, splitter, {stage for stage, _ in spec.schedule.split})
     with running_on_meta(device), _model_errors():
         run.forward()

@@ -1,13 +1,5 @@
 """Facts and forms of a model: its blocks, initial weights, sharding, stages, activations and file names."""
 
-from plait.models.activation_memory import (
-    BlockOutputs,
-    DeviceKernelsOnMeta,
-    activation_bytes,
-    copy_to_meta,
-    running_on_meta,
-    watch_activations,
-)
 from plait.models.blocks import Blocks, Chain, FlopFacts, default_groups, unit_facts
 from plait.models.huggingface import (
     buffers_like_weights,
@@ -28,9 +20,8 @@ from plait.models.init_weights import initialize_weights, parameter_only_modules
 from plait.models.mask_decisions import decided_on_cpu, remember_sources
 from plait.models.sharding.layout import with_layout
 from plait.models.sharding.plan import build_tp_plan
-from plait.models.stages.assign import plan_stages
+from plait.models.stages.assign import DataflowCheck, plan_stages
 from plait.models.stages.dataflow import blocks_of
-from plait.models.stages.dataflow_check import DataflowCheck
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
     IGNORED_LABEL,
@@ -45,6 +36,9 @@ from plait.models.task import (
     task_of,
     without_cache,
 )
+from plait.models.trace.modes import device_kernels
+from plait.models.trace.prepare import copy_to_meta, running_on_meta, token_batch
+from plait.models.trace.saved import BlockOutputs, activation_bytes, watch_activations
 from plait.models.transformers_types import (
     input_embedding,
     is_model_output_class,
@@ -59,7 +53,6 @@ __all__ = [
     "Blocks",
     "Chain",
     "DataflowCheck",
-    "DeviceKernelsOnMeta",
     "FlopFacts",
     "RecordedBatch",
     "SaveFormat",
@@ -81,6 +74,7 @@ __all__ = [
     "copy_to_meta",
     "decided_on_cpu",
     "default_groups",
+    "device_kernels",
     "foreign_modules",
     "forward_inputs",
     "forward_names",
@@ -103,6 +97,7 @@ __all__ = [
     "seeded_rng",
     "split_stage",
     "task_of",
+    "token_batch",
     "unit_facts",
     "vocabulary_size",
     "watch_activations",

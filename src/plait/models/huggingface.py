@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models.construction import RecordedConstruction
 from plait.models.huggingface_config import build_on_meta, check_config_values, read_config
+from plait.models.init_weights import RecordedConstruction
 from plait.models.transformers_types import is_pretrained_model
 
 if TYPE_CHECKING:

@@ -29,9 +29,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from plait.errors import ModelError, shown, unknown_key_hint
 from plait.fileio import missing_hint, read_json
-from plait.models.activation_memory import running_on_meta
-from plait.models.construction import RecordedConstruction
-from plait.models.init_weights import with_parameters_on_meta
+from plait.models.init_weights import RecordedConstruction, with_parameters_on_meta
+from plait.models.trace.prepare import running_on_meta
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

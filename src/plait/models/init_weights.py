@@ -8,8 +8,8 @@ copies what it needs, and dropped: one module is materialized at a time. Before 
 seeded with a hash of (seed, the module's name), so a module's values depend on no other module, on no rank
 and on no plan. Buffers of a meta model are allocated for good; their module's own initialization fills them.
 Parameters and buffers are poisoned first (NaN, the least integer). A parameter that no initialization set
-gets the values of its constructor, if they were recorded (construction.py). Otherwise, and for buffers, an
-error names it, instead of training garbage.
+gets the values of its constructor, if they were recorded ([Note: values of constructors]). Otherwise, and for
+buffers, an error names it, instead of training garbage.
 
 [Note: modules that initialize other modules' parameters]
 The tensors that a module's initialization accesses are recorded. If it accesses parameters that are on meta
@@ -27,21 +27,28 @@ skipped module is deferred: it is drawn after all before a container that turns 
 it, since the container's further random numbers may depend on how many it drew for that one, and on its
 attributes. A module that shares a parameter with one that is not skipped is not skipped: it may set the
 parameter's final value.
+
+[Note: values of constructors]
+A library's own initialization may leave out parameters whose constructor gives them values: a bias that is
+created as zeros. On meta these values are lost. So the calls that set them are recorded: a function that
+creates a tensor with values, and in-place functions on all of a tensor, without other tensors. After any
+other change, the values are unknown.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from plait.errors import ModelError
-from plait.models.construction import repeat_construction
+from plait.models.tensors import storage_key
+from plait.models.trace.modes import Functions, watching_reads
 from plait.models.transformers_types import is_pretrained_model
 
 _Store = Callable[[str, Tensor], None]  # (name, values)
@@ -157,7 +164,7 @@ class _ModelInitializer:
         self._name_of = {parameter: name for name, parameter in self.parameters.items()}
         self._names_at: dict[int, set[str]] = {}  # by storage address on meta
         for name, parameter in self.parameters.items():
-            self._names_at.setdefault(parameter.untyped_storage()._cdata, set()).add(name)
+            self._names_at.setdefault(storage_key(parameter), set()).add(name)
         self._slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.parameters}
         for module in model.modules():
             for key, owned in module._parameters.items():
@@ -236,18 +243,18 @@ class _ModelInitializer:
 
     def _attempt(self, init: _InitStep, real: Mapping[str, nn.Parameter], below: Set[str]) -> Set[str]:
         """Run it with these parameters materialized. Return the others accessed: if any, it has to rerun."""
-        recorder = _MetaAccessRecorder(self._names_at)
+        seen: set[str] = set()  # names of the parameters on meta that operators read or write, also by views
         with self._bound(real):
             try:
-                with recorder:
+                with watching_reads(lambda key: seen.update(self._names_at.get(key, ()))):
                     init.run(self.seed, self.device)
             except Exception:  # perhaps because of a tensor on meta
-                missing = (recorder.seen - real.keys()) or (below - real.keys())
+                missing = (seen - real.keys()) or (below - real.keys())
                 if not missing:
                     raise
                 return missing
             self._check_not_replaced(init, real)
-        return recorder.seen - real.keys()
+        return seen - real.keys()
 
     def _store_values(self, init: _InitStep, real: dict[str, nn.Parameter]) -> None:
         self._log.append((init, frozenset(real)))
@@ -332,21 +339,6 @@ class _ModelInitializer:
         return [(buffer, buffer.clone()) for buffer in buffers]
 
 
-class _MetaAccessRecorder(TorchDispatchMode):
-    """Collect the names of the parameters on meta that operations read or write, directly or by views."""
-
-    def __init__(self, names_at: Mapping[int, Set[str]]) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-        self._names_at = names_at
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and value.is_meta:
-                self.seen |= self._names_at.get(value.untyped_storage()._cdata, set())
-        return func(*args, **(kwargs or {}))
-
-
 def _modules_without(module: nn.Module, skip: Set[nn.Module]) -> Iterator[nn.Module]:
     """Yield the module and its submodules, except skipped ones."""
     yield module
@@ -399,3 +391,87 @@ def _seed(device: torch.device, *parts: object) -> None:
 
 def _cuda_devices(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
+
+
+# --- values of constructors
+
+_RECORDED = "plait_recorded"  # of a parameter on meta: the calls that set its values
+_CREATORS = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.linspace)
+_CHANGED = object()
+
+
+@dataclass(frozen=True)
+class _RecordedCall:
+    """A call of a function that creates a tensor, or that changes one in place, which is _CHANGED here."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def apply(self, values: Tensor) -> None:
+        if self.func in _CREATORS:
+            kwargs = {**self.kwargs, "device": values.device, "dtype": values.dtype}
+            values.copy_(self.func(*self.args, **kwargs))
+        else:
+            given = (self.args, self.kwargs)
+            args, kwargs = tree_map(lambda leaf: values if leaf is _CHANGED else leaf, given)
+            self.func(*args, **kwargs)
+
+
+class RecordedConstruction:
+    """Inside the context, record the calls that set values of tensors on meta; and create scalars on the CPU
+    instead: constants, which no initialization knows."""
+
+    def __init__(self) -> None:
+        self._mode = Functions(self._record)
+        self._calls: dict[int, list[_RecordedCall]] = {}  # by storage
+        self._unknown: set[int] = set()  # storages with other changes
+        self._alive: list[Any] = []  # storages, so that no address is reused
+
+    def __enter__(self) -> "RecordedConstruction":
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+    def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func is torch.tensor and args and isinstance(args[0], int | float):
+            kwargs = {"device": "cpu", **kwargs}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        result = func(*args, **kwargs)
+        if func in _CREATORS:
+            self._add(result, func, args, kwargs, is_known=True)
+        for tensor, version in zip(tensors, versions, strict=True):
+            if tensor._version != version:
+                is_known = len(tensors) == 1 and _is_all_of_its_storage(tensor)
+                self._add(tensor, func, args, kwargs, is_known=is_known)
+        return result
+
+    def attach(self, model: nn.Module) -> None:
+        """Store the calls on the model's parameters."""
+        for parameter in model.parameters():
+            storage = storage_key(parameter)
+            if storage in self._calls.keys() - self._unknown and _is_all_of_its_storage(parameter):
+                setattr(parameter, _RECORDED, tuple(self._calls[storage]))
+
+    def _add(self, tensor: Tensor, func: Any, args: Any, kwargs: Any, *, is_known: bool) -> None:
+        if tensor.is_meta:
+            storage = tensor.untyped_storage()
+            self._alive.append(storage)
+            args, kwargs = tree_map_only(Tensor, lambda _: _CHANGED, (args, kwargs))
+            self._calls.setdefault(storage._cdata, []).append(_RecordedCall(func, args, kwargs))
+            self._unknown |= set() if is_known else {storage._cdata}
+
+
+def repeat_construction(parameter: Tensor, values: Tensor) -> None:
+    """Set values as the constructor of this parameter on meta did, as far as recorded."""
+    calls: Sequence[_RecordedCall] = getattr(parameter, _RECORDED, ())
+    for call in calls:
+        call.apply(values)
+
+
+def _is_all_of_its_storage(tensor: Tensor) -> bool:
+    num_bytes = math.prod(tensor.shape) * tensor.element_size()
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == num_bytes

@@ -62,3 +62,19 @@ class WeakTensorMap(Generic[V]):
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The address of a tensor's storage, which views share; it may be reused once the storage is freed."""
+    return tensor.untyped_storage()._cdata
+
+
+def direct_tensors(values: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments or results: in lists, tuples and values of dicts."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in direct_tensors(value)]

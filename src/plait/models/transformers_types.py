@@ -57,6 +57,10 @@ def linear_forwards() -> dict[Any, bool]:
     }
 
 
+def has_linear_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) in linear_forwards()
+
+
 def _loaded_class(module: str, name: str) -> Any:
     """The class if its module has been imported, else (), of which nothing is an instance."""
     return getattr(sys.modules.get(f"transformers.{module}"), name, ())

@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.errors import ConfigError, nearest
+from plait.models.trace.modes import Operators
 
 # Options of the optimizer's groups: group 0 has weight decay as in the arguments, group 1 has none.
 DEFAULT_GROUPS: tuple[Mapping[str, Any], ...] = ({}, {"weight_decay": 0.0})
@@ -271,7 +271,7 @@ class GroupOptimizer:
             optimizer.sum_over_shards = lambda _, sums: sums.sum(0, keepdim=True).expand_as(sums)
         before, all_groups = _options_text(optimizer), optimizer.param_groups
         try:
-            with _ReadsOfMeta():
+            with Operators():  # shapes of states do not depend on numbers that are read on meta
                 for step in range(_STEPS):
                     for leaf, number in zip(leaves, numbers, strict=True):
                         leaf.grad = 100.0 ** (step % 4 - 1) * ((number + 1) * (0.7 * step + 1.3)).sin()
@@ -289,15 +289,6 @@ class GroupOptimizer:
         if _options_text(optimizer) != before:
             raise self.refusal("it counts in its param_groups, which are stepped a slice at a time")
         return optimizer, leaves
-
-
-class _ReadsOfMeta(TorchDispatchMode):
-    """Lets a number be read from a meta tensor: 1. The shapes of states do not depend on it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.ones((), dtype=args[0].dtype).tolist()
-        return func(*args, **kwargs or {})
 
 
 def state_kinds(

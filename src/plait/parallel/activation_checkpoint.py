@@ -88,7 +88,7 @@ def recompute_blocks(blocks: Sequence[nn.Module], recompute: str) -> None:
 class RecomputedForward:
     """A block's forward that is recomputed in backward. A deep copy of the block gets its own.
 
-    `on_save` is called with every tensor that is saved outside autograd; see `models/activation_memory.py`.
+    `on_save` is called with every tensor that is saved outside autograd; see `models/trace/saved.py`.
     """
 
     def __init__(self, block: nn.Module, *, selective: bool) -> None:

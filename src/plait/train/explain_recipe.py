@@ -16,6 +16,7 @@ from plait.engine.spec import Arguments
 from plait.errors import ConfigError
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, RankClass, explain
+from plait.models import token_batch
 from plait.parallel.float8 import Float8Layers
 from plait.plan import AXES, CommCount, CommKey, Plan, format_bytes, used_categories
 from plait.plan.comm_log import sum_traffic, to_rows
@@ -320,7 +321,6 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
     sequences = plan.check_batch(recipe.run.batch)
     check_optimizer_args(recipe.optimizer)
     check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
-    ids = torch.zeros(sequences, recipe.data.sequence, dtype=torch.long, device="meta")
     model = model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None}))
     given = Arguments(
         model,
@@ -330,7 +330,7 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
         param_groups=param_groups(recipe.optimizer, model),
         tensor_plan=recipe.model.tensor_plan,
     )
-    return explain(given, {"input_ids": ids, "labels": ids}, cluster)
+    return explain(given, token_batch(sequences, recipe.data.sequence), cluster)
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:

@@ -39,18 +39,13 @@ from torch.utils._pytree import tree_flatten
 
 from plait.errors import ModelError
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
-from plait.models.sharding.features import Features, copied, follow
+from plait.models.sharding.features import BLANK, Features, copied, follow
 from plait.models.sharding.styles import layer_pattern
-from plait.models.sharding.tracing import (
-    BLANK,
-    TensorTracer,
-    has_linear_forward,
-    storage_key,
-    tracing_on_meta,
-)
-from plait.models.stages.dataflow import traced_batches
 from plait.models.task import forward_inputs
-from plait.models.tensors import tensors_in
+from plait.models.tensors import storage_key, tensors_in
+from plait.models.trace.modes import Operators, on_mixed, without_dropout
+from plait.models.trace.prepare import prepared, traced_batches
+from plait.models.transformers_types import has_linear_forward
 from plait.plan.axes import FEATURES
 from plait.plan.sharding import Style, token_regions
 
@@ -148,12 +143,12 @@ def follow_columns(
         for kind_of in (kinds, {}):
             found = Columns()
             try:
-                with tracing_on_meta(builder.model):
+                with prepared(builder.model), without_dropout():
                     tracer = _ColumnTracer(
                         builder, regions, pure if sequence else frozenset(), sequence, found, own, kind_of
                     )
                     inputs = forward_inputs(builder.model, traced)
-                    with tracer:
+                    with Operators(tracer.run):
                         tracer.complete(tensors_in(builder.model.train()(**inputs)))
                 return found
             except MisfitError:
@@ -198,7 +193,7 @@ def _with_place(state: State, tensor: Tensor) -> State:
     return replace(state, place=Features(frozenset({("tokens", 1)}), 1, tensor.shape[1]))
 
 
-class _ColumnTracer(TensorTracer):
+class _ColumnTracer:
     """Follow the states of tensors through operators. `own`: names of each module's parameters; `kinds`: of
     blocks, the same if they are equal."""
 
@@ -212,12 +207,13 @@ class _ColumnTracer(TensorTracer):
         own: Mapping[str, Mapping[str, str]],
         kinds: Mapping[str, Any],
     ) -> None:
-        super().__init__()
         self._builder, self._found, self._sequence, self._own = builder, found, sequence, own
         self._pure, self._kinds = pure, kinds
         self._states: dict[int, State] = {}  # by tensor
         self._written: dict[int, State] = {}  # by storage, of tensors that are older than the last write
         self._fresh: dict[int, set[int]] = {}  # tensors that are not, by storage
+        self._blank: dict[int, Tensor] = {}  # memory without values, by storage
+        self._alive: list[Any] = []  # tensors and storages, so that no address is reused
         self._depth = 0  # of layers that run
         self._region = ""  # of the last layer that ran
         self._followed: dict[Any, tuple[str, Any]] = {}  # a block and its output, by its kind and inputs
@@ -416,16 +412,17 @@ class _ColumnTracer(TensorTracer):
         return self._states.get(id(tensor), _PLAIN)
 
     def _set(self, tensor: Tensor, state: State) -> None:
-        self._hold(tensor)
+        self._alive += [tensor, tensor.untyped_storage()]
         self._states[id(tensor)] = state
         if (key := storage_key(tensor)) in self._written:
             self._fresh[key].add(id(tensor))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator on meta."""
+        result = on_mixed(func, args, kwargs)
         if func.overloadpacket in _SHAPED:
-            self._add_blank([result])
+            self._alive += [result, result.untyped_storage()]
+            self._blank[storage_key(result)] = result
         elif not self._depth:
             given = [(tensor, self._state(tensor)) for tensor in tensors_in((args, kwargs))]
             if any(state != _PLAIN for _, state in given):

@@ -11,8 +11,8 @@ A linear layer may be sharded over its outputs in two ways.
   model's result) ends the search.
 
 What features meet may be the same for all of them and depend on a parameter, or on a layer whose output is
-full: then its gradient is a sum over columns (uses.py [Note: parts]). Only a run shows which outputs are
-full. So the model runs again with full outputs of the layers that ended the search, and others may get
+full: then its gradient is a sum over columns (uses.py [Note: parts]). Only the recording shows which outputs
+are full. So it is read again with full outputs of the layers that ended the search, and others may get
 further.
 
 Layers that end the search gather, unless they are small next to their block, or to what is divided in their
@@ -36,14 +36,15 @@ from torch import Tensor, nn
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.heads import attention_of, head_counts, is_of_heads
 from plait.models.sharding.styles import STYLES, StyleSpec
-from plait.models.sharding.uses import FeatureUses, TracedResult, trace_feature_uses
-from plait.models.stages.dataflow import traced_batches
+from plait.models.sharding.uses import FeatureUses, TracedResult, feature_uses, record_uses
+from plait.models.trace.prepare import traced_batches
+from plait.models.trace.recorder import ModelTrace
 from plait.plan.sharding import Range, Style
 
 # Layers are replicated if the linear ones of their block have this many times as many weights: one that would
 # gather, two or more that would sum.
 _SMALL, _TINY = 16, 64
-_MAX_RUNS = 4
+_MAX_ROUNDS = 4
 
 
 def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) -> dict[str, StyleSpec]:
@@ -52,12 +53,13 @@ def derive_styles(builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None) ->
     `batch`: an example; None: token ids. Raises whatever the model's code raises on meta.
     """
     full_outputs = {name for name in builder.modules if not _num_weights(builder, name)}
-    traced, uses = _traced(builder, batch, full_outputs)
-    for _ in range(_MAX_RUNS):
+    traced, trace = _recorded(builder, batch)
+    uses = feature_uses(builder, trace, full_outputs)
+    for _ in range(_MAX_ROUNDS):
         full_outputs |= uses.first_escaped
         if full_outputs.issuperset(name for name in uses.called if name in uses.escaped):
             break
-        uses = trace_feature_uses(builder, traced, full_outputs)
+        uses = feature_uses(builder, trace, full_outputs)
     builder.needs_all_features |= uses.escaped | full_outputs
     in_blocks = {name for name in uses.called if builder.block_of(name) is not None}
     layers = in_blocks - uses.read_elsewhere
@@ -258,7 +260,7 @@ def _is_repeated(
 ) -> bool:
     """Return whether the model on the first column's shards runs the operators of the full run, on shards."""
     try:
-        shards = trace_feature_uses(builder, batch, full_outputs, styles)
+        shards = feature_uses(builder, record_uses(builder, batch, styles), full_outputs)
     except Exception:  # any error of the model's code, whose views or sums do not fit
         return False
     columns = {name for name, spec in styles.items() if spec.style is Style.COLUMN}
@@ -281,14 +283,14 @@ def _is_repeated(
     )
 
 
-def _traced(
-    builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None, full_outputs: Set[str]
-) -> tuple[Mapping[str, Tensor], FeatureUses]:
-    """Return the batch with which the model runs on meta, and the uses of layers in the run."""
+def _recorded(
+    builder: TPPlanBuilder, batch: Mapping[str, Tensor] | None
+) -> tuple[Mapping[str, Tensor], ModelTrace]:
+    """Return the batch with which the model runs on meta, and the recording of the run."""
     failure: Exception | None = None
     for traced in traced_batches(builder.model, batch):
         try:
-            return traced, trace_feature_uses(builder, traced, full_outputs)
+            return traced, record_uses(builder, traced)
         except Exception as error:  # any error of the model's code without values
             failure = error
     assert failure is not None, "there are batches"

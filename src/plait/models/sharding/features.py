@@ -22,6 +22,9 @@ from torch import Tensor
 
 from plait.models.tensors import tensors_in
 
+_ATEN = torch.ops.aten
+BLANK = frozenset({_ATEN.new_empty, _ATEN.new_zeros, _ATEN.empty, _ATEN.zeros})  # memory without values
+
 # A layer, and the number of equal parts that its output has been divided into (packed queries, keys, values).
 Source = tuple[str, int]
 FeaturesOf = Callable[[Tensor], "Features | None"]

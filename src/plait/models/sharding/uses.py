@@ -1,4 +1,4 @@
-"""How a model uses the outputs of its linear layers, and its parameters: a run on meta.
+"""How a model uses the outputs of its linear layers, and its parameters, as the recording of a run shows.
 
 [Note: parts]
 What the model computes from a full tensor, a parameter or the full output of a layer, depends on a part of
@@ -8,9 +8,9 @@ a sum over columns. Anywhere else (in a layer, in the residual stream, in the mo
 and it cannot be both.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,18 +18,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
-from plait.models.sharding.features import Features, Followed, copied, expandable_shape, follow
+from plait.models.sharding.features import BLANK, Features, Followed, copied, expandable_shape, follow
 from plait.models.sharding.heads import add_head_attributes, find_heads
 from plait.models.sharding.styles import StyleSpec
-from plait.models.sharding.tracing import (
-    BLANK,
-    TensorTracer,
-    has_linear_forward,
-    storage_key,
-    tracing_on_meta,
-)
 from plait.models.task import forward_inputs
-from plait.models.tensors import tensors_in
+from plait.models.tensors import storage_key, tensors_in
+from plait.models.trace.modes import without_dropout
+from plait.models.trace.prepare import prepared
+from plait.models.trace.recorder import Entered, Left, ModelTrace, Operator, Returned
+from plait.models.transformers_types import has_linear_forward
 from plait.plan.sharding import Style
 
 # Which of these a reshape is depends on sizes.
@@ -86,31 +83,29 @@ class FeatureUses:
     operators: list[TracedOperator] = field(default_factory=list)
 
 
-def trace_feature_uses(
-    builder: TPPlanBuilder,
-    batch: Mapping[str, Tensor],
-    full_outputs: Set[str] = frozenset(),
-    styles: Mapping[str, StyleSpec] | None = None,
-) -> FeatureUses:
+def record_uses(
+    builder: TPPlanBuilder, batch: Mapping[str, Tensor], styles: Mapping[str, StyleSpec] | None = None
+) -> ModelTrace:
     """Run the model on meta, in training and in evaluation.
 
-    `full_outputs`: layers whose outputs have no features. `styles`: of layers and parameters that have the
-    first column's shards in this run. Raises whatever the model's code raises on meta.
+    `styles`: of layers and parameters that have the first column's shards in this run. Raises whatever the
+    model's code raises on meta.
     """
-    model, uses, styles = builder.model, FeatureUses(), styles or {}
+    model, trace, styles = builder.model, ModelTrace(), styles or {}
     attributes = _head_attributes(builder, styles)
-    with tracing_on_meta(model):
+    readers = {name: module for name, module in builder.modules.items() if _is_reader(module)}
+    with prepared(model), without_dropout():
         _shard_on_meta(builder, styles)
         for (name, key), values in attributes.items():
             setattr(builder.modules[name], key, values[0])
-        tracer = _UseTracer(builder, uses, full_outputs)
-        with tracer:
+        with trace.recording(model, layers=readers):
             for is_training in (True, False):
-                result = model.train(is_training)(**forward_inputs(model, batch))
-                uses.returned |= tracer.sources_of(tensors_in(result))
-                tracer.keep(tensors_in(result))
-        uses.operators = tracer.operators()
-    return uses
+                trace.add_result(model.train(is_training)(**forward_inputs(model, batch)))
+    return trace
+
+
+def _is_reader(module: nn.Module) -> bool:
+    return has_linear_forward(module) or isinstance(module, nn.Embedding)
 
 
 def _head_attributes(
@@ -156,33 +151,41 @@ def _narrow(module: nn.Module, key: str, dim: int, size: int) -> None:
     module._parameters[key] = nn.Parameter(shard, requires_grad=False)
 
 
-class _UseTracer(TensorTracer):
-    """Trace features and parts through operators."""
+def feature_uses(
+    builder: TPPlanBuilder, trace: ModelTrace, full_outputs: Set[str] = frozenset()
+) -> FeatureUses:
+    """Return the uses in a recorded run. `full_outputs`: layers whose outputs have no features."""
+    query = _UseQuery(builder, trace, full_outputs)
+    for event in trace.events:
+        query.follow(event)
+    query.uses.operators = query.operators()
+    return query.uses
 
-    def __init__(self, builder: TPPlanBuilder, uses: FeatureUses, full_outputs: Set[str]) -> None:
-        super().__init__()
-        self._uses, self._full_outputs = uses, full_outputs
+
+class _UseQuery:
+    """Follows features and parts through operators."""
+
+    def __init__(self, builder: TPPlanBuilder, trace: ModelTrace, full_outputs: Set[str]) -> None:
+        self.uses, self._full_outputs = FeatureUses(), full_outputs
         self._divisible = {name for name in builder.shapes if _can_shard(builder, name)} - full_outputs
         self._features: dict[int, Features] = {}  # by tensor
         self._sources: dict[int, set[str]] = {}  # of features anywhere in a storage
         self._parts: dict[int, Set[TensorPart]] = {}  # by tensor
         self._learned: dict[int, Set[TensorPart]] = {}  # by storage, of other tensors in it
         self._mutated: set[int] = set()  # storages of several parts
+        self._blank: dict[int, Tensor] = {}  # memory without values, by storage
         self._parameters: set[str] = set()  # with features
         self._readers: dict[int, set[str]] = {}  # layers and embeddings, by the storage of a parameter
         self._operators: list[tuple[tuple[Any, ...], list[Tensor]]] = []  # of operators outside of layers
         self._escaped_from: dict[int, frozenset[str | None]] = {}  # regions, by storage
         self._region_of = cache(builder.region_of)
         self._running: list[str] = []
+        self._linear = {name for name, module in builder.modules.items() if has_linear_forward(module)}
         for name, module in builder.modules.items():
-            is_linear = has_linear_forward(module)
-            is_layer = is_linear or isinstance(module, nn.Embedding)
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._add_parameter(parameter, f"{name}.{key}", name if is_layer else "")
-            if is_layer:
-                module.register_forward_pre_hook(partial(self._enter, name, is_linear), with_kwargs=True)
-                module.register_forward_hook(partial(self._leave, name, is_linear), prepend=True)
+            reader = name if name in self._linear or isinstance(module, nn.Embedding) else ""
+            for key in [key for key, parameter in module._parameters.items() if parameter is not None]:
+                full_name = f"{name}.{key}"
+                self._add_parameter(trace.parameters[full_name.removeprefix(".")], full_name, reader)
 
     def _add_parameter(self, parameter: Tensor, name: str, reader: str) -> None:
         key = storage_key(parameter)
@@ -193,29 +196,42 @@ class _UseTracer(TensorTracer):
             self._parameters.add(name)
             self._mark(parameter, Features(frozenset({(name, 1)}), 0, parameter.shape[0]))
 
+    def follow(self, event: Any) -> None:
+        match event:
+            case Operator():
+                self._follow_operator(event)
+            case Entered(name, tensors):
+                self._enter(name, tensors)
+            case Left(name, tensors):
+                self._running.pop()
+                if name in self._linear:
+                    self._leave(name, tensors[0])
+            case Returned(tensors):
+                self.uses.returned |= self.sources_of(tensors)
+                self.keep(tensors)
+
     def use(self, tensors: Iterable[Tensor], results: Iterable[Tensor] = ()) -> None:
         """Record that these are used in a way that may need all features, and what the results come from."""
         sources = self.sources_of(tensors)
         before = frozenset[str | None]().union(
             *(self._escaped_from.get(storage_key(tensor), ()) for tensor in tensors)
         )
-        self._uses.first_escaped |= {name for name in sources if self._region_of(name) not in before}
-        self._uses.escaped |= sources
+        self.uses.first_escaped |= {name for name in sources if self._region_of(name) not in before}
+        self.uses.escaped |= sources
         if regions := before.union(map(self._region_of, sources)):
             self._escaped_from |= {storage_key(tensor): regions for tensor in results}
-            self._hold(*results)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Record that these are used as an unsharded model does."""
-        self._uses.kept |= self._parts_of(tensors)
+        self.uses.kept |= self._parts_of(tensors)
 
     def sources_of(self, tensors: Iterable[Tensor]) -> set[str]:
         found = set[str]().union(*(self._sources.get(storage_key(tensor), ()) for tensor in tensors))
-        return found - (self._parameters & self._uses.escaped)
+        return found - (self._parameters & self.uses.escaped)
 
     def _features_of(self, tensor: Tensor) -> Features | None:
         features = self._features.get(id(tensor))
-        is_left_out = features is not None and self._uses.escaped & self._parameters >= {
+        is_left_out = features is not None and self.uses.escaped & self._parameters >= {
             name for name, _ in features.sources
         }
         return None if is_left_out else features
@@ -229,51 +245,42 @@ class _UseTracer(TensorTracer):
                 found |= {_SEVERAL} if storage_key(tensor) in self._mutated else parts
         return found
 
-    def _enter(self, name: str, is_linear: bool, _: nn.Module, *given: Any) -> None:
+    def _enter(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._running.append(name)
-        tensors = list(tensors_in(given))
         self.keep(tensors)
-        if not is_linear:
+        if name not in self._linear:
             self.use(tensors)
             return
         features = self._features_of(tensors[0]) if len(tensors) == 1 else None
         if features is None or (features.dim, features.outer) != (tensors[0].ndim - 1, 1):
             features = None
             self.use(tensors)
-        self._uses.called.setdefault(name)
-        self._uses.inputs.setdefault(name, []).append(features)
+        self.uses.called.setdefault(name)
+        self.uses.inputs.setdefault(name, []).append(features)
 
-    def _leave(self, name: str, is_linear: bool, *call: Any) -> None:
-        self._running.pop()
-        if not is_linear:
-            return
-        output = call[-1]
+    def _leave(self, name: str, output: Tensor) -> None:
         if name in self._full_outputs:
-            self._hold(output)
             self._parts[id(output)] = {TensorPart(name, 0, output.shape[-1], is_slice=True)}
         else:
             self._mark(output, Features(frozenset({(name, 1)}), output.ndim - 1, output.shape[-1]))
 
     def _mark(self, tensor: Tensor, features: Features) -> None:
-        self._hold(tensor)
         self._features[id(tensor)] = features
         self._sources.setdefault(storage_key(tensor), set()).update(name for name, _ in features.sources)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = list(tensors_in((args, kwargs)))
+    def _follow_operator(self, call: Operator) -> None:
+        func, args, kwargs, result = call.func, call.args, call.kwargs, call.result
+        tensors, results = list(tensors_in((args, kwargs))), list(tensors_in(result))
         for tensor in tensors:
             readers = self._readers.get(storage_key(tensor), set())
             if readers.isdisjoint(self._running):
-                self._uses.read_elsewhere |= readers
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        results = list(tensors_in(result))
+                self.uses.read_elsewhere |= readers
         if self._running:
             if any(storage_key(tensor) in self._learned for tensor in tensors):
                 self._depend(results, {_SEVERAL})
-            return result
+            return
         if func.overloadpacket in BLANK:
-            self._add_blank(results)
+            self._blank |= {storage_key(tensor): tensor for tensor in results}
         elif self.sources_of(tensors) and self._follow(func, args, kwargs, tensors, result):
             if not self.sources_of(results) <= self._parameters:
                 self._depend(results, {_SEVERAL})
@@ -287,7 +294,6 @@ class _UseTracer(TensorTracer):
             kinds = (float, int) if torch.Tag.pointwise in func.tags else (float,)
             numbers = tuple(value for value in tree_leaves((args, kwargs)) if type(value) in kinds)
             self._operators.append(((str(func), *numbers), results))
-        return result
 
     def _follow(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor], result: Any
@@ -297,7 +303,7 @@ class _UseTracer(TensorTracer):
             return True
         followed = self._try_to_follow(func, args, kwargs, tensors, result)
         if followed is None and (escaped := self._only_of_parameters(tensors)):
-            self._uses.escaped |= escaped
+            self.uses.escaped |= escaped
             if self.sources_of(tensors):
                 followed = self._try_to_follow(func, args, kwargs, tensors, result)
         if followed is None:
@@ -305,7 +311,7 @@ class _UseTracer(TensorTracer):
         parts = self._parts_of(tensor for tensor in tensors if self._features_of(tensor) is None)
         for tensor, features in followed:
             self._mark(tensor, features)
-            self._uses.met |= {(part, frozenset(name for name, _ in features.sources)) for part in parts}
+            self.uses.met |= {(part, frozenset(name for name, _ in features.sources)) for part in parts}
         return True
 
     def operators(self) -> list[TracedOperator]:
@@ -327,7 +333,7 @@ class _UseTracer(TensorTracer):
         for tensor in (base, target):
             self._mark(tensor, found)
         if features is None:
-            self._uses.met |= {(part, frozenset(name for name, _ in found.sources)) for part in parts}
+            self.uses.met |= {(part, frozenset(name for name, _ in found.sources)) for part in parts}
         return True
 
     def _try_to_follow(
@@ -356,7 +362,7 @@ class _UseTracer(TensorTracer):
         first, *others = parts
         is_known = _SEVERAL not in parts and len({part.of for part in parts}) <= _MAX_PARTS
         if func._schema.is_mutable or not is_known:
-            self._uses.kept |= parts
+            self.uses.kept |= parts
             self._depend(results, {_SEVERAL})
             if func._schema.is_mutable:
                 self._mutated |= {storage_key(tensor) for tensor in results}
@@ -369,7 +375,6 @@ class _UseTracer(TensorTracer):
 
     def _depend(self, results: Iterable[Tensor], parts: Set[TensorPart]) -> None:
         for tensor in results:
-            self._hold(tensor)
             self._parts[id(tensor)] = parts
             self._learned.setdefault(storage_key(tensor), parts)
 
