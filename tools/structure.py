@@ -8,6 +8,7 @@ axis files       files that name an axis of the grid, apart from the table of ax
                  or by a degree that is no key of a plan (`plan.rows`, `plan.cols`, `plan.shard_degree`)
 budgets          lines of each package, at most those in BUDGETS
 circles          sets of modules that import each other, also within functions or by a name in a text
+dynamic imports  imports of this package's code by a text, apart from the table of optional products
 torch modes      classes that derive from a Torch*Mode
 report files     modules whose names say that they print or draw: report, figures, page, explain, plot, table
 parameters       functions with more than 7 parameters
@@ -35,7 +36,12 @@ NO_AXES = {  # files in which such a text is no axis
     "plait/models/sharding/styles.py": "a style",
     "plait/plan/sharding.py": "a style",
 }
-LIMITS = {"axis files": 20, "circles": 0}
+IMPORTS_BY_TEXT = {  # files in which such an import is none of optional products
+    "plait/__init__.py": "the public names, which modules of the package do not use",
+    "plait/leaves.py": "the table",
+    "plait/verify/model_spec.py": "a user's module",
+}
+LIMITS = {"axis files": 20, "circles": 0, "dynamic imports": 0}
 # Lines of Python in a package; raising one is a commit of its own, with the reason.
 BUDGETS = {
     "bench": 2050,
@@ -76,15 +82,16 @@ def main() -> int:
         "modules": [*trees],
         "axis files": [name for name, tree in trees.items() if names_axis(name, tree)],
         "circles": circles(imports(trees)),
+        "dynamic imports": [where for name, tree in trees.items() for where in dynamic_imports(name, tree)],
         "torch modes": [where for name, tree in trees.items() for where in torch_modes(name, tree)],
         "report files": [name for name in trees if REPORTS.search(Path(name).stem)],
         "parameters": [where for name, tree in trees.items() for where in long_signatures(name, tree)],
         "repeated": repeated_runs(sources),
     }
-    print(f"{'lines':14}{sum(len(text.splitlines()) for text in sources.values()):7,}")
+    print(f"{'lines':15}{sum(len(text.splitlines()) for text in sources.values()):6,}")
     for name, items in counts.items():
         limit = LIMITS.get(name)
-        print(f"{name:14}{len(items):7,}" + (f"  at most {limit}" if limit is not None else ""))
+        print(f"{name:15}{len(items):6,}" + (f"  at most {limit}" if limit is not None else ""))
         if args.list == name or (limit is not None and len(items) > limit):
             print("\n".join(f"    {item}" for item in items))
     too_large = over_budget(sources)
@@ -145,6 +152,15 @@ def imported(tree: Tree) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and _name(node.func) == "import_module":
             yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def dynamic_imports(name: str, tree: Tree) -> Iterator[str]:
+    """Calls of `import_module` and `__import__`, but those of another package by its name."""
+    for node in ast.walk(tree) if name not in IMPORTS_BY_TEXT else ():
+        if isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__"):
+            module = node.args[0].value if isinstance(node.args[0], ast.Constant) else "plait"
+            if str(module).partition(".")[0] == "plait":
+                yield f"{name}:{node.lineno}"
 
 
 def _name(function: ast.expr) -> str:

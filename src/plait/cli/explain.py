@@ -78,7 +78,8 @@ def explain(
     if run is not None:
         explanation, measured = explain_run(run, host_size)
     elif model is not None:
-        explanation = _explain_model(model, plan, sets, batch, sequence or 2048, host_size, layout, hardware)
+        parsed = _model_plan(model, plan, sets)
+        explanation = _explain_model(model, parsed, batch, sequence or 2048, layout, host_size, hardware)
     else:
         assert recipe is not None, "one of the three sources is given"
         explanation = _explain_recipe(recipe, plan, sets, host_size, hardware)
@@ -156,16 +157,8 @@ def _explain_recipe(
     return explain_recipe(recipe, cluster_from_recipe(recipe, host_size, hardware))
 
 
-def _explain_model(
-    model: str,
-    plan: str | None,
-    sets: list[str] | None,
-    batch: int | None,
-    sequence: int,
-    host_size: int | None,
-    layout: str | None,
-    hardware: Device | None,
-) -> "Explanation":
+def _model_plan(model: str, plan: str | None, sets: list[str] | None) -> Plan:
+    """Return the plan for `--model`. Raises ConfigError for options that a recipe has."""
     if model.endswith(".toml"):
         raise ConfigError(
             "a recipe is given without --model",
@@ -180,7 +173,18 @@ def _explain_model(
             expected="--plan, and no --set",
             hint=f'plait explain --model {model} --plan "dp=8 zero=3"',
         )
-    parsed = Plan.parse(plan)
+    return Plan.parse(plan)
+
+
+def _explain_model(
+    model: str,
+    plan: Plan,
+    batch: int | None,
+    sequence: int,
+    layout: str | None,
+    host_size: int | None,
+    hardware: Device | None,
+) -> "Explanation":
     import torch
 
     from plait.engine.spec import Arguments
@@ -189,7 +193,7 @@ def _explain_model(
     from plait.models import token_batch
     from plait.verify.model_spec import parse_source, to_module
 
-    micro = parsed.check_batch(batch or parsed.data_ranks * parsed.micro)
+    micro = plan.check_batch(batch or plan.data_ranks * plan.micro)
     spec = replace(parse_source(model, layers=0, full=True), layout=layout).spec()
     inputs = token_batch(micro, sequence) if spec.batch is None else spec.batch(0, micro)
     if hardware is not None:
@@ -198,7 +202,7 @@ def _explain_model(
         kind, transport = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "host")
         cluster = HypotheticalRanks(transport, host_size, torch.device(kind))
     given = Arguments(
-        to_module(spec.model()), parsed, loss=spec.loss, blocks=spec.blocks, tensor_plan=spec.tensor_plan
+        to_module(spec.model()), plan, loss=spec.loss, blocks=spec.blocks, tensor_plan=spec.tensor_plan
     )
     return explain_model(given, inputs, cluster)
 

@@ -98,8 +98,7 @@ class World:
         self._host_peers: HostPeers | None = None
         self._num_opened: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._shared: dict[_Key | None, tuple[Transport, CommThread]] = {}
-        self.num_processes = 1  # of a job with servers, in which each process has a world of its own
-        self.process_rank = 0  # of this process among them
+        self.num_processes, self.process_rank = 1, 0  # of a job with servers; each process has its own world
         self.was_interrupted = False  # an exception left messages, see [Note: connections of several engines]
         self.arena: Arena | None = None
         self._leave: Callable[[], None] | None = None

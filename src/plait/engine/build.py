@@ -68,7 +68,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     groups, device = RankGroups.build(mesh, spec.plan), mesh.world.device
     layouts = shard_map.layouts[groups.same_data.rank]
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
-    masters = MasterWeights(spec.plan, layout, device, spec.offload_dir)
+    masters = MasterWeights(spec.plan, layout, device, spec.given.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
     inputs = Inputs(model, spec.given.loss, context, spec.job.micro)
     units = {
@@ -98,7 +98,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     tied_reduce = TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh)
     sharded = ShardedModel({s: stage.sharded for s, stage in stages.items()}, groups, tied_reduce)
     optimizer = ShardedOptimizer(
-        units, context, shard_map, spec.plan, spec.optimizers, masters, spec.offload_dir
+        units, context, shard_map, spec.plan, spec.optimizers, masters, spec.given.offload_dir
     )
     modules = {s: stage.module_part.module for s, stage in stages.items()}
     outer = OuterOptimizer([*sharded.stages.values()], context, spec.job)

@@ -1,7 +1,7 @@
 """A valid plan for a model: what is decided, and which mistakes are found, without other ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,14 @@ class Arguments:
     model: nn.Module
     plan: Plan
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
-    optimizer_args: Mapping[str, Any] | None = None
+    optimizer_args: Mapping[str, Any] = field(default_factory=dict)
     param_groups: Iterable[Any] | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
     loss: Loss | None = None
     loss_scaling: LossScaling | None = None
     blocks: Blocks | None = None
-    offload_dir: str | Path | None = None
+    offload_dir: Path | None = None
     tensor_plan: Mapping[str, str] | None = None
     layout: str | None = None
     probe: bool | Mapping[str, Tensor] = False
@@ -46,9 +46,32 @@ class Arguments:
     world: World | None = None
 
     def __post_init__(self) -> None:
-        _check_optimizer(self.optimizer, self.clip_norm, self.clip_value)
-        if not isinstance(self.plan, Plan):
-            object.__setattr__(self, "plan", Plan.parse(self.plan))
+        optimizer, norm, value = self.optimizer, self.clip_norm, self.clip_value
+        if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+            raise ConfigError(
+                "optimizer must be a class",
+                given=f"{optimizer if isinstance(optimizer, type) else type(optimizer).__name__}",
+                expected="a class, which is built over the shards that each rank owns",
+                hint="optimizer=torch.optim.AdamW, optimizer_args={'lr': 1e-3}",
+            )
+        for name, limit in (("clip_norm", norm), ("clip_value", value)):
+            if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+                raise ConfigError(
+                    f"{name} is not a valid limit",
+                    given=f"{name}={limit}",
+                    expected="above 0, or None",
+                    hint=f"{name}=1.0",
+                )
+        if norm is not None and value is not None:
+            raise ConfigError(
+                "clip_norm and clip_value cannot be combined",
+                given=f"clip_norm={norm} and clip_value={value}",
+                expected="one of the two",
+                hint=f"clip_norm={norm}",
+            )
+        plan = self.plan if isinstance(self.plan, Plan) else Plan.parse(self.plan)
+        folder = None if self.offload_dir is None else Path(self.offload_dir)
+        vars(self).update(plan=plan, optimizer_args=self.optimizer_args or {}, offload_dir=folder)
 
     @property
     def example(self) -> Mapping[str, Tensor] | None:
@@ -79,18 +102,10 @@ class TrainingSpec:
     loss_scaling: LossScaling | None
     float8: Float8Layers
 
-    @property
-    def optimizer_args(self) -> Mapping[str, Any]:
-        return self.given.optimizer_args or {}
-
     @cached_property
     def optimizers(self) -> list[GroupOptimizer]:
         """The optimizer of each group."""
-        return GroupOptimizer.of_groups(self.given.optimizer, self.optimizer_args, self.groups)
-
-    @property
-    def offload_dir(self) -> Path | None:
-        return None if self.given.offload_dir is None else Path(self.given.offload_dir)
+        return GroupOptimizer.of_groups(self.given.optimizer, self.given.optimizer_args, self.groups)
 
 
 def validate(
@@ -117,61 +132,32 @@ def validate(
     _check_dtypes(model)
     blocks = _find_blocks(model, plan, given.blocks, example)
     schedule, groups = _schedule(plan), _groups(given.param_groups)
+    own = DEFAULT_GROUPS if groups is None else groups
+    options = [{key: value for key, value in group.items() if key != "params"} for group in own]
     tensor = _tensor_plan(model, plan, blocks, with_layout(given.tensor_plan, given.layout), example)
     stages = _stages(model, plan, blocks, schedule, example, given.loss)
     if given.probe:
         plan.check_no_servers("probe")
-    if given.weights is not None:
-        _check_is_meta(model, given.weights)
+    if given.weights is not None and not all(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            "the model already has weights",
+            given=f"weights={given.weights}",
+            expected="a model on the meta device",
+            hint="with torch.device('meta') around the construction, or no weights",
+        )
     return TrainingSpec(
         given=replace(given, param_groups=None),
         job=plan,
         plan=plan.of_worker,
         blocks=blocks,
-        groups=_options(groups),
+        groups=options,
         group_of=_group_of(model, groups),
         tensor=tensor,
         stages=stages,
         schedule=schedule,
         loss_scaling=(given.loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
-        float8=_float8_layers(blocks, tensor, plan),
+        float8=Float8Layers.select(blocks, tensor, plan) if plan.is_float8 else Float8Layers(),
     )
-
-
-def _check_optimizer(optimizer: object, norm: float | None, value: float | None) -> None:
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        raise ConfigError(
-            "optimizer must be a class",
-            given=f"{optimizer if isinstance(optimizer, type) else type(optimizer).__name__}",
-            expected="a class, which is built over the shards that each rank owns",
-            hint="optimizer=torch.optim.AdamW, optimizer_args={'lr': 1e-3}",
-        )
-    for name, limit in (("clip_norm", norm), ("clip_value", value)):
-        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-            raise ConfigError(
-                f"{name} is not a valid limit",
-                given=f"{name}={limit}",
-                expected="above 0, or None",
-                hint=f"{name}=1.0",
-            )
-    if norm is not None and value is not None:
-        raise ConfigError(
-            "clip_norm and clip_value cannot be combined",
-            given=f"clip_norm={norm} and clip_value={value}",
-            expected="one of the two",
-            hint=f"clip_norm={norm}",
-        )
-
-
-def _check_is_meta(model: nn.Module, weights: str | Path) -> None:
-    """Raise ModelError for a model that already has weights."""
-    if not all(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            "the model already has weights",
-            given=f"weights={weights}",
-            expected="a model on the meta device",
-            hint="with torch.device('meta') around the construction, or no weights",
-        )
 
 
 def _check_device(plan: Plan, device: torch.device) -> None:
@@ -289,11 +275,6 @@ def _tensor_plan(
     )
 
 
-def _float8_layers(blocks: list[tuple[str, nn.Module]], tensor: TPPlan, plan: Plan) -> Float8Layers:
-    """The layers that multiply in float8, if the plan asks for it. Raises PlanError."""
-    return Float8Layers.select(blocks, tensor, plan) if plan.is_float8 else Float8Layers()
-
-
 def _groups(given: Iterable[Any] | None) -> list[Mapping[str, Any]] | None:
     """Parameter groups as dicts: plain parameters become one group without options."""
     groups = None if given is None else list(given)
@@ -307,12 +288,6 @@ def _groups(given: Iterable[Any] | None) -> list[Mapping[str, Any]] | None:
             hint="model.parameters(), or [{'params': some}, {'params': others, 'weight_decay': 0.0}]",
         )
     return [{"params": groups}]
-
-
-def _options(groups: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
-    if groups is None:
-        return DEFAULT_GROUPS
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _group_of(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> dict[str, int] | None:

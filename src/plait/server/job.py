@@ -49,7 +49,7 @@ class ServerJob:
         """On a server, serve the workers until they have left or the job is over, and exit. Raises
         ConfigError, on all processes, for an optimizer that is not element-wise."""
         served = served_spec(spec)
-        state_kinds(served.given.optimizer, served.optimizer_args, served.groups)
+        state_kinds(served.given.optimizer, served.given.optimizer_args, served.groups)
         if self._process.rank >= spec.job.dp:
             _serve(spec.given.model, served, self._process)
             raise SystemExit(0)

@@ -54,8 +54,9 @@ class ServerState:
             FlatSlice.from_views(chunk.group, self._master[start:stop], self._sums[start:stop])
             for chunk, start, stop in zip(chunks, ends, ends[1:], strict=False)
         ]
-        self.kinds = sorted(state_kinds(spec.given.optimizer, spec.optimizer_args, spec.groups))
-        self._optimizer = make_optimizer(spec.given.optimizer, spec.optimizer_args, self._slices, spec.groups)
+        optimizer, arguments = spec.given.optimizer, spec.given.optimizer_args
+        self.kinds = sorted(state_kinds(optimizer, arguments, spec.groups))
+        self._optimizer = make_optimizer(optimizer, arguments, self._slices, spec.groups)
         self._chunked = ChunkedOptimizer(self._optimizer, self.kinds)
         self._clip_value = spec.given.clip_value
         self.versions = [0] * len(chunks)
