@@ -43,7 +43,7 @@ from plait.train.health.heartbeat import Heartbeat
 from plait.train.health.loss_spikes import LossSpikeGuard
 from plait.train.health.stragglers import Stragglers
 from plait.train.measurements import StepRecorder, write_measured
-from plait.train.metrics import Metrics, StepMetrics, read_metrics
+from plait.train.metrics import Metrics, ServerMetrics, StepMetrics, read_metrics
 from plait.train.model import initial_model, model_on_meta
 from plait.train.optimizer import lr_lambda
 from plait.train.peak_flops import PeakFlops
@@ -57,7 +57,6 @@ from plait.train.run_report import (
     memory_table,
     start_table,
 )
-from plait.train.server_metrics import ServerMetrics
 from plait.train.server_run import RESUMED, run_worker
 from plait.train.signals import SignalHandler
 from plait.version import __version__
