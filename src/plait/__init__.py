@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
-    from plait.optim.lamb import LAMB
-    from plait.optim.lion import Lion
+    from plait.optim.lion_lamb import LAMB, Lion
     from plait.parallel.all_gather import all_gather
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
@@ -50,8 +49,8 @@ _HOMES = {
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.totals",
     "StepResult": "plait.engine.totals",
-    "LAMB": "plait.optim.lamb",
-    "Lion": "plait.optim.lion",
+    "LAMB": "plait.optim.lion_lamb",
+    "Lion": "plait.optim.lion_lamb",
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",
     "all_gather": "plait.parallel.all_gather",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from plait.plan import Plan
+from plait.plan.devices import device
 from plait.plan.estimate.memory import model_state_bytes
 from plait.plan.layout import Layout, UnitLayout
 from plait.plan.schedule.load import in_flight
@@ -16,7 +17,6 @@ from plait.plan.schedule.simulate import Durations, pipeline_s
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT
-from plait.planner.hardware import device
 from plait.planner.memory import block_activation_bytes, kept_bytes, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import message_bytes, stage_seconds

@@ -6,8 +6,8 @@ import pytest
 
 from plait.errors import ConfigError
 from plait.plan import Plan
+from plait.plan.devices import device
 from plait.planner.cluster import cluster
-from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import estimate_step
 from plait.planner.workload import Software, Workload

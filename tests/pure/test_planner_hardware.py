@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError, PlanError
-from plait.plan.devices import device_of_driver
+from plait.plan.devices import device, device_of_driver, devices
 from plait.planner.cluster import Cluster, cluster, fat_tree, max_endpoints, preset_names
-from plait.planner.hardware import device, devices
 from planner_lab.figures import machines
 
 

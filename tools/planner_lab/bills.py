@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plait.errors import ConfigError, unknown_key_hint
 from plait.fileio import parse_toml, read_text
-from plait.planner.hardware import Device, device
+from plait.plan.devices import Device, device
 
 _TRAININGS = Path(__file__).parent / "data" / "trainings.toml"
 _UTILIZATION = (0.30, 0.55)

@@ -14,10 +14,10 @@ from pathlib import Path
 from plait.pages.figures import Axis, Curve, Figure, Listing, Point
 from plait.plan import Plan
 from plait.plan.cost_model import FIGURE_PARAMETERS
+from plait.plan.devices import device
 from plait.planner.calibrate import Run
 from plait.planner.cluster import cluster, fat_tree, max_endpoints
 from plait.planner.communication import Group, Links, collective_s
-from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import StepEstimate, estimate_step
 from plait.planner.workload import Workload

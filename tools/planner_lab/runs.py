@@ -21,9 +21,9 @@ from pathlib import Path
 from plait.errors import DataError, PlaitError
 from plait.fileio import parse_toml, read_text
 from plait.plan import Plan
+from plait.plan.devices import device
 from plait.planner.calibrate import Run
 from plait.planner.cluster import Cluster, cluster
-from plait.planner.hardware import device
 from plait.planner.model_shape import ModelShape
 from plait.planner.workload import Software, Workload
 

@@ -96,7 +96,7 @@ def explain(
 
 def _write_page(path: Path, explanation: "Explanation", measured: "Measurements | None") -> None:
     from plait.pages import write_page
-    from plait.train.explain_page import page_values
+    from plait.train.explain_recipe import page_values
 
     title = f"{explanation.model} under {explanation.plan}"
     write_page(path, "explain", title, page_values(explanation, measured))

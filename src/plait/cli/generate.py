@@ -1,10 +1,10 @@
-"""`plait generate`: text from a run's newest checkpoint."""
+"""`plait generate` and `plait export`: text from a run's newest checkpoint, or a Hugging Face directory."""
 
 from typing import Annotated
 
 import typer
 
-from plait.cli.common import Debug, Run, print_line, report_errors
+from plait.cli.common import Debug, Dtype, NewDirectory, Run, print_line, report_errors
 from plait.train.saved_recipe import check_is_run
 
 
@@ -24,3 +24,19 @@ def generate(
     from plait.train.run_dir import RunDir
 
     print_line(write(RunDir(run), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
+
+
+@report_errors
+def export(
+    run: Run,
+    out: NewDirectory,
+    dtype: Dtype = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+) -> None:
+    """Export a trained model for AutoModelForCausalLM and AutoTokenizer."""
+    check_is_run(run)
+    from plait.train.export import export as write
+    from plait.train.run_dir import RunDir
+
+    write(RunDir(run), out, dtype)
+    print_line(out)

@@ -15,8 +15,7 @@ from plait.cli.common import print_line
 from plait.cli.data import data
 from plait.cli.evaluate import evaluate, evaluate_rank
 from plait.cli.explain import explain
-from plait.cli.export import export
-from plait.cli.generate import generate
+from plait.cli.generate import export, generate
 from plait.cli.plan import find
 from plait.cli.report import compare, report
 from plait.cli.schedule import schedule

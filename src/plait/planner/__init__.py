@@ -7,8 +7,8 @@ found = search(model, cluster("dgx-h100:8"), Workload(sequence=8192, batch=512))
 print(found.best[0].plan, found.best[0].price.step_s)
 """
 
+from plait.plan.devices import Device, device
 from plait.planner.cluster import Cluster, cluster
-from plait.planner.hardware import Device, device
 from plait.planner.model_shape import ModelShape
 from plait.planner.plan_families import PlanFamily
 from plait.planner.ranked_plan import RankedPlan

@@ -10,9 +10,10 @@ from typing import Any
 
 from plait.errors import ConfigError, ProfileError, nearest, shown
 from plait.fileio import parse_toml, read_text
+from plait.plan.device_speed import DeviceSpeed
+from plait.plan.devices import Device, device, device_of_driver
 from plait.plan.host_profile import load
 from plait.planner.constants import DEFAULT, Constants, of_measured
-from plait.planner.hardware import Device, device, measured_device
 
 TOPOLOGIES = ("tree", "ring")
 _PRESETS = Path(__file__).parent / "data" / "clusters.toml"
@@ -170,7 +171,7 @@ def _measured(name: str, count: str) -> Cluster:
             expected=" or ".join(f"{name}:{number}" for number in speeds) or "a profile with devices",
             hint=f"plait bench device --ranks {wanted}" + (f" --profile {path}" if path else ""),
         )
-    found = measured_device(speed)
+    found = _measured_device(speed)
     unknown = speed.calibration.keys() - set(Constants.names())
     if unknown:
         raise ProfileError(
@@ -193,6 +194,33 @@ def _measured(name: str, count: str) -> Cluster:
         leaf_hosts=1,
         constants=of_measured(speed.launch_s, idle, speed.calibration),
         ranks_per_core=max(1.0, wanted / speed.num_devices) if is_cpu else 1.0,
+    )
+
+
+def _measured_device(speed: DeviceSpeed) -> Device:
+    """Return a device with measured speeds; power and rent are the table's, if it has this device.
+    A link that was not measured, or whose bytes took no time, is the table's, or a copy through memory."""
+    links = [1 / byte_s for kind, _, _, byte_s in speed.collectives if kind == "send-receive" and byte_s]
+    known = device_of_driver(speed.name)
+    through_memory = speed.memory_bytes_per_s / 2
+    return Device(
+        name=speed.name,
+        peak_flops=speed.peak_flops if known is None else known.peak_flops,
+        memory_bytes=speed.memory_bytes,
+        memory_bytes_per_s=speed.memory_bytes_per_s,
+        num_sms=speed.num_sms,
+        link_bytes_per_s=max(links, default=through_memory if known is None else known.link_bytes_per_s),
+        host_bytes_per_s=through_memory if known is None else known.host_bytes_per_s,
+        watts=0.0 if known is None else known.watts,
+        dollars_per_hour=0.0 if known is None else known.dollars_per_hour,
+        matmul_fraction=1.0 if known is None else known.matmul_fraction,
+        warp_fraction=1.0 if known is None else known.warp_fraction,
+        sheet_bytes=speed.memory_bytes if known is None else known.sheet_bytes,
+        link_kind="measured",
+        source="measured by plait bench",
+        product_rates=speed.product_rates,
+        operator_rates=speed.operator_rates,
+        collectives=speed.collectives,
     )
 
 

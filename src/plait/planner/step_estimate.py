@@ -9,6 +9,7 @@ from typing import NamedTuple
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from plait.plan.axes import FEATURES, HIDDEN
+from plait.plan.devices import Device
 from plait.plan.estimate.memory import COMPUTE_BYTES
 from plait.plan.events import Collective, During, unit_events
 from plait.plan.plan import FLOAT8, PRECISIONS
@@ -29,7 +30,6 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import Constants
-from plait.planner.hardware import Device
 from plait.planner.memory import peak_memory, rank_layout, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts

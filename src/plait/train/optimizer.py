@@ -15,8 +15,7 @@ from transformers import get_scheduler
 
 from plait.errors import ConfigError, nearest
 from plait.models import default_groups
-from plait.optim.lamb import LAMB
-from plait.optim.lion import Lion
+from plait.optim.lion_lamb import LAMB, Lion
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.train.config import OptimizerConfig, ScheduleConfig
 
