@@ -56,7 +56,7 @@ BUDGETS = {
     "optim": 1700,
     "pages": 250,
     "parallel": 12800,
-    "plan": 5950,
+    "plan": 6200,
     "planner": 4300,
     "server": 2250,
     "train": 4900,

@@ -425,6 +425,8 @@ class UnitPrices(NamedTuple):
 
     def seconds(self, collective: Collective, numel: float) -> float:
         """Seconds of one call for `numel` elements. Partial sums are of few, and count as none."""
+        if (self.replicas if collective is Collective.SUM_RANGES else self.states).degree == 1:
+            return 0.0
         if collective is Collective.GATHER:
             return collective_s("unshard", self.links, self.states, numel * self.gathered)
         if collective is Collective.REDUCE:
@@ -456,11 +458,13 @@ def step_reductions(
     events = unit_events(plan)
     seconds: dict[int, tuple[float, float]] = {}  # of many ranks with the same number of parameters
     for numel in set(numels):
-        last_s, next_s = (
-            sum([price.seconds(event.collective, numel) for event in events if event.during is during])
-            for during in (During.LAST_BACKWARD, During.NEXT_FORWARD)
-        )
-        seconds[numel] = last_s, next_s
+        scatter = gather = 0.0
+        for collective, _, during in events:
+            if during is During.LAST_BACKWARD:
+                scatter += price.seconds(collective, numel)
+            elif during is During.NEXT_FORWARD:
+                gather += price.seconds(collective, numel)
+        seconds[numel] = scatter, gather
     result = []
     for numel, own in zip(numels, of_ranks, strict=True):
         scatter, gather = seconds[numel]

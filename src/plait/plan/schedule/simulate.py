@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
@@ -185,10 +186,10 @@ def _compile(schedule: Schedule, order: Sequence[tuple[int, Action]]) -> _Compil
             need, transfer = index[kind, sender, micro], min(stage, sender)
         index[action] = len(steps)
         steps.append((rank, offset * stages + stage, need, transfer))
-    counts: list[Counter[int]] = [Counter() for _ in schedule.ranks]
-    for rank, duration, _, _ in steps:
-        counts[rank][duration] += 1
-    return _Compiled(tuple(steps), tuple(tuple(of_rank.items()) for of_rank in counts))
+    counts: list[list[tuple[int, int]]] = [[] for _ in schedule.ranks]
+    for (rank, duration), times in Counter(map(itemgetter(0, 1), steps)).items():
+        counts[rank].append((duration, times))
+    return _Compiled(tuple(steps), tuple(map(tuple, counts)))
 
 
 def _seconds(durations: Durations) -> tuple[float, ...]:
