@@ -52,7 +52,7 @@ BUDGETS = {
     "data": 2400,
     "engine": 3400,
     "estimate": 600,
-    "models": 8050,
+    "models": 8150,
     "optim": 1700,
     "pages": 250,
     "parallel": 12800,

@@ -1,4 +1,4 @@
-"""Which parameters a model uses between which of its blocks, as the recording of a run shows.
+"""Parameters that a model uses between its blocks, as the recording of a run shows.
 
 [Note: gaps]
 A model with L blocks has L + 1 gaps: gap g is before block g, the last one after the last block. A stage runs

@@ -1,4 +1,4 @@
-"""What torch does in a run on meta, where there are no values.
+"""Modes in which torch runs a model on meta, where there are no values.
 
 [Note: repeated operators]
 Operators on meta are mostly Python code of torch, which takes most of the time of a run on meta, and blocks

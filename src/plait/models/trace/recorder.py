@@ -73,7 +73,7 @@ Event = Operator | Entered | Left | Received | Differentiated | Returned
 
 @dataclass
 class ModelTrace:
-    """What happened in a run, in order. It keeps all tensors alive, so each has an `id` of its own.
+    """Events of a run, in order. It keeps all tensors alive, so each has an `id` of its own.
 
     parameters, buffers   the ones that the run used, under all of their names
     """
