@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.engine import batch as batch_module
+from plait.engine import inputs
 from plait.errors import PlanError
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan.loss_scaling import LossScaling
@@ -312,7 +312,7 @@ def _different_later() -> tuple[int, str]:
     """The number of the step in which a difference that begins in step 2 is found."""
     engine = engine_of("tp=2")
     batch = programs.share_of(programs.batches(1)[0], engine)
-    with mock.patch.object(batch_module, "_COMPARED_EVERY", 5):
+    with mock.patch.object(inputs, "_COMPARED_EVERY", 5):
         for number in range(10):
             other = (batch["input_ids"] + int(number > 1 and engine.world.rank)) % programs.VOCABULARY
             try:
