@@ -62,8 +62,7 @@ from plait.plan.grid import share
 
 Batch = Mapping[str, Tensor]
 
-# The dim of an entry that an axis divides. See [Note: entries of a batch and their dims].
-_DIMS = {Divides.SAMPLES: 0, Divides.SEQUENCE: 1}
+# Entries with tokens in dim 1. See [Note: entries of a batch and their dims].
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 _SHIFTED = (Task.CAUSAL_LM, Task.IMAGE_LM)
 _IDS = (torch.int64, torch.int32)
@@ -73,7 +72,9 @@ _COMPARED_EVERY = 100
 
 def dim_of(key: str, divides: Divides) -> int | None:
     """Return the dim of an entry that such an axis divides; None: the entry is the same on all its ranks."""
-    return _DIMS[divides] if divides is Divides.SAMPLES or key in OF_TOKENS else None
+    if divides is Divides.SAMPLES:
+        return 0
+    return 1 if divides is Divides.SEQUENCE and key in OF_TOKENS else None
 
 
 def divide(batch: Batch, num_parts: int, divides: Divides = Divides.SAMPLES) -> list[dict[str, Tensor]]:
@@ -118,9 +119,9 @@ class Inputs:
         self._vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         self._is_pretrained, self._task = base is not None, task_of(model)
         self._names, self._labels = forward_names(model), label_keys(model)
-        self._shifts = shifts_labels(model, loss)
+        self._shifts, self._micro = shifts_labels(model, loss), micro
         self._device, self._dtype = context.device, context.precision.compute
-        self._same_data, self._micro = context.groups.same_data, micro
+        self._same_data = context.groups.same_data
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
 
     def of_step(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
