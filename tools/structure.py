@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7200,
     "compat": 1550,
     "data": 2400,
-    "engine": 3400,
+    "engine": 3450,
     "estimate": 600,
     "models": 8150,
     "optim": 1700,
