@@ -5,6 +5,7 @@ planner prices it. Which messages a collective becomes (codes, factors, steps of
 """
 
 from enum import Enum, auto
+from functools import cache
 from typing import NamedTuple
 
 from plait.plan.plan import Plan
@@ -38,7 +39,7 @@ class Event(NamedTuple):
 
 def unit_events(
     plan: Plan, *, trains: bool = True, gathers: int | None = None, covers_replicas: bool = False
-) -> list[Event]:
+) -> tuple[Event, ...]:
     """Return the events of a unit in a step from the second one on.
 
     trains           its parameters are trained
@@ -46,17 +47,23 @@ def unit_events(
                      from one use to the next
     covers_replicas  the reduction to owners is over replicas too
     """
-    events = []
     if gathers is None:
         per_pass = 1 if plan.reshard == "step" else 2 * plan.micro
         gathers = per_pass if plan.zero == 3 else int(trains)
-    if gathers and plan.zero:
-        during = During.PASSES if plan.zero == 3 else During.NEXT_FORWARD
+    micros = plan.micro if trains and not plan.accumulates_full else 0
+    return _events(plan.zero, gathers, trains, micros, covers_replicas or plan.local_steps > 0)
+
+
+@cache  # a search asks for few of them, and often
+def _events(zero: int, gathers: int, trains: bool, micros: int, owners_only: bool) -> tuple[Event, ...]:
+    """`micros`: number of micro-batches after each of which gradients are reduced; 0: once a step."""
+    events = []
+    if gathers and zero:
+        during = During.PASSES if zero == 3 else During.NEXT_FORWARD
         events.append(Event(Collective.GATHER, gathers, during))
     if trains:
-        once = plan.accumulates_full
-        times = (1, During.LAST_BACKWARD) if once else (plan.micro, During.BACKWARDS)
+        times = (micros, During.BACKWARDS) if micros else (1, During.LAST_BACKWARD)
         events += [Event(Collective.PARTIAL_SUM, *times), Event(Collective.REDUCE, *times)]
-        if not (covers_replicas or plan.local_steps):
+        if not owners_only:
             events.append(Event(Collective.SUM_RANGES, 1, During.LAST_BACKWARD))
-    return events
+    return tuple(events)
