@@ -212,7 +212,7 @@ class Engine:
             seeded_rng(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
             stage.measured(),
         ):
-            return stage.summed_loss(batch)
+            return stage.summed_loss(self._inputs.prepared(batch))
 
     @one_thread
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:

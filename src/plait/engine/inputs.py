@@ -17,13 +17,14 @@ A batch is divided, in this order:
 
   1. samples over data ranks, by `engine.shard`, or by a loader that reads its share alone: both by `share`
   2. samples over the micro-batches of a step: `of_step`, `of_evaluation`
-  3. the tokens of a micro-batch over ranks: by no plan yet. `_prepared` is the place, after labels are
+  3. the tokens of a micro-batch over ranks: by no plan yet. `prepared` is the place, after labels are
      shifted, and `meta_micro` that of estimates
 
 [Note: shifted labels]
 Built-in losses of causal language models compare the logits of a position with the label of the next one.
-`_prepared` shifts the labels, once, while rows are complete, so that a position has its target however rows
-are divided afterwards. `shifts_labels` alone decides it: a loss that the user has passed, and those of other
+`prepared` shifts the labels while rows are complete, so that a position has its target however rows are
+divided afterwards; for each micro-batch when it is run, so that no copies of a step's labels wait in memory.
+`shifts_labels` alone decides it: a loss that the user has passed, and those of other
 tasks, receive the labels as they are. A user's loss that shifts them does so itself.
 
 [Note: inputs explained after a failure]
@@ -124,7 +125,7 @@ class Inputs:
         self._same_data = context.groups.same_data
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
 
-    def of_step(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
+    def of_step(self, batch: Batch | Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of a step. Raises PlanError unless there are `plan.micro`, or the batch divides
         into so many."""
         if not isinstance(batch, Mapping) and isinstance(batch, Sequence):
@@ -137,7 +138,7 @@ class Inputs:
                     expected=f"{self._micro} micro-batches",
                     hint=f"micro={len(batch)}, or a dict with all samples",
                 )
-            return [self.single(micro) for micro in batch]
+            return [self._compared(micro, trains=True) for micro in batch]
         moved = self._compared(batch, trains=True)
         sizes = {key: value.shape[0] for key, value in moved.items()}
         if len(set(sizes.values())) != 1 or any(size % self._micro for size in sizes.values()):
@@ -149,20 +150,19 @@ class Inputs:
             )
         micros = divide(moved, self._micro)
         remember_sources(micros, batch)
-        return [self._prepared(micro) for micro in micros]
+        return micros
 
-    def of_evaluation(self, batch: Batch) -> list[Batch]:
+    def of_evaluation(self, batch: Batch) -> Sequence[Batch]:
         """At most `plan.micro` micro-batches."""
-        moved = self._compared(batch, trains=False)
-        return [self._prepared(micro) for micro in divide(moved, self._micro)]
+        return divide(self._compared(batch, trains=False), self._micro)
 
     def single(self, batch: Batch, *, trains: bool = True) -> Batch:
         """The batch as one micro-batch."""
-        return self._prepared(self._compared(batch, trains=trains))
+        return self._compared(batch, trains=trains)
 
     def uncompared(self, batch: Batch) -> Batch:
         """The batch as one micro-batch, which may differ between ranks."""
-        return self._prepared(on_device(batch, self._device, self._dtype, self._names))
+        return on_device(batch, self._device, self._dtype, self._names)
 
     def _compared(self, batch: Batch, *, trains: bool) -> dict[str, Tensor]:
         """The batch on the device. Batches of training and of evaluation are counted separately, to be
@@ -181,12 +181,9 @@ class Inputs:
         remember_sources([moved], batch)
         return moved
 
-    def _prepared(self, micro: Batch) -> Batch:
-        """The micro-batch for the stages: see [Note: shifted labels]."""
-        if not self._shifts:
-            return micro
-        with self.explained([micro]):
-            return shift_labels(micro)
+    def prepared(self, micro: Batch) -> Batch:
+        """The micro-batch for a stage, when its forward begins: see [Note: shifted labels]."""
+        return shift_labels(micro) if self._shifts else micro
 
     @contextmanager
     def explained(self, micros: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:

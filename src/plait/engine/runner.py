@@ -187,7 +187,7 @@ class MicrobatchRunner:
             for micro in micros:
                 self._parts.dataflow.check(micro, self._parts.loss)
         stages = {
-            number: _StagePass(stage, micros, on_loss, seeds, number, of_outputs)
+            number: _StagePass(stage, micros, self._parts.inputs.prepared, on_loss, seeds, number, of_outputs)
             for number, stage in self._parts.stages.items()
         }
         try:
@@ -265,6 +265,7 @@ class _StagePass:
 
     stage: StageRunner
     micros: Sequence[Micro]
+    prepare: Callable[[Micro], Micro]
     on_loss: Callable[..., Any]
     seeds: Callable[[int, int], Any] | None
     number: int
@@ -275,7 +276,7 @@ class _StagePass:
         self.sharded = self.stage.sharded
 
     def forward(self, number: int, received: Any) -> Any:
-        micro, stage = self.micros[number], self.stage
+        micro, stage = self.prepare(self.micros[number]), self.stage
         seeds = None if self.seeds is None else self.seeds(self.number, number)
         with seeds or nullcontext(), stage.measured() if seeds else nullcontext():  # a probe is not a step
             if not stage.is_last:
