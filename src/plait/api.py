@@ -76,6 +76,8 @@ def parallelize(
     _set_up(spec, job.world)
     reader = None if weights is None else _open_weights(model, Path(weights), job.world)
     self_check = SelfCheck.build(spec)  # of the model before it is sharded
+    if not model.training:  # otherwise parts of it may be in evaluation mode on purpose
+        model.train()
     engine = job.build(spec)
     if reader is not None:
         with reader:
@@ -125,15 +127,12 @@ def _connect(plan: Plan, world: World | None) -> Job:
 
 
 def _set_up(spec: TrainingSpec, world: World) -> None:
-    """Prepare this process and the model for training, and warn of what is slower or different than it may
-    seem."""
+    """Prepare this process for training, and warn of what is slower than it could be, or easily mistaken."""
     set_product_precision(spec.plan)
     for text in _warnings(spec, world.device) if world.rank == 0 else ():
         warnings.warn(text, stacklevel=3)
     if spec.plan.offload != "none":  # the optimizer runs on the CPU
         world.use_processors()
-    if not spec.given.model.training:  # otherwise parts of it may be in evaluation mode on purpose
-        spec.given.model.train()
 
 
 def _warnings(spec: TrainingSpec, device: torch.device) -> Iterator[str]:

@@ -13,9 +13,9 @@ Messages have no such order: which of two arrives first depends on the peers. Th
 separate thread does so only if a future or a time limit is requested.
 
 [Note: threads at the end of Python]
-Who waits for a future goes on once it has its value, while its thread still runs callbacks in torch's code
-and frees the communication. If Python ends then, it ends the thread where that next asks for the interpreter
-lock, and unwinding torch's C++ frames aborts the process. So exit closes groups and waits for their threads.
+A program that waits for a future continues once it has its value, while the future's thread still runs
+callbacks in torch's code and frees the communication. If Python exits then, it ends that thread when it asks
+for the interpreter lock, and unwinding torch's C++ frames aborts the process. So exit closes groups first.
 """
 
 import atexit
@@ -41,15 +41,15 @@ _queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
 
 def _start_thread(run: Callable[[], None], name: str) -> None:
     thread = threading.Thread(target=run, name=name, daemon=True)
-    _threads.add(thread)
     thread.start()
+    _threads.add(thread)
 
 
 @atexit.register
 def _end_threads() -> None:
     until_s = time.monotonic() + CLOSE_S
     for queue in list(_queues):
-        queue.close()
+        queue.close(max(0.0, until_s - time.monotonic()))
     for thread in list(_threads):
         thread.join(max(0.0, until_s - time.monotonic()))
 
@@ -240,11 +240,11 @@ class WorkQueue:
             if work is not None:
                 work.complete()
 
-    def close(self) -> None:
+    def close(self, limit_s: float = CLOSE_S) -> None:
         """Drop what is in progress. A communication being waited for keeps the transport until it ends."""
         self._closed = True
         self._added.release()  # ends one thread, which wakes the next
-        if self._wait_lock.acquire(timeout=CLOSE_S):
+        if self._wait_lock.acquire(timeout=limit_s):
             try:
                 self._drop_all()
             finally:

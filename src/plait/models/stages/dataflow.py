@@ -150,7 +150,11 @@ def _traced(
                 changing |= {key for key in changed if not key.startswith("_")}
     except Exception as of_model:  # any error of the model's code without values
         error = of_model
-    flow = _DataflowQuery(trace, [name for name, _ in blocks]).flow
+    flow = Dataflow([set() for _ in range(len(blocks) + 1)])
+    try:
+        _DataflowQuery(trace, [name for name, _ in blocks], flow)
+    except Exception as of_query:  # a tensor without a storage, such as a sparse one
+        error = error or of_query
     flow.changing, flow.error, flow.loss_error = changing, error, loss_error
     return flow
 
@@ -170,8 +174,9 @@ _Source = str | _Computed
 class _DataflowQuery:
     """Follows values from storage to storage: of parameters, buffers and results of blocks."""
 
-    def __init__(self, trace: ModelTrace, blocks: Sequence[str]) -> None:
-        self.flow = Dataflow([set() for _ in range(len(blocks) + 1)])
+    def __init__(self, trace: ModelTrace, blocks: Sequence[str], flow: Dataflow) -> None:
+        """Adds to `flow`."""
+        self.flow = flow
         self._numbers = {name: number for number, name in enumerate(blocks)}
         self._inside: int | None = None  # the running block
         self._sources: dict[int, set[_Source]] = {}

@@ -58,7 +58,7 @@ class Operators(TorchDispatchMode):
         mask; both hold for plain batches. See also [Note: repeated operators].
         """
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta:
-            return args[0].dtype == torch.bool or 1
+            return torch.ones((), dtype=args[0].dtype).item()
         if func is _ATEN.bincount.default and args[0].is_meta:
             return _bincount_on_meta(*args, **kwargs)
         default = torch.get_default_dtype()

@@ -211,8 +211,12 @@ class FlatParam:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 write_data(parameter, view)
         self._move(UnshardState.UNSHARDING)
-        self.unsharded.allocate()
-        self._wait = all_gather()
+        try:
+            self.unsharded.allocate()
+            self._wait = all_gather()
+        except BaseException:  # without memory, or a rank: there are no values to use
+            self.reshard()
+            raise
 
     def wait_for_unshard(self) -> None:
         """Wait for an all-gather if one is in flight."""
