@@ -4,7 +4,7 @@ tests/:
     python -m support.virtual_cuda.step_time
     python -m support.virtual_cuda.step_time --model 8b "dp=8 zero=3 precision=bf16" ["tp=8" ...]
 
-The first prints the table of docs/decisions.md. Each plan runs two steps on simulated devices with
+The first prints the table of docs/decisions/gpu.md. Each plan runs two steps on simulated devices with
 tensors that have sizes and no contents, one process per rank, and the second step's log is replayed
 (`timeline.py`). To compare two versions of the code, run it on both.
 
