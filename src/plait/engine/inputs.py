@@ -17,15 +17,15 @@ A batch is divided, in this order:
 
   1. samples over data ranks, by `engine.shard`, or by a loader that reads its share alone: both by `share`
   2. samples over the micro-batches of a step: `of_step`, `of_evaluation`
-  3. the tokens of a micro-batch over ranks: by no plan yet. `prepared` is the place, after labels are
-     shifted, and `meta_micro` that of estimates
+  3. the tokens of a micro-batch over ranks: no plan does so yet. It belongs in `prepared`, after labels are
+     shifted, and in `meta_micro` for estimates
 
 [Note: shifted labels]
 Built-in losses of causal language models compare the logits of a position with the label of the next one.
 `prepared` shifts the labels while rows are complete, so that a position has its target however rows are
-divided afterwards; for each micro-batch when it is run, so that no copies of a step's labels wait in memory.
-`shifts_labels` alone decides it: a loss that the user has passed, and those of other
-tasks, receive the labels as they are. A user's loss that shifts them does so itself.
+divided afterwards. It does so when a micro-batch runs, so that shifted copies do not wait in memory.
+`shifts_labels` decides: a loss that the user has passed, and those of other tasks, receive the labels as they
+are. A user's loss that shifts them does so itself.
 
 [Note: inputs explained after a failure]
 A model's inputs are not checked before it runs: only the model knows which inputs it accepts, and reading
@@ -67,7 +67,7 @@ Batch = Mapping[str, Tensor]
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 _SHIFTED = (Task.CAUSAL_LM, Task.IMAGE_LM)
 _IDS = (torch.int64, torch.int32)
-_OF_TOKENS = (*_SHIFTED, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
+_TOKEN_TASKS = (*_SHIFTED, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
 _COMPARED_EVERY = 100
 
 
@@ -138,8 +138,8 @@ class Inputs:
                     expected=f"{self._micro} micro-batches",
                     hint=f"micro={len(batch)}, or a dict with all samples",
                 )
-            return [self._compared(micro, trains=True) for micro in batch]
-        moved = self._compared(batch, trains=True)
+            return [self.single(micro, trains=True) for micro in batch]
+        moved = self.single(batch, trains=True)
         sizes = {key: value.shape[0] for key, value in moved.items()}
         if len(set(sizes.values())) != 1 or any(size % self._micro for size in sizes.values()):
             raise PlanError(
@@ -154,19 +154,15 @@ class Inputs:
 
     def of_evaluation(self, batch: Batch) -> Sequence[Batch]:
         """At most `plan.micro` micro-batches."""
-        return divide(self._compared(batch, trains=False), self._micro)
-
-    def single(self, batch: Batch, *, trains: bool = True) -> Batch:
-        """The batch as one micro-batch."""
-        return self._compared(batch, trains=trains)
+        return divide(self.single(batch, trains=False), self._micro)
 
     def uncompared(self, batch: Batch) -> Batch:
         """The batch as one micro-batch, which may differ between ranks."""
         return on_device(batch, self._device, self._dtype, self._names)
 
-    def _compared(self, batch: Batch, *, trains: bool) -> dict[str, Tensor]:
-        """The batch on the device. Batches of training and of evaluation are counted separately, to be
-        compared at the same calls on all ranks. Raises PlanError for a batch without samples."""
+    def single(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
+        """The batch as one micro-batch, on the device. Batches of training and of evaluation are counted
+        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples."""
         moved = on_device(batch, self._device, self._dtype, self._names)
         if not any(value.shape[0] for value in moved.values()):
             raise PlanError(
@@ -210,7 +206,7 @@ class Inputs:
         if (ids := batch.get("input_ids")) is not None and (problem := self._problem_of_ids(ids)) is not None:
             return problem
         labels = batch.get("labels")
-        if labels is not None and self._task in _OF_TOKENS and labels.dtype not in _IDS:
+        if labels is not None and self._task in _TOKEN_TASKS and labels.dtype not in _IDS:
             given = f"labels of {labels.dtype}"
             return ModelError(
                 "labels of tokens must be integers", given=given, expected="torch.long", hint="labels.long()"

@@ -1,7 +1,7 @@
 """The communication of a step for the parameters and gradients of one unit.
 
-One list for all: `plan/estimate/traffic.py` sums it, by facts of a dry run or of a model's sizes, and the
-planner prices it. Which messages a collective becomes (codes, factors, steps of an algorithm) is not in it.
+`plan/estimate/traffic.py` sums this list, from facts of a dry run or of a model's sizes, and the planner
+prices it. It does not say which messages a collective consists of (codes, factors, steps of an algorithm).
 """
 
 from enum import Enum, auto
@@ -23,7 +23,7 @@ class Collective(Enum):
 class During(Enum):
     """Computation at the same time."""
 
-    PASSES = auto()  # forwards first, and as far as there are more calls than micro-batches, backwards
+    PASSES = auto()  # every forward; calls in excess of the number of micro-batches are in backwards
     BACKWARDS = auto()  # of every micro-batch
     LAST_BACKWARD = auto()
     NEXT_FORWARD = auto()  # the first one after the update
@@ -43,8 +43,7 @@ def unit_events(
     """Return the events of a unit in a step from the second one on.
 
     trains           its parameters are trained
-    gathers          number of gathers; None: from the plan alone, as if none were saved where a unit stays
-                     from one use to the next
+    gathers          number of gathers; None: one per pass, although a unit may stay unsharded between two
     covers_replicas  the reduction to owners is over replicas too
     """
     if gathers is None:
