@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.comm import Group, Work, all_gather, all_reduce, start_all_reduce
 from plait.errors import CheckpointError, ModelError, RunError, shown
 from plait.optim.scale import LossScale
-from plait.parallel.local_steps.outer import ExchangeResult
+from plait.parallel.local_steps import ExchangeResult
 from plait.parallel.zero.state_io import StateReader
 from plait.plan.loss_scaling import LossScaling
 

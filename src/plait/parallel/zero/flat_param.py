@@ -54,7 +54,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.parallel.zero.grad_buffer import GradBuffer, GradientState, LeasedTensor, ResizableTensor
+from plait.parallel.zero.buffers import LeasedTensor, ResizableTensor
+from plait.parallel.zero.grad_buffer import GradBuffer, GradientState
 from plait.parallel.zero.parameter import (
     UnitParameter,
     bind,

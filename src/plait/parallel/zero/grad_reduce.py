@@ -1,7 +1,7 @@
 """Reduction of gradients: each unit is reduce-scattered when its gradients are complete, during backward.
 
 [Note: reduction order of units]
-Units are reduced in one order (see [Note: one order of reductions] in `ordered_launch.py`): the reverse of
+Units are reduced in one order (see [Note: one order of reductions] in `grad_buffer.py`): the reverse of
 forward's. Units that never become complete are reduced when backward is over, missing gradients as zeros. At
 stage 3 all ranks adopt, after the first step, the order in which rank 0 completed its units: a unit far from
 its position would miss its deadline in every step.
@@ -55,9 +55,8 @@ from torch import Tensor
 
 from plait.comm import Mesh, ReduceWork, all_reduce
 from plait.optim.clip import squared_norm
-from plait.parallel.ordered_launch import OrderedLauncher
 from plait.parallel.zero.flat_param import FlatParam
-from plait.parallel.zero.grad_buffer import GradientState
+from plait.parallel.zero.grad_buffer import GradientState, OrderedLauncher
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
 from plait.plan import Layout, UnitLayout
