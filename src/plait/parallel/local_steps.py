@@ -62,7 +62,7 @@ from plait.optim.clip import squared_norm
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.sharded_model import ShardedStage
-from plait.parallel.zero.state_dict import divided, shards_of_unit
+from plait.parallel.zero.state_dict import divided, read_overlaps, shards_of_unit
 from plait.parallel.zero.state_io import StateReader, StateShard
 from plait.plan import Boxes, Plan
 from plait.plan.compression import code_bytes
@@ -404,8 +404,6 @@ class IslandState:
 
 def _read(source: StateReader, kind: str, unit: FlatParam, flat: Tensor) -> None:
     """Fill a flat tensor with this rank's range of a unit. What the source does not have is unchanged."""
-    for overlap in unit.layout.overlaps(unit.start, unit.stop):
-        key, shard = f"{kind}/{overlap.shard.name}", overlap.shard
-        if key in source.shapes:
-            into = flat[overlap.at : overlap.at + overlap.stop - overlap.start]
-            source.read(key, shard.boxes, overlap.start, into, counted=shard.counted)
+    saved = source.shapes
+    known = [overlap for overlap in unit.overlaps() if f"{kind}/{overlap.shard.name}" in saved]
+    read_overlaps(source, kind, known, flat)

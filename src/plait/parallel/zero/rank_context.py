@@ -98,7 +98,8 @@ class RankGroups:
 
 
 class MasterAllocator(Protocol):
-    """Memory of master weights. Implemented by `MasterWeights` (device, host or file).
+    """Memory of master weights. Implemented by `MasterWeights` (device, host or file) and, in dry
+    runs, by `NullMasters`.
 
     are_in_file   the optimizer rounds updated weights into the shards itself, while it holds them in memory
     """
