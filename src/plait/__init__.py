@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
     from plait.optim.lion_lamb import LAMB, Lion
-    from plait.parallel.all_gather import all_gather
+    from plait.parallel.all_samples import all_gather
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
     from plait.plan.loss_scaling import LossScaling
@@ -53,7 +53,7 @@ _HOMES = {
     "Lion": "plait.optim.lion_lamb",
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",
-    "all_gather": "plait.parallel.all_gather",
+    "all_gather": "plait.parallel.all_samples",
     "PaddingCollator": "plait.data.collator",
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",

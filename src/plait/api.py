@@ -14,14 +14,14 @@ from plait.comm import Mesh, World, connect, raise_on_all
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
 from plait.engine.numerics import set_numerics, set_product_precision
-from plait.engine.self_check import SelfCheck
+from plait.engine.reference import SelfCheck
 from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.engine.usage_checks import check_types
 from plait.errors import CheckpointError
 from plait.leaves import load_leaf
 from plait.models import Blocks
 from plait.optim.update_kinds import DECLARATION
-from plait.parallel.batch_norm import batch_norms
+from plait.parallel.all_samples import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
 from plait.plan.loss_scaling import LossScaling

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.parallel.zero.copy_stream import CopyStream
+from plait.parallel.zero.buffers import CopyStream
 from support import cuda_steps
 from support.pool import Pool
 from support.virtual_cuda.log import SYNCS, Entry, Kind

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.parallel.ordered_launch import OrderedLauncher
+from plait.parallel.zero.grad_buffer import OrderedLauncher
 from plait.plan.ddp_buckets import GradSpec, assign_buckets
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -16,8 +16,8 @@ from plait.engine.spec import Arguments, validate
 from plait.errors import PlanError
 from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
-from plait.parallel import float8_products
-from plait.parallel.float8_products import RECIPES, Float8Forward, Float8Products
+from plait.parallel import linear_products
+from plait.parallel.linear_products import RECIPES, Float8Forward, Float8Products
 from plait.parallel.pipeline.split_backward import BackwardSplitter, SplitLinear
 from plait.plan import Plan
 from plait.train.explain_recipe import plan_table, to_json
@@ -113,7 +113,7 @@ def test_products_by_torchs_kernels_are_the_emulated_ones(precision: str, tokens
         return original(a, b, *args, **kwargs)
 
     original = torch._scaled_mm
-    kernels = mock.patch.object(float8_products, "_emulated_product", float8_products._kernel_product)
+    kernels = mock.patch.object(linear_products, "_emulated_product", linear_products._kernel_product)
     with kernels, mock.patch.object(torch, "_scaled_mm", scaled_mm):
         found = outcome(layer, x, dy)
     rtol = 2**-6 if precision == "fp8-rowwise" else 2**-7  # bf16 is rounded once more for each of two factors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.parallel.float8_products import RECIPES, Float8Forward, Float8Products
+from plait.parallel.linear_products import RECIPES, Float8Forward, Float8Products
 from support.float8 import outcome
 
 RECIPE_NAMES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}

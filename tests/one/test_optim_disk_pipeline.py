@@ -16,8 +16,7 @@ from torch import Tensor
 
 from plait.errors import RunError
 from plait.optim import disk_tensors
-from plait.optim.disk_pipeline import DiskPipeline, PageSpan
-from plait.optim.disk_tensors import MappedFile
+from plait.optim.disk_tensors import DiskPipeline, MappedFile, PageSpan
 
 PAGE = mmap.PAGESIZE
 NUM_BLOCKS, BLOCK_PAGES = 12, 3

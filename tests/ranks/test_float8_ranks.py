@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from plait.errors import PlanError
-from plait.parallel import float8_products
+from plait.parallel import linear_products
 from plait.plan import Plan
 from support import float8, programs
 from support.compilers import compiles
@@ -28,8 +28,8 @@ def task_of(layers: int = 2) -> programs.Task:
 
 
 def train(task: programs.Task, plan: str, muted: bool = False) -> programs.Trace:
-    reduce = programs.MUTED["all_reduce"] if muted else float8_products.all_reduce
-    with mock.patch.object(Plan, "dtype", "fp64"), mock.patch.object(float8_products, "all_reduce", reduce):
+    reduce = programs.MUTED["all_reduce"] if muted else linear_products.all_reduce
+    with mock.patch.object(Plan, "dtype", "fp64"), mock.patch.object(linear_products, "all_reduce", reduce):
         return programs.train_task(task, plan)
 
 

@@ -343,7 +343,7 @@ def evaluation_that_is_doubled() -> Any:
 
 
 def no_exchange_of_islands() -> Any:
-    owner: Any = sys.modules["plait.parallel.local_steps.outer"]
+    owner: Any = sys.modules["plait.parallel.local_steps"]
     return mock.patch.object(owner.OuterOptimizer, "is_due", return_value=False)
 
 

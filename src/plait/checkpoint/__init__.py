@@ -4,7 +4,6 @@ manifest.py            the contents of a checkpoint, and their validation
 saver.py               saving by all ranks, in the foreground or in the background
 writer.py              a rank's files
 reader.py              reading under any plan, each byte once
-crc32.py               checksums of data of which several ranks each read a part
 checkpoint.py          opening a checkpoint
 directory.py           atomic completion, and which checkpoints are retained
 diff.py                the contents of a checkpoint, and the differences between two

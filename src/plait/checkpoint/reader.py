@@ -2,14 +2,23 @@
 
 [Note: verification of data read]
 A chunk that one rank reads completely must have its CRC-32. Of a chunk that several ranks share, each
-computes the remainder of its part (see [Note: CRC of parts] in `crc32.py`), and the XOR of these gives the
-CRC-32 of the chunk: the ranks that hold one copy of the training state together read every element of it, and
-of elements that several of them hold, one rank's read is counted. So no byte is read only to be verified, and
-every byte that is used has been verified in the file by some rank. The result is known only at the end, after
-the data has been written to its destination: callers must not use it before `finish` returns.
+computes the remainder of its part (see [Note: CRC of parts]), and the XOR of these gives the CRC-32 of the
+chunk: the ranks that hold one copy of the training state together read every element of it, and of elements
+that several of them hold, one rank's read is counted. So no byte is read only to be verified, and every byte
+that is used has been verified in the file by some rank. The result is known only at the end, after the data
+has been written to its destination: callers must not use it before `finish` returns.
+
+[Note: CRC of parts]
+Apart from its initial and final XOR, CRC-32 is linear over GF(2): it is the remainder of the message, as a
+polynomial, modulo one of degree 32 (W. W. Peterson, D. T. Brown, "Cyclic Codes for Error Detection", 1961,
+section II). A message is the sum (XOR) of its parts, each padded with zeros, and so is its remainder;
+appending a zero byte to a message multiplies the remainder by x^8. So readers of disjoint parts compute the
+remainders of their parts, and the sum of these verifies the complete message. No reader has to read a byte
+that it does not need.
 """
 
 import bisect
+import functools
 import math
 import os
 import zlib
@@ -21,7 +30,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.checkpoint.crc32 import Remainder, crc_of_remainder
 from plait.checkpoint.manifest import Chunk, Manifest, TensorFacts, damage, open_plain, read_error
 from plait.checkpoint.writer import BLOCK_BYTES, bytes_of
 from plait.comm import Group, all_reduce, raise_on_all
@@ -34,6 +42,8 @@ _FIELDS, _FIELD_BITS, _NUM_FIELDS = 3, 21, 11
 _MAX_OPEN_FILES = 64
 ALONE = Group((0,), 0, None)
 CPU = torch.device("cpu")
+_POLYNOMIAL = 0xEDB88320  # zlib's, lowest bit first: bit 31 is the coefficient of x^0
+_ONES = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class Reader:
     def _read(self, key: str, chunk: Chunk, part: Box, buffer: Tensor, counted: bool) -> None:
         """Read a box of a chunk into a contiguous buffer."""
         into, itemsize = bytes_of(buffer), buffer.element_size()
-        descriptor, remainder, at = self._descriptor(chunk.file), Remainder(), 0
+        descriptor, remainder, at = self._descriptor(chunk.file), _Remainder(), 0
         for first, length in _segments(part, chunk.box.shape):
             for begin in range(first * itemsize, (first + length) * itemsize, BLOCK_BYTES):
                 row = into[at : at + min(BLOCK_BYTES, (first + length) * itemsize - begin)]
@@ -151,7 +161,7 @@ class Reader:
         num_bytes = chunk.box.numel * itemsize
         value = remainder.in_message_of(num_bytes)
         if part.numel == chunk.box.numel:
-            if crc_of_remainder(value, num_bytes) != chunk.crc32:
+            if _crc_of_remainder(value, num_bytes) != chunk.crc32:
                 raise self._checksum_error(key, chunk)
         elif counted:
             numel, earlier = self._partial_reads.get((chunk.file, chunk.offset), (0, 0))
@@ -228,7 +238,7 @@ class Reader:
                     f"{numel} elements read of a chunk of {chunk.box.numel}: {key}"
                 )
                 num_bytes = numel * self.manifest.tensors[key].torch_dtype.itemsize
-                if crc_of_remainder(_parity_of_fields(fields), num_bytes) != chunk.crc32:
+                if _crc_of_remainder(_parity_of_fields(fields), num_bytes) != chunk.crc32:
                     return self._checksum_error(key, chunk)
         return None
 
@@ -271,3 +281,57 @@ def _parity_of_fields(fields: list[int]) -> int:
         for number, counts in enumerate(fields)
         for bit in range(_FIELDS)
     )
+
+
+class _Remainder:
+    """The remainder of one part of a message, or of several added in order, padded with zeros."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._value = 0
+
+    def add(self, at: int, data: memoryview) -> None:
+        """Add `data`, which starts `at` bytes into the message, after everything added before."""
+        assert at >= self._at, f"byte {at} after byte {self._at}"
+        self._value = zlib.crc32(data, _multiply_by_x8n(self._value, at - self._at) ^ _ONES) ^ _ONES
+        self._at = at + len(data)
+
+    def in_message_of(self, num_bytes: int) -> int:
+        """Return the remainder, padded to a message of `num_bytes`."""
+        return _multiply_by_x8n(self._value, num_bytes - self._at)
+
+
+def _crc_of_remainder(remainder: int, num_bytes: int) -> int:
+    """Return the CRC-32 of a message from the XOR of its parts' remainders."""
+    return remainder ^ _multiply_by_x8n(_ONES, num_bytes) ^ _ONES
+
+
+def _multiply_by_x8n(value: int, num_bytes: int) -> int:
+    if not (value and num_bytes):
+        return value
+    first, second, third, fourth = _table(num_bytes)
+    return first[value & 255] ^ second[value >> 8 & 255] ^ third[value >> 16 & 255] ^ fourth[value >> 24]
+
+
+@functools.lru_cache(maxsize=1024)  # 1024 numbers each; the rows of a box have equal distances
+def _table(num_bytes: int) -> tuple[list[int], list[int], list[int], list[int]]:
+    factor, power, left = 1 << 31, 1 << 23, num_bytes  # x^0, x^8
+    while left:
+        factor = _multiply(factor, power) if left & 1 else factor
+        power, left = _multiply(power, power), left >> 1
+    bits = [_multiply(1 << bit, factor) for bit in range(32)]
+    first, second, third, fourth = ([0] * 256 for _ in range(4))
+    for byte, table in enumerate((first, second, third, fourth)):
+        for value in range(1, 256):
+            low = value & -value
+            table[value] = table[value ^ low] ^ bits[8 * byte + low.bit_length() - 1]
+    return first, second, third, fourth
+
+
+def _multiply(one: int, other: int) -> int:
+    result = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            result ^= other
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return result

@@ -17,11 +17,10 @@ from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modul
 from plait.models.init_weights import parameter_only_modules
 from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
-from plait.parallel.batch_norm import sync_batch_norms
+from plait.parallel.all_samples import sync_batch_norms
 from plait.parallel.compile import compile_blocks
 from plait.parallel.float8 import LayerProducts
-from plait.parallel.local_steps.island_state import IslandState
-from plait.parallel.local_steps.outer import OuterOptimizer
+from plait.parallel.local_steps import IslandState, OuterOptimizer
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linears
 from plait.parallel.tensor.apply import apply_tp_plan

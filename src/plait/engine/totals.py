@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, Work, all_gather, all_reduce, start_all_reduce
-from plait.errors import CheckpointError, ModelError, RunError, shown
+from plait.errors import ModelError, RunError, shown
 from plait.optim.scale import LossScale
-from plait.parallel.local_steps.outer import ExchangeResult
-from plait.parallel.zero.state_io import StateReader
+from plait.parallel.local_steps import ExchangeResult
+from plait.parallel.zero.state_io import StateReader, not_engine_state
 from plait.plan.loss_scaling import LossScaling
 
 _SCALE_KEYS, _SCALE_UNIT = "engine/loss_scale.", "engine/scale_unit"
@@ -235,10 +235,5 @@ def read_count(source: StateReader, key: str) -> int:
     """Read a counter of an engine. Raises CheckpointError."""
     value = source.read_full(key).item()
     if not isinstance(value, int | float) or not 0 <= value < _MAX_COUNT:
-        raise CheckpointError(
-            "this is not the state of an engine",
-            given=f"{key} = {value}",
-            expected="a count",
-            hint="engine.load with another checkpoint",
-        )
+        raise not_engine_state(f"{key} = {value}", "a count", "engine.load with another checkpoint")
     return int(value)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from plait.engine.build import EngineParts
 from plait.optim.clip import clip_values
-from plait.parallel.local_steps.outer import ExchangeResult
+from plait.parallel.local_steps import ExchangeResult
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan import MemoryUse
 

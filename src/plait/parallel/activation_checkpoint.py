@@ -65,7 +65,7 @@ _PRODUCTS = frozenset(
         "transformers::grouped_mm_fallback",
         "aten::convolution",
         "plait::summed_product",  # parallel/tensor/linear.py
-        "plait_float8::emulated_scaled_mm",  # parallel/float8_products.py
+        "plait_float8::emulated_scaled_mm",  # parallel/linear_products.py
     }
 )
 COMPARED = 4  # of a block: an element of chance, such as a dropped layer, may be equal by chance

@@ -18,8 +18,16 @@ from torch import nn
 from plait.comm import Group
 from plait.errors import PlanError
 from plait.models import linear_forwards
-from plait.parallel.float8_products import RECIPES, Float8Forward, Float8Input, Float8Products, ScalingRecipe
-from plait.parallel.linear_ops import FLOAT8_MULTIPLE, InputCast, PlainProducts, Products
+from plait.parallel.linear_products import (
+    FLOAT8_MULTIPLE,
+    RECIPES,
+    Float8Forward,
+    Float8Input,
+    Float8Products,
+    PlainProducts,
+    Products,
+    ScalingRecipe,
+)
 from plait.plan import Plan
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 
@@ -69,7 +77,7 @@ class LayerProducts:
             return PlainProducts(transposed)
         return Float8Products(self.recipe, transposed, inp, out)
 
-    def input_cast(self, names: Sequence[str], inp: Group) -> InputCast | None:
+    def input_cast(self, names: Sequence[str], inp: Group) -> Float8Input | None:
         """Return how these layers take one input, whose features are sharded over `inp`; None: as it is, at
         least one of them."""
         if self.recipe is None or not names or not self.layers.names.issuperset(names):

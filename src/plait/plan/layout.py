@@ -119,6 +119,11 @@ class Overlap:
     stop: int
     at: int
 
+    @property
+    def place(self) -> slice:
+        """The elements in the range."""
+        return slice(self.at, self.at + self.stop - self.start)
+
 
 @dataclass(frozen=True)
 class UnitLayout:

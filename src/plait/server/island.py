@@ -33,7 +33,7 @@ from plait.engine.spec import TrainingSpec
 from plait.engine.update import LocalUpdater
 from plait.errors import RunError
 from plait.optim.clip import squared_norm
-from plait.parallel.local_steps.outer import ExchangeResult
+from plait.parallel.local_steps import ExchangeResult
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan import MemoryUse
 from plait.server.chunks import Chunk

@@ -29,7 +29,6 @@ from plait.comm.compression import Codec
 from plait.comm.connection import Message, as_bytes
 from plait.errors import ModelError
 from plait.parallel.zero.flat_param import FlatParam
-from plait.parallel.zero.reduce_ops import ReplicaReduction
 from plait.plan.compression import BLOCK
 from plait.plan.servers import top_share
 from plait.server.chunks import Chunk
@@ -68,7 +67,7 @@ class PushReduction:
             work.squares = torch.zeros((), dtype=torch.float64)
         return work
 
-    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:  # noqa: ARG002
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> tuple[Tensor, Work]:  # noqa: ARG002
         raise AssertionError("a worker has no replicas")
 
 

@@ -32,7 +32,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.errors import RunError
 from plait.fileio import TEXT_LIMIT_BYTES, WRITABLE, finite_json, open_regular, parse_json, write_lines
-from plait.parallel.local_steps.outer import ExchangeResult
+from plait.parallel.local_steps import ExchangeResult
 from plait.tables import plain
 from plait.train.run_dir import RunDir
 

@@ -61,7 +61,7 @@ from plait.compat.horovod.verbs import (
     synchronize,
 )
 from plait.errors import CommError, CompatError
-from plait.parallel.batch_norm import SyncedBatchNorm
+from plait.parallel.all_samples import SyncedBatchNorm
 
 __all__ = [
     "Adasum",

@@ -46,7 +46,8 @@ from torch import Tensor, nn
 
 from plait.comm.collectives import Group, all_gather
 from plait.parallel.ddp.errors import not_bucket_view, not_sparse
-from plait.parallel.zero.grad_buffer import ByteTracker, GradBuffer, GradientState, LeasedTensor
+from plait.parallel.zero.buffers import ByteTracker, LeasedTensor
+from plait.parallel.zero.grad_buffer import GradBuffer, GradientState
 
 
 class PendingCopies:

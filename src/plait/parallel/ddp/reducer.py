@@ -2,7 +2,7 @@
 
 [Note: one backward]
 `prepare_for_backward` (at the end of forward) arms the hooks. Each parameter's hook copies its gradient into
-a bucket; a complete bucket is reduced, in bucket order (`parallel/ordered_launch.py`), while autograd
+a bucket; a complete bucket is reduced, in bucket order (`parallel/zero/grad_buffer.py`), while autograd
 continues. The last bucket queues an engine callback, which waits for the reductions and writes the gradients
 once autograd is done. Buckets left over when the next forward begins mean that a gradient is missing. Hooks
 outside of this (in `no_sync`, in a second backward of the same forward) leave gradients to autograd.
@@ -62,7 +62,7 @@ from plait.parallel.ddp.errors import (
     warn_once,
 )
 from plait.parallel.ddp.unused_params import StaticGraph, UsedMap, unused_in_backward
-from plait.parallel.ordered_launch import OrderedLauncher
+from plait.parallel.zero.grad_buffer import OrderedLauncher
 from plait.plan.ddp_buckets import GradSpec, assign_buckets
 
 T = TypeVar("T")
@@ -564,10 +564,6 @@ class Reducer:
         """Sum over the process group without dividing, for torch's own hooks."""
         attached: Any = self.bucket_reducer.attached
         return attached.process_group.allreduce([bucket.buffer()]).get_future()
-
-    def get_backward_stats(self) -> list[int]:
-        """Zeros: ready times of gradients are not recorded."""
-        return [0] * len(self.parameters)
 
 
 def weak_method(method: Callable[[T], None]) -> Callable[[T], None]:

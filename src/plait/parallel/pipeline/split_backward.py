@@ -39,8 +39,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.models import linear_forwards
-from plait.parallel.float8_products import Float8Forward
-from plait.parallel.linear_ops import (
+from plait.parallel.linear_products import (
+    Float8Forward,
     Operand,
     PlainProducts,
     Products,

@@ -30,8 +30,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, named_group
-from plait.parallel.float8_products import NOT_TRACED, products_named
-from plait.parallel.linear_ops import PlainProducts, Products, autocast_dtype, bias_gradient
+from plait.parallel.linear_products import (
+    NOT_TRACED,
+    PlainProducts,
+    Products,
+    autocast_dtype,
+    bias_gradient,
+    products_named,
+)
 from plait.parallel.tensor.functional import (
     all_reduce_in_place,
     copy_ranges_to_group,

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.parallel.float8_products import NOT_TRACED
-from plait.parallel.linear_ops import InputCast
+from plait.parallel.linear_products import NOT_TRACED, Float8Input
 from plait.parallel.tensor.functional import gather, split
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
@@ -146,7 +145,7 @@ class SequenceParallelRegion:
     scope: str
     columns: tuple[str, ...]
     has_float8: bool = False
-    input_cast: InputCast | None = None
+    input_cast: Float8Input | None = None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():

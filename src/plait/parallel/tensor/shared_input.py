@@ -57,7 +57,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, Work, start_all_reduce
 from plait.models.tensors import WeakTensorMap
-from plait.parallel.linear_ops import Products
+from plait.parallel.linear_products import Products
 from plait.parallel.tensor.operators import is_traced
 from plait.parallel.tensor.token_shards import TokenGather, TokenShards
 

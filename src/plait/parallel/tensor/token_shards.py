@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, Work, start_all_gather, start_reduce_scatter
-from plait.parallel.linear_ops import InputCast, Products
+from plait.parallel.linear_products import Float8Input, Products
 from plait.parallel.tensor.operators import all_gather_into
 
 
@@ -83,7 +83,7 @@ class TokenShards:
 class TokenGather:
     """An all-gather that the first of several users of its result starts. `cast`: what they take."""
 
-    def __init__(self, shards: TokenShards, cast: InputCast | None = None) -> None:
+    def __init__(self, shards: TokenShards, cast: Float8Input | None = None) -> None:
         self._shards = shards
         self._cast = cast
         self._decode: Callable[[Tensor], Tensor] | None = None

@@ -54,7 +54,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.parallel.zero.grad_buffer import GradBuffer, GradientState, LeasedTensor, ResizableTensor
+from plait.parallel.zero.buffers import LeasedTensor, ResizableTensor
+from plait.parallel.zero.grad_buffer import GradBuffer, GradientState
 from plait.parallel.zero.parameter import (
     UnitParameter,
     bind,
@@ -67,7 +68,7 @@ from plait.parallel.zero.parameter import (
 )
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.state_io import slice_boxes
-from plait.plan import UnitLayout
+from plait.plan import Overlap, UnitLayout
 
 
 class GradientListener(Protocol):
@@ -167,15 +168,18 @@ class FlatParam:
         """Views of a tensor laid out like the storage, one per parameter, each in its boxes' shape."""
         return [flat[p.start : p.stop].view(p.boxes.shape) for p in self.layout.params]
 
+    def overlaps(self, start: int = 0, stop: int | None = None) -> tuple[Overlap, ...]:
+        """The parameters in elements [start, stop) of this rank's range, by default all of it."""
+        return self.layout.overlaps(self.start + start, self.stop if stop is None else self.start + stop)
+
     # --- parameters
 
     def write(self, name: str, values: Tensor) -> None:
         """Write this rank's range of a parameter into `master`. `values`: the full parameter."""
-        for overlap in self.layout.overlaps(self.start, self.stop):
+        for overlap in self.overlaps():
             if overlap.shard.name == name:
                 boxes = slice_boxes(values.detach(), overlap.shard.boxes)
-                owned = boxes.reshape(-1)[overlap.start : overlap.stop]
-                self.master[overlap.at : overlap.at + owned.numel()].copy_(owned)
+                self.master[overlap.place].copy_(boxes.reshape(-1)[overlap.start : overlap.stop])
 
     def make_parameters(self, replaced: Mapping[str, nn.Parameter]) -> None:
         """Make the model's parameters views of `storage`. Their gradients need a `listener`."""

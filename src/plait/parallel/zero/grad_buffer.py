@@ -1,95 +1,25 @@
-"""Flat tensors whose memory is allocated and freed repeatedly, and the buffer that collects gradients.
+"""The buffer that collects gradients, and the order in which such buffers are reduced.
 
-`ResizableTensor` holds unsharded parameters, `LeasedTensor` unsharded gradients. `GradBuffer` is the flat
-memory into which gradients are written one parameter at a time, and from which one reduction reads all of
-them: of a unit of the engine, or of a bucket of DistributedDataParallel. `ByteTracker` counts current and
-peak bytes.
+`GradBuffer` is the flat memory into which gradients are written one parameter at a time, and from which one
+reduction reads all of them: of a unit of the engine, or of a bucket of DistributedDataParallel.
+
+[Note: one order of reductions]
+Ranks match collectives by the order in which they are started on a group. Gradients become ready in an order
+that may differ between ranks (a branch, a parameter that is unused on one of them). So units and buckets are
+not reduced when they are ready but in one order fixed beforehand, close to the one in which backward
+completes them. One that is ready early waits for those before it; those never ready are started when backward
+is over.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from plait.parallel.zero.buffers import LeasedTensor
 
-class ByteTracker:
-    """Current and peak bytes of temporary buffers."""
-
-    def __init__(self) -> None:
-        self.allocated_bytes = 0
-        self.peak_bytes = 0
-
-    def add(self, num_bytes: int) -> None:
-        self.allocated_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-
-    def subtract(self, num_bytes: int) -> None:
-        self.allocated_bytes -= num_bytes
-        assert self.allocated_bytes >= 0, "more bytes freed than allocated"
-
-
-class ResizableTensor:
-    """A flat tensor whose memory can be freed and allocated again, while it and its views stay.
-
-    Its storage is resized to 0 and back, as those of FSDP2's all-gather outputs.
-    """
-
-    def __init__(self, tensor: Tensor, *, persistent: bool, tracker: ByteTracker) -> None:
-        """`persistent`: never freed, not counted by `tracker`. Otherwise create all views, then free it."""
-        self.tensor = tensor
-        self.nbytes = self.tensor.nbytes
-        self.persistent = persistent
-        self.is_allocated = True
-        self._tracker = tracker
-        if not persistent:
-            self._tracker.add(self.nbytes)
-
-    def allocate(self) -> None:
-        """Allocate the memory unless it is allocated; its contents are undefined."""
-        if not self.is_allocated:
-            self.tensor.untyped_storage().resize_(self.nbytes)
-            self.is_allocated = True
-            self._tracker.add(self.nbytes)
-
-    def free(self) -> None:
-        """Free the memory if it is allocated and not persistent.
-
-        On CUDA, kernels queued on the current stream may still use it: the caching allocator returns the
-        memory to that stream's pool, and whatever reuses it is queued after them.
-        """
-        if self.is_allocated and not self.persistent:
-            self.tensor.untyped_storage().resize_(0)
-            self.is_allocated = False
-            self._tracker.subtract(self.nbytes)
-
-
-class LeasedTensor:
-    """A flat tensor that exists from `allocate` to `free`, a new one each time."""
-
-    def __init__(self, lease: Callable[[], Tensor], *, persistent: bool, tracker: ByteTracker) -> None:
-        """`persistent`: leased now, zeroed, never freed, and not counted by `tracker`."""
-        self.persistent = persistent
-        self._lease = lease
-        self._tracker = tracker
-        self.tensor: Tensor | None = lease().zero_() if persistent else None
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.tensor is None else self.tensor.nbytes
-
-    def allocate(self) -> bool:
-        """Lease memory unless there is some; its contents are undefined. Return True if it was leased now."""
-        if self.tensor is not None:
-            return False
-        self.tensor = self._lease()
-        self._tracker.add(self.tensor.nbytes)
-        return True
-
-    def free(self) -> None:
-        """Drop the tensor if there is one and it is not persistent."""
-        if self.tensor is not None and not self.persistent:
-            self._tracker.subtract(self.tensor.nbytes)
-            self.tensor = None
+T = TypeVar("T")
 
 
 class GradientState(Enum):
@@ -195,3 +125,46 @@ class GradBuffer:
         if not self.memory.persistent:
             self.views = []
         self.memory.free()
+
+
+class OrderedLauncher(Generic[T]):
+    """Starts items in order: each when it and all before it are complete, or when the caller says so."""
+
+    def __init__(self, order: Sequence[T], start: Callable[[T], None]) -> None:
+        """`start`: called for each item at most once between one `begin` and the next."""
+        self.order = list(order)
+        self._start = start
+        self.starts = False
+        self.next_index = 0  # in `order`, of the next item to start
+        self._complete: dict[T, None] = {}  # in the order of completion
+
+    def begin(self, *, starts: bool) -> None:
+        """Mark all items incomplete. `starts`: whether items are to be started this time."""
+        self.starts = starts
+        self.next_index = 0
+        self._complete.clear()
+
+    @property
+    def all_started(self) -> bool:
+        return self.next_index == len(self.order)
+
+    @property
+    def completion_order(self) -> list[T]:
+        """Items in the order in which they were completed, then those that were not."""
+        return [*self._complete, *(item for item in self.order if item not in self._complete)]
+
+    def complete(self, item: T) -> None:
+        """Mark an item complete; start it and those that waited for it, if all before them are started."""
+        self._complete[item] = None
+        while self.starts and not self.all_started and self.order[self.next_index] in self._complete:
+            self.start_next()
+
+    def start_next(self) -> None:
+        """Start the next item, complete or not."""
+        self.next_index += 1
+        self._start(self.order[self.next_index - 1])
+
+    def start_remaining(self) -> None:
+        """Start the items that never became complete, and those that waited for them."""
+        while self.starts and not self.all_started:
+            self.start_next()

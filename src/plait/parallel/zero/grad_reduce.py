@@ -1,7 +1,7 @@
 """Reduction of gradients: each unit is reduce-scattered when its gradients are complete, during backward.
 
 [Note: reduction order of units]
-Units are reduced in one order (see [Note: one order of reductions] in `ordered_launch.py`): the reverse of
+Units are reduced in one order (see [Note: one order of reductions] in `grad_buffer.py`): the reverse of
 forward's. Units that never become complete are reduced when backward is over, missing gradients as zeros. At
 stage 3 all ranks adopt, after the first step, the order in which rank 0 completed its units: a unit far from
 its position would miss its deadline in every step.
@@ -53,13 +53,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from plait.comm import Mesh, ReduceWork, all_reduce
+from plait.comm import Mesh, ReduceWork, Work, all_reduce
 from plait.optim.clip import squared_norm
-from plait.parallel.ordered_launch import OrderedLauncher
 from plait.parallel.zero.flat_param import FlatParam
-from plait.parallel.zero.grad_buffer import GradientState
+from plait.parallel.zero.grad_buffer import GradientState, OrderedLauncher
 from plait.parallel.zero.rank_context import RankContext
-from plait.parallel.zero.reduce_ops import GradReduction, ReplicaReduction
+from plait.parallel.zero.reduce_ops import GradReduction
 from plait.plan import Layout, UnitLayout
 from plait.plan.axes import FEATURES
 from plait.plan.compression import rounds_to_bf16
@@ -95,34 +94,8 @@ class ColumnGradReduce:
                 partial_sums.copy_(wide)
 
 
-class InFlightReductions:
-    """This rank's reductions in flight, oldest first. See [Note: one queue for all pipeline stages]."""
-
-    def __init__(self) -> None:
-        self._queue: deque[tuple[GradReducer, FlatParam, ReduceWork]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __contains__(self, unit: FlatParam) -> bool:
-        return any(unit is other for _, other, _ in self._queue)
-
-    @property
-    def oldest(self) -> ReduceWork:
-        return self._queue[0][2]
-
-    def add(self, reducer: "GradReducer", unit: FlatParam, work: ReduceWork) -> None:
-        self._queue.append((reducer, unit, work))
-
-    def finish_oldest(self) -> None:
-        """Wait for the oldest reduction and put the result into its unit's `grad_shard`."""
-        reducer, unit, work = self._queue.popleft()
-        reducer.finish(unit, work)
-
-    def discard_oldest(self) -> None:
-        """Wait for the oldest reduction and discard the result."""
-        reducer, unit, work = self._queue.popleft()
-        reducer.discard(unit, work)
+# This rank's reductions in flight, oldest first. See [Note: one queue for all pipeline stages].
+InFlightReductions = deque["tuple[GradReducer, FlatParam, ReduceWork]"]
 
 
 class GradReducer:
@@ -163,7 +136,8 @@ class GradReducer:
         self._last = False  # the step's last micro-batch
         self._deadlines: list[int | None] = [None] * len(units)
         self._in_flight = in_flight
-        self._replica_reductions: list[tuple[FlatParam, ReplicaReduction]] = []
+        # Tensors in use, which hold the sum over replicas when the work is done.
+        self._replica_reductions: list[tuple[FlatParam, Tensor, Work]] = []
         # The last one finished: peers may still read its contribution, and those before it.
         self._to_release: list[ReduceWork] = []
         self._squared_norms: dict[FlatParam, Tensor] = {}
@@ -256,19 +230,19 @@ class GradReducer:
             self._copy_stream.synchronize()  # they start from gradients on the host
             for unit in units:
                 self._start_replica_reduction(unit, unit.grad_shard)
-        for unit, replica_reduction in self._replica_reductions:
-            replica_reduction.work.wait()
-            self._squared_norms[unit] = squared_norm(replica_reduction.tensor.to(unit.grad_shard.dtype))
-            if replica_reduction.tensor is not unit.grad_shard:
-                self._copy_stream.copy(unit.grad_shard, replica_reduction.tensor)
+        for unit, total, work in self._replica_reductions:
+            work.wait()
+            self._squared_norms[unit] = squared_norm(total.to(unit.grad_shard.dtype))
+            if total is not unit.grad_shard:
+                self._copy_stream.copy(unit.grad_shard, total)
         self._drop_replica_reductions()
 
     def _drop_replica_reductions(self) -> None:
         """After waiting for them: free their tensors when these have been copied to the host."""
         # The CPU reads copied gradients now, and overwrites weights that may still be read.
         self._copy_stream.synchronize()
-        for _, replica_reduction in self._replica_reductions:
-            self._tracker.subtract(replica_reduction.buffer_bytes)
+        for unit, total, _ in self._replica_reductions:
+            self._tracker.subtract(0 if total is unit.grad_shard else total.nbytes)
         self._replica_reductions.clear()
 
     def squared_norm(self) -> Tensor:
@@ -290,9 +264,10 @@ class GradReducer:
     def reset(self) -> None:
         """Prepare for the next step; also after an exception, with reductions in flight."""
         while self._in_flight:
-            self._in_flight.discard_oldest()
-        for _, replica_reduction in self._replica_reductions:
-            replica_reduction.work.wait()
+            reducer, unit, work = self._in_flight.popleft()
+            reducer.discard(unit, work)
+        for *_, replica_work in self._replica_reductions:
+            replica_work.wait()
         if self._replica_reductions:
             self._drop_replica_reductions()
         self._squared_norms.clear()
@@ -313,8 +288,8 @@ class GradReducer:
 
     def on_complete(self, unit: FlatParam) -> None:
         self._launcher.complete(unit)
-        while self._in_flight and self._finishes_early(self._in_flight.oldest):
-            self._in_flight.finish_oldest()
+        while self._in_flight and self._finishes_early(self._in_flight[0][-1]):
+            self._finish_oldest()
 
     def _finishes_early(self, work: ReduceWork) -> bool:
         """Decide whether to finish a reduction during backward, while CPU caches may hold the contributions.
@@ -326,8 +301,8 @@ class GradReducer:
 
     def on_late(self, unit: FlatParam) -> None:
         """Finish the unit's reduction in flight before a late gradient is accumulated."""
-        while unit in self._in_flight:
-            self._in_flight.finish_oldest()
+        while any(unit is other for _, other, _ in self._in_flight):
+            self._finish_oldest()
 
     def _start(self, unit: FlatParam) -> None:
         """Start the reduce-scatter of a unit; finish the oldest ones beyond the limit in flight."""
@@ -335,14 +310,18 @@ class GradReducer:
         self._column_reduce.reduce(unit.layout, grads)  # see [Note: reduction over columns]
         unit.grad_buffer.move(GradientState.REDUCING)
         work = self._reduction.start(unit, grads)
-        self._in_flight.add(self, unit, work)
+        self._in_flight.append((self, unit, work))
         self._tracker.add(work.buffer_bytes)
         while len(self._in_flight) > self._max_in_flight:
-            self._in_flight.finish_oldest()
+            self._finish_oldest()
 
     def _finish_all(self) -> None:
         while self._in_flight:
-            self._in_flight.finish_oldest()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        reducer, unit, work = self._in_flight.popleft()
+        reducer.finish(unit, work)
 
     def discard(self, unit: FlatParam, work: ReduceWork) -> None:
         """Wait for a reduction and discard its result."""
@@ -387,6 +366,6 @@ class GradReducer:
         return staged
 
     def _start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> None:
-        replica_reduction = self._reduction.start_replica_reduction(unit, reduced)
-        self._tracker.add(replica_reduction.buffer_bytes)
-        self._replica_reductions.append((unit, replica_reduction))
+        total, work = self._reduction.start_replica_reduction(unit, reduced)
+        self._tracker.add(0 if total is unit.grad_shard else total.nbytes)
+        self._replica_reductions.append((unit, total, work))

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, shares_memory
-from plait.parallel.zero.copy_stream import CopyStream, StagingBuffers
-from plait.parallel.zero.grad_buffer import ByteTracker
+from plait.parallel.zero.buffers import ByteTracker, CopyStream, StagingBuffers
 from plait.plan import Plan, compresses
 from plait.plan.axes import BATCH, MODEL, REPLICAS, STAGES, TENSOR, TOKENS, Roles, UnitKind
 from plait.plan.compression import full_grad_dtype, reduces_over_all
@@ -99,7 +98,8 @@ class RankGroups:
 
 
 class MasterAllocator(Protocol):
-    """Memory of master weights. Implemented by `MasterWeights` (device, host or file).
+    """Memory of master weights. Implemented by `MasterWeights` (device, host or file) and, in dry
+    runs, by `NullMasters`.
 
     are_in_file   the optimizer rounds updated weights into the shards itself, while it holds them in memory
     """

@@ -14,7 +14,6 @@ sums like the gradient and contain the loss scale: they are scaled when it chang
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -38,15 +37,6 @@ from plait.plan import Layout, compresses
 from plait.plan.compression import Factors, message_buffer_bytes, reduces_over_all, rounds_to_bf16
 
 
-@dataclass(frozen=True)
-class ReplicaReduction:
-    """An all-reduce of a range over replicas. `tensor` is in use, and holds the sum after `work.wait()`."""
-
-    tensor: Tensor
-    work: Work
-    buffer_bytes: int  # of `tensor`, if it is a copy
-
-
 class GradReduction(Protocol):
     """Reduces units' gradients, in one order on all ranks."""
 
@@ -58,8 +48,9 @@ class GradReduction(Protocol):
         """Start the reduction into this rank's range. Until it has finished `grads`, the unsharded gradient,
         is in use and may be overwritten."""
 
-    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
-        """Start the all-reduce over replicas of the result of `start`."""
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> tuple[Tensor, Work]:
+        """Start the all-reduce over replicas of the result of `start`. Return the tensor that is in use until
+        the work is done, and holds the sum then."""
 
 
 class DefaultReduction:
@@ -84,12 +75,11 @@ class DefaultReduction:
         work.buffer_bytes += grads.nbytes if copied else 0
         return work
 
-    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> tuple[Tensor, Work]:
         if reduced.device != self._device or self._rounds:
             dtype = torch.bfloat16 if self._rounds else reduced.dtype
             reduced = reduced.to(self._device, dtype, non_blocking=True)
-        work = start_all_reduce(reduced, unit.groups.replicate, label=unit.layout.name)
-        return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
+        return reduced, start_all_reduce(reduced, unit.groups.replicate, label=unit.layout.name)
 
 
 class CompressedReduction:
@@ -133,11 +123,10 @@ class CompressedReduction:
             return self._first[unit].start(grads, (unit.start, unit.stop), label=label)
         return start_scattered_sum(grads, unit.groups.reduce_scatter, label=label)  # over one rank
 
-    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> tuple[Tensor, Work]:
         reduced = reduced.to(self._device, non_blocking=True)
         reduce_work = self._over_replicas[unit].start(reduced, (0, reduced.numel()), label=unit.layout.name)
-        work = Work(lambda: [*reduce_work.into(reduced)])
-        return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
+        return reduced, Work(lambda: [*reduce_work.into(reduced)])
 
 
 class AlgorithmReduction:
@@ -176,10 +165,9 @@ class AlgorithmReduction:
         work.buffer_bytes += 0 if cast is grads else cast.nbytes
         return work
 
-    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> ReplicaReduction:
+    def start_replica_reduction(self, unit: FlatParam, reduced: Tensor) -> tuple[Tensor, Work]:
         reduced = reduced.to(self._device, self._dtype)
-        work = self._over[unit.groups.replicate].start_all_reduce(reduced, label=unit.layout.name)
-        return ReplicaReduction(reduced, work, 0 if reduced is unit.grad_shard else reduced.nbytes)
+        return reduced, self._over[unit.groups.replicate].start_all_reduce(reduced, label=unit.layout.name)
 
 
 def make_reduction(units: Sequence[FlatParam], context: RankContext) -> GradReduction:

@@ -189,7 +189,7 @@ class SumsOverShards:
             # Not in the order of the storage, which depends on how many ranks hold a shard.
             names = sorted(shard.name for shard in unit.layout.params)
             for part in parts:
-                overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
+                overlaps = unit.overlaps(part.start, part.stop)
                 if len(overlaps) == 1:
                     shard = overlaps[0].shard
                     self._index_of[part.leaf] = self._num_parameters + names.index(shard.name)
@@ -257,5 +257,5 @@ def _ranges(unit: FlatParam, groups: Sequence[GroupOptimizer]) -> Iterator[tuple
         if groups[group].scope is UpdateScope.ELEMENTS:
             yield group, start, stop
         elif groups[group].scope is UpdateScope.NORMS:
-            for overlap in unit.layout.overlaps(unit.start + start, unit.start + stop):
-                yield group, start + overlap.at, start + overlap.at + overlap.stop - overlap.start
+            for overlap in unit.overlaps(start, stop):
+                yield group, start + overlap.place.start, start + overlap.place.stop

@@ -24,7 +24,7 @@ from plait.parallel.zero.full_tensors import FullTensor
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap, persistent_buffers
 from plait.parallel.zero.sharded_optim import OptimizerSlice, ShardedOptimizer
-from plait.parallel.zero.state_io import StateReader, StateShard, slice_boxes, write_boxes
+from plait.parallel.zero.state_io import StateReader, StateShard, not_engine_state, slice_boxes, write_boxes
 from plait.plan import Boxes, Overlap, UnitLayout
 
 _Value = TypeVar("_Value")
@@ -89,14 +89,11 @@ class ShardedState:
         full gradient), and the squared norm of `expected`. None if this rank owns nothing of it."""
         total = None
         for unit in self._trained():
-            for overlap in unit.layout.overlaps(unit.start, unit.start + unit.grad_shard.numel()):
+            for overlap in unit.overlaps():
                 if overlap.shard.name == name:
-                    actual = unit.grad_shard[overlap.at : overlap.at + overlap.stop - overlap.start].double()
-                    right = (
-                        slice_boxes(expected, overlap.shard.boxes)
-                        .reshape(-1)[overlap.start : overlap.stop]
-                        .to(actual)
-                    )
+                    actual = unit.grad_shard[overlap.place].double()
+                    right = slice_boxes(expected, overlap.shard.boxes).reshape(-1)
+                    right = right[overlap.start : overlap.stop].to(actual)
                     squares = (float((actual - right).square().sum()), float(right.square().sum()))
                     total = squares if total is None else (total[0] + squares[0], total[1] + squares[1])
         return total
@@ -125,7 +122,7 @@ class ShardedState:
         """The state of this rank's range of a unit."""
         yield from shards_of_unit("weights", unit, unit.master)
         for part in self._optimizer.slices[unit] if unit.trains and self._optimizer.has_states else ():
-            for overlap in unit.layout.overlaps(unit.start + part.start, unit.start + part.stop):
+            for overlap in unit.overlaps(part.start, part.stop):
                 if overlap.shard.counted:
                     yield from self._optimizer_shards(part, overlap)
 
@@ -166,20 +163,10 @@ class ShardedState:
         counters, only the presence of one is checked."""
         shapes = source.shapes
         if not weights_only and "engine/num_steps" not in shapes:
-            raise CheckpointError(
-                "this is not the state of an engine",
-                given="no engine/num_steps",
-                expected="the tensors of engine.state()",
-                hint="engine.state(), or the files of engine.save",
-            )
+            raise not_engine_state("no engine/num_steps", "the tensors of engine.state()")
         for key, shape in shapes.items():
             if key.startswith("engine/") and shape != ():
-                raise CheckpointError(
-                    "this is not the state of an engine",
-                    given=f"{key}: {shape}",
-                    expected="numbers",
-                    hint="engine.state(), or the files of engine.save",
-                )
+                raise not_engine_state(f"{key}: {shape}", "numbers")
         self._check(_without_counters(shapes), weights_only=weights_only)
         self._check_dtypes(source.dtypes, weights_only=weights_only)
 
@@ -188,10 +175,7 @@ class ShardedState:
         without states."""
         with torch.no_grad():
             for unit in self._all_units():
-                for overlap in unit.layout.overlaps(unit.start, unit.stop):
-                    into = unit.master[overlap.at : overlap.at + overlap.stop - overlap.start]
-                    key, shard = f"weights/{overlap.shard.name}", overlap.shard
-                    source.read(key, shard.boxes, overlap.start, into, counted=shard.counted)
+                read_overlaps(source, "weights", unit.overlaps(), unit.master)
             for name, (_, tensors) in self._local_standalone().items():
                 for tensor in tensors:
                     tensor.copy_(source.read_full(f"{self._shard_map.standalone[name].kind}/{name}"))
@@ -317,7 +301,7 @@ class ShardedState:
 
     def _state_of(self, unit: FlatParam, part: OptimizerSlice, source: StateReader) -> dict[str, Any]:
         """Read a slice's state, in the form in which the optimizer holds it."""
-        overlaps = unit.layout.overlaps(unit.start + part.start, unit.start + part.stop)
+        overlaps = unit.overlaps(part.start, part.stop)
         name = overlaps[0].shard.name if overlaps else unit.layout.params[0].name
         present = self._optimizer.chunked.state(part.leaf)  # its memory is reused
         state: dict[str, Any] = {}
@@ -328,11 +312,7 @@ class ShardedState:
                 fresh = kind not in present
                 flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else present[kind]
                 state[kind] = flat
-                for overlap in overlaps:
-                    into, shard = flat[overlap.at : overlap.at + overlap.stop - overlap.start], overlap.shard
-                    source.read(
-                        f"{kind}/{shard.name}", shard.boxes, overlap.start, into, counted=shard.counted
-                    )
+                read_overlaps(source, kind, overlaps, flat)
         return state
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], *, weights_only: bool) -> None:
@@ -388,9 +368,16 @@ def _has_states(keys: Iterable[str]) -> bool:
 
 def shards_of_unit(kind: str, unit: FlatParam, flat: Tensor) -> Iterator[StateShard]:
     """The state in `flat`, which is laid out like this rank's range of the unit."""
-    for overlap in unit.layout.overlaps(unit.start, unit.stop):
+    for overlap in unit.overlaps():
         if overlap.shard.counted:
             yield _shard_of(f"{kind}/{overlap.shard.name}", overlap, flat.dtype, lambda: flat)
+
+
+def read_overlaps(source: StateReader, kind: str, overlaps: Iterable[Overlap], flat: Tensor) -> None:
+    """Read parts of parameters, or of their states, into a flat tensor, each to its place in it."""
+    for overlap in overlaps:
+        key, shard = f"{kind}/{overlap.shard.name}", overlap.shard
+        source.read(key, shard.boxes, overlap.start, flat[overlap.place], counted=shard.counted)
 
 
 def divided(shards: Sequence[StateShard], rank: int, size: int) -> list[StateShard]:
@@ -408,7 +395,7 @@ def _shard_of(key: str, overlap: Overlap, dtype: torch.dtype, flat: Callable[[],
     """The elements of a parameter that overlap a flat tensor."""
 
     def read() -> Tensor:
-        return flat().detach()[overlap.at : overlap.at + overlap.stop - overlap.start]
+        return flat().detach()[overlap.place]
 
     return StateShard(
         key, overlap.shard.full_shape, dtype, overlap.shard.boxes, overlap.start, overlap.stop, read

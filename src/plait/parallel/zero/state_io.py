@@ -144,6 +144,12 @@ def _is_entry(key: object, tensor: object) -> bool:
     return isinstance(key, str) and is_tensor and not (tensor.is_meta or tensor.is_quantized)  # type: ignore[attr-defined]
 
 
+def not_engine_state(
+    given: str, expected: str, hint: str = "engine.state(), or the files of engine.save"
+) -> CheckpointError:
+    return CheckpointError("this is not the state of an engine", given=given, expected=expected, hint=hint)
+
+
 class InMemoryState:
     """A StateReader over tensors in memory."""
 
@@ -155,12 +161,7 @@ class InMemoryState:
             entries = (f"{shown(key)}: {shown(of)}" for key, of in tensors.items() if not _is_entry(key, of))
             invalid = next(entries, "")
         if invalid:
-            raise CheckpointError(
-                "this is not the state of an engine",
-                given=invalid,
-                expected="a dict of tensors by name",
-                hint="engine.state()",
-            )
+            raise not_engine_state(invalid, "a dict of tensors by name", "engine.state()")
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -39,7 +39,7 @@ _COMMUNICATOR_BYTES = 200 * 2**20
 _ALLOCATOR_FRACTION = 0.1
 _OFFLOADED = ("host", "disk")
 CHUNK = 2**18  # elements of the optimizer's parameters on a CPU, if their states are streamed
-DISK_BUFFERS = 5  # blocks of files in memory: see `optim/disk_pipeline.py`
+DISK_BUFFERS = 5  # blocks of files in memory: see `optim/disk_tensors.py`
 _PAGE = 4096
 
 

@@ -1,4 +1,7 @@
-"""The CUDA stream for copies between device and host that overlap with computation, and buffers for them.
+"""Memory that is allocated and freed repeatedly, or used in turn, and copies between device and host.
+
+`ResizableTensor` holds unsharded parameters, `LeasedTensor` unsharded gradients, `StagingBuffers` what is
+copied between device and host, on the `CopyStream`. `ByteTracker` counts current and peak bytes.
 
 [Note: lifetimes across streams]
 All memory is allocated and freed on the current stream. Before a tensor that the copy stream uses is freed or
@@ -8,11 +11,91 @@ the CPU queues work far ahead, so each all-gather of a pass would take new memor
 written without it).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+
+class ByteTracker:
+    """Current and peak bytes of temporary buffers."""
+
+    def __init__(self) -> None:
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.allocated_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+    def subtract(self, num_bytes: int) -> None:
+        self.allocated_bytes -= num_bytes
+        assert self.allocated_bytes >= 0, "more bytes freed than allocated"
+
+
+class ResizableTensor:
+    """A flat tensor whose memory can be freed and allocated again, while it and its views stay.
+
+    Its storage is resized to 0 and back, as those of FSDP2's all-gather outputs.
+    """
+
+    def __init__(self, tensor: Tensor, *, persistent: bool, tracker: ByteTracker) -> None:
+        """`persistent`: never freed, not counted by `tracker`. Otherwise create all views, then free it."""
+        self.tensor = tensor
+        self.nbytes = self.tensor.nbytes
+        self.persistent = persistent
+        self.is_allocated = True
+        self._tracker = tracker
+        if not persistent:
+            self._tracker.add(self.nbytes)
+
+    def allocate(self) -> None:
+        """Allocate the memory unless it is allocated; its contents are undefined."""
+        if not self.is_allocated:
+            self.tensor.untyped_storage().resize_(self.nbytes)
+            self.is_allocated = True
+            self._tracker.add(self.nbytes)
+
+    def free(self) -> None:
+        """Free the memory if it is allocated and not persistent.
+
+        On CUDA, kernels queued on the current stream may still use it: the caching allocator returns the
+        memory to that stream's pool, and whatever reuses it is queued after them.
+        """
+        if self.is_allocated and not self.persistent:
+            self.tensor.untyped_storage().resize_(0)
+            self.is_allocated = False
+            self._tracker.subtract(self.nbytes)
+
+
+class LeasedTensor:
+    """A flat tensor that exists from `allocate` to `free`, a new one each time."""
+
+    def __init__(self, lease: Callable[[], Tensor], *, persistent: bool, tracker: ByteTracker) -> None:
+        """`persistent`: leased now, zeroed, never freed, and not counted by `tracker`."""
+        self.persistent = persistent
+        self._lease = lease
+        self._tracker = tracker
+        self.tensor: Tensor | None = lease().zero_() if persistent else None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+    def allocate(self) -> bool:
+        """Lease memory unless there is some; its contents are undefined. Return True if it was leased now."""
+        if self.tensor is not None:
+            return False
+        self.tensor = self._lease()
+        self._tracker.add(self.tensor.nbytes)
+        return True
+
+    def free(self) -> None:
+        """Drop the tensor if there is one and it is not persistent."""
+        if self.tensor is not None and not self.persistent:
+            self._tracker.subtract(self.tensor.nbytes)
+            self.tensor = None
 
 
 class Copy:

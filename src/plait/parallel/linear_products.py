@@ -1,4 +1,7 @@
-"""Products of a linear layer in float8 (2209.05433), scaled dynamically: no state is kept between steps.
+"""Forward and backward products of a linear layer: in the dtype of its operands, or in float8.
+
+The weight is (out, in), or (in, out) if `transposed`. Products in float8 (2209.05433) are scaled dynamically:
+no state is kept between steps.
 
 # T tokens (of any leading dims)  I in_features  O out_features;  lower case = this rank's shard
 
@@ -27,7 +30,7 @@ they multiply the float8 values in float32, or in float64 if the operands were f
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,20 +39,56 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from plait.comm import Group, all_reduce, named_group
-from plait.parallel.linear_ops import (
-    FLOAT8_MULTIPLE,
-    Operand,
-    PlainProducts,
-    Products,
-    TokenSharding,
-    autocast_dtype,
-    bias_gradient,
-    flat,
-)
 
+Operand = Any  # of a product: a Tensor, or what a layer's products have made of it
+
+FLOAT8_MULTIPLE = 16  # elements: dims of the operands of products in float8 are multiples of it
 NOT_TRACED = "products in float8 on a tensor-parallel grid"  # they run uncompiled, between two graphs
 
 _MIN_AMAX = 1e-12  # so that zeros have a finite scale
+
+
+class TokenSharding(Protocol):
+    """Tokens sharded over ranks. Implemented by `TokenShards` of sequence parallelism."""
+
+    @property
+    def group(self) -> Any:
+        """The ranks."""
+
+    def all_gather(self, x_tI: Tensor) -> Tensor:
+        """All-gather the tokens of all ranks."""
+
+
+@dataclass(frozen=True)
+class PlainProducts:
+    """Products in the dtype of their operands, by the operators that the layer itself uses."""
+
+    transposed: bool = False
+
+    @property
+    def names(self) -> tuple[str, bool, str, str]:
+        """The arguments of `products_named` for these products: operators of torch take no objects."""
+        return "", self.transposed, "", ""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output."""
+        if not self.transposed:
+            return F.linear(x, weight, bias)
+        if bias is None:
+            return x @ weight
+        return torch.addmm(bias, flat(x), weight).view(*x.shape[:-1], weight.shape[1])
+
+    def output_gradient(self, dy: Tensor, tokens: TokenSharding | None = None) -> Tensor:
+        """Return dy in the form that the next two take, all-gathered if a rank has only its `tokens`."""
+        return dy if tokens is None else tokens.all_gather(dy)
+
+    def input_gradient(self, dy: Operand, weight: Tensor) -> Tensor:
+        """The input's gradient, which does not depend on the input."""
+        return dy @ (weight.t() if self.transposed else weight)
+
+    def weight_gradient(self, dy: Operand, x: Operand) -> Tensor:
+        """The weight's gradient, which does not depend on the weight."""
+        return flat(x).t() @ flat(dy) if self.transposed else flat(dy).t() @ flat(x)
 
 
 @dataclass(frozen=True)
@@ -84,7 +123,7 @@ class ScaledTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Float8Products:
-    """Products in float8. Implements `Products`.
+    """Products in float8, with the methods of `PlainProducts`.
 
     inp, out   the ranks over which the weight's input and output features are sharded
     """
@@ -153,6 +192,9 @@ class Float8Products:
         return ScaledTensor(data, scale, tensor.dtype)
 
 
+Products = PlainProducts | Float8Products
+
+
 def products_named(recipe: str, transposed: bool, inp: str, out: str) -> Products:
     """Return products by their `names`."""
     if not recipe:
@@ -162,7 +204,7 @@ def products_named(recipe: str, transposed: bool, inp: str, out: str) -> Product
 
 @dataclass(frozen=True)
 class Float8Input:
-    """Cast of an input that all weight gradients take in float8. Implements `InputCast`.
+    """Cast of an input that all weight gradients take in float8.
 
     inp   the ranks over which its features are sharded
     """
@@ -175,6 +217,7 @@ class Float8Input:
         return None if recipe.is_rowwise else cls(Float8Products(recipe, inp=inp))
 
     def encode(self, x: Tensor, tokens: TokenSharding) -> tuple[Tensor, Callable[[Tensor], Operand]]:
+        """Return this rank's tokens to send, and what makes the operand of those of all ranks."""
         products = self.products
         scaled = products._cast(x, products.recipe.dtype, None, tokens.group, products.inp)
         return _bits(scaled), lambda bits: _with_bits(scaled, bits)
@@ -213,6 +256,21 @@ class _Float8Linear(Function):
         dx_TI = ctx.products.input_gradient(scaled, weight) if needs_x else None
         dweight = ctx.products.weight_gradient(scaled, x_TI) if needs_weight else None
         return dx_TI, dweight, bias_gradient(dy_TO).to(ctx.bias_dtype) if needs_bias else None, None
+
+
+def bias_gradient(dy: Tensor) -> Tensor:
+    return flat(dy).sum(0)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype to which autocast casts a product's operands; None if it is off."""
+    is_on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Flatten to (tokens, features); unlike `reshape(-1, 0)` also without features."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 
 def _amax(tensor: Tensor, dim: int | None) -> Tensor:
