@@ -28,7 +28,7 @@ from plait.comm import JobProcess
 from plait.comm.connection import Connection, Message, ServerAddress
 from plait.comm.objects import encode_text
 from plait.comm.shm.arena import Arena
-from plait.comm.shm.remote import describe
+from plait.comm.shm.rendezvous import describe
 from plait.comm.stats import WaitClock
 from plait.engine.build import EngineParts
 from plait.errors import CommError, RunError
@@ -37,8 +37,7 @@ from plait.optim.groups import options_state
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan import MemoryUse, Plan
 from plait.plan.servers import SyncPolicy
-from plait.server.chunks import Chunk, ChunkTable
-from plait.server.protocol import Verb, mask_of, pack, raised, unpack
+from plait.server.protocol import Chunk, ChunkTable, Verb, mask_of, pack, raised, unpack
 from plait.server.push import GradientEncoder, PushReduction
 
 T = TypeVar("T")
