@@ -177,11 +177,10 @@ class World:
         `plan/communicators.py`."""
         return self.device.type == "cuda"
 
-    def new_group(self, ranks: tuple[int, ...], channel: str = "", axes: tuple[str, ...] = ()) -> Group:
+    def new_group(self, ranks: tuple[int, ...], channel: str = "") -> Group:
         """Create a group of these ranks, which include this one, with connections of its own. All of them
-        must call it at the same point of the program; see `Mesh.group` for channels. `axes`: its name in
-        `comm_log`."""
-        return self._group(ranks, channel, axes, partial(self._own_transport, ranks, channel))
+        must call it at the same point of the program; see `Mesh.group` for channels."""
+        return self._group(ranks, channel, (), partial(self._own_transport, ranks, channel))
 
     def split_group(
         self, ranks: tuple[int, ...], channel: str, axes: tuple[str, ...], max_ctas: int | None = None

@@ -41,8 +41,8 @@ from plait.comm import World
 from plait.comm.rendezvous import Member, present_members
 from plait.comm.shm.rendezvous import host_identity
 from plait.comm.stats import pending_collectives
-from plait.errors import CommError, RunError
-from plait.fileio import WRITABLE, disk_hint
+from plait.errors import CommError
+from plait.fileio import writing
 
 SLOW_FACTOR = 4  # see [Note: slow phases]
 _EXIT_CODE = 1  # a lost rank
@@ -92,7 +92,7 @@ class Heartbeat:
     def __enter__(self) -> "Heartbeat":
         if not self._limit_s:
             return self
-        try:
+        with writing("cannot write the run's stacks", self._folder):
             if self._world.rank == 0:
                 _set_aside(self._folder)
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -101,13 +101,6 @@ class Heartbeat:
             self._folder.mkdir(exist_ok=True)
             self._file = self._stacks.open("w")
             self._write_status(0.0)
-        except OSError as error:
-            raise RunError(
-                "cannot write the run's stacks",
-                given=f"{self._folder}: {error}",
-                expected=WRITABLE,
-                hint=disk_hint(self._folder),
-            ) from error
         self._arm_timer(SLOW_FACTOR)
         self._thread = threading.Thread(target=self._poll, name="plait-heartbeat", daemon=True)
         self._thread.start()

@@ -45,7 +45,7 @@ from plait.data.loader import Batch, Batches, loader
 from plait.data.sampler import BatchSizes
 from plait.engine.engine import StepResult
 from plait.errors import RunError
-from plait.fileio import WRITABLE, disk_hint, write_text
+from plait.fileio import write_text, writing
 from plait.parallel.zero.memory_stats import num_allocator_retries
 from plait.tables import plain
 from plait.train.checkpointing import Checkpointing
@@ -511,17 +511,10 @@ class Trainer:
         ranks = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
         ranks = "of worker 0" if engine.plan.num_servers else ranks
         console.print(memory_table(estimated_memory(self._recipe, engine), engine.memory(), ranks))
-        try:
+        with writing("cannot write a plot", run.picture):
             draw_losses(run.metrics, run.picture)
             if engine.plan.num_servers:
                 draw_clocks(run.metrics, run.clocks)
-        except OSError as error:
-            raise RunError(
-                "cannot write a plot",
-                given=f"{run.picture}: {error}",
-                expected=WRITABLE,
-                hint=disk_hint(run.picture),
-            ) from error
         # The export from before a resume, and partial exports of a process that was killed.
         for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*")):
             shutil.rmtree(old, ignore_errors=True)
@@ -540,15 +533,8 @@ class Trainer:
             options = self._recipe.sample.model_dump()
             console.print("sample of generated text:", style="bold")
             sample = generate(run, **options, seed=self._config.seed)
-            try:
+            with writing("cannot write the sample", run.sample):
                 write_text(run.sample, sample)
-            except OSError as error:
-                raise RunError(
-                    "cannot write the sample",
-                    given=f"{run.sample}: {error}",
-                    expected=WRITABLE,
-                    hint=disk_hint(run.sample),
-                ) from error
             console.print(plain(sample), highlight=False)
 
 
