@@ -40,7 +40,7 @@ import server_peers
 from llama import Llama, llama_of
 from peers import ADAMW
 from plait.bench.report import machine
-from plait.comm.shm.remote import RemoteMemory, describe, new_arena
+from plait.comm.shm.rendezvous import RemoteMemory, describe, new_arena
 from plait.engine.spec import Arguments, validate
 from plait.plan import Plan
 from plait.server.job import chunk_table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from plait.api import parallelize
     from plait.comm.launch_function import launch
-    from plait.data.collator import PaddingCollator
+    from plait.data.documents import PaddingCollator
     from plait.engine.engine import Engine
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
@@ -54,7 +54,7 @@ _HOMES = {
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",
     "all_gather": "plait.parallel.all_samples",
-    "PaddingCollator": "plait.data.collator",
+    "PaddingCollator": "plait.data.documents",
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",

@@ -29,7 +29,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plait.errors import ConfigError, shown
+from plait.errors import ConfigError, RunError, shown
 
 TEXT_LIMIT_BYTES = 1 << 26
 MAX_DEPTH = 64  # of nested JSON and TOML
@@ -323,6 +323,15 @@ def disk_hint(path: Path) -> str:
     """The `try` text for a file or folder that cannot be written."""
     folder = next((each for each in (path, *path.absolute().parents) if each.is_dir()), path)
     return f"ls -ld {folder}; df -h {folder}"
+
+
+@contextlib.contextmanager
+def writing(fact: str, path: Path) -> Iterator[None]:
+    """Raise RunError with this fact where the block, which writes to `path`, raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(fact, given=f"{path}: {error}", expected=WRITABLE, hint=disk_hint(path)) from error
 
 
 def regular_file_bytes(path: Path) -> int | None:

@@ -4,7 +4,7 @@ import time
 
 import plait
 from plait.comm import connect
-from plait.train.health.stragglers import Stragglers
+from plait.train.stragglers import Stragglers
 from support import programs
 from support.pool import Pool
 from support.virtual_cuda.recording import Recording, recorded

@@ -27,10 +27,9 @@ from plait.comm import (
     start_receive,
     start_send,
 )
-from plait.comm.shm import ShmTransport
 from plait.comm.shm.arena import as_tensor
-from plait.comm.shm.native_calls import call_text
-from plait.comm.shm.native_lib import NativeCallInfo
+from plait.comm.shm.native_lib import NativeCallInfo, call_text
+from plait.comm.shm.transport import ShmTransport
 from plait.errors import CommError
 from support.pool import Pool
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from plait.train.garbage_collection import GarbageCollection
+from plait.train.trainer import GarbageCollection
 
 
 @pytest.fixture

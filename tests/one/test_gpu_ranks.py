@@ -22,7 +22,7 @@ from plait.comm.device import (
     select_device,
     use_processors,
 )
-from plait.comm.flight_recorder import describe_trace
+from plait.comm.stats import describe_trace
 from plait.comm.store import JobStore
 from plait.comm.torch_transport import _guard, backend_of
 from plait.comm.transport import Call, OpType

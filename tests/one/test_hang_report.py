@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from plait.comm import World
-from plait.train.health.hang_report import RankStatus, blocking_ranks, hang_error, read_statuses
-from plait.train.health.heartbeat import Heartbeat
-from plait.train.health.stragglers import slow_ranks
+from plait.train.heartbeat import Heartbeat, RankStatus, blocking_ranks, hang_error, read_statuses
+from plait.train.stragglers import slow_ranks
 
 
 def beat(rank: int, step: int = 7, within: str = "all-reduce of head", dumped: bool = True) -> RankStatus:

@@ -14,7 +14,7 @@ from plait.data.loader import Batches
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.train.config import RunConfig
-from plait.train.health.loss_spikes import LossSpikeGuard
+from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.metrics import read_metrics
 from plait.train.prepare import prepare
 from plait.train.run_dir import RunDir

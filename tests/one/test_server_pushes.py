@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.comm.connection import Message
 from plait.errors import ModelError
-from plait.server.chunks import Chunk
+from plait.server.protocol import Chunk
 from plait.server.push import GradientEncoder, Push, decode
 
 

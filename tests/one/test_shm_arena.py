@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from plait.comm.shm import Arena, native_lib
+from plait.comm.shm import native_lib
+from plait.comm.shm.arena import Arena
 from plait.errors import CommError
 
 PAGE = 4096

@@ -23,7 +23,7 @@ EXEMPT = {
     "comm/comm_thread.py": _OF_A_PEER,
     "comm/launch_function.py": "the text of an exception that cannot be pickled",
     "comm/connection.py": _OF_A_PEER,
-    "comm/shm/remote.py": _OF_A_PEER,
+    "comm/shm/rendezvous.py": _OF_A_PEER,
     "comm/shm/transport.py": _OF_A_PEER,
     "comm/store.py": _OF_A_PEER,
     "comm/torch_transport.py": _OF_A_PEER,

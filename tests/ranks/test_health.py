@@ -20,10 +20,10 @@ from plait.comm import (
 )
 from plait.data.loader import Batches
 from plait.errors import CommError
-from plait.train.health.heartbeat import Heartbeat
-from plait.train.health.stragglers import Stragglers
+from plait.train.heartbeat import Heartbeat
 from plait.train.prepare import prepare
 from plait.train.run_dir import RunDir
+from plait.train.stragglers import Stragglers
 from plait.train.trainer import train
 from support import programs, trainings
 from support.pool import Pool

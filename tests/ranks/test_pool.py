@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from plait.comm import connect
 from plait.errors import PlanError
-from plait.train.signals import SignalHandler
+from plait.train.trainer import SignalHandler
 from support.pool import Pool, RankError, RankTimeout
 
 

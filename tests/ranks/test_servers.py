@@ -18,7 +18,7 @@ from plait.checkpoint import open_checkpoint
 from plait.comm import connect, rendezvous
 from plait.comm.connection import Message
 from plait.comm.rendezvous import leave_store
-from plait.comm.shm import remote
+from plait.comm.shm import rendezvous as shm_rendezvous
 from plait.errors import ConfigError, ModelError
 from plait.plan import Plan
 from plait.server.job import join_job, process_world
@@ -78,7 +78,7 @@ def test_servers_that_sum_all_pushes_have_the_bits_of_zero_1(
 
 def on_hosts_of_their_own(plan: str) -> Any:
     host = {"host_identity": lambda: f"host {os.environ['RANK']}"}
-    with mock.patch.multiple(rendezvous, **host), mock.patch.multiple(remote, **host):
+    with mock.patch.multiple(rendezvous, **host), mock.patch.multiple(shm_rendezvous, **host):
         return trained(plan)
 
 

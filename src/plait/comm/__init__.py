@@ -48,9 +48,8 @@ from plait.comm.collectives import (
     start_send,
 )
 from plait.comm.comm_thread import CommThread
-from plait.comm.compression import CODECS, CompressedReduce, Compressor
+from plait.comm.compression import CODECS, CompressedReduce, Compressor, PowerSGDReduce
 from plait.comm.launch import launch_local
-from plait.comm.mesh import Mesh
 from plait.comm.objects import (
     broadcast_text,
     decode_error,
@@ -62,18 +61,16 @@ from plait.comm.objects import (
     receive_text,
     send_text,
 )
-from plait.comm.powersgd import PowerSGDReduce
 from plait.comm.rendezvous import JobProcess, join_store
-from plait.comm.shm.native_calls import sum_into, sum_of_squares
+from plait.comm.shm.native_lib import sum_into, sum_of_squares
 from plait.comm.shm.rendezvous import ranks_by_host
 from plait.comm.stats import DeviceWaits
 from plait.comm.torch_backend import register_backend
 from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Transport, Work
-from plait.comm.world import TRANSPORTS, Connection, World, connect
+from plait.comm.world import Connection, Mesh, World, connect
 
 __all__ = [
     "CODECS",
-    "TRANSPORTS",
     "AlgorithmReduce",
     "BulkBroadcast",
     "Call",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from plait.comm.algorithms import BulkBroadcast
 from plait.comm.collectives import Group, empty
 from plait.comm.comm_thread import CommThread
-from plait.comm.shm import open_host_group
+from plait.comm.shm.transport import open_host_group
 from plait.comm.torch_backend import PlaitGroup
 from plait.comm.torch_transport import TorchTransport
 from plait.comm.transport import Transport

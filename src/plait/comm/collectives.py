@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from plait.comm.comm_thread import CommThread
-from plait.comm.null_transport import NullTransport
 from plait.comm.stats import CommLog, WaitClock
-from plait.comm.transport import Call, CountedWork, OpType, PartialReduceWork, ReduceWork, Transport, Work
+from plait.comm.transport import (
+    Call,
+    CountedWork,
+    NullTransport,
+    OpType,
+    PartialReduceWork,
+    ReduceWork,
+    Transport,
+    Work,
+)
 from plait.errors import CommError
 from plait.plan.comm_log import CommKey
 

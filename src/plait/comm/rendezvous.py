@@ -46,7 +46,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from plait.comm.shm import host_identity
+from plait.comm.shm.rendezvous import host_identity
 from plait.comm.store import JobStore
 from plait.errors import CommError
 from plait.fileio import read_json

@@ -1,4 +1,4 @@
-"""Counts of communications, and the time a rank spends in them.
+"""Counts of communications, the time a rank spends in them, and those in progress on the device.
 
 [Note: wait time]
 A step of a synchronous job takes the same time on all ranks: a late one makes the others wait. The time
@@ -14,9 +14,11 @@ communications delay nothing until that stream waits for them. Backward waits in
 the training thread is in `backward`: the two never measure at the same time.
 """
 
+import json
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -117,3 +119,28 @@ class _TimedWait:
         if self._counts:
             self._clock.seconds += time.perf_counter() - self._clock.since_s
             self._clock.current = None
+
+
+def pending_collectives() -> list[str]:
+    """Describe the collectives that this rank has started and that are not complete, oldest first, from
+    torch's flight recorder. Does not wait for the device. Empty if NCCL is not used."""
+    dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is None:  # a build without NCCL
+        return []
+    return describe_trace(dump(includeCollectives=True, onlyActive=True))
+
+
+def describe_trace(trace: bytes) -> list[str]:
+    """Describe the incomplete entries of a trace. Unknown formats have none."""
+    try:
+        entries = json.loads(trace).get("entries", [])
+        return [_describe(entry) for entry in entries if entry.get("state") != "completed"]
+    except (AttributeError, TypeError, ValueError):
+        return []
+
+
+def _describe(entry: dict[str, Any]) -> str:
+    name = str(entry.get("profiling_name", "a collective")).removeprefix("nccl:")
+    group = entry.get("process_group") or ["", ""]
+    number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
+    return f"{name} number {number} of group {group[0]}, {entry.get('state')}"

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from plait.comm import collectives
 from plait.comm.collectives import Group
-from plait.comm.shm import open_host_group
+from plait.comm.shm.transport import open_host_group
 from plait.comm.torch_transport import gloo_transport
 from plait.comm.torch_work import GroupWork, WorkQueue
 from plait.comm.transport import Transport, Work

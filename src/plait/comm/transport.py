@@ -120,7 +120,7 @@ class Transport(Protocol):
     """Communication between at least two ranks. Calls are matched by their order in the group; sends and
     receives by their order between two ranks.
 
-    Implemented by `ShmTransport`, `TorchTransport` and `NullTransport`.
+    Implemented by `ShmTransport`, `TorchTransport`, `SubgroupTransport` and `NullTransport`.
     """
 
     name: str
@@ -246,3 +246,45 @@ def narrow_sends_less(num_ranks: int, narrow: torch.dtype, wide: torch.dtype) ->
     """Return whether exchanging narrow contributions sends less than a wide all-reduce, over Gloo: (p-1)
     narrow ones against 2 (p-1)/p wide ones."""
     return num_ranks * narrow.itemsize < 2 * wide.itemsize
+
+
+class NullTransport:
+    """A fake transport for dry runs, with the properties of the named one and no peers: calls are logged by
+    the group and move nothing.
+
+    It shows what a rank would communicate, by running the program on meta tensors in one process, for any
+    number of ranks.
+    """
+
+    def __init__(self, name: str, num_ranks: int) -> None:
+        """`name`: host, gloo or nccl."""
+        self.name = name
+        self.is_direct = name != "nccl"
+        self.shares_memory = name == "host"
+        self.takes_mean = name != "gloo"
+        self._num_ranks = num_ranks
+
+    def start(self, call: Call) -> Work:  # noqa: ARG002
+        return Work()
+
+    def run(self, call: Call) -> None: ...
+
+    def exchange(self, call: Call, sends: object, receives: object) -> Work:  # noqa: ARG002
+        return Work()
+
+    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:  # noqa: ARG002
+        """Return the input as the sum, or one rank's range of it."""
+        return PartialReduceWork([tensor[: tensor.numel() // self._num_ranks] if scatter else tensor], Work())
+
+    def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
+        if self.shares_memory:
+            return narrow_reads_less(self._num_ranks, narrow, wide)
+        return self.is_direct and narrow_sends_less(self._num_ranks, narrow, wide)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    def share(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device="meta")
+
+    def close(self) -> None: ...

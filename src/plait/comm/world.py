@@ -1,4 +1,5 @@
-"""The ranks of the job: started by torchrun, by our launcher, by `mpirun` or `srun`, or a single process.
+"""The ranks of the job, started by torchrun, by our launcher, by `mpirun` or `srun`, or a single process; and
+their groups along the axes of a grid.
 
 [Note: connections of several engines]
 Connections last until the world is closed: destroying a communicator of NCCL is a collective, and ranks drop
@@ -19,8 +20,8 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -38,18 +39,20 @@ from plait.comm.device import (
     set_nccl_defaults,
     use_processors,
 )
-from plait.comm.null_transport import NullTransport
 from plait.comm.objects import gather_texts
 from plait.comm.rendezvous import RANK_VARIABLES, JobProcess, Rendezvous, has_outer_store
-from plait.comm.shm import HostPeers, connect_host_peers, host_identity, open_group
 from plait.comm.shm.arena import Arena
+from plait.comm.shm.rendezvous import HostPeers, connect_host_peers, host_identity
+from plait.comm.shm.transport import open_group
 from plait.comm.stats import CommLog, WaitClock
 from plait.comm.store import JobStore
 from plait.comm.subgroup_transport import SubgroupTransport
 from plait.comm.torch_transport import TorchTransport, new_torch_group
-from plait.comm.transport import Transport
+from plait.comm.transport import NullTransport, Transport
 from plait.errors import CommError, nearest
 from plait.launchers import adopt_ranks, read_number
+from plait.plan import Grid
+from plait.plan.communicators import Communicator
 from plait.plan.cost_model import TRANSPORTS
 
 _ABORT_S = 10.0  # limit of aborting communications
@@ -174,11 +177,10 @@ class World:
         `plan/communicators.py`."""
         return self.device.type == "cuda"
 
-    def new_group(self, ranks: tuple[int, ...], channel: str = "", axes: tuple[str, ...] = ()) -> Group:
+    def new_group(self, ranks: tuple[int, ...], channel: str = "") -> Group:
         """Create a group of these ranks, which include this one, with connections of its own. All of them
-        must call it at the same point of the program; see `Mesh.group` for channels. `axes`: its name in
-        `comm_log`."""
-        return self._group(ranks, channel, axes, partial(self._own_transport, ranks, channel))
+        must call it at the same point of the program; see `Mesh.group` for channels."""
+        return self._group(ranks, channel, (), partial(self._own_transport, ranks, channel))
 
     def split_group(
         self, ranks: tuple[int, ...], channel: str, axes: tuple[str, ...], max_ctas: int | None = None
@@ -349,6 +351,61 @@ class World:
             self.close()
         elif os.getpid() == self._pid:
             self.store.close()
+
+
+class Mesh:
+    """This rank's coordinates on the grid, and its groups: those with communicators are created at once,
+    others on first use.
+
+    Only its members create a group: all of them must request it at the same point of the program.
+    """
+
+    def __init__(self, world: World, grid: Grid, communicators: Sequence[Communicator] = ()) -> None:
+        """`communicators`: of the plan. With `World.shares_communicators` they are created here, by all ranks
+        at the same point of the program, and other groups have no communicators of their own."""
+        assert world.size == grid.num_ranks, f"{world.size} ranks for a grid of {grid.num_ranks}"
+        self.world = world
+        self.grid = grid
+        self.coord = grid.coord(world.rank)
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        for each in communicators if world.shares_communicators else ():
+            ranks = grid.group(world.rank, *each.axes)
+            self._groups[ranks, each.channel] = world.split_group(
+                ranks, each.channel, each.axes, each.max_ctas
+            )
+
+    def group(self, *axes: str, channel: str = "") -> Group:
+        """Return the group of the ranks that differ from this one along `axes` only.
+
+        Groups of the same ranks on different channels have separate connections (NCCL: streams): what is
+        started on one neither waits for work in flight on another, nor must be in one order with it. On NCCL
+        this holds for the plan's communicators; the channels of other groups share one.
+        """
+        return self._cached_group(self.grid.group(self.world.rank, *axes), channel, axes)
+
+    def subgroup(self, axis: str, coords: Sequence[int], *, channel: str = "") -> Group:
+        """Return the group of the ranks at these coordinates of one axis, which include this rank."""
+        axis_ranks = self.grid.group(self.world.rank, axis)
+        return self._cached_group(tuple(axis_ranks[coord] for coord in coords), channel, (axis,))
+
+    def message_group(
+        self, axis: str, source: int, target: int, *, channel: str, shared_channel: str
+    ) -> tuple[Group, int]:
+        """Return a group for messages from one coordinate of an axis to another, and the other rank's index
+        in it. `shared_channel`: of the communicator of the axis that they use if communicators are shared."""
+        is_source = self.coord[axis] == source
+        axis_ranks = self.grid.group(self.world.rank, axis)
+        shared = self._groups.get((axis_ranks, shared_channel))
+        if shared is not None:
+            return replace(shared, axes=(axis,), channel=channel), target if is_source else source
+        group = self.subgroup(axis, sorted((source, target)), channel=channel)
+        return group, 1 - group.rank
+
+    def _cached_group(self, ranks: tuple[int, ...], channel: str, axes: Sequence[str]) -> Group:
+        key = (ranks, channel if len(ranks) > 1 else "")
+        if key not in self._groups:
+            self._groups[key] = self.world.subgroup(*key, self.grid.used(*axes))
+        return self._groups[key]
 
 
 # torch has one default process group per process, so there is one world that owns it.

@@ -29,7 +29,7 @@ from plait.data.dataset import TokenStore, open_store
 from plait.data.index import TOKENIZER, DatasetSpec, Index, SourceStats
 from plait.data.readers import BadRows, ReadOptions, find_bad, read_chunks
 from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_part
-from plait.data.sources import FileSlice, Shard, list_shards, list_source
+from plait.data.sources import FileSlice, Shard, empty_source, list_shards, list_source
 from plait.data.workers import Report, write_parts
 from plait.errors import ContentError, DataError
 from plait.fileio import WRITABLE, disk_hint, json_hash, read_json, sync_folder, write_json
@@ -260,12 +260,7 @@ def _source_stats(name: str, parts: Sequence[PartRecord], skipped_files: int) ->
     """Statistics of a source. Raises DataError if it has no text."""
     files = [file for part in parts for file in (part.train, part.validation) if file is not None]
     if not files:
-        raise DataError(
-            f"the source {name} is empty",
-            given="no document with text",
-            expected="at least one document with text",
-            hint="leave it out, or other files",
-        )
+        raise empty_source(name, "no document with text", "at least one document with text")
     hashes = "".join(part.source_sha256 for part in parts)
     return SourceStats(
         name=name,

@@ -189,25 +189,15 @@ def _check_size(path: Path, expected: int) -> None:
     try:
         size = regular_file_bytes(path)
     except OSError as error:
-        fact, hint = f"the token file {path} is missing", _rebuild_hint(path.parent)
-        raise DataError(
-            fact, given=error.strerror, expected=f"{expected} bytes, as listed in the index", hint=hint
+        raise _unusable(
+            path, "is missing", error.strerror, f"{expected} bytes, as listed in the index"
         ) from error
     if size is None:
-        fact = f"the token file {path} is not a regular file"
-        raise DataError(
-            fact,
-            given="a link, a directory or a device",
-            expected=f"a file of {expected} bytes",
-            hint=_rebuild_hint(path.parent),
-        )
+        given = "a link, a directory or a device"
+        raise _unusable(path, "is not a regular file", given, f"a file of {expected} bytes")
     if size != expected:
-        raise DataError(
-            f"the token file {path} {'is truncated' if size < expected else 'is too long'}",
-            given=f"{size} bytes",
-            expected=f"{expected} bytes",
-            hint=_rebuild_hint(path.parent),
-        )
+        problem = "is truncated" if size < expected else "is too long"
+        raise _unusable(path, problem, f"{size} bytes", f"{expected} bytes")
 
 
 def _check_hash(path: Path, expected: str) -> None:
@@ -217,9 +207,10 @@ def _check_hash(path: Path, expected: str) -> None:
     except OSError as error:
         raise unreadable(path, error) from error
     if found != expected:
-        raise DataError(
-            f"the token file {path} is damaged",
-            given=f"sha256 {found}",
-            expected=f"sha256 {expected}",
-            hint=_rebuild_hint(path.parent),
-        )
+        raise _unusable(path, "is damaged", f"sha256 {found}", f"sha256 {expected}")
+
+
+def _unusable(path: Path, problem: str, given: object, expected: str) -> DataError:
+    return DataError(
+        f"the token file {path} {problem}", given=given, expected=expected, hint=_rebuild_hint(path.parent)
+    )

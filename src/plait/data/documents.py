@@ -1,4 +1,9 @@
-"""Samples that are one document each, of unequal length.
+"""Samples of unequal length: one document each, and batches of them.
+
+[Note: padding]
+Samples are padded on the right. In causal attention no position depends on later ones, so padding changes no
+output at a sample's own positions; the attention mask is for models that need it. Labels are -100 at padding,
+which losses ignore.
 
 [Note: finding documents]
 Token files contain documents one after the other, each with its end token. If this token is a special one,
@@ -6,14 +11,67 @@ the tokenizer never produces it from text; an ordinary one may also occur inside
 the number of documents, so the end tokens are counted before a run.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from plait.data.collator import PaddingCollator
 from plait.data.dataset import TokenStore, TokenStream
 from plait.data.loader import Batch
 from plait.data.sampler import Int64s
 from plait.errors import DataError
+from plait.models import IGNORED_LABEL
+
+Ids = Tensor | Sequence[int]
+
+
+@dataclass(frozen=True)
+class PaddingCollator:
+    """Stack samples of token ids: see [Note: padding]. Also the `collate_fn` of a torch DataLoader.
+
+    pad_token    any id in the vocabulary
+    multiple_of  the padded length is a multiple of this, e.g. 8 for matrix products on a GPU
+    max_length   longer samples are truncated, and the padded length is at most this
+    """
+
+    pad_token: int = 0
+    multiple_of: int = 1
+    max_length: int | None = None
+
+    def __call__(self, samples: Sequence[Ids | Mapping[str, Ids]]) -> dict[str, Tensor]:
+        """Return {"input_ids", "attention_mask", "labels"}: (samples, padded length) int64.
+
+        A sample is its token ids, or a dict of `input_ids` and `labels` (with -100 at positions without a
+        target, e.g. of a prompt). By default the labels are the ids: the loss shifts them.
+        """
+        rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+        ids = [self._row(row["input_ids"]) for row in rows]
+        labels = [self._row(row.get("labels", row["input_ids"])) for row in rows]
+        if different := [(len(i), len(j)) for i, j in zip(ids, labels, strict=True) if len(i) != len(j)]:
+            raise DataError(
+                "a sample's labels do not fit its tokens",
+                given="{} tokens and {} labels".format(*different[0]),
+                expected="a label for each token, -100 where it is not a target",
+                hint="no labels, if all tokens are targets",
+            )
+        longest = max(len(row) for row in ids)
+        width = -(-longest // self.multiple_of) * self.multiple_of
+        width = width if self.max_length is None else min(width, self.max_length)
+        return {
+            "input_ids": _stack(ids, width, self.pad_token),
+            "attention_mask": _stack([torch.ones_like(row) for row in ids], width, 0),
+            "labels": _stack(labels, width, IGNORED_LABEL),
+        }
+
+    def _row(self, ids: Ids) -> Tensor:
+        return torch.as_tensor(ids, dtype=torch.long)[: self.max_length]
+
+
+def _stack(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
+    return torch.stack([pad(row, (0, width - len(row)), value=value) for row in rows])
 
 
 class Documents:

@@ -74,13 +74,15 @@ def list_source(source: str) -> list[FileSlice]:
     paths = _stdlib() if source == "python-stdlib" else _glob_files(source)
     slices = [_file_slice(path) for path in paths]
     if not any(item.size for item in slices):
-        raise DataError(
-            f"the source {source} is empty",
-            given=f"{len(slices)} file(s) of 0 bytes",
-            expected="at least one file with text",
-            hint="leave it out, or other files",
-        )
+        raise empty_source(source, f"{len(slices)} file(s) of 0 bytes", "at least one file with text")
     return slices
+
+
+def empty_source(
+    source: str, given: str, expected: str, hint: str = "leave it out, or other files"
+) -> DataError:
+    """Return the error of a source without text."""
+    return DataError(f"the source {source} is empty", given=given, expected=expected, hint=hint)
 
 
 def _glob_files(source: str) -> list[Path]:
@@ -173,12 +175,8 @@ def _pack(items: Iterable[FileSlice], limit: int) -> Iterator[tuple[FileSlice, .
 def _dataset_slice(name: str) -> FileSlice:
     rows = open_dataset(name)
     if len(rows) == 0:
-        raise DataError(
-            f"the source hf:{name} is empty",
-            given="0 rows",
-            expected="at least one row",
-            hint=f"hf:{name.partition('?')[0]}?split=NAME",
-        )
+        hint = f"hf:{name.partition('?')[0]}?split=NAME"
+        raise empty_source(f"hf:{name}", "0 rows", "at least one row", hint)
     return FileSlice("hf", name, 0, len(rows), len(rows), str(rows._fingerprint))
 
 

@@ -36,7 +36,7 @@ from plait.optim.clip import squared_norm
 from plait.parallel.local_steps import ExchangeResult
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan import MemoryUse
-from plait.server.chunks import Chunk
+from plait.server.protocol import Chunk
 from plait.server.worker import Servers, ServerUpdater
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from plait.comm import JobProcess, Mesh, World, join_store
 from plait.comm.connection import ServerAddress
 from plait.comm.rendezvous import leave_store
-from plait.comm.shm.remote import new_arena
+from plait.comm.shm.rendezvous import new_arena
 from plait.engine.build import EngineParts, build_shard_map
 from plait.engine.engine import Engine
 from plait.engine.spec import TrainingSpec
@@ -18,8 +18,8 @@ from plait.engine.update import Updater
 from plait.errors import ConfigError
 from plait.optim.update_kinds import state_kinds
 from plait.plan import Grid, Plan
-from plait.server.chunks import ChunkTable
 from plait.server.island import IslandUpdater
+from plait.server.protocol import ChunkTable
 from plait.server.replica import Replica
 from plait.server.server import Server
 from plait.server.worker import ServedModel, Servers, ServerUpdater

@@ -31,7 +31,7 @@ from plait.errors import ModelError
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan.compression import BLOCK
 from plait.plan.servers import top_share
-from plait.server.chunks import Chunk
+from plait.server.protocol import Chunk
 
 _BLOCK = 64  # elements of a block that is left out if it is zero
 _NUMBER = torch.int32

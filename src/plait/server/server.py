@@ -26,15 +26,13 @@ from torch import Tensor
 from plait.comm.connection import Connection, Message, ServerAddress, as_bytes
 from plait.comm.objects import decode_text
 from plait.comm.rendezvous import announce_begin
-from plait.comm.shm.remote import RemoteMemory
-from plait.comm.shm.rendezvous import HostInfo
+from plait.comm.shm.rendezvous import HostInfo, RemoteMemory
 from plait.engine.spec import TrainingSpec
 from plait.errors import CommError, ModelError, PlaitError
 from plait.parallel.zero.rank_context import Precision
 from plait.plan.servers import SyncPolicy
-from plait.server.chunks import ChunkTable
 from plait.server.clocks import ClockTable
-from plait.server.protocol import Verb, error_message, members, pack, unpack
+from plait.server.protocol import ChunkTable, Verb, error_message, members, pack, unpack
 from plait.server.push import decode
 from plait.server.replica import Replica, report
 from plait.server.state import ServerState

@@ -25,9 +25,8 @@ from plait.optim.flat_optimizer import FlatSlice, make_optimizer
 from plait.optim.groups import load_options
 from plait.optim.stepper import ChunkedOptimizer
 from plait.optim.update_kinds import state_kinds
-from plait.server.chunks import MAX_NUMEL, Chunk
 from plait.server.clocks import AppliedOnce
-from plait.server.protocol import Verb, mask_of
+from plait.server.protocol import MAX_NUMEL, Chunk, Verb, mask_of
 
 # The gradient that a worker has pushed for a chunk of this server, by worker and the chunk's index.
 Gradients = Callable[[int, int], Tensor]

@@ -28,7 +28,7 @@ from plait.comm import JobProcess
 from plait.comm.connection import Connection, Message, ServerAddress
 from plait.comm.objects import encode_text
 from plait.comm.shm.arena import Arena
-from plait.comm.shm.remote import describe
+from plait.comm.shm.rendezvous import describe
 from plait.comm.stats import WaitClock
 from plait.engine.build import EngineParts
 from plait.errors import CommError, RunError
@@ -37,8 +37,7 @@ from plait.optim.groups import options_state
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan import MemoryUse, Plan
 from plait.plan.servers import SyncPolicy
-from plait.server.chunks import Chunk, ChunkTable
-from plait.server.protocol import Verb, mask_of, pack, raised, unpack
+from plait.server.protocol import Chunk, ChunkTable, Verb, mask_of, pack, raised, unpack
 from plait.server.push import GradientEncoder, PushReduction
 
 T = TypeVar("T")
@@ -154,9 +153,9 @@ class Servers:
         indices = range(first, len(self.connections))
         return [*(map(work, indices) if self._threads is None else self._threads.map(work, indices))]
 
-    def all(self, message: Message) -> list[Message]:
-        """Send a request to all servers; return the replies."""
-        return self.each(lambda index: self.request(index, message))
+    def all(self, message: Message, first: int = 0) -> list[Message]:
+        """Send a request to all servers from `first` on; return the replies."""
+        return self.each(lambda index: self.request(index, message), first)
 
     def leave(self, *, ends_job: bool = False) -> None:
         """Leave the job, or end it for all workers."""
@@ -241,7 +240,7 @@ class ServerUpdater:
         self._finish(self._servers.request(0, Message(Verb.UNFINISHED)).json())
         message = Message.of_json(Verb.HELLO, hello)
         self._servers.greet_replicas(message)
-        self._servers.each(lambda index: self._servers.request(index, message), first=1)
+        self._servers.all(message, first=1)
         self._clock = self._servers.request(0, message).clock
 
     # --- a step
@@ -275,7 +274,7 @@ class ServerUpdater:
         message = Message.of_json(Verb.APPLY, update, clock=self._clock, value=mask_of(self._workers))
         if not self._policy.sums:  # the first one records what is to be applied: see `ClockTable.begin`
             self._servers.request(0, message)
-        self._servers.each(lambda index: self._servers.request(index, message), 0 if self._policy.sums else 1)
+        self._servers.all(message, first=0 if self._policy.sums else 1)
         on_write(False)
 
     def end_step(self, num_steps: int, on_write: Callable[[bool], object]) -> tuple[int, None]:  # noqa: ARG002
@@ -348,7 +347,7 @@ class ServerUpdater:
         """Apply the updates that workers had begun when they died."""
         for worker, clock, update in unfinished:
             message = Message(Verb.APPLY, clock=clock, value=mask_of((worker,)), payload=encode_text(update))
-            self._servers.each(lambda index, m=message: self._servers.request(index, m), first=1)  # type: ignore[misc]
+            self._servers.all(message, first=1)
             self._servers.request(0, Message(Verb.FINISH, worker=worker, clock=clock))
 
     # --- saving and loading
@@ -396,7 +395,7 @@ class ServerUpdater:
         if self._is_ready:
             return
         message = Message(Verb.READY, clock=self._clock, value=self._num_published)
-        self._servers.each(lambda index: self._servers.request(index, message), first=1)
+        self._servers.all(message, first=1)
         self._servers.request(0, message)
         self._wait_until_ready()
         self._is_ready = True

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from plait.api import parallelize
 from plait.checkpoint import Checkpoint, open_checkpoint
 from plait.comm import World
-from plait.data.collator import PaddingCollator
+from plait.data.documents import PaddingCollator
 from plait.data.readers import read_documents
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
@@ -44,7 +44,7 @@ from plait.tables import counted, facts_table
 from plait.train.config import ModelConfig
 from plait.train.export import newest_checkpoint, recorded_config
 from plait.train.metrics import perplexity
-from plait.train.model import initial_model
+from plait.train.recipe_parts import initial_model
 from plait.train.run_dir import RunDir
 from plait.train.saved_recipe import check_is_folder_of_model
 

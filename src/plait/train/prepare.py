@@ -16,10 +16,9 @@ from plait.api import parallelize
 from plait.checkpoint import Checkpoint, steps
 from plait.comm import World
 from plait.data.build import build
-from plait.data.collator import PaddingCollator
 from plait.data.config import INDEX, DataConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
-from plait.data.documents import Documents, check_documents
+from plait.data.documents import Documents, PaddingCollator, check_documents
 from plait.data.loader import Batch, Batches, Samples, Windows, check_samples, loader
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
@@ -31,19 +30,21 @@ from plait.models import causal_lm_on_meta
 from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, check_batches, differences, read_recipe
-from plait.train.health.hang_report import any_stacks
+from plait.train.heartbeat import any_stacks
 from plait.train.metrics import read_metrics
-from plait.train.model import (
+from plait.train.recipe_parts import (
     check_config,
+    check_optimizer_args,
     check_prompt,
     check_weights,
     complete_config,
     generation_of,
     initial_model,
     model_on_meta,
+    optimizer_class,
+    param_groups,
     prompt_ids,
 )
-from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
 

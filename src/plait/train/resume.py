@@ -24,7 +24,7 @@ from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import broadcast_text, raise_on_all
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError, RunError
-from plait.fileio import WRITABLE, disk_hint, sync_folder, sync_tree
+from plait.fileio import WRITABLE, disk_hint, sync_folder, sync_tree, writing
 
 Check = Callable[[Checkpoint], None]  # raises CheckpointError unless the checkpoint belongs to this run
 
@@ -92,15 +92,8 @@ def rewind(folder: Path, to: Path, check: Check) -> None:
             expected=f"a checkpoint in {folder}",
             hint="without --resume and with another run.dir, a new run starts from it",
         )
-    try:
+    with writing("cannot rename later checkpoints", folder):
         set_aside(_newer(folder, saved), "aside")
-    except OSError as error:
-        raise RunError(
-            "cannot rename later checkpoints",
-            given=f"{folder}: {error}",
-            expected=WRITABLE,
-            hint=disk_hint(folder),
-        ) from error
 
 
 def start_from(folder: Path, start: Path, check: Check) -> None:

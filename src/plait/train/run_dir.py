@@ -28,6 +28,7 @@ from plait.fileio import (
     sync_tree,
     temporary_folder,
     write_json,
+    writing,
 )
 from plait.launchers import process_identity
 from plait.train.config import Recipe, override_recipe
@@ -117,38 +118,23 @@ def lock_run(run: RunDir, lock: ExitStack | None) -> None:
 
 def create_run_dir(run: RunDir, recipe: Recipe, store: TokenStore, start: Path | None, check: Check) -> None:
     """Create the directory, atomically and durably: checkpoints are useless without it. Raises RunError."""
-    try:
-        with temporary_folder(run.path) as folder:
-            partial = RunDir(folder)
-            shutil.copytree(store.tokenizer_dir, partial.tokenizer, copy_function=copy_regular)
-            _write_recipe(partial, recipe, store)
-            write_json(partial.job, _current_job())
-            if start is not None:
-                start_from(partial.checkpoints, start, check)
-            sync_tree(folder)
-            folder.replace(run.path)  # also over an empty directory
-            sync_folder(run.path.parent)
-    except OSError as error:
-        raise RunError(
-            "cannot create the run directory",
-            given=f"{run.path}: {error}",
-            expected=WRITABLE,
-            hint=disk_hint(run.path),
-        ) from error
+    with writing("cannot create the run directory", run.path), temporary_folder(run.path) as folder:
+        partial = RunDir(folder)
+        shutil.copytree(store.tokenizer_dir, partial.tokenizer, copy_function=copy_regular)
+        _write_recipe(partial, recipe, store)
+        write_json(partial.job, _current_job())
+        if start is not None:
+            start_from(partial.checkpoints, start, check)
+        sync_tree(folder)
+        folder.replace(run.path)  # also over an empty directory
+        sync_folder(run.path.parent)
 
 
 def rewrite_recipe(run: RunDir, recipe: Recipe, store: TokenStore) -> None:
     """Write the recipe with the changes of --set and --plan, and the current job. Raises RunError."""
-    try:
+    with writing("cannot write the run's recipe", run.recipe):
         _write_recipe(run, recipe, store)
         write_json(run.job, _current_job())
-    except OSError as error:
-        raise RunError(
-            "cannot write the run's recipe",
-            given=f"{run.recipe}: {error}",
-            expected=WRITABLE,
-            hint=disk_hint(run.path),
-        ) from error
 
 
 def _write_recipe(run: RunDir, recipe: Recipe, store: TokenStore) -> None:

@@ -14,9 +14,8 @@ from plait.comm import World
 from plait.engine.engine import Engine
 from plait.server.worker import JobIsOver
 from plait.train.config import Recipe
-from plait.train.optimizer import lr_lambda
 from plait.train.prepare import ResolvedRun
-from plait.train.signals import SignalHandler
+from plait.train.recipe_parts import lr_lambda
 
 RESUMED = "plait: resumed"  # key of the job's store: the checkpoint that worker 0 has loaded
 
@@ -34,26 +33,25 @@ def continue_first_island(engine: Engine, world: World) -> None:
 
 def run_worker(recipe: Recipe, world: World) -> None:
     """Serve, or compute a worker's share of every step until worker 0 ends the job."""
-    with SignalHandler():
-        run = ResolvedRun.open(recipe, world.size)
-        try:
-            engine = run.build_engine(world)
-        except SystemExit:  # it was a server
-            return
-        factor_of, steps = lr_lambda(recipe.schedule, recipe.run.steps), recipe.run.steps
-        continue_first_island(engine, world)
-        base_lrs = [group["lr"] for group in engine.optimizer.param_groups]
-        share = (engine.data_rank, engine.data_ranks)
-        try:
-            while (first := engine.num_steps) < steps:
-                for number, batch in enumerate(run.train_batches(range(first, steps), *share), first):
-                    for group, base_lr in zip(engine.optimizer.param_groups, base_lrs, strict=True):
-                        group["lr"] = base_lr * factor_of(number)
-                    engine.step(batch)
-                    if engine.num_steps != number + 1:  # its push came too late: go on at the present clock
-                        break
-        except JobIsOver:
-            return
+    run = ResolvedRun.open(recipe, world.size)
+    try:
+        engine = run.build_engine(world)
+    except SystemExit:  # it was a server
+        return
+    factor_of, steps = lr_lambda(recipe.schedule, recipe.run.steps), recipe.run.steps
+    continue_first_island(engine, world)
+    base_lrs = [group["lr"] for group in engine.optimizer.param_groups]
+    share = (engine.data_rank, engine.data_ranks)
+    try:
+        while (first := engine.num_steps) < steps:
+            for number, batch in enumerate(run.train_batches(range(first, steps), *share), first):
+                for group, base_lr in zip(engine.optimizer.param_groups, base_lrs, strict=True):
+                    group["lr"] = base_lr * factor_of(number)
+                engine.step(batch)
+                if engine.num_steps != number + 1:  # its push came too late: go on at the present clock
+                    break
+    except JobIsOver:
+        return
 
 
 class ServerMetrics:

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.shm import HostPeers, connect_host_peers, open_group
+from plait.comm.shm.rendezvous import HostPeers, connect_host_peers
+from plait.comm.shm.transport import open_group
 from plait.comm.torch_backend import PlaitGroup
 from plait.comm.torch_transport import gloo_transport
 from support.virtual_cuda.device import Event, Stream, current_stream, native

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of one host, and the mapping of each other's memory.
+"""Rendezvous of the ranks of one host, and the mapping of each other's memory, also without a group.
 
 [Note: liveness by file locks]
 A rank that has not yet entered a group holds no lock there, and one that was killed before never will. So
@@ -20,7 +20,7 @@ import torch
 from plait.comm.collectives import Group, all_gather
 from plait.comm.objects import gather_texts
 from plait.comm.shm import native_lib
-from plait.comm.shm.arena import Arena, Mapping
+from plait.comm.shm.arena import Arena, Mapping, as_tensor
 from plait.comm.transport import Transport
 from plait.errors import CommError
 
@@ -159,3 +159,47 @@ def _exchange(text: str, group: Group) -> list[str]:
 def open_peer_file(pid: int, fd: int) -> int:
     """Return a descriptor of the file that is open in another process of this user."""
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+# --- memory of a process that others of its host read and write, without a group between them
+
+
+def new_arena(num_processes: int) -> Arena | None:
+    """Return an arena for tensors that up to `num_processes` processes map, or None without shared memory."""
+    library = native_lib.load()
+    if library is None:
+        return None
+    try:
+        return Arena(library, span_bytes(num_processes))
+    except (CommError, OSError):
+        return None
+
+
+def describe(arena: Arena | None) -> HostInfo:
+    """Return the host and file by which another process maps it."""
+    return HostInfo(host_identity(), os.getpid(), -1 if arena is None else arena.fd)
+
+
+class RemoteMemory:
+    """Another process's arena, mapped; it stays readable after that process has ended."""
+
+    def __init__(self, info: HostInfo, num_processes: int) -> None:
+        """Raises CommError or OSError if it cannot be mapped."""
+        library = native_lib.load()
+        if library is None or info.fd < 0 or info.host != host_identity():
+            raise CommError("the processes share no memory", given=native_lib.unavailable_reason() or None)
+        fd = open_peer_file(info.pid, info.fd)
+        try:
+            self._mapping = Mapping(library, fd, span_bytes(num_processes))
+            self._num_bytes = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def tensor(self, offset: int, numel: int, kind: torch.dtype) -> torch.Tensor:
+        """The flat tensor at an offset of the arena. Raises CommError for one outside of it."""
+        if offset < 0 or numel < 0 or offset + numel * kind.itemsize > self._num_bytes:
+            raise CommError(
+                "a tensor is outside of the memory that was shared",
+                given=f"{numel} elements at byte {offset} of {self._num_bytes}",
+            )
+        return as_tensor(self._mapping.address + offset, numel, kind, self._mapping)

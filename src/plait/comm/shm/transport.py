@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.shm import native_lib
 from plait.comm.shm.arena import Arena, Mapping, as_tensor, reserve
-from plait.comm.shm.native_calls import (
+from plait.comm.shm.native_lib import (
+    NativeCallInfo,
+    NativeFailure,
     call_text,
     check_device,
     reduce_dtype_code,
@@ -259,7 +260,7 @@ class ShmTransport:
     # --- errors
 
     def _error(self, call: Call) -> CommError:
-        failure = native_lib.NativeFailure()
+        failure = NativeFailure()
         self._clib.pl_failure_of(self._open_handle, ctypes.byref(failure))
         is_known = 0 <= failure.peer < len(self._ranks)  # shared memory may be damaged
         rank = self._ranks[failure.peer] if is_known else -1
@@ -286,7 +287,7 @@ class ShmTransport:
                 given=f"the description of rank {rank}'s tensor points outside of its memory",
                 hint="look for code that writes beyond a tensor's end; transport='gloo' shares no memory",
             )
-        info = native_lib.NativeCallInfo()
+        info = NativeCallInfo()
         lines = []
         for group_rank, rank in enumerate(self._ranks):
             self._clib.pl_last_said(self._open_handle, group_rank, ctypes.byref(info))

@@ -60,7 +60,7 @@ class Compression:
     The sum is sent in the same format as the contributions. If every rank receives all bfloat16 contributions
     (up to 3 ranks over Gloo, up to 4 in shared memory), no sum is sent and the result is float32. Gradients
     must be float32 and dense, else DDPError. All ranks end with the same bits. Algorithms:
-    `comm/compression.py`, `comm/powersgd.py`.
+    `comm/compression.py`.
     """
 
     def __init__(self, ddp: nn.Module, kind: str) -> None:

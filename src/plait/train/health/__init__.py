@@ -1,1 +1,0 @@
-"""Health of a run: hung ranks, stragglers, loss spikes."""
