@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal, ParamSpec, TextIO, TypeVar
 
 import typer
 
-from plait.cli.streams import print_interrupted
+from plait.cli.program import INTERRUPTED, print_interrupted
 from plait.errors import ConfigError, PlaitError, printable
 from plait.fileio import WRITABLE, check_output_paths, disk_hint, finite_json, write_json
 
 USER_ERROR = 2
 LOST_RANK = 1  # another rank ended; its message is the cause
-INTERRUPTED = 130
 
 IMAGE_SUFFIXES = (".png", ".pdf", ".svg")
 STDOUT = Path("-")

@@ -71,7 +71,7 @@ def schedule(
     timelines, titles = list(view.timelines.values()), list(view.timelines)
     if png is not None:
         _check_drawable(view.schedule, "--png", _MOST_DRAWN)
-        from plait.cli.schedule_plot import draw_png
+        from plait.cli.schedule_report import draw_png
 
         write_output(png, lambda path: draw_png(timelines, path, titles, unit=view.unit), report=report)
     if html is not None:
@@ -221,7 +221,7 @@ def _size(schedule: Schedule) -> str:
 
 def _show(view: _View, console: "Console", text: bool) -> None:
     """Print the tables, and the grid if it fits into the terminal or --text is given."""
-    from plait.cli.schedule_table import figures_table, grid, ranks_table
+    from plait.cli.schedule_report import figures_table, grid, ranks_table
 
     console.print(figures_table(view.schedule, view.timelines, unit=view.unit))
     console.print(ranks_table(view.schedule, view.checked, view.timelines, unit=view.unit))
