@@ -13,9 +13,8 @@ from plait.cli.verify import _with_dtype
 from plait.engine.reference import Tolerances
 from plait.plan import Plan
 from plait.verify import Mismatch, Outcome, Verdict
-from plait.verify.result import compare
+from plait.verify.result import compare, verdict_matrix
 from plait.verify.trajectory import TrainedStep, Trajectory
-from plait.verify.verdict_report import verdict_matrix
 
 
 def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:

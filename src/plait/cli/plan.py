@@ -156,8 +156,7 @@ def _write_page(
     if path is None:
         return
     from plait.pages import write_page
-    from plait.planner.page import page_values
-    from plait.planner.plan_report import subject
+    from plait.planner.plan_report import page_values, subject
 
     write_output(
         path,
