@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli.common import STDOUT, Debug, Html, Png, check_outputs, report_errors, write_output
+from plait.cli.common import (
+    STDOUT,
+    Debug,
+    Html,
+    Png,
+    check_outputs,
+    report_errors,
+    write_output,
+    write_page_output,
+)
 from plait.errors import ConfigError
 from plait.fileio import write_text
 from plait.plan.schedule import GENERATORS, Durations, Schedule, Timeline, check, simulate
@@ -76,11 +85,8 @@ def schedule(
         write_output(png, lambda path: draw_png(timelines, path, titles, unit=view.unit), report=report)
     if html is not None:
         _check_drawable(view.schedule, "--html", _MOST_IN_PAGE)
-        from plait.pages import write_page
-
-        write_output(
-            html, lambda path: write_page(path, "schedule", _title(view), _values(view)), report=report
-        )
+        title = f"schedule {_size(view.schedule)}"
+        write_page_output(html, "schedule", title, lambda: _values(view), report=report)
     if csv == STDOUT:
         sys.stdout.write(view.schedule.to_csv())
     else:
@@ -108,10 +114,6 @@ class _View:
     timelines: dict[str, Timeline]
     durations: Durations | None
     unit: str
-
-
-def _title(view: _View) -> str:
-    return f"schedule {_size(view.schedule)}"
 
 
 def _values(view: _View) -> dict[str, Any]:

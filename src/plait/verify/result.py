@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
 from plait.engine.reference import Tolerances, relative_errors
-from plait.fileio import finite_json
 from plait.plan import Plan
 from plait.tables import Cell, cells, counted, plain, table
 from plait.verify.trajectory import TrainedStep, Trajectory
@@ -94,31 +94,13 @@ class Verdict:
         return max([*errors, *(max(p.gradient_error, p.weight_error) for p in worst)], default=math.nan)
 
     def to_values(self) -> dict[str, Any]:
-        """Return the verdict as JSON values. Non-finite numbers become None, as JSON has none."""
-        values = {**asdict(self), "outcome": self.outcome.value, "max_error": self.max_error}
-        return dict(finite_json(values))
+        """Return the verdict as JSON values, with non-finite numbers where there are some."""
+        return {**asdict(self), "outcome": self.outcome.value, "max_error": self.max_error}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> "Verdict":
         """Restore a verdict from `to_values`."""
-        fields = {key: value for key, value in values.items() if key != "max_error"}
-        return cls(
-            **{
-                **fields,
-                "outcome": Outcome(fields["outcome"]),
-                "steps": tuple(TrainedStep(**_numbers(step)) for step in fields["steps"]),
-                "reference_steps": tuple(TrainedStep(**_numbers(step)) for step in fields["reference_steps"]),
-                "worst_parameters": tuple(Mismatch(**_numbers(p)) for p in fields["worst_parameters"]),
-                "evaluation": fields["evaluation"] and tuple(fields["evaluation"]),
-                "suspects": tuple(fields["suspects"]),
-                "traffic": tuple((key, count, size) for key, count, size in fields["traffic"]),
-            }
-        )
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace None, for a non-finite number, by infinity: the largest possible error."""
-    return {key: math.inf if value is None else value for key, value in values.items()}
+        return TypeAdapter(cls).validate_python(values)
 
 
 def compare(actual: Trajectory, expected: Trajectory, tolerances: Tolerances) -> tuple[bool, list[Mismatch]]:
