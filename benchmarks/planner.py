@@ -19,8 +19,11 @@ from typing import Any
 
 import common
 from llama import LLAMA, TOY, Llama
-from plait.bench.plans import run_steps, speed_of_ranks, typical_step
+from plait.bench.device import measure_device
+from plait.bench.plans import run_steps, typical_step
 from plait.bench.report import machine
+from plait.comm import connect
+from plait.comm.launch_function import launch
 from plait.plan import Plan
 from plait.plan.host_profile import HostProfile, save
 from plait.planner.cluster import Cluster, cluster
@@ -95,7 +98,9 @@ def main() -> None:
             if (arguments.smallest and ranks > 2) or arguments.ranks not in (None, ranks):
                 continue
             if arguments.profile is None:
-                save(HostProfile({}, {ranks: speed_of_ranks(ranks, 1 if arguments.smallest else 5)}), path)
+                rounds = 1 if arguments.smallest else 5
+                speed = launch(lambda rounds=rounds: measure_device(connect(), rounds=rounds), ranks)
+                save(HostProfile({}, {ranks: speed}), path)
             on = cluster(f"{path}:{ranks}")
             for name, model in models.items():
                 if arguments.model in (None, name):

@@ -75,7 +75,7 @@ TEST = re.compile(r"test_(of|what|whatever|whether|who|whose|whoever)_")
 
 # (file or folder, word): the reason
 ALLOWED = {
-    ("src/plait/cli/schedule_table.py", "letter"): "of the alphabet: an action's kind in a cell",
+    ("src/plait/cli/schedule_report.py", "letter"): "of the alphabet: an action's kind in a cell",
     ("src/plait/plan/plan.py", "whole"): "a value of earlier versions, in an error",
     ("src/plait/plan/plan.py", "cut"): "a value of earlier versions, in an error",
     ("docs/decisions.md", "foretold"): "a title in the diary",

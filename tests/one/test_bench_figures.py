@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 
 from plait.bench.collectives import Measurement, Row
-from plait.bench.figures import collectives_figures, draw_figures
-from plait.bench.report import tables
-from plait.pages.figures import Curve, Figure
+from plait.bench.report import collectives_figures, tables
+from plait.pages.figures import Curve, Figure, draw_figures
 
 RANKS, BANDWIDTH = 5, 1e9
 SIZES = (1 << 20, 1 << 22, 1 << 24)

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 
 from plait.bench import plans
-from plait.bench.ddp_request import MODELS
 from plait.bench.plans import MeasuredStep, run_steps
+from plait.bench.request import MODELS
 from plait.cli import bench_scaling
 from plait.cli.bench_scaling import Point, ScalingRequest, measure_scaling, scaling_json, scaling_tables
 from plait.plan import Plan

@@ -8,8 +8,8 @@ from matplotlib.patches import Rectangle
 from rich.console import Console
 
 from plait.bench.ddp import Breakdown, Phases, check_ddp_memory, make_bars
-from plait.bench.ddp_report import breakdown_figure, breakdown_json, breakdown_tables
-from plait.bench.ddp_request import DdpRequest, cap_label, parse_caps
+from plait.bench.report import breakdown_figure, breakdown_json, breakdown_tables
+from plait.bench.request import DdpRequest, cap_label, parse_caps
 from plait.errors import ConfigError
 
 CAPS = (None, 1, 5 << 20)

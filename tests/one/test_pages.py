@@ -27,12 +27,12 @@ from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.plan.schedule.trace import write_trace
 from plait.planner import ModelShape, RankedPlan, Workload, cluster, estimate_step
 from plait.planner.frontier import front
-from plait.planner.page import page_values
+from plait.planner.plan_report import page_values
 from plait.train import metrics
 from plait.train.config import parse_recipe
 from plait.train.metrics import ThinnedRecords, read_metrics, truncate_metrics
 from plait.train.run_dir import RunDir
-from plait.train.run_page import run_values
+from plait.train.run_report import run_values
 from plait.train.saved_recipe import SavedRecipe
 from planner_lab.commands import figures as draw_figures
 from support.cli_runs import ROOT

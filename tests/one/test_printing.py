@@ -90,7 +90,7 @@ def test_a_note_on_data_with_markup_in_its_folder_is_printed(tmp_path: Path) -> 
 
 
 def test_logs_and_warnings_of_libraries_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import logging, warnings; from plait.cli.streams import prepare_streams; prepare_streams()"
+    code = "import logging, warnings; from plait.cli.program import prepare_streams; prepare_streams()"
     text = repr(f"x %s {EVIL}")
     words = f"logging.warning({text}, 5); logging.warning('%d', 'a'); warnings.warn({text})"
     subprocess.run([sys.executable, "-W", "default", "-c", f"{code}; {words}"], check=True, env=environment())
@@ -100,8 +100,8 @@ def test_logs_and_warnings_of_libraries_are_escaped(capfd: pytest.CaptureFixture
 
 
 def test_a_warning_of_plait_is_one_line_without_a_place_in_its_code() -> None:
-    code = "import warnings, plait.cli.streams as streams; streams.prepare_streams()"
-    own, users = "warnings.warn_explicit('own', UserWarning, streams.__file__, 1)", "warnings.warn('theirs')"
+    code = "import warnings, plait.cli.program as program; program.prepare_streams()"
+    own, users = "warnings.warn_explicit('own', UserWarning, program.__file__, 1)", "warnings.warn('theirs')"
     done = subprocess.run(
         [sys.executable, "-W", "default", "-c", f"{code}; {own}; {users}"],
         check=True,
@@ -110,5 +110,5 @@ def test_a_warning_of_plait_is_one_line_without_a_place_in_its_code() -> None:
         env=environment(),
     )
     assert "warning: own\n" in done.stderr
-    assert "streams.py" not in done.stderr
+    assert "program.py" not in done.stderr
     assert "<string>:1: UserWarning: theirs" in done.stderr

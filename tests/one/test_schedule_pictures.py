@@ -9,8 +9,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.image import imread
 
-from plait.cli.schedule_plot import draw_png, figure_of
-from plait.cli.schedule_table import grid
+from plait.cli.schedule_report import draw_png, figure_of, grid
 from plait.pages.timeline import COLORS, WORDS, shade, timeline_values
 from plait.plan.schedule import Durations, Kind, Schedule, Span, Timeline, make_schedule, simulate
 

@@ -11,13 +11,13 @@ from support.cli_runs import environment
 
 SCHEDULE = ("schedule", "1f1b", "--pp", "4", "--micro", "8")
 RUN = """
-from plait.cli import streams
-streams.prepare_streams()
-streams.outlive_output()
+from plait.cli import program
+program.prepare_streams()
+program.outlive_output()
 for number in range(3):
     print("line", number, flush=True)
 open({path!r}, "w").write("went on")
-streams.finish_output()
+program.finish_output()
 """
 
 
@@ -66,7 +66,7 @@ def test_a_run_outlives_its_output_and_warns_once(line: str, tmp_path: Path) -> 
 
 def test_characters_that_a_terminal_does_not_have_are_replaced() -> None:
     program = (
-        "from plait.cli import streams; streams.prepare_streams(); print('caf\\u00e9 \\u4e2d', '\\udc80')"
+        "from plait.cli import program; program.prepare_streams(); print('caf\\u00e9 \\u4e2d', '\\udc80')"
     )
     for encoding, shown in (
         ("ascii", b"caf? ? ?\n"),

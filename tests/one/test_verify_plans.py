@@ -4,8 +4,8 @@ import pytest
 
 from plait.plan import Grid, Plan
 from plait.verify import all_plans
-from plait.verify.locate import describe_ranks
 from plait.verify.sweep import simpler_plans
+from plait.verify.worker import describe_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 8])

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from plait.cli.verify import _with_dtype
 from plait.engine.reference import Tolerances
+from plait.fileio import finite_json
 from plait.plan import Plan
 from plait.verify import Mismatch, Outcome, Verdict
-from plait.verify.result import compare
+from plait.verify.result import compare, verdict_matrix
 from plait.verify.trajectory import TrainedStep, Trajectory
-from plait.verify.verdict_report import verdict_matrix
 
 
 def verdict(plan: str, outcome: Outcome, apart: float = 1e-15) -> Verdict:
@@ -46,8 +46,8 @@ def test_no_plan_hides_another_in_the_matrix() -> None:
 
 def test_numbers_that_are_not_finite_are_infinitely_far_off_and_json_is_valid() -> None:
     bad = replace(verdict("dp=2", Outcome.DIFFERS, math.inf), steps=(TrainedStep(math.nan, 1.0),))
-    text = json.dumps(bad.to_values(), allow_nan=False)
-    read = Verdict.from_values(json.loads(text))
+    json.dumps(finite_json(bad.to_values()), allow_nan=False)
+    read = Verdict.from_values(json.loads(json.dumps(bad.to_values())))
     assert read.worst_parameters[0].gradient_error == math.inf
     assert read.max_error == math.inf
 

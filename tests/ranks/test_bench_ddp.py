@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.bench.ddp import BenchModel, Breakdown, measure_ddp, wrap_ddp
-from plait.bench.ddp_request import DdpRequest, parse_caps
+from plait.bench.request import DdpRequest, parse_caps
 from plait.comm import connect
 from plait.errors import CommError
 from support.pool import Pool, RankError

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.bench.collectives import num_hosts, slowest
-from plait.bench.ddp_request import MODELS, ONE_BUCKET, PRECISIONS, Cap, DdpRequest, cap_label
-from plait.bench.request import format_bytes
+from plait.bench.request import MODELS, ONE_BUCKET, PRECISIONS, Cap, DdpRequest, cap_label, format_bytes
 from plait.comm import World, all_reduce, barrier
 from plait.errors import CommError, ConfigError
 from plait.models import causal_lm_on_meta, initialize_weights

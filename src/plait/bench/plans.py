@@ -17,12 +17,10 @@ import torch
 
 from plait.api import parallelize
 from plait.bench.collectives import slowest, synchronize
-from plait.bench.device import measure_device
-from plait.comm import World, all_reduce, barrier, connect
+from plait.comm import World, all_reduce, barrier
 from plait.comm.launch_function import launch
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
-from plait.plan.device_speed import DeviceSpeed
 
 STEPS, _WARM_UP = 5, 2
 
@@ -68,11 +66,6 @@ class MeasuredStep(NamedTuple):
     others: float
 
 
-def speed_of_ranks(num_ranks: int, rounds: int = 3) -> DeviceSpeed:
-    """Measure the devices with so many ranks at work. See `measure_device`."""
-    return launch(lambda: measure_device(connect(), rounds=rounds), num_ranks)
-
-
 def _steps(
     config: dict[str, Any], plan: Plan, sequence: int, batch: int, steps: int, threads: int | None
 ) -> list[tuple[float, float, float]]:
@@ -83,17 +76,15 @@ def _steps(
     generator = torch.Generator().manual_seed(engine.data_rank)
     shape = (batch // engine.data_ranks, sequence)
     ids = torch.randint(0, config["vocab_size"], shape, generator=generator).to(world.device)
-    times: list[float] = []
-    cores: list[float] = []
-    hosts: list[float] = []
+    measured = []  # seconds by the clock, of this process's cores, of all cores of the host
     for _ in range(_WARM_UP + steps):
         barrier(world.group)
         begin_s, core_s, host_s = time.perf_counter(), time.process_time(), _host_s()
         engine.step({"input_ids": ids, "labels": ids})
         synchronize(world)
-        times.append(time.perf_counter() - begin_s)
-        cores.append(time.process_time() - core_s)
-        hosts.append(_host_s() - host_s)
+        ends = time.perf_counter(), time.process_time(), _host_s()
+        measured.append((ends[0] - begin_s, ends[1] - core_s, ends[2] - host_s))
+    times, cores, hosts = ([*each] for each in zip(*measured, strict=True))
     step_s, rank_s, all_s = slowest(world, [times, cores, hosts])
     own = torch.tensor(cores, dtype=torch.float64, device=world.device)
     all_reduce(own, world.group)

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 
 import typer
 
-from plait.bench.ddp_request import CAPS, MODELS, PRECISIONS, TRANSPORT_CHOICES, DdpRequest, parse_caps
 from plait.bench.request import (
     ALGORITHM_CHOICES,
     BUDGET_S,
+    CAPS,
     DTYPES,
+    MODELS,
+    PRECISIONS,
     STORAGES,
+    TRANSPORT_CHOICES,
+    DdpRequest,
     Request,
     available_bytes,
     check_algorithms,
@@ -22,6 +26,7 @@ from plait.bench.request import (
     check_memory,
     check_num_ranks,
     parse_algorithms,
+    parse_caps,
     parse_collectives,
     parse_sizes,
 )
@@ -121,8 +126,7 @@ def collectives(
     def run() -> int:
         found = _with_progress(world, lambda report: measure(world, request, report))
         if world.rank == 0:
-            from plait.bench.figures import collectives_figures
-            from plait.bench.report import latency_fits, tables, to_json
+            from plait.bench.report import collectives_figures, latency_fits, tables, to_json
 
             _show(tables(found), found, found.rounds, f" ({found.device}), {found.dtype}")
             write_json_output(json, to_json(found))
@@ -169,7 +173,7 @@ def ddp(
     def run() -> int:
         found = _with_progress(world, lambda report: measure_ddp(world, request, report))
         if world.rank == 0:
-            from plait.bench.ddp_report import breakdown_figure, breakdown_json, breakdown_tables
+            from plait.bench.report import breakdown_figure, breakdown_json, breakdown_tables
 
             _show(breakdown_tables(found), found, request.rounds)
             write_json_output(json, breakdown_json(found))
@@ -265,7 +269,7 @@ def scaling(
 
 
 def _draw(figures: Sequence[Figure], title: str, png: Path | None, html: Path | None) -> None:
-    from plait.bench.figures import draw_figures
+    from plait.pages.figures import draw_figures
 
     write_output(png, lambda path: draw_figures(figures, title, path))
     write_output(html, lambda path: write_figures(path, title, figures))

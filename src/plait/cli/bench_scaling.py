@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from rich.table import Table
 
-from plait.bench.ddp_request import MODELS, check_positions
 from plait.bench.plans import MeasuredStep, run_steps, typical_step
 from plait.bench.report import report_json
+from plait.bench.request import MODELS, check_positions
 from plait.comm.launch import num_cpus
 from plait.errors import ConfigError, PlanError, ProfileError
 from plait.pages.figures import Axis, Curve, Figure, figure_values

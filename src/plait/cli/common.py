@@ -6,17 +6,19 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, ParamSpec, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TextIO, TypeVar
 
 import typer
 
-from plait.cli.streams import print_interrupted
+from plait.cli.program import INTERRUPTED, print_interrupted
 from plait.errors import ConfigError, PlaitError, printable
 from plait.fileio import WRITABLE, check_output_paths, disk_hint, finite_json, write_json
 
+if TYPE_CHECKING:
+    from plait.pages import Kind
+
 USER_ERROR = 2
 LOST_RANK = 1  # another rank ended; its message is the cause
-INTERRUPTED = 130
 
 IMAGE_SUFFIXES = (".png", ".pdf", ".svg")
 STDOUT = Path("-")
@@ -114,6 +116,16 @@ def write_output(path: Path | None, write: Callable[[Path], None], *, report: Te
             hint=disk_hint(path),
         ) from error
     print_line(f"written: {path}", file=report)
+
+
+def write_page_output(
+    path: Path | None, kind: "Kind", title: str, values: Callable[[], Any], *, report: TextIO | None = None
+) -> None:
+    """Write the page of `--html`; nothing without a path. Raises ConfigError on failure."""
+    if path is not None:
+        from plait.pages import write_page
+
+        write_output(path, lambda target: write_page(target, kind, title, values()), report=report)
 
 
 def write_json_output(path: Path | None, values: Any) -> None:

@@ -15,7 +15,7 @@ from plait.cli.common import (
     check_outputs,
     report_errors,
     write_json_output,
-    write_output,
+    write_page_output,
 )
 from plait.errors import ConfigError
 from plait.plan import Plan
@@ -86,20 +86,13 @@ def explain(
 
     import rich
 
-    from plait.train.explain_recipe import check_rank, print_explanation, to_json
+    from plait.train.explain_recipe import check_rank, page_values, print_explanation, to_json
 
     check_rank(explanation, rank)
     print_explanation(explanation, measured, rich.get_console(), rank=rank)
     write_json_output(json, to_json(explanation, measured))
-    write_output(html, lambda path: _write_page(path, explanation, measured))
-
-
-def _write_page(path: Path, explanation: "Explanation", measured: "Measurements | None") -> None:
-    from plait.pages import write_page
-    from plait.train.explain_recipe import page_values
-
     title = f"{explanation.model} under {explanation.plan}"
-    write_page(path, "explain", title, page_values(explanation, measured))
+    write_page_output(html, "explain", title, lambda: page_values(explanation, measured))
 
 
 def _check_source(

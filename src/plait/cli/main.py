@@ -12,14 +12,12 @@ from typer.core import TyperGroup
 from plait.cli.bench import bench
 from plait.cli.checkpoint import checkpoint
 from plait.cli.common import print_line
-from plait.cli.data import data
-from plait.cli.evaluate import evaluate, evaluate_rank
 from plait.cli.explain import explain
-from plait.cli.generate import export, generate
+from plait.cli.model import evaluate, evaluate_rank, export, generate
 from plait.cli.plan import find
 from plait.cli.report import compare, report
 from plait.cli.schedule import schedule
-from plait.cli.train import rank, train
+from plait.cli.train import data, rank, train
 from plait.cli.verify import verify, verify_rank
 from plait.version import __version__
 

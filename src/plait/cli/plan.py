@@ -16,11 +16,12 @@ from plait.cli.common import (
     Html,
     Json,
     check_outputs,
+    print_line,
     report_errors,
     write_json_output,
-    write_output,
+    write_page_output,
 )
-from plait.errors import ConfigError
+from plait.errors import ConfigError, PlanError
 from plait.fileio import parse_json, read_text
 from plait.plan import Plan
 from plait.tables import counted
@@ -28,6 +29,7 @@ from plait.tables import counted
 if TYPE_CHECKING:
     from plait.planner import Cluster, ModelShape, RankedPlan, SearchResult, Workload
     from plait.planner.best_first import SearchCounts
+    from plait.planner.calibrate import Run
 
 _BATCH = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KM]?)", re.IGNORECASE)
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([KMBTG]?)", re.IGNORECASE)
@@ -150,28 +152,21 @@ def _not_both(plan: str, other: str) -> ConfigError:
 
 
 def _write_page(
-    path: Path | None, ranked_plans: "list[RankedPlan]", values: dict[str, Any], *, quiet: bool = False
+    path: Path | None, ranked_plans: "list[RankedPlan]", values: dict[str, Any], *, quiet: bool
 ) -> None:
     """Write the page of priced plans, with the `values` of --json."""
-    if path is None:
-        return
-    from plait.pages import write_page
-    from plait.planner.page import page_values
-    from plait.planner.plan_report import subject
+    from plait.planner.plan_report import page_values, subject
 
-    write_output(
-        path,
-        lambda target: write_page(
-            target, "plan", subject(ranked_plans[0]), values | page_values(ranked_plans)
-        ),
-        report=sys.stderr if quiet else None,
-    )
+    title, report = subject(ranked_plans[0]), sys.stderr if quiet else None
+    write_page_output(path, "plan", title, lambda: values | page_values(ranked_plans), report=report)
 
 
 def _measure(
     model: str | None, found: "SearchResult", cluster: "Cluster", work: "Workload", most: int
 ) -> None:
-    """Run the first plans, and print measured next to predicted times. Raises ConfigError, PlaitError."""
+    """Run the first plans, print measured next to predicted times, and keep the constants that they
+    determine. Raises ConfigError, PlaitError, before any run if the cluster is not this machine.
+    """
     path = Path(model or "")
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -181,9 +176,59 @@ def _measure(
             expected="a config.json, or a folder with one",
             hint="--model PATH, without --measure for other models",
         )
-    from plait.cli.plan_measure import measure
+    ranks = cluster.num_devices
+    if not cluster.device.product_rates:
+        raise PlanError(
+            "only plans on this machine can be measured",
+            given=f"--cluster {cluster.name}",
+            expected="a measured host",
+            hint=f"plait bench device --ranks {ranks}, then --cluster this:{ranks}",
+        )
+    from rich.console import Console
 
-    measure(parse_json(read_text(path)), [each.estimate for each in found.best[:most]], cluster, work)
+    from plait.bench.plans import step_seconds
+    from plait.planner.calibrate import Run
+    from plait.planner.model_shape import ModelShape
+    from plait.planner.workload import Software
+    from plait.tables import table
+
+    config = parse_json(read_text(path))
+    shape = ModelShape.from_config(config)
+    runs, rows = [], []
+    for number, ranked in enumerate(found.best[:most]):
+        plan, predicted_s = ranked.estimate.plan, ranked.estimate.step_s
+        took_s = step_seconds(config, plan, sequence=work.sequence, batch=work.batch)
+        runs.append(Run(number, "this machine", shape, (plan,), cluster, work, Software(), took_s))
+        times = (f"{1e3 * predicted_s:,.1f}", f"{1e3 * took_s:,.1f}", f"{predicted_s / took_s - 1:+.0%}")
+        rows.append((str(plan), *times))
+    headings = ("plan", "predicted ms", "measured ms", "error")
+    Console().print(table("Measured steps", headings, rows, left=("plan",)))
+    _refit(runs, cluster)
+
+
+def _refit(runs: "list[Run]", cluster: "Cluster") -> None:
+    """Fit the constants that these runs determine, keep them in the host's profile, and print them."""
+    from plait.plan.host_profile import HostProfile, load, save
+    from plait.planner.calibrate import determined, fit
+    from plait.planner.cluster import profile_path_of
+    from plait.planner.constants import Constants
+
+    names = determined(runs, cluster.constants)
+    fitted = fit(runs, cluster.constants, names, {})
+    values = {name: getattr(fitted, name) for name in names}
+    changes = [
+        f"{name} {getattr(cluster.constants, name):.3g} -> {value:.3g}" for name, value in values.items()
+    ]
+    errors = [abs(run.estimate(fitted).step_s / run.step_s - 1) for run in runs if run.step_s]
+    path = profile_path_of(cluster.name)
+    speeds = load(path).devices
+    ranks = next(iter({cluster.num_devices} & speeds.keys()), 1)  # GPUs are measured one by one
+    kept = replace(speeds[ranks], calibration={**speeds[ranks].calibration, **values})
+    saved = save(HostProfile({}, {ranks: kept}), path)
+    what = f"{counted(len(runs), 'plan')} determine {len(names)} of {len(Constants.names())} constants"
+    print_line(f"{what}: {', '.join(changes) or 'none'}")
+    print_line(f"error with them: {sum(errors) / len(errors):.0%} on average")
+    print_line(f"saved: {saved}, for --cluster {cluster.name}")
 
 
 def _show_prices(ranked_plans: "list[RankedPlan]", json: Path | None) -> None:

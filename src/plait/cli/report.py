@@ -82,7 +82,7 @@ def compare(
     for run in runs:
         check_is_run(run)
     from plait.train.run_dir import RunDir
-    from plait.train.run_page import run_values
+    from plait.train.run_report import run_values
 
     check_outputs({"--json": json, "--html": html})
     if len(runs) < 2:
@@ -98,7 +98,7 @@ def compare(
 def _values(directory: "RunDir") -> dict[str, Any]:
     """Return the values of a run, with its estimates if it has measurements."""
     from plait.cli.explain import explain_run
-    from plait.train.run_page import run_values
+    from plait.train.run_report import run_values
 
     explained = None
     if directory.measured.is_file():

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli.common import STDOUT, Debug, Html, Png, check_outputs, report_errors, write_output
+from plait.cli.common import (
+    STDOUT,
+    Debug,
+    Html,
+    Png,
+    check_outputs,
+    report_errors,
+    write_output,
+    write_page_output,
+)
 from plait.errors import ConfigError
 from plait.fileio import write_text
 from plait.plan.schedule import GENERATORS, Durations, Schedule, Timeline, check, simulate
@@ -71,16 +80,13 @@ def schedule(
     timelines, titles = list(view.timelines.values()), list(view.timelines)
     if png is not None:
         _check_drawable(view.schedule, "--png", _MOST_DRAWN)
-        from plait.cli.schedule_plot import draw_png
+        from plait.cli.schedule_report import draw_png
 
         write_output(png, lambda path: draw_png(timelines, path, titles, unit=view.unit), report=report)
     if html is not None:
         _check_drawable(view.schedule, "--html", _MOST_IN_PAGE)
-        from plait.pages import write_page
-
-        write_output(
-            html, lambda path: write_page(path, "schedule", _title(view), _values(view)), report=report
-        )
+        title = f"schedule {_size(view.schedule)}"
+        write_page_output(html, "schedule", title, lambda: _values(view), report=report)
     if csv == STDOUT:
         sys.stdout.write(view.schedule.to_csv())
     else:
@@ -108,10 +114,6 @@ class _View:
     timelines: dict[str, Timeline]
     durations: Durations | None
     unit: str
-
-
-def _title(view: _View) -> str:
-    return f"schedule {_size(view.schedule)}"
 
 
 def _values(view: _View) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def _size(schedule: Schedule) -> str:
 
 def _show(view: _View, console: "Console", text: bool) -> None:
     """Print the tables, and the grid if it fits into the terminal or --text is given."""
-    from plait.cli.schedule_table import figures_table, grid, ranks_table
+    from plait.cli.schedule_report import figures_table, grid, ranks_table
 
     console.print(figures_table(view.schedule, view.timelines, unit=view.unit))
     console.print(ranks_table(view.schedule, view.checked, view.timelines, unit=view.unit))

@@ -1,4 +1,4 @@
-"""`plait train`, and `plait rank`, the process that it starts once per local rank."""
+"""`plait train`, and `plait rank`, the process that it starts once per local rank; `plait data build`."""
 
 import contextlib
 import json
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from plait.cli.common import INTERRUPTED, LOST_RANK, Debug, PlanOverride, Run, Sets, print_line, report_errors
+from plait.cli.common import LOST_RANK, Debug, PlanOverride, Run, Sets, print_line, report_errors
 from plait.cli.multirank import check_limits, check_ranks, first_rank_first, rank_entry, report_once
-from plait.cli.streams import outlive_output
+from plait.cli.program import INTERRUPTED, outlive_output
 from plait.data.sources import list_source
 from plait.launchers import adopt_ranks
 from plait.plan import Plan
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from plait.comm.world import World
     from plait.train.config import Recipe
     from plait.train.run_dir import RunDir
+
+data = typer.Typer(help="Prepare text for training.", no_args_is_help=True)
 
 _PREPARED = "plait: prepared"
 
@@ -203,3 +205,30 @@ def _train_on_rank(recipe: "Recipe", world: "World", debug: bool) -> int:
         return INTERRUPTED if train(recipe, world) == signal.SIGINT else 0
 
     return report_once(run, world, debug=debug)
+
+
+@data.callback()
+def _data() -> None:
+    """Prepare text for training."""
+
+
+@data.command()
+@report_errors
+def build(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML file.", show_default=False)],
+    sets: Sets = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the contents of data.dir.")] = False,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+) -> None:
+    """Tokenize the sources of a recipe into data.dir. `plait train` does so too where tokens are missing."""
+    from plait.train.config import read_recipe
+
+    values = read_recipe(recipe, sets or [])
+    from plait.data.build import build as build_tokens
+
+    store = build_tokens(values.data, values.tokenizer, force=force)
+    print_line(f"{values.data.dir}: {store.train.num_tokens:,} training tokens,", end=" ")
+    print_line(f"{store.validation.num_tokens:,} validation tokens, vocabulary {store.index.vocab_size:,}")
+    if store.index.skipped:
+        print_line(f"left out, as it is not text: {store.index.skipped}")
+    print_line(f"content {store.digest}")

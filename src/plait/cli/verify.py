@@ -79,7 +79,7 @@ def verify(
     from plait.comm.launch import fork_ranks
     from plait.verify import runner
     from plait.verify.model_spec import parse_source
-    from plait.verify.verdict_report import print_verdict, verdict_matrix
+    from plait.verify.result import print_verdict, verdict_matrix
     from plait.verify.worker import Case, check
 
     fork_ranks(rank_entry(call))
@@ -108,8 +108,8 @@ def verify_rank(work_dir: Path) -> None:
     end_with_parent()
     from transformers.utils import logging
 
+    from plait.verify.result import summary_line
     from plait.verify.runner import serve
-    from plait.verify.verdict_report import summary_line
 
     logging.set_verbosity(logging.CRITICAL)
     are_several = len(json.loads((work_dir / "jobs.json").read_text(encoding="utf-8"))["jobs"]) > 1

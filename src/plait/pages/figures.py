@@ -1,4 +1,4 @@
-"""Figures of a page: curves and tables that a command prints, writes as JSON and draws."""
+"""Figures: curves and tables that a command writes as JSON, as a page and as a picture."""
 
 import statistics
 from collections.abc import Sequence
@@ -6,7 +6,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from plait.pages.page import write_page
+from plait.pages import write_page
+from plait.plan import format_bytes
+
+_MOST_MARKED = 100  # points of a line in a picture
+_STYLES: dict[str, dict[str, Any]] = {
+    "line": {"marker": "."},
+    "dashed": {"marker": ".", "linestyle": "--"},
+    "dots": {"marker": "o", "linestyle": ""},
+    "steps": {"drawstyle": "steps-post"},
+}
 
 Point = tuple[float, ...]  # x and y; or x, y, and the ends of an interval
 
@@ -26,7 +35,7 @@ class Curve:
 
     name: str
     points: tuple[Point, ...]
-    style: Literal["line", "dashed", "dots"] = "line"
+    style: Literal["line", "dashed", "dots", "steps"] = "line"
     expected: str = ""
 
 
@@ -81,3 +90,29 @@ def figure_values(figures: Sequence[Figure | Listing]) -> dict[str, Any]:
 def write_figures(path: Path, title: str, figures: Sequence[Figure | Listing]) -> None:
     """Write a page. Raises OSError."""
     write_page(path, "figures", title, figure_values(figures))
+
+
+def draw_figures(figures: Sequence[Figure], title: str, path: Path) -> None:
+    """Plot figures into one picture, which is empty without any. Raises OSError."""
+    from matplotlib.figure import Figure as Canvas
+
+    columns = 2 if len(figures) > 1 else 1
+    lines = -(-len(figures) // columns) or 1
+    canvas = Canvas(figsize=(6.5 * columns, 5.5 * lines), layout="constrained")
+    for axes, each in zip(canvas.subplots(lines, columns, squeeze=False).flat, figures, strict=False):
+        for curve in each.curves:
+            options = {"label": curve.name, **_STYLES[curve.style]}
+            if len(curve.points) > _MOST_MARKED and curve.style != "dots":
+                options["marker"] = ""
+            axes.plot(*zip(*(point[:2] for point in curve.points), strict=True), **options)
+        for name, axis in (("x", each.x), ("y", each.y)):
+            if axis.log:
+                axes.set(**{f"{name}scale": "log"})
+        if each.x.unit == "bytes":
+            axes.xaxis.set_major_formatter(lambda value, _: format_bytes(round(value)))
+        axes.set(xlabel=each.x.name, title=f"{each.title}: {each.y.name}")
+        axes.grid(alpha=0.3)
+        if each.curves:
+            axes.legend(fontsize="small")
+    canvas.suptitle(title)
+    canvas.savefig(path, dpi=120)

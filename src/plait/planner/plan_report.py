@@ -1,17 +1,37 @@
-"""Tables and JSON of searched, priced and compared plans."""
+"""Tables, JSON and pages of searched, priced and compared plans."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from plait.pages.timeline import WORDS, timeline_values
 from plait.plan import format_bytes
+from plait.plan.schedule import Kind, Timeline, simulate
+from plait.plan.schedule.load import load_schedule, stages_of
+from plait.planner.communication import Links
+from plait.planner.compute import Rates
 from plait.planner.frontier import front
+from plait.planner.memory import kept_bytes, micro_bytes, rank_memory
 from plait.planner.plan_families import format_seconds
 from plait.planner.ranked_plan import RankedPlan
 from plait.planner.search import HEADROOM, SearchResult
-from plait.planner.step_estimate import StepEstimate
+from plait.planner.stages import block_counts
+from plait.planner.step_estimate import (
+    Overlapped,
+    StageSeconds,
+    StepEstimate,
+    action_durations,
+    stage_gathers,
+    stage_seconds,
+    step_reductions,
+    stored_numels,
+    update_s,
+)
+from plait.planner.traffic import axis_traffic
+from plait.planner.workload import PLAIT
 from plait.tables import facts_table, plain, table
 
 _FOOT = (
@@ -22,6 +42,8 @@ _FOOT = (
 _NEARLY = 1.03  # times the best plan's step
 _LONG = 1 << 15  # tokens of a sequence
 _NEAR = "\n~: the interval overlaps with the first plan's"
+_MOST_ACTIONS, _MOST_OF_PAGE = 20_000, 80_000  # in a timeline, and in all of a page
+COLORS = {"exposed": "#e07b39", "hidden": "#f0c24b", "optimizer": "#8e6bd1", "rest": "#8a93a0"}
 _TOTALS = "dollars: device-hours at the device's price. energy: devices at full load only."
 
 
@@ -245,3 +267,129 @@ def _hidden(ranked: RankedPlan, part: str) -> str:
 
 def _signed(seconds: float) -> str:
     return ("-" if seconds < 0 else "+") + format_seconds(abs(seconds))
+
+
+def page_values(ranked_plans: Sequence[RankedPlan]) -> dict[str, Any]:
+    """Return the plans, in the given order, with what their page draws. Those on the front, and then the
+    fastest, have timelines, as far as these are not too large."""
+    best = ranked_plans[0]
+    on_front = front(list(ranked_plans))
+    order = sorted(ranked_plans, key=lambda each: (each not in on_front, each.estimate.step_s))
+    left, detailed = _MOST_OF_PAGE, {}
+    for each in order:
+        actions = 3 * each.plan.pp * each.plan.micro * max(1, each.plan.num_chunks)
+        is_drawn = actions <= min(left, _MOST_ACTIONS) and each.cluster.ranks_per_core == 1
+        left -= actions if is_drawn else 0
+        detailed[each.plan] = None if each.plan.num_servers else step_values(each, is_drawn=is_drawn)
+    cluster = best.cluster
+    return {
+        "capacity_bytes": cluster.device.memory_bytes,
+        "machine": {
+            "name": str(cluster),
+            "device": cluster.device.name,
+            "domain": max(cluster.domain_size, cluster.host_size),
+            "hosts": cluster.num_hosts,
+            "host_size": cluster.host_size,
+            "topology": cluster.topology,
+            "network_bytes_per_s": cluster.network_bytes_per_s,
+            "link_bytes_per_s": cluster.device.link_bytes_per_s,
+        },
+        "choices": [
+            to_json(each)
+            | {"degrees": _degrees(each), "front": each in on_front, "detail": detailed[each.plan]}
+            for each in ranked_plans
+        ],
+    }
+
+
+def _degrees(ranked: RankedPlan) -> dict[str, Any]:
+    plan = ranked.plan
+    return {"dp": plan.data_ranks, "tp": plan.tp, "pp": plan.pp, "zero": plan.zero}
+
+
+def step_values(ranked: RankedPlan, *, is_drawn: bool = True) -> dict[str, Any]:
+    """Return a step in detail: every action on a clock, memory of the pipeline's ranks, bytes along the axes.
+    `is_drawn`: with the actions."""
+    model, plan, cluster, work = ranked.model, ranked.plan, ranked.cluster, ranked.work
+    batch = work.batch // (plan.data_ranks * plan.micro)
+    on_gpu = "cpu" not in cluster.device.name.lower()
+    memory = []
+    for rank in range(plan.pp):
+        use = rank_memory(model, plan, rank, batch, work.sequence, PLAIT, on_gpu)
+        kept = kept_bytes(model, plan, rank, batch, work.sequence, PLAIT)
+        memory.append({**asdict(use), "total": use.total, "kept_peak": kept})
+    return {
+        "timeline": _timeline(ranked) if is_drawn else None,
+        "ranks_per_stage": plan.num_ranks // plan.pp,
+        "memory": memory,
+        "stage_bytes": micro_bytes(model, plan, batch, work.sequence, PLAIT),
+        "axes": [asdict(each) for each in axis_traffic(model, plan, cluster, work, ranked.estimate.step_s)],
+    }
+
+
+def _timeline(ranked: RankedPlan) -> dict[str, Any]:
+    """Return the actions of the pipeline's ranks, then their reductions and optimizers."""
+    model, plan, cluster, work = ranked.model, ranked.plan, ranked.cluster, ranked.work
+    constants = cluster.constants
+    rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
+    links = Links.of(cluster, constants)
+    stages = stage_seconds(model, plan, cluster, work)
+    gathers = stage_gathers(model, plan, links, stages, PLAIT, constants)
+    durations = action_durations(model, plan, links, stages, gathers, work)
+    timeline = simulate(load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks), durations)
+    values = timeline_values(timeline, "one step", "s")
+    _add_communication(values, timeline, stages, gathers)
+    ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, PLAIT)
+    numels = stored_numels(model, plan, PLAIT)
+    reductions = step_reductions(plan, links, stages, numels, PLAIT, constants)
+    first = len(values["types"])
+    for rank, row in enumerate(values["rows"]):
+        blocks = sum(counts[stage] for stage, of in enumerate(ranks) if of == rank)
+        hidden = f"{1e3 * reductions[rank].hidden:.3g} ms of it are hidden by the computation"
+        parts = (
+            reductions[rank].exposed,
+            update_s(plan, numels[rank], blocks, rates, links),
+            constants.step_s,
+        )
+        end = row["spans"][-1]
+        for number, seconds in enumerate(parts):
+            if seconds:
+                row["spans"] += (first + 3 * rank + number, -1, end, end + seconds)
+                end += seconds
+        values["types"] += [
+            _type(
+                "exposed communication", "reduction of gradients, all-gather of parameters", "exposed", hidden
+            ),
+            _type("optimizer", "optimizer", "optimizer"),
+            _type("rest of a step", "rest of a step: Python, loss, norm", "rest"),
+        ]
+    return values | {"total": ranked.estimate.step_s, "bubble": ranked.estimate.bubble}
+
+
+def _type(name: str, label: str, color: str, facts: str = "") -> dict[str, Any]:
+    return {"name": name, "label": label, "color": COLORS[color], "ink": "black", "facts": facts}
+
+
+def _add_communication(
+    values: dict[str, Any],
+    timeline: Timeline,
+    stages: Sequence[StageSeconds],
+    gathers: Sequence[Overlapped],
+) -> None:
+    """Add to the types of actions the shares of their time that wait for communication, and that hide it."""
+    values |= {"exposed": COLORS["exposed"], "hidden": COLORS["hidden"]}
+    spans = {(span.action.kind, span.action.stage): span for spans in timeline.ranks for span in spans}
+    by_label = {each["label"]: each for each in values["types"]}
+    for (kind, stage), span in spans.items():
+        if kind is Kind.W:
+            continue
+        seconds, extra = stages[stage], gathers[stage]
+        if kind is Kind.F:
+            exposed, hidden = seconds.tensor_forward + extra.forward, extra.hidden_forward
+        else:
+            exposed = seconds.tensor - seconds.tensor_forward + extra.backward
+            hidden = extra.hidden - extra.hidden_forward
+        length = span.end - span.start
+        described = by_label[f"{WORDS[kind]} of stage {stage}"]
+        described["exposed"], described["hidden"] = exposed / length, min(1.0, hidden / length)
+        described["facts"] = f"communication: {1e3 * exposed:.3g} ms exposed, {1e3 * hidden:.3g} ms hidden"

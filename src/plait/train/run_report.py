@@ -1,8 +1,12 @@
-"""Tables printed before and after training, and plots of losses and of workers' clocks."""
+"""Reports of a run: tables before and after training, pictures of its curves, and the values of its page."""
 
-from dataclasses import fields
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from statistics import median, median_low
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
@@ -10,11 +14,25 @@ from rich.table import Table
 from plait.comm import all_gather
 from plait.data.sampler import BatchSizes
 from plait.engine.engine import Engine
+from plait.errors import PlaitError
+from plait.fileio import read_regular
+from plait.pages.figures import Axis, Curve, Figure, Point, draw_figures
+from plait.pages.timeline import timeline_values
 from plait.plan import MemoryUse, used_categories
+from plait.plan.schedule import simulate
+from plait.plan.schedule.trace import durations_of, read_trace
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
+from plait.train.measurements import Measurements
 from plait.train.metrics import ThinnedRecords, read_metrics
 from plait.train.peak_flops import PeakFlops
+from plait.train.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from plait.estimate.explain import Explanation
+
+_CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "tokens", "seconds")
+_MOST_EVENTS = 1000  # the last ones
 
 
 def estimated_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
@@ -80,44 +98,130 @@ def memory_table(predicted: MemoryUse, measured: MemoryUse, ranks: str = "per ra
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Plot training and validation loss over steps, from metrics.jsonl."""
-    from matplotlib.figure import Figure
-
-    curves = {key: ThinnedRecords((key,)) for key in ("loss", "validation_loss")}
-    for record in read_metrics(metrics):
-        for key, curve in curves.items():
-            if record.get(key) is not None:
-                curve.add(record)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for (key, curve), style, label in zip(
-        curves.items(), ("-", "o-"), ("training", "validation"), strict=True
-    ):
-        if points := [(record["step"], record[key]) for record in curve]:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(picture, dpi=120)
+    """Draw training and validation loss over steps, from metrics.jsonl."""
+    records = _Records(metrics)
+    losses = Axis("step"), Axis("loss, nats per token")
+    curves = (
+        Curve("training", _points(records.steps, "loss")),
+        Curve("validation", _points(records.validation, "validation_loss"), "dashed"),
+    )
+    drawn = tuple(curve for curve in curves if curve.points)
+    draw_figures([Figure("training", *losses, drawn)], "", picture)
 
 
 def draw_clocks(metrics: Path, picture: Path) -> None:
     """Draw every worker's clock over time, from metrics.jsonl. Workers that wait for others have the same
     clock, and one that is gone has none."""
-    from matplotlib.figure import Figure
-
     ends = [end for record in read_metrics(metrics) for end in record.get("worker_clocks", ())]
     start = min((time for time, *_ in ends), default=0.0)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    for worker in sorted({worker for _, worker, _ in ends}):
-        own = [(time - start, clock) for time, other, clock in ends if other == worker]
-        axes.step(*zip(*own, strict=True), where="post", label=f"worker {worker}", linewidth=1)
-    axes.set_xlabel("time, s")
-    axes.set_ylabel("clock: steps that the worker has ended")
-    axes.grid(alpha=0.3)
-    if ends:
-        axes.legend()
-    figure.savefig(picture, dpi=120)
+    clocks: dict[int, list[tuple[float, float]]] = {}
+    for time, worker, clock in sorted(ends, key=itemgetter(1)):
+        clocks.setdefault(worker, []).append((time - start, clock))
+    curves = tuple(Curve(f"worker {worker}", tuple(own), "steps") for worker, own in clocks.items())
+    axes = Axis("time, s"), Axis("clock: steps that the worker has ended")
+    draw_figures([Figure("workers", *axes, curves)], "", picture)
+
+
+def _points(records: Iterable[Mapping[str, Any]], name: str) -> tuple[Point, ...]:
+    return tuple((record["step"], record[name]) for record in records if record.get(name) is not None)
+
+
+class _Records:
+    """The shown part of the records of a metrics.jsonl, in bounded memory."""
+
+    def __init__(self, metrics: Path) -> None:
+        self.steps = ThinnedRecords(("loss", "grad_norm"))
+        self.validation = ThinnedRecords(("validation_loss",))
+        self.saves = ThinnedRecords(("save_pause_s",))
+        self.events: deque[dict[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self.counts = Counter[str]()
+        self.best_validation_loss: float | None = None
+        for record in read_metrics(metrics) if metrics.exists() else ():
+            self._add(record)
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        for name, kept in (
+            ("loss", self.steps),
+            ("validation_loss", self.validation),
+            ("save_pause_s", self.saves),
+        ):
+            if name in record:
+                kept.add(record)
+        losses = [self.best_validation_loss, record.get("validation_loss")]
+        self.best_validation_loss = min((loss for loss in losses if loss is not None), default=None)
+        texts = {"resumed": "from a checkpoint", "skipped": "the gradient was not finite"}
+        for kind in ("warning", *texts):
+            if record.get(kind):
+                self.counts[kind] += 1
+                text = texts.get(kind, record[kind])
+                self.events.append({"step": record["step"], "kind": kind, "text": text})
+
+
+def run_values(run: RunDir, explained: "tuple[Explanation, Measurements] | None" = None) -> dict[str, Any]:
+    """Return the values of a run. `explained`: its plan, as `plait explain --run` reads it. Raises RunError,
+    ConfigError for a directory that is not a run, OSError for files that cannot be read."""
+    recipe = run.read_recipe()
+    records = _Records(run.metrics)
+    curves = {name: [record.get(name) for record in records.steps] for name in ("step", *_CURVES)}
+    return {
+        "name": run.path.name,
+        "plan": recipe.plan,
+        "facts": _facts(recipe.run.steps, records),
+        "curves": {name: values for name, values in curves.items() if any(v is not None for v in values)},
+        "validation": [[r["step"], r["validation_loss"]] for r in records.validation],
+        "saves": [[r["step"], r["save_pause_s"]] for r in records.saves],
+        "events": list(records.events),
+        "memory": _memory(*explained) if explained else None,
+        "timelines": _timelines(recipe.run.trace),
+        "sample": read_regular(run.sample).decode("utf-8", "replace") if run.sample.exists() else None,
+        "recipe": recipe.model_dump(mode="json"),
+    }
+
+
+def _facts(planned: int, records: _Records) -> dict[str, Any]:
+    """Return the figures of the summary; None where the run has none yet. Medians: of the curves' points."""
+    last = records.steps.last
+
+    def middle(name: str) -> float | None:
+        known = [step[name] for step in records.steps if step.get(name) is not None]
+        return median(known) if known else None
+
+    return {
+        "steps": last.get("step", 0),
+        "planned_steps": planned,
+        "loss": last.get("loss"),
+        "validation_loss": records.validation.last.get("validation_loss"),
+        "best_validation_loss": records.best_validation_loss,
+        "tokens": last.get("tokens"),
+        "tokens_per_s": middle("tokens_per_s"),
+        "mfu": middle("mfu"),
+        "skipped_steps": last.get("skipped_steps"),
+        "resumed": records.counts["resumed"],
+        "warnings": records.counts["warning"],
+    }
+
+
+def _memory(explanation: "Explanation", measured: Measurements) -> list[dict[str, Any]]:
+    """Return estimated and measured bytes by category, of each class of ranks."""
+    return [
+        {
+            "ranks": list(group.ranks),
+            "estimated": asdict(explanation.of_rank(group.ranks[0]).memory),
+            "measured": asdict(group.memory),
+        }
+        for group in measured.rank_classes
+    ]
+
+
+def _timelines(trace: Path | None) -> list[dict[str, Any]]:
+    """Return the simulated and the measured timeline of a step; nothing without a complete trace."""
+    try:
+        steps = read_trace(trace) if trace is not None else {}
+    except PlaitError:  # the run may still be writing it, or it is gone
+        steps = {}
+    if not steps:
+        return []
+    middle = median_low((timeline.total, step) for step, timeline in steps.items())[1]
+    predicted = simulate(steps[middle].schedule, durations_of(steps.values()))
+    shown = {"predicted from the actions' durations": predicted, f"measured, step {middle}": steps[middle]}
+    return [timeline_values(timeline, title, "s") for title, timeline in shown.items()]

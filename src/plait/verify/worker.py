@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.api import parallelize
-from plait.comm import World
+from plait.comm import World, all_gather, broadcast
 from plait.engine.engine import Engine
 from plait.engine.inputs import divide
 from plait.engine.reference import Tolerances, relative_errors
@@ -20,10 +20,9 @@ from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import vocabulary_size
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.zero.rank_context import Precision
-from plait.plan import Plan, Traffic, subtract_traffic
+from plait.plan import AXES, Grid, Plan, Traffic, subtract_traffic
 from plait.plan.local_steps import LocalSteps
 from plait.plan.plan import FLOAT8
-from plait.verify.locate import locate_mismatches
 from plait.verify.model_spec import ModelSource, ModelSpec, random_numbers, random_tokens
 from plait.verify.result import (
     DEPENDS_ON_DIVISION,
@@ -327,3 +326,59 @@ def _run_reference(
             hint="--dtype float64",
         )
     return trajectory, Tolerances(case.base_tolerance, noise=noise, step_noise=step_noise)
+
+
+def locate_mismatches(expected: Mapping[str, Tensor], engine: Engine, *, tolerance: float) -> dict[str, str]:
+    """Map each parameter to the ranks whose gradient shards, in the last step, differ from `expected`.
+
+    `expected` and the result, descriptions as in `describe_ranks`, are rank 0's; {} on the others.
+    `tolerance`: relative to the norm of a shard. Collective.
+    """
+    world, shapes = engine.world, engine.weight_shapes()
+    order = list(shapes)
+    indices = torch.full((len(shapes),), -1, device=engine.device)
+    for position, name in enumerate(expected):
+        indices[position] = order.index(f"weights/{name}")
+    broadcast(indices, world.group)
+    descriptions: dict[str, str] = {}
+    for index in indices[indices >= 0].tolist():
+        name = order[index].removeprefix("weights/")
+        reference = torch.empty(shapes[order[index]], dtype=torch.float64, device=engine.device)
+        if world.rank == 0:
+            reference.copy_(expected[name])
+        broadcast(reference, world.group)
+        own = engine.gradient_distance(name, reference)
+        row = torch.tensor(own or (-1.0, -1.0), dtype=torch.float64, device=engine.device)
+        rows = row.new_empty(2 * world.size)
+        all_gather(rows, row, world.group)
+        if world.rank == 0:
+            errors = rows.view(-1, 2).tolist()
+            descriptions[name] = _description(errors, tolerance, Grid.from_plan(engine.plan))
+    return descriptions
+
+
+def _description(errors: Sequence[Sequence[float]], tolerance: float, grid: Grid) -> str:
+    """`errors`: per rank the squared norms of its shard's error and of the reference; negative: no shard."""
+    holders = [rank for rank, (_, square) in enumerate(errors) if square >= 0]
+    largest = max((square for _, square in errors), default=0.0)
+    allowed = {rank: tolerance * math.sqrt(max(errors[rank][1], 1e-6 * largest, 1e-60)) for rank in holders}
+    wrong = [rank for rank in holders if not math.sqrt(errors[rank][0]) <= allowed[rank]]  # or it is NaN
+    return describe_ranks(wrong, holders, grid) if wrong else ""
+
+
+def describe_ranks(wrong: Collection[int], holders: Collection[int], grid: Grid) -> str:
+    """Describe the wrong ranks by their coordinates on the axes where not all holders are wrong.
+
+    Such as `col=1` or `replicate=0,1 col=1`; `all ranks` if all holders of the parameter are wrong; rank
+    numbers if they are not a block of the grid.
+    """
+    if set(wrong) == set(holders):
+        return "all ranks"
+    coords = {rank: grid.coord(rank) for rank in holders}
+    parts, block = [], set(holders)
+    for axis in AXES:
+        values = {coords[rank][axis] for rank in wrong}
+        if values != {coords[rank][axis] for rank in holders}:
+            parts.append(f"{axis}={','.join(map(str, sorted(values)))}")
+            block = {rank for rank in block if coords[rank][axis] in values}
+    return " ".join(parts) if block == set(wrong) else f"ranks {', '.join(map(str, sorted(wrong)))}"

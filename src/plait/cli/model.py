@@ -1,4 +1,4 @@
-"""`plait evaluate`: scores of a model on text; and `plait evaluate-rank`, which it starts once per rank."""
+"""`plait generate`, `plait export`, `plait evaluate`: text from a trained model, and its scores on text."""
 
 import json as json_module
 import tempfile
@@ -8,17 +8,61 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from plait.cli.common import Debug, Json, check_outputs, report_errors, write_json_output
+from plait.cli.common import (
+    Debug,
+    Dtype,
+    Json,
+    NewDirectory,
+    Run,
+    check_outputs,
+    print_line,
+    report_errors,
+    write_json_output,
+)
 from plait.cli.multirank import check_ranks, first_rank_first, rank_entry, report_once
 from plait.data.sources import list_source
 from plait.launchers import adopt_ranks
 from plait.plan import Plan
-from plait.train.saved_recipe import check_is_folder_of_model
+from plait.train.saved_recipe import check_is_folder_of_model, check_is_run
 
 if TYPE_CHECKING:
     from plait.train.evaluate import EvaluationRequest
 
 _REQUEST = "request.json"
+
+
+@report_errors
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="Beginning of the text.")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=1, help="Sample among this many likeliest tokens.")] = 50,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+) -> None:
+    """Generate text with a trained model."""
+    check_is_run(run)
+    from plait.train.export import generate as write
+    from plait.train.run_dir import RunDir
+
+    print_line(write(RunDir(run), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed))
+
+
+@report_errors
+def export(
+    run: Run,
+    out: NewDirectory,
+    dtype: Dtype = None,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+) -> None:
+    """Export a trained model for AutoModelForCausalLM and AutoTokenizer."""
+    check_is_run(run)
+    from plait.train.export import export as write
+    from plait.train.run_dir import RunDir
+
+    write(RunDir(run), out, dtype)
+    print_line(out)
 
 
 @report_errors
