@@ -23,7 +23,7 @@ install: $(BIN)/.installed  ## .venv with the locked dependencies and the packag
 demo: install  ## train a small Llama on Python's own sources, on two ranks (about 5 minutes)
 	$(BIN)/plait train recipes/demo.toml
 
-check: install  ## format, lint, types, imports, sizes, words: under a minute
+check: install  ## format, lint, types, imports, sizes, words, links: under a minute
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
@@ -31,6 +31,7 @@ check: install  ## format, lint, types, imports, sizes, words: under a minute
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_words.py
 	$(BIN)/python tools/structure.py
+	$(BIN)/python tools/build_site.py --links
 
 format: install  ## format the code
 	$(BIN)/ruff format .
@@ -56,8 +57,8 @@ docs: install $(GENERATOR)  ## the documentation site, in build/site
 	PYTHONPATH=$(GENERATOR) $(BIN)/python tools/build_site.py
 
 test: check $(TORCHAO) $(GENERATOR)  ## everything that CI runs
-	$(BIN)/python tools/run_tests.py
 	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/docs/test_site.py
+	$(BIN)/python tools/run_tests.py
 
 # The C sources in a program of their own, with the compiler's checks of memory and of threads.
 SANITIZED := build/native-address build/native-thread

@@ -3,7 +3,8 @@
 The sources are gathered in one folder first: the pages of the navigation, every file to which they link, at
 the same path as in the repository, so that relative links hold without a rewrite; and the pages of the
 reference, which are written from the code. Then the generator, Zensical, builds it: strictly, so that a
-broken link is an error. It reads the configuration of MkDocs, and fetches nothing.
+broken link is an error. It reads the configuration of MkDocs, and fetches nothing. `make check` only gathers,
+with `--links`: a page that is missing and a link to no file are errors then, too.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,17 @@ _KEY = re.compile(r"^(\w+) +(\S.*(?:\n  +.*)*)", re.M)  # of the keys in Plan's 
 
 
 def main() -> int:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    wanted = [page for page in pages(config["nav"]) if page not in REFERENCE]
+    if sys.argv[1:] == ["--links"]:
+        with tempfile.TemporaryDirectory() as sources:
+            gather(ROOT, Path(sources), wanted)
+        return 0
     if importlib.util.find_spec("zensical") is None:
         sys.exit("The site's generator, Zensical, is not installed: pip could not get it.")
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     sources = ROOT / config["docs_dir"]
     shutil.rmtree(sources, ignore_errors=True)
-    gather(ROOT, sources, [page for page in pages(config["nav"]) if page not in REFERENCE])
+    gather(ROOT, sources, wanted)
     for name, write in REFERENCE.items():
         (sources / name).parent.mkdir(parents=True, exist_ok=True)
         (sources / name).write_text(write(), encoding="utf-8")

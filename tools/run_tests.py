@@ -1,39 +1,64 @@
-"""All tests, in three streams at the same time: most of those on a pool of ranks; those of commands and
-pages, which are real jobs, and then the other ranks; and those of one process.
+"""All tests, in three processes at the same time that share the files among them.
 
-Jobs wait for time limits and for processes, and leave processors idle that the others use. The report of the
-first stream, which takes longest, is shown as it comes, and those of the others after it; each ends with its
-slowest tests. Exits with the first code that is not 0. Arguments go to all.
+Each process has files of its own: those of ranks; those of commands and pages, which are real jobs; and those
+of one process. When it has run them, it takes files that another has not begun, so that no processor is idle
+at the end. Jobs wait for time limits and for processes, and leave processors idle that the others use. The
+report of the first process is shown as it comes, and those of the others after it; each ends with its slowest
+tests. Exits with the first code that is not 0. Arguments go to all.
+
+[Note: files one after another]  pytest finds the files of all processes, and imports one when its process
+takes it, which is before the last test of the file before: each test is given the next one, so that what a
+session makes once, as its pool of ranks, is kept from file to file. The names are in pipes, where a read
+takes one from all processes.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+from _pytest.config import parse_warning_filter
+
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-# Some files of ranks are in the second stream: the first one would end last, with a processor idle.
-MOVED = ("ranks/test_benchmarks.py", "ranks/test_verify.py", "ranks/test_zero*.py")
-SECOND = ("docs", "faults", *MOVED)  # the third stream is all other folders
-NO_TESTS = 5  # pytest's exit code when the arguments select none of a stream
+JOBS = ("docs", "faults")
+# Begun first: a long file that is begun last is one that the others wait for.
+LONG = (
+    "ranks/test_hybrid.py",
+    "ranks/test_checkpoint_plans.py",
+    "ranks/test_benchmarks.py",
+    "ranks/test_tensor_compiled.py",
+    "docs/test_documents.py",
+    "contract/test_contract.py",
+    "one/test_fuzz.py",
+    "one/test_gpu_run.py",
+)
+NAME_BYTES = 128  # of a name in a pipe, filled up with blanks
+NO_TESTS = 5  # pytest's exit code when the arguments select none of a process
 
 
 def main() -> int:
-    assert all(any(TESTS.glob(name)) for name in SECOND), f"no such tests among {SECOND}"
-    second = [path for name in SECOND for path in sorted(TESTS.glob(name))]
-    folders = sorted(path for path in TESTS.iterdir() if any(path.glob("test_*.py")))
-    first = [path for path in sorted(TESTS.glob("ranks/test_*.py")) if path not in second]
-    third = [path for path in folders if path not in second and path.name != "ranks"]
-    streams = (first, second, third)
-    command = [sys.executable, "-m", "pytest", "--durations=10", *sys.argv[1:]]
+    if sys.argv[1:2] == ["--pipes"]:
+        pipes = [int(number) for number in sys.argv[2].split(",")]
+        options = [
+            "--durations=10",
+            "-o",
+            "console_output_style=classic",
+        ]  # no percentages of unknown numbers
+        return int(pytest.main([*options, *sys.argv[3:], str(TESTS)], [SharedFiles(pipes)]))
     with ExitStack() as stack:
-        reports = [None, *(stack.enter_context(tempfile.TemporaryFile()) for _ in streams[1:])]
+        pipes = [filled_pipe(names) for names in file_names()]
+        reports = [None, *(stack.enter_context(tempfile.TemporaryFile()) for _ in pipes[1:])]
         running = []
-        for stream, report in zip(streams, reports, strict=True):
-            words = [*command, *map(str, stream)]
+        for number, report in enumerate(reports):
+            own_first = ",".join(map(str, pipes[number:] + pipes[:number]))
+            command = [sys.executable, __file__, "--pipes", own_first, *sys.argv[1:]]
             errors = subprocess.STDOUT if report else None
-            running.append(subprocess.Popen(words, stdout=report, stderr=errors))
+            running.append(subprocess.Popen(command, stdout=report, stderr=errors, pass_fds=pipes))
             stack.callback(running[-1].kill)
         codes = [process.wait() for process in running]
         for report in filter(None, reports):
@@ -42,6 +67,74 @@ def main() -> int:
             sys.stdout.flush()
     failures = [code for code in codes if code not in (0, NO_TESTS)]
     return failures[0] if failures else min(codes)
+
+
+def file_names() -> tuple[list[str], list[str], list[str]]:
+    """The files of ranks, of jobs, and all others, each in the order in which they are begun."""
+    found = sorted(str(path.relative_to(TESTS)) for path in TESTS.glob("*/test_*.py"))
+    assert set(LONG) <= set(found), f"no such tests: {set(LONG) - set(found)}"
+    ordered = [*LONG, *(name for name in found if name not in LONG)]
+    ranks = [name for name in ordered if name.startswith("ranks/")]
+    jobs = [name for name in ordered if name.startswith(JOBS)]
+    return ranks, jobs, [name for name in ordered if name not in ranks and name not in jobs]
+
+
+def filled_pipe(names: Sequence[str]) -> int:
+    """The end of a pipe to read the names from."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)  # more names than a pipe can hold are an error
+    for name in names:
+        os.write(writing, name.encode().ljust(NAME_BYTES))
+    os.close(writing)
+    return reading
+
+
+class SharedFiles:
+    """Plugin of pytest that runs the files of pipes: of the first one as long as it has some.
+
+    See [Note: files one after another].
+    """
+
+    def __init__(self, pipes: Sequence[int]) -> None:
+        self._pipes = pipes
+        self._found: dict[str, pytest.Module] = {}
+        self._has_begun = False
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> pytest.CollectReport | None:
+        """Only note the files that are found, without importing them."""
+        if self._has_begun or not isinstance(collector, pytest.Module):
+            return None
+        self._found[str(collector.path.relative_to(TESTS))] = collector
+        return pytest.CollectReport(collector.nodeid, "passed", None, [])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._has_begun = True
+        items = self._items(session)
+        item = next(items, None)
+        while item is not None:
+            following = next(items, None)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+        return True
+
+    def _items(self, session: pytest.Session) -> Iterator[pytest.Item]:
+        """The selected tests of the files that this process takes."""
+        while name := next(filter(None, (os.read(pipe, NAME_BYTES) for pipe in self._pipes)), b""):
+            with warnings.catch_warnings():
+                for text in session.config.getini("filterwarnings"):
+                    warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+                items = list(session.genitems(self._found[name.decode().rstrip()]))
+            session.config.hook.pytest_collection_modifyitems(
+                session=session, config=session.config, items=items
+            )
+            session.testscollected += len(items)
+            yield from items
 
 
 if __name__ == "__main__":

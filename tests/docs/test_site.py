@@ -35,6 +35,27 @@ def test_a_link_to_a_missing_file_ends_the_build(tmp_path: Path) -> None:
         gather(tmp_path, tmp_path / "sources", ["page.md"])
 
 
+def test_a_check_of_links_gathers_the_pages_without_the_generator_and_leaves_no_files(tmp_path: Path) -> None:
+    """A link to a folder is an error: only files are gathered."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "mkdocs.yml").write_text("nav: [{Home: README.md}, {Page: docs/page.md}]")
+    (tmp_path / "README.md").write_text("[a page](docs/page.md)")
+    (tmp_path / "docs" / "page.md").write_text("[a folder](../tools), `[none](none.md)`")
+    program = tmp_path / "tools" / "build_site.py"
+    program.write_text((ROOT / "tools" / "build_site.py").read_text(encoding="utf-8"))
+    words = [sys.executable, str(program), "--links"]
+    before = sorted(tmp_path.rglob("*"))
+    checked = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (
+        1,
+        "docs/page.md: the link to ../tools is not to a file\n",
+    )
+    (tmp_path / "docs" / "page.md").write_text("[a program](../tools/build_site.py)")
+    assert subprocess.run(words, check=False).returncode == 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_site_builds_strictly_and_fetches_nothing_from_other_servers() -> None:
     if importlib.util.find_spec("zensical") is None:
         pytest.skip("zensical is not installed")

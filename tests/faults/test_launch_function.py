@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 import plait
 from plait.comm import connect
 from plait.errors import CommError, PlanError
+from support import warm
 
 
 def train(plan: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -109,21 +109,26 @@ def wait(folder):
 try:
     plait.launch(wait, 2, sys.argv[1])
 except KeyboardInterrupt:
-    print("interrupted here")
+    print("interrupted here", flush=True)
 time.sleep(60)
 """
 
 
 def test_ctrl_c_ends_all_ranks_and_the_program_goes_on(tmp_path: Path) -> None:
-    program = subprocess.Popen(
-        [sys.executable, "-uc", _INTERRUPTED, str(tmp_path)],
+    (tmp_path / "interrupted.py").write_text(_INTERRUPTED)
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    program = warm.Popen(
+        [str(folder)],
+        script=tmp_path / "interrupted.py",
+        env=os.environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         deadline = time.monotonic() + 60
-        while len(pids := [path.read_text() for path in tmp_path.iterdir()]) < 2 or "" in pids:
+        while len(pids := [path.read_text() for path in folder.iterdir()]) < 2 or "" in pids:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         program.send_signal(signal.SIGINT)

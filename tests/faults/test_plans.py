@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from plait.train.metrics import read_metrics
-from support.cli_runs import PLAIT, STEPS, finish, last_state, last_step, start, wait_for_step, write_recipe
+from support.cli_runs import (
+    STEPS,
+    finish,
+    last_state,
+    last_step,
+    limited_to,
+    start,
+    wait_for_step,
+    write_recipe,
+)
 
 CUT = "dp=2 zero=3 micro=2"
 
@@ -137,8 +146,8 @@ def test_a_disk_too_small_to_offload_to_is_found_before_the_first_step(
     script.write_text(LIMITED_RANK)
     words = ["--plan", "dp=2 offload=disk", *sets(f"run.offload_dir={fast}", f"run.steps={STEPS + 2}")]
     if where == "every rank":
-        entry = ["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *PLAIT]
-        out, err = finish(start("train", run, "--resume", *words, entry=entry), 2)
+        limited = limited_to(64 << 10, tmp_path)
+        out, err = finish(start("train", run, "--resume", *words, script=limited), 2)
     else:
         entry = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
         process = start("train", run, "--resume", *words, entry=entry)

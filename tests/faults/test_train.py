@@ -26,12 +26,12 @@ from plait.train.run_dir import RunDir
 from support.cli_runs import (
     LIMIT_S,
     LOOPBACK,
-    PLAIT,
     STEPS,
     family,
     finish,
     last_state,
     last_step,
+    limited_to,
     listening,
     start,
     start_torchrun,
@@ -288,7 +288,9 @@ def test_a_run_that_fails_in_its_first_step_can_be_started_again_by_the_same_com
     recipe: Path, tmp_path: Path
 ) -> None:
     words = ["train", recipe, "--set", f"run.dir={tmp_path / 'run'}", "--set", "run.steps=4"]
-    process = start(*words, entry=[sys.executable, "-c", FAILING_STEP])
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING_STEP)
+    process = start(*words, script=str(script))
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "IndexError: of the model's code" in err
@@ -328,14 +330,14 @@ def test_a_run_whose_output_is_read_no_more_ends_like_any_other(recipe: Path) ->
 
 
 def test_a_full_disk_ends_the_run_and_its_last_good_checkpoint_stays(
-    whole: tuple[Path, str], recipe: Path
+    whole: tuple[Path, str], recipe: Path, tmp_path: Path
 ) -> None:
     run = recipe.parent / "full"
     shutil.copytree(whole[0], run)
-    # KiB: less than the weights, more than all else
-    limit = ("bash", "-c", 'ulimit -f 64; exec "$@"', "bash")
+    # Bytes: less than the weights, more than all else.
+    script = limited_to(64 << 10, tmp_path)
     began_s = time.monotonic()
-    process = start("train", run, "--resume", "--set", f"run.steps={STEPS + 2}", entry=[*limit, *PLAIT])
+    process = start("train", run, "--resume", "--set", f"run.steps={STEPS + 2}", script=script)
     _, err = finish(process, 2)
     assert time.monotonic() - began_s < LIMIT_S
     assert err.count("CheckpointError") == 1

@@ -15,6 +15,7 @@ from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.compile import check_compiler, compile_blocks
 from plait.parallel.tensor.operators import CollectivesInOrder
 from support import programs
+from support.compilers import compiles
 
 HOWS = ("none", "full", "every=2", "selective")
 CPU = torch.device("cpu")
@@ -28,23 +29,33 @@ def small_llama() -> nn.Module:
     return programs.llama(on_meta=False, exact=False)
 
 
-def wrapped(how: str, *, compiled: bool = True) -> nn.Module:
+def wrapped(how: str, *, compiled: bool = True, in_cpp: bool = False) -> nn.Module:
     model = small_llama()
     blocks = [block for _, block in blocks_of(model)]
     if compiled:
-        compile_blocks(blocks, CPU, selective=how == "selective")
+        with compiles(in_cpp=in_cpp):
+            compile_blocks(blocks, CPU, selective=how == "selective")
     if not (compiled and how == "selective"):
         recompute_blocks(blocks, how)
     return model
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_a_compiled_run_is_the_uncompiled_one(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "in_cpp"),
+    [
+        ("none", True),
+        ("selective", True),
+        *((how, False) for how in ("full", "every=2")),
+        *(pytest.param(how, True, marks=pytest.mark.sweep) for how in ("full", "every=2")),
+    ],
+)
+def test_a_compiled_run_is_the_uncompiled_one(how: str, in_cpp: bool) -> None:
     """And what it keeps for backward is counted in its first step, and no more than estimated."""
 
     def run(plan: str) -> tuple[float, dict[str, Tensor], plait.Engine]:
-        engine = plait.parallelize(small_llama(), plan, optimizer_args=programs.ADAMW, seed=3)
-        loss = engine.step({"input_ids": IDS, "labels": IDS}).loss
+        with compiles(in_cpp=in_cpp):
+            engine = plait.parallelize(small_llama(), plan, optimizer_args=programs.ADAMW, seed=3)
+            loss = engine.step({"input_ids": IDS, "labels": IDS}).loss
         return loss, engine.full_gradients(), engine
 
     loss, gradients, _ = run(f"recompute={how}")
@@ -61,8 +72,15 @@ def test_a_compiled_run_is_the_uncompiled_one(how: str) -> None:
         assert measured >= 0.98 * estimated
 
 
-@pytest.mark.parametrize("how", ["none", "full", "selective"])
-def test_storages_may_be_freed_between_forward_and_backward(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "in_cpp"),
+    [
+        ("none", True),
+        *((how, False) for how in ("full", "selective")),
+        *(pytest.param(how, True, marks=pytest.mark.sweep) for how in ("full", "selective")),
+    ],
+)
+def test_storages_may_be_freed_between_forward_and_backward(how: str, in_cpp: bool) -> None:
     """As ZeRO-3 does around a block's forward and backward: the views stay, their bytes come and go."""
 
     def gradients(model: nn.Module, flat: Tensor | None) -> list[Tensor]:
@@ -76,7 +94,7 @@ def test_storages_may_be_freed_between_forward_and_backward(how: str) -> None:
         return list(torch.autograd.grad(out, list(model.parameters())))
 
     plain = gradients(small_llama(), None)
-    model = wrapped(how)
+    model = wrapped(how, in_cpp=in_cpp)
     parameters = [parameter for _, block in blocks_of(model) for parameter in block.parameters()]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
     pieces = flat.split([parameter.numel() for parameter in parameters])

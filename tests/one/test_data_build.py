@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,8 @@ from plait.data.readers import find_bad
 from plait.data.sources import list_source
 from plait.data.tokenizer import probe_tokenizer, read_tokenizer, train_tokenizer
 from plait.errors import DataError
+from support import warm
+from support.cli_runs import environment
 
 TRAINED = TokenizerConfig(vocab_size=320)
 NASTY = [
@@ -204,7 +205,7 @@ def test_a_source_with_rows_but_no_text_is_empty(tmp_path: Path) -> None:
         build(config(tmp_path, "a.jsonl", "b.jsonl"), TRAINED, progress=False)
 
 
-SHARD_BYTES = 100_000
+SHARD_BYTES = 50_000
 BUILD = f"""
 import sys
 from pathlib import Path
@@ -212,15 +213,18 @@ from plait.data import sources
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig
 sources.MIN_SHARD_BYTES = sources.MAX_SHARD_BYTES = {SHARD_BYTES}
-folder, workers = Path(sys.argv[1]), int(sys.argv[2])
-settings = dict(sequence=8, validation=0.1, build_workers=workers)
-data = DataConfig(dir=folder / "tokens", sources=[str(folder / "*.jsonl")], **settings)
-build(data, TokenizerConfig(vocab_size=400), progress=False)
+if __name__ == "__main__":
+    folder, workers = Path(sys.argv[1]), int(sys.argv[2])
+    settings = dict(sequence=8, validation=0.1, build_workers=workers)
+    data = DataConfig(dir=folder / "tokens", sources=[str(folder / "*.jsonl")], **settings)
+    build(data, TokenizerConfig(vocab_size=400), progress=False)
 """
 
 
 def start_build(folder: Path, workers: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", BUILD, str(folder), str(workers)])
+    script = folder / "build.py"
+    script.write_text(BUILD)
+    return warm.Popen([str(folder), str(workers)], script=script, env=environment())
 
 
 def descendants(pid: int) -> list[int]:
@@ -240,7 +244,7 @@ def test_a_killed_build_goes_on_and_makes_the_same_tokens(
 ) -> None:
     for number in range(4):
         write_rows(
-            tmp_path / f"{number}.jsonl", [f"{number} {row} {row * row} words\n" * 40 for row in range(1200)]
+            tmp_path / f"{number}.jsonl", [f"{number} {row} {row * row} words\n" * 40 for row in range(600)]
         )
     killed = start_build(tmp_path, workers=2)
     unfinished = tmp_path / "tokens" / "unfinished"

@@ -94,6 +94,16 @@ def start(*words: object, entry: Sequence[str] = (), script: str = "") -> subpro
     return _start(subprocess.Popen if entry else forked, [*entry, *map(str, words)])
 
 
+def limited_to(file_bytes: int, folder: Path) -> str:
+    """A script for `start` that is `plait` with a limit on the size of files, as of `ulimit -f`."""
+    script = folder / "limited.py"
+    script.write_text(
+        "import resource\nfrom plait.__main__ import main\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({file_bytes}, {file_bytes}))\nmain()\n"
+    )
+    return str(script)
+
+
 def start_torchrun(*words: object) -> subprocess.Popen[str]:
     """Start `torchrun --nproc-per-node 2 words...`, where a later option replaces an earlier one. Neither it
     nor its ranks have to import libraries."""
