@@ -1,7 +1,11 @@
 """Programs that tests run on ranks, and the one-process reference."""
 
+import fcntl
 import functools
+import hashlib
+import io
 import math
+import os
 import pickle
 import sys
 import types
@@ -9,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -233,8 +238,9 @@ _TRACES: dict[Any, Any] = {}
 
 @contextmanager
 def reused_traces(task: Task) -> Iterator[None]:
-    """Inside the context, `parallelize` takes a tensor plan or stages from an earlier engine of this process
-    if the model is built by the same function, and the arguments are the same.
+    """Inside the context, `parallelize` takes a tensor plan or stages from an earlier engine of this process,
+    or from another rank of the pool, if the model is built by the same function, and the arguments are the
+    same.
 
     They are values that follow from the model's code, and to trace a model on meta for them takes half of an
     engine's time. With an example batch they are traced each time.
@@ -251,12 +257,48 @@ def reused_traces(task: Task) -> Iterator[None]:
 
 
 def _reusing(function: Callable[..., Any], build: bytes, model: nn.Module, *args: Any, **given: Any) -> Any:
+    trace = functools.partial(function, model, *args, **given)
     if given["batch"] is not None:
-        return function(model, *args, **given)
+        return trace()
     key = function.__name__, build, _comparable(args), _comparable(given)
     if key not in _TRACES:
-        _TRACES[key] = function(model, *args, **given)
+        _TRACES[key] = _of_one_rank(key, trace)
     return _TRACES[key]
+
+
+def _of_one_rank(key: Any, trace: Callable[[], Any]) -> Any:
+    """The trace of the first rank that asks for it, which the others of the pool wait for and read."""
+    digest = _digest(key)
+    if "PLAIT_RENDEZVOUS_FILE" not in os.environ or digest is None:
+        return trace()
+    path = Path(os.environ["PLAIT_RENDEZVOUS_FILE"]).parent / f"trace-{digest}"
+    with path.open("ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if text := file.read():
+            return pickle.loads(text)
+        found = trace()
+        file.write(pickle.dumps(found))
+        return found
+
+
+def _digest(key: Any) -> str | None:
+    """The same in all processes; None if a part of the key has no name in another process."""
+    text = io.BytesIO()
+    pickler = _ByName(text)
+    pickler.fast = True  # as which parts of a key are one object differs between processes
+    try:
+        pickler.dump(key)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    return hashlib.sha256(text.getvalue()).hexdigest()
+
+
+class _ByName(pickle.Pickler):
+    """Writes classes by their names, also those that a function makes."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else None
 
 
 def _comparable(value: Any) -> Any:
