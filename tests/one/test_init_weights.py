@@ -453,3 +453,23 @@ def test_a_parameter_without_a_value_is_named_and_never_handed_over(way: Any) ->
         initialize_weights(model, SEED, CPU, lambda name, _: names.append(name))
     assert caught.value.given == "0.inner.gate"
     assert names == ["1.bias", "1.weight"]
+
+
+class _FromSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+
+    def reset_parameters(self) -> None:
+        indices = torch.tensor([[0, 1, 2], [2, 1, 0]])
+        with torch.no_grad():
+            sparse = torch.sparse_coo_tensor(indices, torch.ones(3), (3, 3), check_invariants=True)
+            self.weight.copy_(sparse.to_dense())
+
+
+def test_an_initialization_may_compute_with_sparse_tensors() -> None:
+    with torch.device("meta"):
+        model = _FromSparse()
+    drawn: dict[str, Tensor] = {}
+    initialize_weights(model, SEED, CPU, lambda name, values: drawn.update({name: values.clone()}))
+    assert torch.equal(drawn["weight"], torch.eye(3).flip(0))

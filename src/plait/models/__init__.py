@@ -22,6 +22,7 @@ from plait.models.sharding.layout import with_layout
 from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import DataflowCheck, plan_stages
 from plait.models.stages.dataflow import blocks_of
+from plait.models.stages.shell import copy_to_meta
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
     IGNORED_LABEL,
@@ -37,7 +38,7 @@ from plait.models.task import (
     without_cache,
 )
 from plait.models.trace.modes import device_kernels
-from plait.models.trace.prepare import copy_to_meta, running_on_meta, token_batch
+from plait.models.trace.prepare import running_on_meta, token_batch
 from plait.models.trace.saved import BlockOutputs, activation_bytes, watch_activations
 from plait.models.transformers_types import (
     input_embedding,

@@ -16,19 +16,25 @@ Each stage runs the model's code outside of blocks, and may change its state: a 
 once in each stage, and a BatchNorm of the first stage normalizes NaN in the others. So only one stage of a
 rank shares its state with the model; others have a `__dict__` and buffers of their own. `refresh` copies into
 these what was changed since the last pass, whose own changes are not the user's.
+
+[Note: placeholders]
+In place of other stages' parameters there is NaN of the right shape, dtype and device, without storage. The
+model's code before its first block (embeddings, positions, scaling) runs on it unmodified; its results are
+replaced by the received tensors. NaN reveals a result that is not replaced.
 """
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.placeholder import placeholders
 from plait.models.stages.inbox import StageInbox
+from plait.models.trace.prepare import meta_like
 
 _OUTPUT_HOOKS = (
     "_forward_hooks",
@@ -336,3 +342,36 @@ class _Reference:
 
     def __delete__(self, shell: Shell) -> None:
         del vars(shell)[self._key]
+
+
+# --- see [Note: placeholders]
+
+
+def placeholder_like(parameter: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """Return one NaN (zero for integers), expanded to the parameter's shape."""
+    is_floating = parameter.is_floating_point() or parameter.is_complex()
+    dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    value = torch.full((), torch.nan if is_floating else 0, dtype=dtype, device=device)
+    return value.expand(parameter.shape)
+
+
+def placeholders_of(module: nn.Module) -> dict[str, Tensor]:
+    """The placeholders that a stage's module has in place of direct parameters, by key."""
+    found: Any = module._stage_placeholders if hasattr(type(module), "_stage_placeholders") else {}
+    return cast(dict[str, Tensor], found)
+
+
+def placeholders(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all placeholders with their names, tied ones under each name."""
+    for name, module in model.named_modules():
+        for key, placeholder in placeholders_of(module).items():
+            yield f"{name}.{key}" if name else key, placeholder
+
+
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of the model, or of a stage, with parameters and buffers on meta, in the same dtypes."""
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    computed = [t for t in attributes if isinstance(t, Tensor) and not t.is_leaf]  # as by nn.utils.prune
+    given = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in placeholders(model))]
+    memo: dict[int, Any] = {id(tensor): meta_like(tensor) for tensor in (*given, *computed)}
+    return copy.deepcopy(model, memo)

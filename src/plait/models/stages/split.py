@@ -10,7 +10,7 @@ structure, which reveals a use that the run on meta did not show. When the last 
 forward ends: an exception carries the output to the shell's forward, which returns it. Hooks of the block
 have run by then, and hooks of the shell see an ordinary return.
 
-Parameters outside of blocks that the stage does not use are placeholders (models/placeholder.py).
+Parameters outside of blocks that the stage does not use are placeholders (shell.py [Note: placeholders]).
 """
 
 import copy
@@ -25,10 +25,9 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models.placeholder import placeholder_like, placeholders, placeholders_of
 from plait.models.stages.assign import out_of_order
 from plait.models.stages.inbox import StageInbox, message_of
-from plait.models.stages.shell import Shell, StageModules
+from plait.models.stages.shell import Shell, StageModules, placeholder_like, placeholders, placeholders_of
 from plait.models.tensors import tensors_in
 from plait.models.transformers_types import is_pretrained_config
 from plait.plan.sharding import TPPlan

@@ -76,11 +76,12 @@ class Operators(TorchDispatchMode):
 
 def watching_reads(on_read: Callable[[int], object]) -> Operators:
     """Return a context that calls `on_read` with the storage (`storage_key`) of each operator's arguments,
-    before the operator runs."""
+    before the operator runs. Sparse tensors have none."""
 
     def handle(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         for tensor in direct_tensors((args, kwargs)):
-            on_read(storage_key(tensor))
+            if tensor.layout is torch.strided:
+                on_read(storage_key(tensor))
         return func(*args, **kwargs)
 
     return Operators(handle)

@@ -15,7 +15,6 @@ which take no memory. What flows where must not depend on the values; `StageForw
 an error where it does.
 """
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,6 @@ import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
 
-from plait.models.placeholder import placeholders
 from plait.models.task import cast_entries, forward_names
 from plait.models.trace.modes import Operators, device_kernels
 
@@ -127,15 +125,6 @@ def _borrowed(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[No
 
 def _copied(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else type(value)(value)
-
-
-def copy_to_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of the model with parameters and buffers on meta, in the same dtypes."""
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    computed = [t for t in attributes if isinstance(t, Tensor) and not t.is_leaf]  # as by nn.utils.prune
-    given = [*model.parameters(), *model.buffers(), *(tensor for _, tensor in placeholders(model))]
-    memo: dict[int, Any] = {id(tensor): meta_like(tensor) for tensor in (*given, *computed)}
-    return copy.deepcopy(model, memo)
 
 
 @contextmanager
