@@ -126,7 +126,7 @@ def all_reduce_by(
     flat = tensor.contiguous().view(-1)
     steps = _steps(algorithm, group, flat.numel(), _hosts(algorithm, group, hosts), scatter=False)
     run_steps(steps, flat, group, op)
-    _copy_back(tensor, flat)
+    copy_unless_same(tensor, flat)
 
 
 def reduce_scatter_by(
@@ -166,7 +166,7 @@ def broadcast_by(
         generate = {"naive": naive_reduce, "tree": tree_reduce}[algorithm]
         steps = mirrored(group.rank, generate(*args, source))
     run_steps(steps, flat, group, label=label)
-    _copy_back(tensor, flat)
+    copy_unless_same(tensor, flat)
 
 
 class AlgorithmReduce:
@@ -248,10 +248,10 @@ def _own_range(flat: Tensor, group: Group) -> Tensor:
     return flat[start:stop]
 
 
-def _copy_back(tensor: Tensor, flat: Tensor) -> None:
-    """Copy the result back to a strided tensor."""
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+def copy_unless_same(out: Tensor, source: Tensor) -> None:
+    """Copy a flat tensor, unless it is a view of the same memory: a strided `out` is another."""
+    if out.data_ptr() != source.data_ptr():
+        out.copy_(source.view(out.shape))
 
 
 def _hosts(algorithm: str, group: Group, hosts: Hosts | None) -> Hosts | None:
