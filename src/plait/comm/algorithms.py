@@ -116,13 +116,7 @@ def exchange_steps(
 
 
 def all_reduce_by(
-    algorithm: str,
-    tensor: Tensor,
-    group: Group,
-    op: str = "sum",
-    *,
-    hosts: Hosts | None = None,
-    label: str = "",
+    algorithm: str, tensor: Tensor, group: Group, op: str = "sum", *, hosts: Hosts | None = None
 ) -> None:
     """Reduce `tensor` in place; every rank gets the same bits. See [Note: rounding].
 
@@ -131,18 +125,12 @@ def all_reduce_by(
     check_op(op, tensor)
     flat = tensor.contiguous().view(-1)
     steps = _steps(algorithm, group, flat.numel(), _hosts(algorithm, group, hosts), scatter=False)
-    run_steps(steps, flat, group, op, label=label)
-    _copy_back(tensor, flat)
+    run_steps(steps, flat, group, op)
+    copy_unless_same(tensor, flat)
 
 
 def reduce_scatter_by(
-    algorithm: str,
-    full: Tensor,
-    group: Group,
-    op: str = "sum",
-    *,
-    hosts: Hosts | None = None,
-    label: str = "",
+    algorithm: str, full: Tensor, group: Group, op: str = "sum", *, hosts: Hosts | None = None
 ) -> Tensor:
     """Reduce into this rank's range of flat `full` and return it; other ranges hold partial sums.
 
@@ -151,18 +139,18 @@ def reduce_scatter_by(
     """
     check_op(op, full)
     steps = _steps(algorithm, group, full.numel(), _hosts(algorithm, group, hosts), scatter=True)
-    run_steps(steps, full, group, op, label=label)
+    run_steps(steps, full, group, op)
     return _own_range(full, group)
 
 
-def all_gather_by(algorithm: str, full: Tensor, group: Group, *, label: str = "") -> None:
+def all_gather_by(algorithm: str, full: Tensor, group: Group) -> None:
     """Fill flat `full`, of which each rank has its own range: by ring, or by halving for powers of two."""
     generators = {"ring": ring_reduce_scatter}
     if is_power_of_two(group.size):
         generators["halving"] = halving_reduce_scatter
     _check_name(algorithm, tuple(generators), f"an all-gather of {group.size} ranks")
     steps = generators[algorithm](group.rank, group.size, full.numel())
-    run_steps(mirrored(group.rank, steps), full, group, label=label)
+    run_steps(mirrored(group.rank, steps), full, group)
 
 
 def broadcast_by(
@@ -178,7 +166,7 @@ def broadcast_by(
         generate = {"naive": naive_reduce, "tree": tree_reduce}[algorithm]
         steps = mirrored(group.rank, generate(*args, source))
     run_steps(steps, flat, group, label=label)
-    _copy_back(tensor, flat)
+    copy_unless_same(tensor, flat)
 
 
 class AlgorithmReduce:
@@ -260,10 +248,10 @@ def _own_range(flat: Tensor, group: Group) -> Tensor:
     return flat[start:stop]
 
 
-def _copy_back(tensor: Tensor, flat: Tensor) -> None:
-    """Copy the result back to a strided tensor."""
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+def copy_unless_same(out: Tensor, source: Tensor) -> None:
+    """Copy a flat tensor, unless it is a view of the same memory: a strided `out` is another."""
+    if out.data_ptr() != source.data_ptr():
+        out.copy_(source.view(out.shape))
 
 
 def _hosts(algorithm: str, group: Group, hosts: Hosts | None) -> Hosts | None:

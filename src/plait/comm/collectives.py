@@ -71,12 +71,10 @@ class Group:
         """True if the group has no peers: see `World.dry_run`."""
         return isinstance(self.transport_or_none, NullTransport)
 
-    def record(self, op_type: str, tensor: Tensor | None) -> None:
-        """Log a call. `tensor`: the full one of this rank's input and output."""
+    def record(self, op_type: str, num_bytes: int) -> None:
+        """Log a call. `num_bytes`: of the full one of this rank's input and output."""
         if self.comm_log is not None:
-            self.comm_log.record(
-                CommKey(self.axes, self.channel, op_type), 0 if tensor is None else tensor.nbytes
-            )
+            self.comm_log.record(CommKey(self.axes, self.channel, op_type), num_bytes)
 
 
 _named: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
@@ -264,9 +262,8 @@ def _start_exchange(
     tensors = [tensor for tensor, _ in (*sends, *receives)]
     if not tensors or (tensors[0].is_meta and not group.is_dry_run):
         return Work()
-    if group.comm_log is not None:
-        num_bytes = max(sum(tensor.nbytes for tensor, _ in each) for each in (sends, receives))
-        group.comm_log.record(CommKey(group.axes, group.channel, call.op_type.value), num_bytes)
+    num_bytes = max(sum(tensor.nbytes for tensor, _ in each) for each in (sends, receives))
+    group.record(call.op_type.value, num_bytes)
     work = group.transport.exchange(call, sends, receives)
     if copies:
         work = Work(work.wait, *copies, is_done=work.is_done)
@@ -308,7 +305,7 @@ def start_exchange(tensor: Tensor, group: Group, *, label: str = "") -> ReduceWo
 def _start_sum(tensor: Tensor, group: Group, label: str, *, scatter: bool) -> ReduceWork:
     if group.size == 1:
         return PartialReduceWork([tensor], Work())
-    group.record(OpType.REDUCE_SCATTER.value if scatter else "exchange", tensor)
+    group.record(OpType.REDUCE_SCATTER.value if scatter else "exchange", tensor.nbytes)
     work = group.transport.start_sum(tensor, scatter=scatter, label=label)
     return CountedWork(work, group.clock, f"sum of {label}")
 
@@ -377,8 +374,8 @@ def _is_meta_only(call: Call, group: Group) -> bool:
 
 
 def _record(call: Call, group: Group) -> None:
-    full = call.out if call.op_type is OpType.ALL_GATHER else call.source
-    group.record(call.op_type.value, call.out if full is None else full)
+    full = call.out if call.op_type is OpType.ALL_GATHER or call.source is None else call.source
+    group.record(call.op_type.value, 0 if full is None else full.nbytes)
 
 
 def _copy_back(into: Tensor, result: Tensor) -> Callable[[], object]:

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plait.comm.algorithms import exchange_steps
+from plait.comm.algorithms import copy_unless_same, exchange_steps
 from plait.comm.torch_transport import TorchTransport
 from plait.comm.transport import Call, OpType, PartialReduceWork, ReduceWork, Work
 from plait.plan.collectives import (
@@ -99,14 +99,14 @@ class SubgroupTransport:
                 self._run_steps(mirrored(rank, steps), flat, call)
             case OpType.ALL_GATHER:
                 flat = call.output.view(-1)
-                _copy(self._own_range(flat), call.input)
+                copy_unless_same(self._own_range(flat), call.input)
                 halves = is_power_of_two(size)
                 steps = (halving_reduce_scatter if halves else ring_reduce_scatter)(rank, size, flat.numel())
                 self._run_steps(mirrored(rank, steps), flat, call)
             case OpType.REDUCE_SCATTER:
                 flat = call.input.view(-1).clone()
                 self._run_steps(self._reduce_scatter_steps(flat), flat, call)
-                _copy(call.output, self._own_range(flat))
+                copy_unless_same(call.output, self._own_range(flat))
             case OpType.BARRIER:
                 device = self._base.device
                 self._run_collective(Call(OpType.ALL_REDUCE, out=torch.zeros(1, device=device)))
@@ -134,7 +134,7 @@ class SubgroupTransport:
         own_sent = [tensor for tensor, peer in sends if peer == rank]
         own_received = [tensor for tensor, peer in receives if peer == rank]
         for out, source in zip(own_received, own_sent, strict=True):
-            _copy(out, source)
+            copy_unless_same(out, source)
         remote = [[(tensor, peer) for tensor, peer in each if peer != rank] for each in (sends, receives)]
         self.exchange(call, *remote).wait()
 
@@ -168,8 +168,3 @@ class SubgroupTransport:
 
     def _own_range(self, flat: Tensor) -> Tensor:
         return flat.chunk(len(self._group_ranks))[self._group_rank]
-
-
-def _copy(out: Tensor, source: Tensor) -> None:
-    if out.data_ptr() != source.data_ptr():
-        out.copy_(source.view(out.shape))

@@ -58,7 +58,6 @@ class ServerState:
         self._optimizer = make_optimizer(optimizer, arguments, self._slices, spec.groups)
         self._chunked = ChunkedOptimizer(self._optimizer, self.kinds)
         self._clip_value = spec.given.clip_value
-        self.versions = [0] * len(chunks)
         self._batches = _batches(chunks)
         locks = [threading.Lock() for _ in self._batches]
         self._chunk_locks = [locks[number] for number, batch in enumerate(self._batches) for _ in batch]
@@ -123,8 +122,6 @@ class ServerState:
                     factor = 1.0
                 with self._chunk_locks[batch[0]]:
                     self._chunked.step(leaves, factor, clock)
-                    for index in batch:
-                        self.versions[index] += 1
             return True
 
     def read(self, index: int, into: Tensor | None = None) -> Tensor:
@@ -150,7 +147,6 @@ class ServerState:
             leaf, (weights, *values) = self._slices[index].leaf, tensors
             with self._chunk_locks[index]:
                 leaf.copy_(weights)
-                self.versions[index] += 1
             self._chunked.load(leaf, self._state_of(values))
 
     def _state_of(self, values: Sequence[Tensor]) -> dict[str, Any]:

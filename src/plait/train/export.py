@@ -22,13 +22,9 @@ DTYPES: dict[str, torch.dtype] = dict(
 )
 
 
-def load_trained(
-    run: RunDir, dtype: str | None = None, device: str = "cpu"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the run's newest checkpoint as a plain Hugging Face model and tokenizer.
-
-    `dtype`: a key of DTYPES; None for the precision of the run. Raises RunError, CheckpointError.
-    """
+def load_trained(run: RunDir, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the run's newest checkpoint as a plain Hugging Face model and tokenizer, in the run's precision.
+    Raises RunError, CheckpointError."""
     recipe, tokenizer = run.read_recipe(), read_tokenizer(run.checked_tokenizer())
     saved = newest_checkpoint(run)
     # `weights/` and the persistent buffers: together a state_dict
@@ -42,7 +38,7 @@ def load_trained(
         None,
         config=on_meta.config,
         state_dict=tensors,
-        dtype=DTYPES[dtype or Plan.parse(recipe.plan).dtype],
+        dtype=DTYPES[Plan.parse(recipe.plan).dtype],
         output_loading_info=True,
     )
     mismatched = [*report["missing_keys"], *report["unexpected_keys"]]

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -36,22 +35,8 @@ from plait.errors import CommError
 _GONE, _LATE, _SIZE_MISMATCH, _DAMAGED = -1, -2, -4, -5
 _PENDING = 1
 _WAIT_SLICE_NS = 100_000_000  # a wait returns to Python this often, to handle signals
-
-
-@dataclass(frozen=True)
-class WaitPolicy:
-    """Timeout and spinning of a rank that waits for others."""
-
-    timeout_s: float  # for a live rank
-    spin_ns: int  # before it sleeps
-    helper_spin_ns: int  # the same for started calls: the program computes meanwhile
-
-    @classmethod
-    def for_ranks(cls, num_ranks: int, timeout_s: float) -> "WaitPolicy":
-        """Return the policy for `num_ranks` on this host. With more ranks than processors, spinning takes the
-        processor from the rank that is waited for."""
-        oversubscribed = num_ranks > len(os.sched_getaffinity(0))
-        return cls(timeout_s, 1_000 if oversubscribed else 50_000, 1_000 if oversubscribed else 5_000)
+_SPIN_NS, _CROWDED_SPIN_NS = 50_000, 1_000  # of a rank that waits for others, before it sleeps
+_HELPER_SPIN_NS = 5_000  # the same for started calls: the program computes meanwhile
 
 
 class ShmTransport:
@@ -68,21 +53,24 @@ class ShmTransport:
         ranks: tuple[int, ...],
         group_rank: int,
         control: Mapping,
-        wait_policy: WaitPolicy,
+        timeout_s: float,
         *,
         is_own: bool = False,
     ) -> None:
-        """`control`: the group's segment, of `pl_control_bytes`. `is_own`: the transport closes `peers`."""
+        """`control`: the group's segment, of `pl_control_bytes`. `timeout_s`: of a wait for a live rank.
+        `is_own`: the transport closes `peers`."""
         self._owned_peers = peers if is_own else None
         self._clib = peers.clib
         self._ranks = ranks
         self._group_rank = group_rank
-        self._wait_policy = wait_policy
+        self._timeout_s = timeout_s
         self._arena: Arena | None = peers.arena
         self._mappings = [peers.mappings[rank] for rank in ranks]  # mapped while peers' tensors are read
         self._control: Mapping | None = control
         self._files = (ctypes.c_int * len(ranks))(*(peers.files[rank] for rank in ranks))
         bases = (ctypes.c_void_p * len(ranks))(*(m.address for m in self._mappings))
+        # With more ranks than processors, spinning takes the processor from the rank that is waited for.
+        is_crowded = len(peers.ranks) > len(os.sched_getaffinity(0))
         handle = self._clib.pl_open(
             control.address,
             len(ranks),
@@ -90,9 +78,9 @@ class ShmTransport:
             bases,
             peers.arena.mapping.num_bytes,
             self._files,
-            int(wait_policy.timeout_s * 1e9),
-            wait_policy.spin_ns,
-            wait_policy.helper_spin_ns,
+            int(timeout_s * 1e9),
+            _CROWDED_SPIN_NS if is_crowded else _SPIN_NS,
+            _CROWDED_SPIN_NS if is_crowded else _HELPER_SPIN_NS,
         )
         assert handle, "no memory for a group"
         self._handle: int | None = handle
@@ -272,7 +260,7 @@ class ShmTransport:
             )
         if failure.code == _LATE:
             return CommError(
-                f"{call} failed: rank {rank} did not arrive within {self._wait_policy.timeout_s:g} s",
+                f"{call} failed: rank {rank} did not arrive within {self._timeout_s:g} s",
                 given="it is alive, but hangs or runs something else",
                 hint=f"py-spy dump of rank {rank}'s process; connect(timeout_s=...) if it is only slow",
             )
@@ -422,10 +410,8 @@ def open_group(
         except OSError as error:
             raise _group_error(ranks, f"rank {ranks[0]} is gone") from error
     try:
-        wait_policy = WaitPolicy.for_ranks(len(peers.ranks), timeout.total_seconds())
-        transport = ShmTransport(
-            peers, ranks, group_rank, Mapping(peers.clib, fd, size), wait_policy, is_own=is_own
-        )
+        control = Mapping(peers.clib, fd, size)
+        transport = ShmTransport(peers, ranks, group_rank, control, timeout.total_seconds(), is_own=is_own)
         try:
             transport.run(Call(OpType.BARRIER, label="a new group"))  # all have opened the control segment
         except CommError as error:
