@@ -54,7 +54,7 @@ BUDGETS = {
     "estimate": 600,
     "models": 8150,
     "optim": 1700,
-    "pages": 250,
+    "pages": 275,
     "parallel": 12800,
     "plan": 6200,
     "planner": 4300,
