@@ -44,9 +44,9 @@ IMPORTS_BY_TEXT = {  # files in which such an import is none of optional product
 LIMITS = {"axis files": 20, "circles": 0, "dynamic imports": 0}
 # Lines of Python in a package; raising one is a commit of its own, with the reason.
 BUDGETS = {
-    "bench": 2050,
+    "bench": 1975,
     "checkpoint": 2150,
-    "cli": 3300,
+    "cli": 3200,
     "comm": 7150,
     "compat": 1550,
     "data": 2400,
@@ -54,13 +54,13 @@ BUDGETS = {
     "estimate": 600,
     "models": 8150,
     "optim": 1700,
-    "pages": 250,
+    "pages": 275,
     "parallel": 12800,
     "plan": 6200,
     "planner": 4300,
     "server": 2250,
     "train": 4850,
-    "verify": 1700,
+    "verify": 1600,
 }
 ROOT_LINES = 1150  # of the modules next to the packages
 REPORTS = re.compile(r"(report|figures|page|pages|explain\w*|\w*plot|\w*table)$")

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,18 +70,11 @@ class _TimedCase:
     algorithm: str
 
 
-@dataclass(frozen=True)
-class _VisitPlan:
+class _Visits(NamedTuple):
     """Visits of a case per round, and repetitions per visit."""
 
-    num_visits: int
+    number: int
     repeats: int
-
-    @classmethod
-    def for_duration(cls, seconds: float) -> "_VisitPlan":
-        """Return the plan of a case that takes about `seconds`."""
-        repeats = max(1, min(_MAX_REPEATS, round(_VISIT_S / max(seconds, 1e-9))))
-        return cls(_SHORT_VISITS if seconds * repeats < _SHORT_S else 1, repeats)
 
 
 def measure(
@@ -98,7 +92,7 @@ def measure(
     report_progress("checking results")
     pattern = Pattern(torch_dtype(request), world.size, world.device)
     estimates = [_check(timed, world, pattern) for timed in cases]
-    visits = [_VisitPlan.for_duration(seconds) for seconds in slowest(world, [estimates])[0]]
+    visits = [*map(_visits, slowest(world, [estimates])[0])]
     for tensor in (tensor for pair in buffers.values() for tensor in pair):
         tensor.zero_()  # repeated sums in place stay finite
     times: list[list[float]] = []
@@ -120,11 +114,17 @@ def measure(
     )
 
 
-def _rows(cases: list[_TimedCase], visits: list[_VisitPlan], rounds: list[list[float]]) -> tuple[Row, ...]:
+def _visits(seconds: float) -> _Visits:
+    """Return the visits of a case that takes about `seconds`."""
+    repeats = max(1, min(_MAX_REPEATS, round(_VISIT_S / max(seconds, 1e-9))))
+    return _Visits(_SHORT_VISITS if seconds * repeats < _SHORT_S else 1, repeats)
+
+
+def _rows(cases: list[_TimedCase], visits: list[_Visits], rounds: list[list[float]]) -> tuple[Row, ...]:
     rows, start = [], 0
     for timed, plan in zip(cases, visits, strict=True):
-        seconds = [time_s for round_s in rounds for time_s in round_s[start : start + plan.num_visits]]
-        start += plan.num_visits
+        seconds = [time_s for round_s in rounds for time_s in round_s[start : start + plan.number]]
+        start += plan.number
         of_case = (timed.collective, timed.storage, timed.num_bytes)
         median_s, min_s = statistics.median(seconds), min(seconds)
         rows.append(Row(*of_case, median_s, min_s, len(seconds), plan.repeats, timed.algorithm))
@@ -201,12 +201,10 @@ def _check(timed: _TimedCase, world: World, pattern: Pattern) -> float:
 _LARGE_BYTES = 1 << 22
 
 
-def _round(cases: list[_TimedCase], visits: list[_VisitPlan], world: World, *, seed: int) -> list[float]:
+def _round(cases: list[_TimedCase], visits: list[_Visits], world: World, *, seed: int) -> list[float]:
     """Return this rank's seconds by case and visit. See [Note: definition of a time]."""
     visit_list = [
-        (timed, plan.repeats)
-        for timed, plan in zip(cases, visits, strict=True)
-        for _ in range(plan.num_visits)
+        (timed, plan.repeats) for timed, plan in zip(cases, visits, strict=True) for _ in range(plan.number)
     ]
     order = list(range(len(visit_list)))
     random.Random(seed).shuffle(order)

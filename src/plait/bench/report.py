@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
@@ -68,16 +68,16 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-LatencyFits = Mapping[ProfileEntry, LatencyFit]
-
-
-def latency_fits(measurement: Measurement) -> LatencyFits:
+def latency_fits(measurement: Measurement) -> dict[ProfileEntry, LatencyFit]:
     """Return the latency and bandwidth fit of each collective and storage with several sizes."""
     points: dict[ProfileEntry, list[tuple[int, float]]] = {}
     for row in measurement.rows:
         if row.algorithm != "auto":  # profiles are of transports
             continue
-        points.setdefault(_profile_entry(measurement, row), []).append((row.num_bytes, row.median_s))
+        entry = ProfileEntry(
+            measurement.transport, row.collective, measurement.num_ranks, row.storage, measurement.dtype
+        )
+        points.setdefault(entry, []).append((row.num_bytes, row.median_s))
     return {
         entry: fit_ for entry, sizes_and_times in points.items() if (fit_ := fit(sizes_and_times)) is not None
     }
@@ -137,12 +137,6 @@ def report_json(title: str, values: dict[str, Any]) -> dict[str, Any]:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     host = {"host": socket.gethostname(), **machine()}
     return {"title": title, "date": now, "machine": host, **values}
-
-
-def _profile_entry(measurement: Measurement, row: Row) -> ProfileEntry:
-    return ProfileEntry(
-        measurement.transport, row.collective, measurement.num_ranks, row.storage, measurement.dtype
-    )
 
 
 def _bandwidths(measurement: Measurement, row: Row) -> tuple[float, float]:
