@@ -18,6 +18,7 @@ from support import programs
 from support.compilers import compiles
 
 HOWS = ("none", "full", "every=2", "selective")
+IN_CPP = pytest.mark.parametrize("in_cpp", [False, pytest.param(True, marks=pytest.mark.sweep)])
 CPU = torch.device("cpu")
 # One shape in all tests, so that compiled code is found again on disk; large next to a random state's 5 kB,
 # which a compiled graph keeps with its tensors.
@@ -105,9 +106,10 @@ def test_storages_may_be_freed_between_forward_and_backward(how: str, in_cpp: bo
             assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
 
+@IN_CPP
 @pytest.mark.parametrize("how", ["none", "full", "selective"])
-def test_hooks_stay_outside_of_compiled_code(how: str) -> None:
-    model, calls = wrapped(how), []
+def test_hooks_stay_outside_of_compiled_code(how: str, in_cpp: bool) -> None:
+    model, calls = wrapped(how, in_cpp=in_cpp), []
     for number, (_, block) in enumerate(blocks_of(model)):
         block.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
     for _ in range(2):
@@ -115,9 +117,10 @@ def test_hooks_stay_outside_of_compiled_code(how: str) -> None:
     assert calls == [0, 1, 0, 1]
 
 
+@IN_CPP
 @pytest.mark.parametrize("how", ["none", "selective"])
-def test_blocks_of_one_kind_share_compiled_code(how: str) -> None:
-    model = wrapped(how)  # may compile a graph to check the compiler
+def test_blocks_of_one_kind_share_compiled_code(how: str, in_cpp: bool) -> None:
+    model = wrapped(how, in_cpp=in_cpp)  # may compile a graph to check the compiler
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with watch_activations(model) as watch:  # as in an engine's first step, but not in its others
@@ -127,9 +130,10 @@ def test_blocks_of_one_kind_share_compiled_code(how: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@IN_CPP
 @pytest.mark.parametrize("how", HOWS)
-def test_a_copy_runs_uncompiled_with_its_own_parameters(how: str) -> None:
-    model = wrapped(how)
+def test_a_copy_runs_uncompiled_with_its_own_parameters(how: str, in_cpp: bool) -> None:
+    model = wrapped(how, in_cpp=in_cpp)
     copied = copy.deepcopy(model)
     expected = wrapped(how, compiled=False)(IDS, use_cache=False).logits
     with torch.no_grad():

@@ -18,7 +18,7 @@ CHANGES = {
     "tokens = 8": "tokens = 0",
     "num_hidden_layers = 2": "num_hidden_layers = 1",
 }
-NUM_CASES, NUM_IN_SWEEP = 30, 400  # of each kind
+NUM_CASES, NUM_IN_SWEEP = 15, 415  # of each kind
 LIMIT_S = 1500.0
 
 
