@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.errors import RunError
 from plait.optim.disk_tensors import MappedFile
-from plait.plan.estimate.memory import DISK_BUFFERS
+from plait.plan.memory import DISK_BUFFERS
 
 _NUM_READ = 2
 _THREADS = 2
