@@ -22,7 +22,7 @@ from plait.comm import World, all_reduce, barrier, connect
 from plait.comm.launch_function import launch
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
-from plait.plan.device_speed import DeviceSpeed
+from plait.plan.host_profile import DeviceSpeed
 
 STEPS, _WARM_UP = 5, 2
 

@@ -18,8 +18,7 @@ from plait.bench.figures import case_name, collectives_figures
 from plait.bench.request import format_bytes
 from plait.pages.figures import figure_values
 from plait.plan.cost_model import LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.device_speed import OPERATORS, DeviceSpeed
-from plait.plan.host_profile import ProfileEntry
+from plait.plan.host_profile import OPERATORS, DeviceSpeed, ProfileEntry
 from plait.tables import counted, table
 
 

@@ -88,7 +88,7 @@ class Group(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds of a collective of `plan.device_speed.KINDS` on `num_bytes` of the full tensor.
+    """Seconds of a collective of `plan.host_profile.KINDS` on `num_bytes` of the full tensor.
 
     Each of the passes (reduce-scatter, all-gather) sends (n - 1) / n of the bytes along every level.
     """
