@@ -279,41 +279,53 @@ class UnitMessages:
     def roles(self) -> Roles:
         return Roles.from_plan(self.plan)
 
+    # A search asks for the messages of many units of one plan.
+    @cached_property
+    def _states(self) -> Axes:
+        return self.roles.states()
+
+    @cached_property
+    def _replicas(self) -> Axes:
+        return self.roles.replicas()
+
+    @cached_property
+    def _compresses(self) -> bool:
+        return compresses(self.plan)
+
     @cached_property
     def covers_replicas(self) -> bool:
         """True if a unit's first reduction is over replicas too."""
-        plan = self.plan
-        if compresses(plan):
-            return reduces_over_all(plan)
-        return plan.algorithm_reduces_all if self.is_named else self.transport.exchanges
+        if self._compresses:
+            return reduces_over_all(self.plan)
+        return self.plan.algorithm_reduces_all if self.is_named else self.transport.exchanges
 
-    @property
+    @cached_property
     def is_named(self) -> bool:
         """True if the plan, and not the transport, decides the algorithm of reductions."""
         return self.plan.algorithm != "auto" and self.plan.dp > 1
 
-    @property
+    @cached_property
     def sent_bytes(self) -> int:
-        """Bytes of an element that a named algorithm sends."""
+        """Bytes of an element of a sum that is sent."""
         return 2 if rounds_to_bf16(self.plan) else MASTER_BYTES[self.plan.dtype]
 
     def of(self, collective: Collective, sizes: UnitSizes) -> list[Message]:
         """Return the messages of one call for a unit."""
-        plan, roles = self.plan, self.roles
+        plan = self.plan
         if collective is Collective.GATHER:
-            return [("all-gather", roles.states(), [sizes.numel * COMPUTE_BYTES[plan.dtype]])]
+            return [("all-gather", self._states, [sizes.numel * COMPUTE_BYTES[plan.dtype]])]
         if collective is Collective.PARTIAL_SUM:  # in float32 at least
             itemsize = max(self.transport.grad_itemsize, SUM_BYTES)
             return [("all-reduce", (FEATURES,), [numel * itemsize for numel in sizes.partial])]
         replicas = collective is Collective.SUM_RANGES
         scatters = not (replicas or self.covers_replicas)
-        axes = roles.states() if scatters else roles.replicas()
+        axes = self._states if scatters else self._replicas
         numel = sizes.owned if replicas else sizes.numel
-        if plan.powersgd_rank is not None:  # two thin factors
+        if self._compresses and plan.powersgd_rank is not None:  # two thin factors
             left_bytes, right_numel = sizes.factors
-            return [("all-reduce", roles.gradient_sum(), [left_bytes, SUM_BYTES * right_numel])]
-        if compresses(plan):
-            return self._codes(numel, axes if replicas or scatters else roles.gradient_sum(), scatters)
+            return [("all-reduce", self.roles.gradient_sum(), [left_bytes, SUM_BYTES * right_numel])]
+        if self._compresses:
+            return self._codes(numel, axes if replicas or scatters else self.roles.gradient_sum(), scatters)
         if self.is_named:
             moves = list(chain.from_iterable(self.steps(int(numel), axes, scatters=scatters)))
             by_op = {
@@ -321,9 +333,9 @@ class UnitMessages:
                 for op, sends in (("send", True), ("receive", False))
             }
             return [(op, axes, of_op) for op, of_op in by_op.items()]
-        wide = MASTER_BYTES[plan.dtype] if replicas else self.transport.grad_itemsize
+        itemsize = self.sent_bytes if replicas or rounds_to_bf16(plan) else self.transport.grad_itemsize
         op = "all-reduce" if replicas else "exchange" if self.covers_replicas else "reduce-scatter"
-        return [(op, axes, [numel * (2 if rounds_to_bf16(plan) else wide)])]
+        return [(op, axes, [numel * itemsize])]
 
     def _codes(self, numel: float, axes: Axes, scatters: bool) -> list[Message]:
         """Codes to the owners, and back where all ranks need all."""

@@ -386,7 +386,7 @@ def stage_gathers(
     stage."""
     if plan.zero < 2 or plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * len(stages)
-    price = UnitPrices(plan, links)
+    price = unit_prices(plan, links)
     events = [event for event in price.events if event.during in (During.PASSES, During.BACKWARDS)]
     if not events:
         return [Overlapped(0.0, 0.0)] * len(stages)
@@ -398,9 +398,9 @@ def stage_gathers(
         key = (blocks, stage == 0, stage == len(counts) - 1)
         if key not in kinds:
             units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
-            forward = backward = 0.0
+            numel, forward, backward = sum([unit.numel for unit in units]), 0.0, 0.0
             for event in events:
-                once = len(units) * price.seconds(event.collective, units, len(units))
+                once = len(units) * price.seconds(event.collective, units, numel, len(units))
                 calls = event.calls / plan.micro
                 in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
                 forward += in_forward * once
@@ -412,6 +412,12 @@ def stage_gathers(
     return result
 
 
+@lru_cache(maxsize=1 << 10)
+def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
+    """The prices of a plan, which its stages and its ranks share."""
+    return UnitPrices(plan, links)
+
+
 class UnitPrices:
     """Seconds of the collectives of a plan's units, on devices that share no memory."""
 
@@ -419,17 +425,24 @@ class UnitPrices:
         self._plan = plan if plan.algorithm == "auto" else replace(plan, algorithm="auto")
         self._links, self._groups = links, dict[Axes, Group]()
         self._messages = messages_of(self._plan)
+        self._shards, self._rank = plan.shard_degree, plan.powersgd_rank
         self.events = unit_events(self._plan, covers_replicas=self._messages.covers_replicas)
 
-    def seconds(self, collective: Collective, units: Sequence[UnitLayout], number: int = 1) -> float:
-        """Seconds of one call for a `number`-th of these units together."""
-        numel = sum([unit.numel for unit in units]) / number
-        left, right = Factors.sizes_of(units, self._plan.powersgd_rank)
-        sizes = UnitSizes(numel, numel // self._plan.shard_degree, (), (left / number, right / number))
-        total = 0.0
+    def seconds(
+        self, collective: Collective, units: Sequence[UnitLayout], numel: int, number: int = 1
+    ) -> float:
+        """Seconds of one call for a `number`-th of these units together, which have `numel` elements."""
+        rank, each = self._rank, numel / number if number > 1 else numel
+        factors = (0.0, 0.0)
+        if rank is not None:
+            left, right = Factors.sizes_of(units, rank)
+            factors = left / number, right / number
+        sizes, total = UnitSizes(each, each // self._shards, (), factors), 0.0
         for op, axes, calls in self._messages.of(collective, sizes):
             kind, group = _KINDS.get((collective, op), op), self._group(axes)
-            total += sum([collective_s(kind, self._links, group, num_bytes) for num_bytes in calls])
+            if group.degree > 1:
+                for num_bytes in calls:
+                    total += collective_s(kind, self._links, group, num_bytes)
         return total
 
     def _group(self, axes: Axes) -> Group:
@@ -468,7 +481,7 @@ def step_reductions(
         return [Overlapped(exposed + pull, hidden)]
     if plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
-    of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), UnitPrices(plan, links)
+    of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), unit_prices(plan, links)
     seconds: dict[int, tuple[float, float]] = {}  # of many ranks with the same number of parameters
     for layout in layouts:
         if layout.numel in seconds:
@@ -476,9 +489,9 @@ def step_reductions(
         scatter = gather = 0.0
         for collective, _, during in price.events:
             if during is During.LAST_BACKWARD:
-                scatter += price.seconds(collective, layout.units)
+                scatter += price.seconds(collective, layout.units, layout.numel)
             elif during is During.NEXT_FORWARD:
-                gather += price.seconds(collective, layout.units)
+                gather += price.seconds(collective, layout.units, layout.numel)
         seconds[layout.numel] = scatter, gather
     result = []
     for layout, own in zip(layouts, of_ranks, strict=True):
