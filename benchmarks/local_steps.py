@@ -26,7 +26,7 @@ from llama import Llama
 from plait.bench.report import machine
 from plait.comm import connect
 from plait.plan import Plan, subtract_traffic
-from plait.plan.estimate.traffic import ring_bytes
+from plait.plan.events import ring_bytes
 from plait.plan.grid import Grid
 
 ADDRESS = "10.213.78.{}"

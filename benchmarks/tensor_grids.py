@@ -34,7 +34,7 @@ import plait
 from plait.bench.report import machine
 from plait.comm import World, connect
 from plait.plan import Grid, Plan, subtract_traffic
-from plait.plan.estimate.traffic import ring_bytes
+from plait.plan.events import ring_bytes
 
 RANKS = (4, 8, 16, 32, 64)
 LAYOUT = "batch:dp vocab:col heads:col ffn:col hidden:row"

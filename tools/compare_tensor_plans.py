@@ -26,7 +26,7 @@ from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
 from plait.models.sharding.families import family_plan
 from plait.models.sharding.styles import shipped_plan
-from plait.plan.estimate.traffic import ring_bytes
+from plait.plan.events import ring_bytes
 from plait.verify import parse_source
 from plait.verify.tiny_config import sizes_of_type
 

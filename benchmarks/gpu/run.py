@@ -237,7 +237,7 @@ def profile(name: str, checks: dict[str, Json]) -> Json:
 
 
 def _device_speeds(checks: dict[str, Json], lines: list[Json]) -> list[Json]:
-    """The speed of one device in the form of `plait.plan.device_speed`; none if it was not measured."""
+    """The speed of one device in the form of `plait.plan.host_profile`; none if it was not measured."""
     facts, products = checks.get("versions", {}).get("devices"), checks.get("products")
     memory, launches = checks.get("memory"), checks.get("launches")
     if not (facts and products and memory and launches):

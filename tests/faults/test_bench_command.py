@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from plait.bench import device
 from plait.cli.main import app
 from plait.plan.cost_model import COLLECTIVES
-from plait.plan.device_speed import OPERATORS
-from plait.plan.host_profile import ProfileEntry, load
+from plait.plan.host_profile import OPERATORS, ProfileEntry, load
 from support import small_device
 from support.cli_runs import finish, start, start_torchrun
 from support.pages import values_of

@@ -18,9 +18,8 @@ from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
 from plait.parallel.zero.rank_context import RankGroups
 from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
-from plait.plan.estimate.memory import format_bytes
-from plait.plan.estimate.server_traffic import ServerTraffic
-from plait.plan.estimate.traffic import ring_bytes
+from plait.plan.events import ServerTraffic, ring_bytes
+from plait.plan.memory import format_bytes
 from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.train.explain_recipe import format_ranks, traffic_table
 

@@ -238,7 +238,7 @@ from plait.optim.flat_optimizer import FlatSlice, make_optimizer
 from plait.optim.update_kinds import state_kinds
 from plait.optim.disk_tensors import MappedFile, mapped_bytes
 from plait.optim.stepper import ChunkedOptimizer
-from plait.plan.estimate.memory import CHUNK
+from plait.plan.memory import CHUNK
 
 def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()

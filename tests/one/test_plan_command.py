@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from plait.cli.main import app
 from plait.errors import ConfigError
 from plait.plan import Plan
-from plait.plan.device_speed import DeviceSpeed
-from plait.plan.host_profile import HostProfile, save
+from plait.plan.host_profile import DeviceSpeed, HostProfile, save
 from plait.planner import ModelShape
 
 CONFIG = {

@@ -11,7 +11,7 @@ from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.plan.comm_log import sum_traffic
-from plait.plan.estimate.traffic import ring_bytes
+from plait.plan.events import ring_bytes
 from plait.planner import ModelShape, Software, Workload, cluster, estimate_step
 from plait.planner.memory import kept_bytes
 from plait.planner.traffic import sent_bytes
@@ -62,7 +62,7 @@ def test_the_planner_and_explain_count_the_same_bytes(
     for ranks in explained.rank_classes:
         kept = kept_bytes(model, plan, ranks.coord["pp"], SEQUENCES, LENGTH, Software())
         assert kept == pytest.approx(ranks.memory.activations, rel=limit)
-        sent = sent_bytes(model, plan, work, ranks.coord["pp"])
+        sent = sent_bytes(model, plan, work, ranks.ranks[0])
         traffic = sum_traffic(ranks.traffic.values())
         for axis, num_bytes in sent.items():
             along = {key: count for key, count in traffic.items() if key.axes == (axis,)}

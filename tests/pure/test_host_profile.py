@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from plait.errors import ProfileError
 from plait.plan.cost_model import LatencyFit, algorithm_bandwidth, bus_bandwidth, fit
-from plait.plan.device_speed import DeviceSpeed
-from plait.plan.host_profile import HostProfile, ProfileEntry, check_writable, load, profile_path, save
+from plait.plan.host_profile import (
+    DeviceSpeed,
+    HostProfile,
+    ProfileEntry,
+    check_writable,
+    load,
+    profile_path,
+    save,
+)
 
 SIZES = [1 << power for power in range(10, 29, 2)]
 ALL_REDUCE = ProfileEntry("gloo", "all-reduce", 2)

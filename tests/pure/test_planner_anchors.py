@@ -10,8 +10,8 @@ import pytest
 
 from plait.plan import Plan
 from plait.plan.devices import device
-from plait.plan.estimate.memory import model_state_bytes
 from plait.plan.layout import Layout, UnitLayout
+from plait.plan.memory import model_state_bytes
 from plait.plan.schedule.load import in_flight
 from plait.plan.schedule.simulate import Durations, pipeline_s
 from plait.planner.cluster import cluster

@@ -8,8 +8,7 @@ import pytest
 
 from plait.errors import ProfileError
 from plait.plan import Plan
-from plait.plan.device_speed import OPERATORS, DeviceSpeed
-from plait.plan.host_profile import HostProfile, save
+from plait.plan.host_profile import OPERATORS, DeviceSpeed, HostProfile, save
 from plait.planner.calibrate import Run, determined, fit
 from plait.planner.cluster import cluster
 from plait.planner.constants import Constants

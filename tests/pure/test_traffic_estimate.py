@@ -20,7 +20,7 @@ from plait.plan import (
     sum_traffic,
 )
 from plait.plan.comm_log import from_rows, to_rows
-from plait.plan.estimate.traffic import RankFacts, StageFacts, TransportFacts, ring_bytes, step_traffic
+from plait.plan.events import RankFacts, StageFacts, TransportFacts, ring_bytes, step_traffic
 from plait.plan.prefetch import ExecOrder, PrefetchWalk, planned_gathers
 from plait.plan.schedule import make_schedule
 

@@ -25,7 +25,7 @@ from plait.bench.collectives import slowest, synchronize
 from plait.bench.operators import MOST_COPIES, core_seconds, in_turn, linear_case, operator_cases
 from plait.comm import Group, World, barrier, shares_memory, start_scattered_sum
 from plait.plan.cost_model import fit
-from plait.plan.device_speed import DeviceSpeed, Points
+from plait.plan.host_profile import DeviceSpeed, Points
 
 _VISIT_S = 0.03  # of one repetition of a case
 _ROUNDS = 5

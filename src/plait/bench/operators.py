@@ -1,4 +1,4 @@
-"""The parts of an eager decoder block and of a step, as `plait.plan.device_speed.OPERATORS`, on CPU ranks.
+"""The parts of an eager decoder block and of a step, as `plait.plan.host_profile.OPERATORS`, on CPU ranks.
 
 [Note: seconds of a core]
 A case's time is the processor's, not the clock's: other programs of the host do not count, but what they and

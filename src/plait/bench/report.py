@@ -35,8 +35,7 @@ from plait.plan.cost_model import (
     bus_bandwidth,
     fit,
 )
-from plait.plan.device_speed import OPERATORS, DeviceSpeed
-from plait.plan.host_profile import ProfileEntry
+from plait.plan.host_profile import OPERATORS, DeviceSpeed, ProfileEntry
 from plait.tables import counted, table
 
 if TYPE_CHECKING:

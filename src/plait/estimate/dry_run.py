@@ -38,7 +38,7 @@ from plait.plan import Grid, Layout, subtract_traffic, sum_traffic
 from plait.plan.axes import TENSOR
 from plait.plan.comm_log import Traffic
 from plait.plan.devices import Device
-from plait.plan.estimate.traffic import StageFacts
+from plait.plan.events import StageFacts
 
 META = torch.device("meta")
 

@@ -31,9 +31,15 @@ from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan
 from plait.plan.axes import REPLICAS, STAGES, TENSOR, TOKENS, Axes, Roles
 from plait.plan.communicators import num_communicators
 from plait.plan.devices import Device
-from plait.plan.estimate.memory import MASTER_BYTES
-from plait.plan.estimate.server_traffic import ServerTraffic, server_memory, server_traffic, worker_memory
-from plait.plan.estimate.traffic import RankFacts, exchange_traffic, scratch_bytes, step_traffic
+from plait.plan.events import (
+    RankFacts,
+    ServerTraffic,
+    exchange_traffic,
+    scratch_bytes,
+    server_traffic,
+    step_traffic,
+)
+from plait.plan.memory import MASTER_BYTES, server_memory, worker_memory
 from plait.plan.schedule import Durations, peak_activation_bytes, simulate
 
 TrafficByStrand = Mapping[str, Mapping[CommKey, CommCount]]  # communication of a step, by strand

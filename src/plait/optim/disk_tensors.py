@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ConfigError, RunError
-from plait.plan.estimate.memory import DISK_BUFFERS
+from plait.plan.memory import DISK_BUFFERS
 
 _SYNC_FILE_RANGE_WRITE = 2  # start write-back of dirty pages without waiting
 _NUM_READ = 2

@@ -2,15 +2,15 @@
 
 from plait.plan.comm_log import CommCount, CommKey, Traffic, subtract_traffic, sum_traffic
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all
-from plait.plan.estimate.memory import (
+from plait.plan.grid import AXES, Grid
+from plait.plan.layout import Layout, Overlap, ParamInfo, ParamShard, TPCoord, UnitInfo, UnitLayout
+from plait.plan.memory import (
     MemoryUse,
     format_bytes,
     model_state_bytes,
     pinned_bytes,
     used_categories,
 )
-from plait.plan.grid import AXES, Grid
-from plait.plan.layout import Layout, Overlap, ParamInfo, ParamShard, TPCoord, UnitInfo, UnitLayout
 from plait.plan.plan import Plan
 from plait.plan.sharding import Box, Boxes, ParamSharding, TPPlan, boxes_of_range
 from plait.plan.stages import StageAssignment, balance_blocks, single_stage

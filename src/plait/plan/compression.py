@@ -63,6 +63,12 @@ class Factors:
     def of_unit(cls, unit: UnitLayout, rank: int) -> "Factors":
         return cls.of(((shard.start, shard.boxes.shape) for shard in unit.params), rank)
 
+    @classmethod
+    def sizes_of(cls, units: Iterable[UnitLayout], rank: int | None) -> tuple[int, int]:
+        """`left_bytes` and `right_numel` of these units together; 0 without PowerSGD."""
+        all_factors = [cls.of_unit(unit, rank) for unit in units] if rank is not None else []
+        return sum(f.left_bytes for f in all_factors), sum(f.right_numel for f in all_factors)
+
     @property
     def left_bytes(self) -> int:
         """Bytes of the first message: left factors, and tensors that are not compressed."""

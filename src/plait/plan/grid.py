@@ -37,7 +37,8 @@ class Grid:
     def used(self, *axes: str) -> Axes:
         """Return those of the axes that have several ranks, outermost first."""
         assert {*axes} <= {*AXES}, f"no such axis among {axes}"
-        return tuple(axis for axis in AXES if axis in axes and self.degree(axis) > 1)
+        along = zip(AXES, self.degrees, strict=True)
+        return tuple([axis for axis, degree in along if degree > 1 and axis in axes])
 
     def coord(self, rank: int) -> dict[str, int]:
         """The rank's coordinate on every axis."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 from operator import add, attrgetter
 from typing import NamedTuple
 
-from plait.plan import MemoryUse, Plan
+from plait.plan import Layout, MemoryUse, Plan
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import stages_by_rank
 from plait.plan.schedule.simulate import PipelineEnds
@@ -33,10 +33,10 @@ from plait.planner.step_estimate import (
     Workload,
     estimate_step,
     pipeline_ends,
+    rank_layouts,
     stage_gathers,
     stage_seconds,
     step_reductions,
-    stored_numels,
     update_s,
 )
 
@@ -46,7 +46,7 @@ class _Simulated(NamedTuple):
 
     stages: tuple[StageSeconds, ...]
     ends: PipelineEnds
-    numels: list[int]  # of the ranks' parameters
+    layouts: list[Layout]  # of the ranks
 
 
 class EstimateCache:
@@ -90,7 +90,7 @@ class EstimateCache:
             return self._sharded_s(plan)
         if decided is Decided.STATES:  # at least the optimizer's, with all of dp as shards
             simulated = self._simulated(plan)
-            return self._span_s(simulated.ends.end) + self._update_s(plan, simulated.numels)
+            return self._span_s(simulated.ends.end) + self._update_s(plan, simulated.layouts)
         if decided is Decided.SIMULATED:
             return self._span_s(self._simulated(plan).ends.end)
         if decided is Decided.SCHEDULE:
@@ -133,8 +133,8 @@ class EstimateCache:
             stages = self._stages(plan)
             nothing = [Overlapped(0.0, 0.0)] * len(stages)
             ends = pipeline_ends(self._model, plan, self._links, stages, nothing, self._work)
-            numels = stored_numels(self._model, plan, self._software)
-            self._pipelines[key] = _Simulated(stages, ends, numels)
+            layouts = rank_layouts(self._model, plan, self._software)
+            self._pipelines[key] = _Simulated(stages, ends, layouts)
         return self._pipelines[key]
 
     def _span_s(self, ends: Iterable[float]) -> float:
@@ -145,12 +145,12 @@ class EstimateCache:
         key = (*computation(plan), *reduces)  # and not `offload`
         if key not in self._spans:
             self._spans[key] = self._sharded_span_s(plan)
-        return self._spans[key] + self._update_s(plan, self._simulated(plan).numels)
+        return self._spans[key] + self._update_s(plan, self._simulated(plan).layouts)
 
     def _sharded_span_s(self, plan: Plan) -> float:
-        stages, ends, numels = self._simulated(plan)
+        stages, ends, layouts = self._simulated(plan)
         links, software, constants = self._links, self._software, self._cluster.constants
-        data = step_reductions(plan, links, stages, numels, software, constants)
+        data = step_reductions(plan, links, stages, layouts, software, constants)
         span = self._span_s(end + rank.exposed for end, rank in zip(ends.end, data, strict=True))
         gathers = stage_gathers(self._model, plan, links, stages, software, constants)
         if any(stage.forward or stage.backward for stage in gathers):
@@ -160,10 +160,11 @@ class EstimateCache:
             span = max(span, self._pipeline_s(plan, forward, backward, weight))
         return span
 
-    def _update_s(self, plan: Plan, numels: Sequence[int]) -> float:
+    def _update_s(self, plan: Plan, layouts: Sequence[Layout]) -> float:
         constants = self._cluster.constants
         rates = Rates.of(self._cluster.device, plan.precision, plan.tf32, constants)
-        return update_s(plan, min(numels), 0, rates, self._links) + constants.step_s
+        numel = min([layout.numel for layout in layouts])
+        return update_s(plan, numel, 0, rates, self._links) + constants.step_s
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
         """The first rank's activations, with the model states that it keeps, then all that it holds."""

@@ -10,9 +10,8 @@ from typing import Any
 
 from plait.errors import ConfigError, ProfileError, nearest, shown
 from plait.fileio import parse_toml, read_text
-from plait.plan.device_speed import DeviceSpeed
 from plait.plan.devices import Device, device, device_of_driver
-from plait.plan.host_profile import load
+from plait.plan.host_profile import DeviceSpeed, load
 from plait.planner.constants import DEFAULT, Constants, of_measured
 
 TOPOLOGIES = ("tree", "ring")

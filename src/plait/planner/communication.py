@@ -12,6 +12,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from plait.plan import Plan
+from plait.plan.events import server_traffic
 from plait.planner.cluster import Cluster
 from plait.planner.constants import Constants
 
@@ -86,7 +88,7 @@ class Group(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds of a collective of `plan.device_speed.KINDS` on `num_bytes` of the full tensor.
+    """Seconds of a collective of `plan.host_profile.KINDS` on `num_bytes` of the full tensor.
 
     Each of the passes (reduce-scatter, all-gather) sends (n - 1) / n of the bytes along every level.
     """
@@ -125,3 +127,32 @@ def send_s(links: Links, stride: int, ranks: int, num_bytes: float) -> float:
         return links.collective_s + num_bytes / links.link
     sharing = min(links.domain, stride)
     return links.collective_s + links.network_hop_s + num_bytes * sharing / network(links, stride)
+
+
+def server_exchange_s(plan: Plan, links: Links, numel: int) -> tuple[float, float]:
+    """Seconds of a step's pushes to parameter servers and of its pulls, through the links that carry most.
+    `numel`: of the model.
+
+    Workers push during the last micro-batch's backward and pull when the servers have updated. Between
+    domains, all exchanges of a process are counted as if they crossed the network.
+    """
+    traffic, workers = server_traffic(plan, numel), plan.dp
+    if traffic.server is None:
+        half = links.collective_s + _through(plan, links, (traffic.worker[0], workers)) / 2
+        return half, half
+    pushes = ((traffic.worker[0], workers), (traffic.server[1], plan.servers))
+    pulls = ((traffic.server[0], plan.servers), (traffic.worker[1], workers))
+    push, pull = (links.collective_s + _through(plan, links, *flows) for flows in (pushes, pulls))
+    if plan.server == "replicated":  # between pushes and pulls
+        pull += links.collective_s + _through(plan, links, (traffic.replica[0], plan.servers))
+    return push, pull
+
+
+def _through(plan: Plan, links: Links, *flows: tuple[int, int]) -> float:
+    """Seconds of (bytes of a process, number of such processes): of the fullest link."""
+    seconds = max(num_bytes / links.link for num_bytes, _ in flows)
+    if plan.num_ranks > links.domain:
+        rate = network(links, plan.num_ranks)
+        between = max(num_bytes * min(processes, links.domain) / rate for num_bytes, processes in flows)
+        seconds = max(seconds, between)
+    return seconds

@@ -30,9 +30,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from plait.plan import Plan
-from plait.plan.device_speed import OPERATORS
 from plait.plan.devices import Device
-from plait.plan.estimate.memory import COMPUTE_BYTES
+from plait.plan.host_profile import OPERATORS
+from plait.plan.memory import COMPUTE_BYTES
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape
 from plait.planner.workload import Software

@@ -11,16 +11,18 @@ Eager models keep more: a norm its input in float32 as well, an activation every
 compares their counts with those of a dry run of `plait explain`.
 """
 
+import math
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
 from plait.plan.compression import full_grad_dtype
-from plait.plan.estimate.memory import COMPUTE_BYTES, model_state_bytes
-from plait.plan.layout import RANGE_ALIGNMENT, Layout, UnitLayout
+from plait.plan.layout import RANGE_ALIGNMENT, Layout, ParamShard, UnitLayout
+from plait.plan.memory import COMPUTE_BYTES, model_state_bytes, server_memory, worker_memory
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
+from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
@@ -52,7 +54,20 @@ def peak_memory(
     return use, wide.total * (1 + _UNCERTAINTY)
 
 
+_STATES = 2  # of Adam, per element
 _UNCERTAINTY = 0.13  # the largest by which published runs with the same columns differ, without outliers
+
+
+def fullest_process(plan: Plan, use: MemoryUse, high: float, numel: int) -> tuple[MemoryUse, float]:
+    """Return the bytes of the fullest process, and the upper end of their interval. `use`, `high`: of a rank
+    with the full model and its optimizer's states, which they are without servers."""
+    if not plan.num_servers:
+        return use, high
+    uses = [worker_memory(plan, use, numel, _STATES)]
+    if plan.servers:
+        uses.append(server_memory(plan, numel, _STATES))
+    largest = max(uses, key=lambda each: each.total)
+    return largest, high / use.total * largest.total
 
 
 @lru_cache(maxsize=1 << 14)
@@ -66,7 +81,7 @@ def rank_memory(
     return model_state_bytes(
         rank_layout(model, plan, rank, software),
         own_plan,
-        states_per_element=2,
+        states_per_element=_STATES,
         grad_itemsize=COMPUTE_BYTES[plan.precision]
         if software.narrow_gradients
         else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
@@ -155,13 +170,15 @@ def stage_units(
     """The units of a stage with the number of elements that a rank stores."""
     units = []
     words = model.vocab * model.hidden / (rows * cols)
+    table = model.vocab // cols, model.hidden // rows
     if stage == 0:  # positions and norms are on every column
         rest = model.embedding_params - model.vocab * model.hidden
-        units.append(_unit("embedding", words + rest / rows, shards))
-    units += [_unit("block", _block_numel(model, rows, cols), shards)] * blocks
+        units.append(_unit("embedding", words + rest / rows, shards, (table,)))
+    matrices = _block_matrices(model, rows, cols)
+    units += [_unit("block", _block_numel(model, rows, cols), shards, matrices)] * blocks
     if stage == stages - 1:  # a tied embedding is on both ends of a pipeline
         own = not model.tied or stages > 1
-        units.append(_unit("head", own * words + model.norm_params / rows, shards))
+        units.append(_unit("head", own * words + model.norm_params / rows, shards, (table,) * own))
     return tuple(units)
 
 
@@ -173,11 +190,27 @@ def _block_numel(model: ModelShape, rows: int, cols: int) -> float:
     return rest / (rows * cols) + kv / (rows * kv_cols) + vectors / rows
 
 
+def _block_matrices(model: ModelShape, rows: int, cols: int) -> tuple[tuple[int, int], ...]:
+    """The shapes on a rank of a block's matrices."""
+    hidden, kv = model.hidden // rows, model.kv_heads * model.head_dim // min(cols, model.kv_heads)
+    heads, ffn, shared = (width // cols for width in (model.attention_width, model.ffn, model.shared_ffn))
+    widths = [ffn] * max(1, model.experts) + [shared] * (shared > 0)
+    ups = [(width, hidden) for width in widths] * (model.mlp_matrices - 1)
+    downs = [(hidden, width) for width in widths]
+    return ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads), *ups, *downs)
+
+
 @lru_cache(maxsize=1 << 12)
-def _unit(name: str, numel: float, shards: int) -> UnitLayout:
+def _unit(name: str, numel: float, shards: int, matrices: tuple[tuple[int, int], ...] = ()) -> UnitLayout:
+    """A unit of these matrices and, for the rest of its elements, one vector."""
     multiple = shards * RANGE_ALIGNMENT
     padded = -(-round(numel) // multiple) * multiple
-    return UnitLayout(name, name, (), ((0, 0, round(numel)),), padded, shards)
+    starts = [0, *accumulate(map(math.prod, matrices))]
+    shapes = (*matrices, (max(0, round(numel) - starts[-1]),))
+    params = tuple(
+        ParamShard(name, shape, Boxes.full(shape), start) for shape, start in zip(shapes, starts, strict=True)
+    )
+    return UnitLayout(name, name, params, ((0, 0, round(numel)),), padded, shards)
 
 
 _FUSED = Software(eager=False)

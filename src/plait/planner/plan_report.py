@@ -24,10 +24,10 @@ from plait.planner.step_estimate import (
     StageSeconds,
     StepEstimate,
     action_durations,
+    rank_layouts,
     stage_gathers,
     stage_seconds,
     step_reductions,
-    stored_numels,
     update_s,
 )
 from plait.planner.traffic import axis_traffic
@@ -340,15 +340,15 @@ def _timeline(ranked: RankedPlan) -> dict[str, Any]:
     values = timeline_values(timeline, "one step", "s")
     _add_communication(values, timeline, stages, gathers)
     ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, PLAIT)
-    numels = stored_numels(model, plan, PLAIT)
-    reductions = step_reductions(plan, links, stages, numels, PLAIT, constants)
+    layouts = rank_layouts(model, plan, PLAIT)
+    reductions = step_reductions(plan, links, stages, layouts, PLAIT, constants)
     first = len(values["types"])
     for rank, row in enumerate(values["rows"]):
         blocks = sum(counts[stage] for stage, of in enumerate(ranks) if of == rank)
         hidden = f"{1e3 * reductions[rank].hidden:.3g} ms of it are hidden by the computation"
         parts = (
             reductions[rank].exposed,
-            update_s(plan, numels[rank], blocks, rates, links),
+            update_s(plan, layouts[rank].numel, blocks, rates, links),
             constants.step_s,
         )
         end = row["spans"][-1]

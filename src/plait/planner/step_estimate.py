@@ -2,23 +2,25 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
-from plait.plan.axes import FEATURES, HIDDEN
+from plait.plan.axes import FEATURES, HIDDEN, Axes
+from plait.plan.compression import Factors
 from plait.plan.devices import Device
-from plait.plan.estimate.memory import COMPUTE_BYTES
-from plait.plan.events import Collective, During, unit_events
+from plait.plan.events import Collective, During, TransportFacts, UnitMessages, UnitSizes, unit_events
+from plait.plan.grid import Grid
+from plait.plan.layout import Layout, UnitLayout
+from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import stages_by_rank, stages_of
 from plait.plan.schedule.simulate import Durations, PipelineEnds, pipeline_s
-from plait.planner import server_time
 from plait.planner.cluster import Cluster
-from plait.planner.communication import Group, Links, collective_s, send_s
+from plait.planner.communication import Group, Links, collective_s, send_s, server_exchange_s
 from plait.planner.compute import (
     COLLECTIVE_OPERATORS,
     BlockWork,
@@ -30,7 +32,7 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import Constants
-from plait.planner.memory import peak_memory, rank_layout, stage_units
+from plait.planner.memory import fullest_process, peak_memory, rank_layout, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
 from plait.planner.workload import PLAIT, Software, Workload
@@ -92,12 +94,12 @@ def estimate_step(
     gathers = stage_gathers(model, plan, links, stages, software, constants)
     ends = pipeline_ends(model, plan, links, stages, gathers, work)
     ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
-    numels = stored_numels(model, plan, software)
-    data = step_reductions(plan, links, stages, numels, software, constants)
+    layouts = rank_layouts(model, plan, software)
+    data = step_reductions(plan, links, stages, layouts, software, constants)
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
     counts = block_counts(model, plan, software)
-    update = update_s(plan, numels[slowest], sum(counts[stage] for stage in own), rates, links)
+    update = update_s(plan, layouts[slowest].numel, sum(counts[stage] for stage in own), rates, links)
     span = _span_s(ends, slowest, cluster.ranks_per_core)
     busy = min(span, ends.busy[slowest])
     step = span + data[slowest].exposed + update + constants.step_s
@@ -111,7 +113,8 @@ def estimate_step(
         "overhead": constants.step_s,
     }
     parts["data communication"] += data[slowest].exposed
-    memory, high = server_time.fullest(plan, *peak_memory(model, plan, cluster, work, software), numels[0])
+    use = peak_memory(model, plan, cluster, work, software)
+    memory, high = fullest_process(plan, *use, layouts[0].numel)
     return StepEstimate(
         plan,
         step,
@@ -165,9 +168,9 @@ def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> 
     )
 
 
-def stored_numels(model: ModelShape, plan: Plan, software: Software) -> list[int]:
-    """Elements of the parameters of each pipeline rank."""
-    return [rank_layout(model, plan, rank, software).numel for rank in range(plan.pp)]
+def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> list[Layout]:
+    """The units of each pipeline rank."""
+    return [rank_layout(model, plan, rank, software) for rank in range(plan.pp)]
 
 
 def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) -> float:
@@ -214,7 +217,13 @@ def check(
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     check_is_priced(plan.precision, cluster.device)
-    server_time.check_is_priced(plan)
+    if plan.sync != "all":
+        raise PlanError(
+            "the planner can price parameter servers only with sync=all",
+            given=f"sync={plan.sync}",
+            expected="workers that take every step together",
+            hint="sync=all; how much the other policies gain depends on how uneven the workers are",
+        )
     if plan.local_steps:
         raise PlanError(
             "the planner does not know the time of local steps",
@@ -375,13 +384,13 @@ def stage_gathers(
 ) -> list[Overlapped]:
     """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each
     stage."""
-    nothing = [Overlapped(0.0, 0.0)] * len(stages)
-    if plan.shard_degree == 1:
-        return nothing
-    events = [event for event in unit_events(plan) if event.during in (During.PASSES, During.BACKWARDS)]
+    if plan.zero < 2 or plan.data_ranks == 1:
+        return [Overlapped(0.0, 0.0)] * len(stages)
+    price = unit_prices(plan, links)
+    events = [event for event in price.events if event.during in (During.PASSES, During.BACKWARDS)]
     if not events:
-        return nothing
-    counts, price = block_counts(model, plan, software), UnitPrices.of(plan, links)
+        return [Overlapped(0.0, 0.0)] * len(stages)
+    counts = block_counts(model, plan, software)
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     kinds: dict[tuple[int, bool, bool], Overlapped] = {}
     result = []
@@ -389,10 +398,9 @@ def stage_gathers(
         key = (blocks, stage == 0, stage == len(counts) - 1)
         if key not in kinds:
             units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
-            each = sum(unit.numel for unit in units) / len(units)
-            forward = backward = 0.0
+            numel, forward, backward = sum([unit.numel for unit in units]), 0.0, 0.0
             for event in events:
-                once = len(units) * price.seconds(event.collective, each)
+                once = len(units) * price.seconds(event.collective, units, numel, len(units))
                 calls = event.calls / plan.micro
                 in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
                 forward += in_forward * once
@@ -404,70 +412,90 @@ def stage_gathers(
     return result
 
 
-def reduced_itemsize(plan: Plan) -> int:
-    return 2 if plan.reduce in ("bf16", "fp16") else 8 if plan.precision == "fp64" else 4
+@lru_cache(maxsize=1 << 10)
+def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
+    """The prices of a plan, which its stages and its ranks share."""
+    return UnitPrices(plan, links)
 
 
-class UnitPrices(NamedTuple):
-    """Seconds of the collectives of units of a plan. `states`: ranks that shard them."""
+class UnitPrices:
+    """Seconds of the collectives of a plan's units, on devices that share no memory."""
 
-    links: Links
-    states: Group
-    replicas: Group
-    gathered: int  # bytes per element
-    reduced: int
+    def __init__(self, plan: Plan, links: Links) -> None:
+        self._plan = plan if plan.algorithm == "auto" else replace(plan, algorithm="auto")
+        self._links, self._groups = links, dict[Axes, Group]()
+        self._messages = messages_of(self._plan)
+        self._shards, self._rank = plan.shard_degree, plan.powersgd_rank
+        self.events = unit_events(self._plan, covers_replicas=self._messages.covers_replicas)
 
-    @classmethod
-    def of(cls, plan: Plan, links: Links) -> "UnitPrices":
-        states = Group(plan.shard_degree, plan.rows * plan.cols, plan.num_ranks)
-        replicas = Group(plan.data_ranks // states.degree, states.stride * states.degree, states.ranks)
-        return cls(links, states, replicas, COMPUTE_BYTES[plan.precision], reduced_itemsize(plan))
+    def seconds(
+        self, collective: Collective, units: Sequence[UnitLayout], numel: int, number: int = 1
+    ) -> float:
+        """Seconds of one call for a `number`-th of these units together, which have `numel` elements."""
+        rank, each = self._rank, numel / number if number > 1 else numel
+        factors = (0.0, 0.0)
+        if rank is not None:
+            left, right = Factors.sizes_of(units, rank)
+            factors = left / number, right / number
+        sizes, total = UnitSizes(each, each // self._shards, (), factors), 0.0
+        for op, axes, calls in self._messages.of(collective, sizes):
+            kind, group = _KINDS.get((collective, op), op), self._group(axes)
+            if group.degree > 1:
+                for num_bytes in calls:
+                    total += collective_s(kind, self._links, group, num_bytes)
+        return total
 
-    def seconds(self, collective: Collective, numel: float) -> float:
-        """Seconds of one call for `numel` elements. Partial sums are of few, and count as none."""
-        if (self.replicas if collective is Collective.SUM_RANGES else self.states).degree == 1:
-            return 0.0
-        if collective is Collective.GATHER:
-            return collective_s("unshard", self.links, self.states, numel * self.gathered)
-        if collective is Collective.REDUCE:
-            return collective_s("scattered sum", self.links, self.states, numel * self.reduced)
-        if collective is Collective.SUM_RANGES:
-            owned = numel // self.states.degree
-            return collective_s("all-reduce", self.links, self.replicas, owned * self.reduced)
-        return 0.0
+    def _group(self, axes: Axes) -> Group:
+        if axes not in self._groups:
+            grid = self._messages.grid
+            self._groups[axes] = Group(grid.degree(*axes), grid.stride(axes[-1]), self._plan.num_ranks)
+        return self._groups[axes]
+
+
+_KINDS = {
+    (Collective.GATHER, "all-gather"): "unshard",
+    (Collective.REDUCE, "reduce-scatter"): "scattered sum",
+}
+
+
+def messages_of(plan: Plan) -> UnitMessages:
+    """Return the messages of the plan's units, on devices that share no memory."""
+    itemsize = MASTER_BYTES[plan.precision]
+    transport = TransportFacts(itemsize, shares=False, exchanges=False, host_size=plan.num_ranks)
+    return UnitMessages(plan, Grid.from_plan(plan), transport)
 
 
 def step_reductions(
     plan: Plan,
     links: Links,
     stages: tuple[StageSeconds, ...],
-    numels: list[int],
+    layouts: Sequence[Layout],
     software: Software,
     constants: Constants,
 ) -> list[Overlapped]:
-    """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step.
-    `numels`: of the ranks' parameters."""
+    """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step."""
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     if plan.num_servers:
-        push, pull = server_time.exchange_s(plan, links, numels[0])
+        push, pull = server_exchange_s(plan, links, layouts[0].numel)
         exposed, hidden = overlap(sum(s.backward + s.weight for s in stages), push)
         return [Overlapped(exposed + pull, hidden)]
     if plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
-    of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), UnitPrices.of(plan, links)
-    events = unit_events(plan)
+    of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), unit_prices(plan, links)
     seconds: dict[int, tuple[float, float]] = {}  # of many ranks with the same number of parameters
-    for numel in set(numels):
+    for layout in layouts:
+        if layout.numel in seconds:
+            continue
         scatter = gather = 0.0
-        for collective, _, during in events:
+        for collective, _, during in price.events:
             if during is During.LAST_BACKWARD:
-                scatter += price.seconds(collective, numel)
+                scatter += price.seconds(collective, layout.units, layout.numel)
             elif during is During.NEXT_FORWARD:
-                gather += price.seconds(collective, numel)
-        seconds[numel] = scatter, gather
+                gather += price.seconds(collective, layout.units, layout.numel)
+        seconds[layout.numel] = scatter, gather
     result = []
-    for numel, own in zip(numels, of_ranks, strict=True):
-        scatter, gather = seconds[numel]
+    for layout, own in zip(layouts, of_ranks, strict=True):
+        scatter, gather = seconds[layout.numel]
         back = overlap(sum([stages[stage].backward + stages[stage].weight for stage in own]), scatter)
         ahead = overlap(sum([stages[stage].forward for stage in own]), gather)
         result.append(Overlapped(back[0] + ahead[0], back[1] + ahead[1]))

@@ -1,13 +1,13 @@
-"""Bytes that a rank sends in a step along every axis, and the links of the cluster that carry them: those of
-`plait explain`, by the sizes of a model instead of a dry run.
-"""
+"""Bytes that a plan's ranks send along each axis in a step: the events of `plan/events.py` by the sizes of a
+model, instead of a dry run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from plait.plan import AXES, CommCount, CommKey, Grid, Layout, Plan, sum_traffic
-from plait.plan.axes import FEATURES, STAGES
-from plait.plan.estimate.memory import COMPUTE_BYTES
-from plait.plan.estimate.traffic import RankFacts, StageFacts, TransportFacts, ring_bytes, step_traffic
+from plait.plan import AXES, CommCount, CommKey, Grid, Layout, Plan
+from plait.plan.axes import FEATURES, STAGES, TENSOR, TOKENS
+from plait.plan.events import Event, RankFacts, StageFacts, ring_bytes, step_events, sum_events
+from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.schedule.load import load_schedule
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, network
@@ -15,7 +15,7 @@ from plait.planner.compute import BlockWork
 from plait.planner.memory import stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
-from plait.planner.step_estimate import block_collectives, message_bytes, recomputed_share, reduced_itemsize
+from plait.planner.step_estimate import block_collectives, message_bytes, messages_of, recomputed_share
 from plait.planner.workload import PLAIT, Workload
 
 
@@ -47,7 +47,9 @@ def axis_traffic(
     links = Links.of(cluster, cluster.constants)
     ranks, grid = plan.num_ranks, Grid.from_plan(plan)
     groups = {axis: Group(grid.degree(axis), grid.stride(axis), ranks) for axis in AXES}
-    by_rank = [sent_bytes(model, plan, work, rank) for rank in range(plan.pp)]
+    # With a named algorithm, ranks of one stage send differently much.
+    differ = (STAGES,) if plan.algorithm == "auto" else (STAGES, *TOKENS)
+    by_rank = [sent_bytes(model, plan, work, rank) for rank in grid.group(0, *differ)]
     found = []
     for axis, group in groups.items():
         if group.degree == 1:
@@ -64,21 +66,27 @@ def axis_traffic(
 
 
 def sent_bytes(model: ModelShape, plan: Plan, work: Workload, rank: int) -> dict[str, float]:
-    """Return the bytes that a pipeline rank sends in a step, by axis."""
+    """Return the bytes that a rank sends in a step, by axis: those of `plait explain`, by a model's sizes
+    instead of a dry run."""
     facts = rank_facts(model, plan, work, rank)
+    events = [*step_events(facts), *_tied_events(model, facts)]
     sent = dict.fromkeys(facts.grid.used(*AXES), 0.0)
-    for key, count in sum_traffic(step_traffic(facts).values()).items():
+    for key, count in sum_events(events).items():
         if len(key.axes) == 1:
             sent[key.axes[0]] += ring_bytes({key: count}, facts.grid)
-    if model.tied and (0 in facts.own) != (len(facts.stages) - 1 in facts.own):
-        # The gradient of a weight that is on both ends, apart from the others of its units, is summed.
-        shards = plan.rows * plan.cols * (plan.shard_degree if plan.zero >= 2 else 1)
-        sent[STAGES] += model.vocab * model.hidden / shards * reduced_itemsize(plan)
     return sent
 
 
+def _tied_events(model: ModelShape, facts: RankFacts) -> Iterator[Event]:
+    """Yield the sum of the gradients of a weight that is on both ends, apart from the others of its units."""
+    if model.tied and (0 in facts.own) != (len(facts.stages) - 1 in facts.own):
+        shards = facts.grid.degree(*TENSOR, *facts.roles.states())
+        num_bytes = model.vocab * model.hidden // shards * MASTER_BYTES[facts.plan.dtype]
+        yield from facts.calls("gradients", "all-reduce", [num_bytes], STAGES, channel="shared")
+
+
 def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> RankFacts:
-    """Return the facts of a pipeline rank by the sizes of the model, on devices that share no memory."""
+    """Return the facts of a rank by the sizes of the model, on devices that share no memory."""
     grid, batch = Grid.from_plan(plan), work.batch // (plan.data_ranks * plan.micro)
     counts = block_counts(model, plan, PLAIT)
     message = (message_bytes(model, plan, batch, work.sequence),)
@@ -99,7 +107,5 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
         return StageFacts(layout, traffic, output=message, gradient=message)
 
     schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks)
-    coord = grid.rank({STAGES: rank})
-    terms = TransportFacts(reduced_itemsize(plan), shares=False, exchanges=False, host_size=plan.num_ranks)
     stages = [facts(stage, blocks) for stage, blocks in enumerate(counts)]
-    return RankFacts(plan, grid, coord, schedule, stages, {}, terms)
+    return RankFacts(plan, grid, rank, schedule, stages, {}, messages_of(plan).transport)

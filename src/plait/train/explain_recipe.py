@@ -22,8 +22,7 @@ from plait.plan import AXES, CommCount, CommKey, Plan, UnitLayout, format_bytes,
 from plait.plan.axes import TENSOR
 from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.devices import Device
-from plait.plan.estimate.server_traffic import ServerTraffic
-from plait.plan.estimate.traffic import ring_bytes
+from plait.plan.events import ServerTraffic, ring_bytes
 from plait.plan.layout_rules import layer_collectives
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe

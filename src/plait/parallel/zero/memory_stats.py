@@ -10,7 +10,7 @@ from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.sharded_model import ShardedModel
 from plait.parallel.zero.sharded_optim import ShardedOptimizer
 from plait.plan import Layout, MemoryUse, Plan, model_state_bytes, pinned_bytes
-from plait.plan.estimate.traffic import TransportFacts
+from plait.plan.events import TransportFacts
 
 
 def allocated_bytes(
@@ -73,7 +73,7 @@ def _host_bytes(tensor: Tensor) -> int:
 
 def _besides_tensors(device: torch.device) -> dict[str, int]:
     """Measure what a GPU holds besides tensors. See [Note: memory of a GPU besides tensors] in
-    plan/estimate/memory.py. `runtime` includes other processes on the GPU, which has one rank."""
+    plan/memory.py. `runtime` includes other processes on the GPU, which has one rank."""
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)

@@ -21,7 +21,7 @@ from plait.parallel.zero.rank_context import Precision, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Layout, Plan
 from plait.plan.axes import Roles
-from plait.plan.estimate.memory import CHUNK
+from plait.plan.memory import CHUNK
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from plait.plan.compression import (
 from plait.plan.layout import Layout
 from plait.plan.plan import Plan
 from plait.plan.prefetch import MAX_IN_FLIGHT
+from plait.plan.servers import top_share
 
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of master weights and gradient sums
@@ -341,3 +342,29 @@ def _replica_copy_itemsize(plan: Plan) -> int:
     if plan.reduce == "bf16":
         return 2
     return MASTER_BYTES[plan.dtype] if plan.offload == "cpu" else 0
+
+
+def server_memory(plan: Plan, numel: int, states_per_element: int) -> MemoryUse:
+    """Bytes of a server, and what a colocated one adds to its worker: weights, sums of gradients, states.
+    `states_per_element`: of the engine's optimizer."""
+    if plan.local_steps:  # the servers' is the outer one
+        states_per_element = int(plan.local.momentum > 0)
+    held = -(-numel // plan.num_servers) * MASTER_BYTES[plan.dtype] * (1 + (plan.server == "replicated"))
+    return MemoryUse(0, held, held, states_per_element * held, 0, 0)
+
+
+def worker_memory(plan: Plan, use: MemoryUse, numel: int, states_per_element: int) -> MemoryUse:
+    """Bytes of a worker of the plan. `use`: of a process that trains alone, by `Plan.of_worker`."""
+    has_residuals = plan.push_format == "int8" or top_share(plan.push_format)  # what pushes have not sent
+    residuals = numel * MASTER_BYTES[plan.dtype] if has_residuals else 0
+    kept = use.optimizer + numel * MASTER_BYTES[plan.dtype] if plan.local_steps else 0  # global weights
+    use = replace(use, optimizer=kept, gradients=use.gradients + residuals)
+    if plan.server != "colocated":
+        return use
+    own = server_memory(plan, numel, states_per_element)
+    return replace(
+        use,
+        optimizer=use.optimizer + own.optimizer,
+        master=use.master + own.master,
+        gradients=use.gradients + own.gradients,
+    )

@@ -1,1 +1,0 @@
-"""Arithmetic of a plan: bytes of memory and of traffic per rank and step."""
