@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import plait
-from plait.engine.inputs import dim_of, divide, meta_micro, shift_labels, shifts_labels
+from plait.engine.inputs import dim_of, divide, prepared, shift_labels, shifts_labels
 from plait.engine.loss import choose_loss
+from plait.models import token_batch
 from plait.plan.axes import Divides
 from plait.plan.grid import share
 from support import programs
@@ -54,7 +55,7 @@ def test_labels_are_shifted_for_built_in_losses_of_causal_models_alone() -> None
     assert shifts_labels(llama, None)
     assert not shifts_labels(llama, lambda *_: (0, 1))
     assert not shifts_labels(torch.nn.Linear(2, 2), None)
-    assert meta_micro((2, 6), llama, None)["labels"].shape == (2, 6)
+    assert prepared(token_batch(2, 6), llama, None)["labels"].shape == (2, 6)
 
 
 def test_a_users_loss_receives_the_labels_of_the_data() -> None:
