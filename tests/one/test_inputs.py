@@ -87,3 +87,15 @@ def test_a_loss_of_the_data_and_one_of_prepared_micro_batches_have_the_same_bits
         total.backward()
         results.append((total.detach(), torch.as_tensor(count), outputs.logits.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_task_that_changes_later_changes_the_labels_and_the_loss_alike() -> None:
+    model = programs.llama()
+    engine = plait.parallelize(model, "dp=1", optimizer_args=programs.ADAMW)
+    batch = programs.batches(1)[0]
+    shifted = engine.evaluate(batch)
+    model.loss_type = "ForTokenClassification"
+    aligned = engine.evaluate(batch)
+    assert shifted.num_tokens == (batch["labels"][:, 1:] != -100).sum() < aligned.num_tokens
+    expected = choose_loss(model, None)(engine.outputs(batch), batch)
+    assert (aligned.loss_sum, aligned.num_tokens) == (expected[0].item(), int(expected[1]))
