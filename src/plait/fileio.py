@@ -12,8 +12,10 @@ of many parts, on which `tomllib` spends quadratic time.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -36,6 +38,7 @@ MAX_DEPTH = 64  # of nested JSON and TOML
 NOT_REGULAR = "not a regular file"
 WRITABLE = "permission to write there, and free space"  # expected by errors of writes
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # on Linux
+_SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
 _IN_KEYS = re.compile(r"""[ \t]+|"[^"\n]*"|'[^'\n]*'""")  # within a dotted key of TOML, besides bare words
 _BETWEEN_KEYS = re.compile(r"[^\w.-]+")
 
@@ -177,6 +180,18 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@functools.cache
+def _sync_file_range() -> Any:
+    return getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+
+def start_write_back(descriptor: int, start: int, length: int) -> None:
+    """Start to write the changed pages of a file to the disk, without waiting. Nothing happens where the C
+    library has no such call."""
+    if (call := _sync_file_range()) is not None:
+        call(descriptor, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
 @contextlib.contextmanager

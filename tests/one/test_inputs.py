@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import plait
-from plait.engine.inputs import dim_of, divide, meta_micro, shift_labels, shifts_labels
+from plait.engine.inputs import dim_of, divide, prepared, shift_labels, shifts_labels
 from plait.engine.loss import choose_loss
+from plait.models import token_batch
 from plait.plan.axes import Divides
 from plait.plan.grid import share
 from support import programs
@@ -54,7 +55,7 @@ def test_labels_are_shifted_for_built_in_losses_of_causal_models_alone() -> None
     assert shifts_labels(llama, None)
     assert not shifts_labels(llama, lambda *_: (0, 1))
     assert not shifts_labels(torch.nn.Linear(2, 2), None)
-    assert meta_micro((2, 6), llama, None)["labels"].shape == (2, 6)
+    assert prepared(token_batch(2, 6), llama, None)["labels"].shape == (2, 6)
 
 
 def test_a_users_loss_receives_the_labels_of_the_data() -> None:
@@ -86,3 +87,15 @@ def test_a_loss_of_the_data_and_one_of_prepared_micro_batches_have_the_same_bits
         total.backward()
         results.append((total.detach(), torch.as_tensor(count), outputs.logits.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_task_that_changes_later_changes_the_labels_and_the_loss_alike() -> None:
+    model = programs.llama()
+    engine = plait.parallelize(model, "dp=1", optimizer_args=programs.ADAMW)
+    batch = programs.batches(1)[0]
+    shifted = engine.evaluate(batch)
+    model.loss_type = "ForTokenClassification"
+    aligned = engine.evaluate(batch)
+    assert shifted.num_tokens == (batch["labels"][:, 1:] != -100).sum() < aligned.num_tokens
+    expected = choose_loss(model, None)(engine.outputs(batch), batch)
+    assert (aligned.loss_sum, aligned.num_tokens) == (expected[0].item(), int(expected[1]))

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.engine.totals import LossScale
 from plait.errors import CheckpointError, ConfigError
-from plait.optim.scale import LossScale
 from plait.plan.loss_scaling import LossScaling
 
 OVERFLOWS = st.lists(st.booleans(), max_size=60)

@@ -1,7 +1,5 @@
 """Write a rank's files: the boxes that it owns, contiguously."""
 
-import ctypes
-import functools
 import math
 import os
 import zlib
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from plait.checkpoint.manifest import Chunk, FileFacts, RankFiles, TensorFacts
 from plait.checkpoint.safetensors_format import DTYPE_NAMES, TensorEntry, encode_header
+from plait.fileio import start_write_back
 from plait.parallel.zero.state_io import StateShard, view_of
 from plait.plan import Box
 from plait.plan.sharding import boxes_of_range
@@ -25,7 +24,6 @@ FILE_BYTES = 4 * 2**30  # about; a chunk is in one file
 _FILE_CHUNKS = 100_000  # at most: safetensors limits the size of a header
 BLOCK_BYTES = 2**18  # per read or write
 _FLUSH_BYTES = 32 * 2**20
-_SYNC_FILE_RANGE_WRITE = 2  # of linux/fs.h
 _BUFFER_BYTES = 2**18  # norms and biases are written together
 
 
@@ -98,19 +96,13 @@ def _write(file: BinaryIO, data: memoryview) -> int:
     return crc
 
 
-@functools.cache
-def _sync_file_range() -> Any:
-    return getattr(ctypes.CDLL(None), "sync_file_range", None)
-
-
 def _start_flush(file: BinaryIO, flushed: int) -> int:
     """Start writing back the data since `flushed` once there is enough of it, so that `fsync` takes less
-    time. Without this call in the C library, `fsync` does it all. Return the offset up to which it has
-    started."""
+    time. Return the offset up to which it has started."""
     written = file.tell()
-    if written - flushed < _FLUSH_BYTES or (start := _sync_file_range()) is None:
+    if written - flushed < _FLUSH_BYTES:
         return flushed
-    start(file.fileno(), ctypes.c_int64(flushed), ctypes.c_int64(written - flushed), _SYNC_FILE_RANGE_WRITE)
+    start_write_back(file.fileno(), flushed, written - flushed)
     return written
 
 

@@ -31,7 +31,7 @@ from plait.checkpoint.manifest import json_facts
 from plait.comm import Group, Mesh, all_reduce, broadcast
 from plait.engine.build import EngineParts, build_engine_parts
 from plait.engine.inputs import Batch, Shares, share_of
-from plait.engine.optimizer import EngineOptimizer
+from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.spec import TrainingSpec
 from plait.engine.totals import (
@@ -62,7 +62,6 @@ from plait.errors import CheckpointError, ModelError, PlanError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model, seeded_rng
 from plait.optim.clip import clip_factor
-from plait.optim.groups import check_options, load_options, options_state
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards

@@ -18,12 +18,13 @@ A batch is divided, in this order:
   1. samples over data ranks, by `engine.shard`, or by a loader that reads its share alone: both by `share`
   2. samples over the micro-batches of a step: `of_step`, `of_evaluation`
   3. the tokens of a micro-batch over ranks: no plan does so yet. It belongs in `prepared`, after labels are
-     shifted, and in `meta_micro` for estimates
+     shifted
 
 [Note: shifted labels]
 Built-in losses of causal language models compare the logits of a position with the label of the next one.
 `prepared` shifts the labels while rows are complete, so that a position has its target however rows are
-divided afterwards. It does so when a micro-batch runs, so that shifted copies do not wait in memory.
+divided afterwards. It does so when a micro-batch runs, so that shifted copies do not wait in memory, and
+asks for the task of the model then, as the loss does: a script may change it.
 `shifts_labels` decides: a loss that the user has passed, and those of other tasks, receive the labels as they
 are. A user's loss that shifts them does so itself.
 
@@ -55,7 +56,6 @@ from plait.models import (
     pretrained_base,
     remember_sources,
     task_of,
-    token_batch,
 )
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.axes import Divides
@@ -103,9 +103,8 @@ def shift_labels(batch: Batch) -> Batch:
     return {**batch, "labels": F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]}
 
 
-def meta_micro(shape: tuple[int, int], model: nn.Module, loss: object) -> Batch:
-    """Return a micro-batch of token ids of this (samples, tokens) shape on meta, as stages receive it."""
-    batch = token_batch(*shape)
+def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
+    """The batch as the loss takes it: see [Note: shifted labels]. `loss`: the user's, if any."""
     return shift_labels(batch) if shifts_labels(model, loss) else batch
 
 
@@ -120,7 +119,7 @@ class Inputs:
         self._vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         self._is_pretrained, self._task = base is not None, task_of(model)
         self._names, self._labels = forward_names(model), label_keys(model)
-        self._shifts, self._micro = shifts_labels(model, loss), micro
+        self._model, self._loss, self._micro = model, loss, micro
         self._device, self._dtype = context.device, context.precision.compute
         self._same_data = context.groups.same_data
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
@@ -179,7 +178,7 @@ class Inputs:
 
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: shifted labels]."""
-        return shift_labels(micro) if self._shifts else micro
+        return prepared(micro, self._model, self._loss)
 
     @contextmanager
     def explained(self, micros: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:

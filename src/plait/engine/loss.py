@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from plait.comm import Group, all_gather
-from plait.engine.inputs import shift_labels, shifts_labels
+from plait.engine.inputs import prepared
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, Task, pretrained_base, task_of
 from plait.models.tensors import storage_key, summary
@@ -91,9 +91,9 @@ def choose_loss(
         Task.QUESTION_ANSWERING: answer_loss,
     }
     chosen = losses[task]
-    if of_inputs or not shifts_labels(model, loss):
+    if of_inputs:
         return chosen
-    return lambda outputs, batch: chosen(outputs, shift_labels(batch))
+    return lambda outputs, batch: chosen(outputs, prepared(batch, model, loss))
 
 
 # (logits, labels) -> (cross entropy summed over targets, number of targets); see `_cross_entropy`

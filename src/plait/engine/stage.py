@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import Group
-from plait.engine.inputs import meta_micro
+from plait.engine.inputs import prepared
 from plait.engine.loss import Loss, LossReads, choose_loss
 from plait.errors import ModelError
 from plait.models import (
@@ -23,6 +23,7 @@ from plait.models import (
     forward_inputs,
     label_keys,
     receiving,
+    token_batch,
     watch_activations,
 )
 from plait.parallel.pipeline.split_backward import DeferredBytes
@@ -152,7 +153,7 @@ class StageRunner:
         """Estimate `activation_bytes` for token ids of shape (batch, sequence), and the bytes kept between
         the two parts of a split backward; None if unknown. `block_outputs`: supplies the inputs of a later
         stage."""
-        batch = meta_micro(batch_shape, self.module_part.module, self._user_loss)
+        batch = prepared(token_batch(*batch_shape), self.module_part.module, self._user_loss)
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
         with contextlib.suppress(Exception), self.sharded.unsharder.paused(), self.logits():
             meta_module = copy_to_meta(self.module_part.module)

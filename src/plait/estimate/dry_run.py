@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from plait.comm import Mesh, World
 from plait.engine.build import build_stages
+from plait.engine.inputs import prepared
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
@@ -127,6 +128,7 @@ def dry_stages(
         # Recomputed in backward in the same mode as in forward; torch does not enter function modes there.
         if isinstance(block.forward, RecomputedForward):
             block.forward.add_context(partial(device_kernels, device))
+    micro = prepared(micro, meta_model, spec.given.loss)
     run = _MicrobatchRun(mesh, stages, micro, splitter, {stage for stage, _ in spec.schedule.split})
     with running_on_meta(device), _model_errors():
         run.forward()

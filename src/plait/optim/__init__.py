@@ -1,1 +1,1 @@
-"""Optimizers over flat storages, storage of their states, gradient clipping, and the loss scale."""
+"""Optimizers over flat storages and on full tensors, storage of their states, and gradient clipping."""

@@ -24,7 +24,6 @@ update takes the longer of the disk's time and the optimizer's, not their sum. T
 system calls release the interpreter's lock. Blocks share no page, so transfers of two blocks may overlap.
 """
 
-import ctypes
 import errno
 import mmap
 import os
@@ -42,9 +41,9 @@ import torch
 from torch import Tensor
 
 from plait.errors import ConfigError, RunError
+from plait.fileio import start_write_back
 from plait.plan.memory import DISK_BUFFERS
 
-_SYNC_FILE_RANGE_WRITE = 2  # start write-back of dirty pages without waiting
 _NUM_READ = 2
 _THREADS = 2
 
@@ -62,7 +61,6 @@ class MappedFile:
         """Raises ConfigError if the folder cannot hold such a file."""
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)  # an empty file cannot be mapped
         self._allocated = 0
-        self._libc = ctypes.CDLL(None)
         self._folder = folder
         self._file, self._direct = _unnamed(folder)
         self._release = weakref.finalize(self, _close, self._file, self._direct)
@@ -83,7 +81,7 @@ class MappedFile:
         """Remove a tensor's pages from this process's memory and start to write those that changed."""
         start, stop = self.pages(tensor)
         self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
-        self._start_write_back(start, stop - start)
+        start_write_back(self._file, start, stop - start)
 
     def offset(self, tensor: Tensor) -> int:
         """The position in the file of a tensor in it, or of a view of one."""
@@ -121,13 +119,8 @@ class MappedFile:
                 hint="resume from the last checkpoint, with a folder on another disk",
             ) from error
         if self._direct is None:
-            self._start_write_back(start, len(memory))
+            start_write_back(self._file, start, len(memory))
             os.posix_fadvise(self._file, start, len(memory), os.POSIX_FADV_DONTNEED)
-
-    def _start_write_back(self, start: int, length: int) -> None:
-        self._libc.sync_file_range(
-            self._file, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE
-        )
 
     def close(self) -> None:
         """Close the file: its space is free when the last tensor in it is gone."""

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from plait.comm import sum_into
 from plait.comm.connection import Message, as_bytes
+from plait.engine.optimizer import load_options
 from plait.engine.spec import TrainingSpec
 from plait.optim.clip import clip_values, squared_norm
 from plait.optim.flat_optimizer import FlatSlice, make_optimizer
-from plait.optim.groups import load_options
 from plait.optim.stepper import ChunkedOptimizer
 from plait.optim.update_kinds import state_kinds
 from plait.server.clocks import AppliedOnce

@@ -31,9 +31,9 @@ from plait.comm.shm.arena import Arena
 from plait.comm.shm.rendezvous import describe
 from plait.comm.stats import WaitClock
 from plait.engine.build import EngineParts
+from plait.engine.optimizer import options_state
 from plait.errors import CommError, RunError
 from plait.optim.clip import squared_norm
-from plait.optim.groups import options_state
 from plait.parallel.zero.flat_param import FlatParam
 from plait.plan import MemoryUse, Plan
 from plait.plan.servers import SyncPolicy

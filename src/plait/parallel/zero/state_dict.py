@@ -112,10 +112,7 @@ class ShardedState:
             if self._shard_group.rank == 0 and self._model_group.rank == self._shard_map.first_rank(
                 tensor.stage
             ):
-                stages, tensors = local[name]
-                shards.append(
-                    StateShard.from_tensor(f"{tensor.kind}/{name}", tensors[stages.index(tensor.stage)])
-                )
+                shards.append(StateShard.from_tensor(f"{tensor.kind}/{name}", local[name][tensor.stage]))
         return divided(shards, self._replicate_group.rank, self._replicate_group.size)
 
     def _shards_of(self, unit: FlatParam) -> Iterator[StateShard]:
@@ -131,7 +128,7 @@ class ShardedState:
             key = f"{kind}/{overlap.shard.name}"
             if "." not in kind:
                 yield _shard_of(
-                    key, overlap, part.leaf.dtype, functools.partial(self._flat_state, part, kind)
+                    key, overlap, part.leaf.dtype, functools.partial(self._state, part.leaf, kind)
                 )
             elif overlap.start == 0 and all(dim[0][0] == 0 for dim in overlap.shard.boxes.ranges):
                 # A parameter's counters are saved by the owner of its first element.
@@ -154,10 +151,6 @@ class ShardedState:
         shape = tuple(state.shape)
         return StateShard(key, shape, state.dtype, Boxes.full(shape), 0, state.numel(), read)
 
-    def _flat_state(self, part: OptimizerSlice, kind: str) -> Tensor:
-        state: Tensor = self._optimizer.chunked.state(part.leaf)[kind]
-        return state
-
     def check(self, source: StateReader, *, weights_only: bool = False) -> None:
         """Raise CheckpointError if a tensor is missing, or of another shape or optimizer. Of the engine's
         counters, only the presence of one is checked."""
@@ -176,8 +169,8 @@ class ShardedState:
         with torch.no_grad():
             for unit in self._all_units():
                 read_overlaps(source, "weights", unit.overlaps(), unit.master)
-            for name, (_, tensors) in self._local_standalone().items():
-                for tensor in tensors:
+            for name, by_stage in self._local_standalone().items():
+                for tensor in by_stage.values():
                     tensor.copy_(source.read_full(f"{self._shard_map.standalone[name].kind}/{name}"))
             has_states = not weights_only and _has_states(_without_counters(source.shapes))
             if not has_states:
@@ -247,7 +240,7 @@ class ShardedState:
                 continue
             source = self._shard_map.first_rank(tensor.stage)
             if self._model_group.rank == source:
-                copies[name] = local[name][1][local[name][0].index(tensor.stage)].detach().clone()
+                copies[name] = local[name][tensor.stage].detach().clone()
                 if source:
                     send(copies[name], self._model_group, 0)
             elif self._model_group.rank == 0:
@@ -255,15 +248,13 @@ class ShardedState:
                 receive(copies[name], self._model_group, source)
         return copies
 
-    def _local_standalone(self) -> dict[str, tuple[list[int], list[Tensor]]]:
-        """This rank's tensors outside units: their stages, and the tensor of each stage."""
-        local: dict[str, tuple[list[int], list[Tensor]]] = {}
+    def _local_standalone(self) -> dict[str, dict[int, Tensor]]:
+        """This rank's tensors outside units, by stage."""
+        local: dict[str, dict[int, Tensor]] = {}
         for stage, module in self._modules.items() if self._shard_map.standalone else ():
             for name, tensor in (*module.named_parameters(), *persistent_buffers(module).items()):
                 if name in self._shard_map.standalone:
-                    stages, tensors = local.setdefault(name, ([], []))
-                    stages.append(stage)
-                    tensors.append(tensor)
+                    local.setdefault(name, {})[stage] = tensor
         return local
 
     def _trained(self) -> list[FlatParam]:
