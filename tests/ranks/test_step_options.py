@@ -6,6 +6,7 @@ import pytest
 
 from plait.errors import ConfigError
 from support import programs
+from support.compilers import compiles
 from support.pool import Pool
 from support.programs import Task
 from support.trainings import engine_of, train
@@ -48,22 +49,29 @@ def test_recompute_at_stage_3_changes_no_number(pool: Pool, words: str, how: str
     programs.assert_same(recomputed, plain, tolerance=1e-12)
 
 
-def _compiled(plans: list[str]) -> Any:
+def _trained(plans: list[str], *, in_cpp: bool = False) -> Any:
     """In one run for all plans: what is compiled for the first is found again."""
     found = []
     for plan in plans:
-        engine = engine_of(plan)
-        found.append((train(engine, last=2), engine.full_gradients(), engine.full_parameters()))
+        with compiles(in_cpp=in_cpp):
+            engine = engine_of(plan)
+            found.append((train(engine, last=2), engine.full_gradients(), engine.full_parameters()))
     return found
 
 
-@pytest.mark.parametrize("how", ["none", "full"])
-def test_compiled_blocks_train_as_uncompiled_ones_at_every_stage(pool: Pool, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "in_cpp"),
+    [("none", True), ("full", False), pytest.param("full", True, marks=pytest.mark.sweep)],
+)
+def test_compiled_blocks_train_as_uncompiled_ones_at_every_stage(pool: Pool, how: str, in_cpp: bool) -> None:
     plans = [f"dp=2 zero={stage} recompute={how}" for stage in (0, 1, 3)]
-    pool.run(_compiled, 1, [f"micro=2 recompute={how} compile=true"], timeout_s=240.0)  # once for both ranks
-    found = pool.run(_compiled, 2, [f"{plan} compile=true" for plan in plans], timeout_s=240.0)[0]
+    if in_cpp:  # once for both ranks
+        first = [f"micro=2 recompute={how} compile=true"]
+        pool.run(_trained, 1, first, in_cpp=True, timeout_s=240.0)
+    compiled = [f"{plan} compile=true" for plan in plans]
+    found = pool.run(_trained, 2, compiled, in_cpp=in_cpp, timeout_s=240.0)[0]
     for (results, gradients, weights), (plain, *tensors) in zip(
-        found, pool.run(_compiled, 2, plans)[0], strict=True
+        found, pool.run(_trained, 2, plans)[0], strict=True
     ):
         for mine, theirs in zip(results, plain, strict=True):
             assert mine.loss == pytest.approx(theirs.loss, rel=1e-6)

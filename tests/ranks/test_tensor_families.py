@@ -22,10 +22,10 @@ def check_parity(pool: Pool, case: Case, steps: int = 2) -> None:
     assert all(norm > 2 * programs.CLIP for norm in oracle.norms), "clipping was not active"
 
 
-FEW = tensor_plans.few_cases(hybrid_plans.pairs_in(tensor_plans.FACTORS, tensor_plans.seen_in))
+OF_HYBRID_PLANS = hybrid_plans.pairs_in(tensor_plans.FACTORS, tensor_plans.seen_in)
 
 
-@pytest.mark.parametrize("case", FEW, ids=tensor_plans.name_of)
+@pytest.mark.parametrize("case", tensor_plans.few_cases(OF_HYBRID_PLANS), ids=tensor_plans.name_of)
 def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, case: Case) -> None:
     check_parity(pool, case)
 
@@ -37,7 +37,7 @@ def test_rows_and_columns_that_share_heads_unevenly_sum_the_same_parts(pool: Poo
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("case", tensor_plans.many_cases(), ids=tensor_plans.name_of)
+@pytest.mark.parametrize("case", tensor_plans.many_cases(OF_HYBRID_PLANS), ids=tensor_plans.name_of)
 def test_under_many_plans_loss_gradients_and_weights_equal_the_one_process_programs(
     pool: Pool, case: Case
 ) -> None:

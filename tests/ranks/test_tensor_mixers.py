@@ -23,7 +23,7 @@ def check_parity(pool: Pool, family: str, plan: str) -> None:
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.sweep), 4])
 @pytest.mark.parametrize("family", mixer_configs.CONFIGS)
 def test_columns_train_as_one_process(pool: Pool, family: str, tp: int) -> None:
     check_parity(pool, family, f"tp={tp}")

@@ -17,13 +17,18 @@ _SAMPLE = 600  # random cases that show which pairs are rare
 
 
 def covering(
-    cases: Sequence[Case], *, seed: int, least: int = 0, known: Set[Pair] = frozenset()
+    cases: Sequence[Case],
+    *,
+    seed: int,
+    least: int = 0,
+    known: Set[Pair] = frozenset(),
+    cost: Callable[[Case], float] = lambda _: 1.0,
 ) -> list[Case]:
     """Select `cases` that cover every pair of options of any of them, in the order of choice. `known` pairs
     are covered elsewhere.
 
-    Greedy: always the case with the most missing pairs, ties by a seeded shuffle. Once no pair is missing,
-    continues with triples until `least` cases are chosen.
+    Greedy: always the case with the most missing pairs for its cost, ties by a seeded shuffle. Once no pair
+    is missing, continues with triples until `least` cases are chosen.
     """
     left = [*cases]
     random.Random(seed).shuffle(left)
@@ -35,7 +40,9 @@ def covering(
         for case in chosen:
             missing &= ~bits.of(_combinations(case, size))
         while missing and len(chosen) < wanted:
-            best = max(range(len(left)), key=lambda index: (sets[index] & missing).bit_count())
+            best = max(
+                range(len(left)), key=lambda index: (sets[index] & missing).bit_count() / cost(left[index])
+            )
             missing &= ~sets.pop(best)
             chosen.append(left.pop(best))
     return chosen

@@ -33,8 +33,15 @@ def all_cases() -> list[Case]:
 
 
 def few_cases(known: Set[Pair]) -> list[Case]:
-    """Cases that cover every pair of options that is not `known`."""
-    return covering(all_cases(), seed=SEED, known=known)
+    """Cases on few ranks that cover every pair of options that is neither `known` nor left to the sweep.
+
+    Two columns are left to it: their layouts are those of four and of 2x2 with fewer ranges. So are, with a
+    family, ZeRO's stages but for the last: they see the flat parameters of units, whatever the layers.
+    """
+    cases = [case for case in all_cases() if case["tp"] != "2"]
+    stages = {("data", f"zero{stage}") for stage in range(3)}
+    in_sweep = {frozenset({("family", family), stage}) for family in hf_models.CONFIGS for stage in stages}
+    return covering(cases, seed=SEED, known=known | in_sweep, cost=num_ranks)
 
 
 def seen_in(hybrid: Case) -> Case:
@@ -43,9 +50,11 @@ def seen_in(hybrid: Case) -> Case:
     return {**hybrid, "family": hybrid["model"], "data": data}
 
 
-def many_cases() -> list[Case]:
-    """A sample: all cases would take hours."""
-    return random.Random(SEED).sample(all_cases(), NUM_SAMPLED)
+def many_cases(known: Set[Pair]) -> list[Case]:
+    """Cases that cover every pair that is not `known`, and a sample: all cases would take hours."""
+    pairs = covering(all_cases(), seed=SEED, known=known)
+    sampled = random.Random(SEED).sample(all_cases(), NUM_SAMPLED)
+    return list({name_of(case): case for case in (*pairs, *sampled)}.values())
 
 
 def plan_of(case: Case) -> str:
