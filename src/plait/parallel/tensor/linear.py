@@ -33,17 +33,16 @@ from plait.comm import Group, named_group
 from plait.parallel.float8_products import NOT_TRACED, products_named
 from plait.parallel.linear_ops import PlainProducts, Products, autocast_dtype, bias_gradient
 from plait.parallel.tensor.functional import (
+    UsedFeatures,
     all_reduce_in_place,
     copy_ranges_to_group,
     gather,
     split,
 )
-from plait.parallel.tensor.groups import ShardedDim
-from plait.parallel.tensor.mixers import UsedFeatures
 from plait.parallel.tensor.operators import define, is_traced
 from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.shards import ShardedDim, TokenShards, token_dim
 from plait.parallel.tensor.shared_input import InputView, SharedInput, SharedInputs, weight_of
-from plait.parallel.tensor.token_shards import TokenShards, token_dim
 from plait.parallel.tensor.traced_input import lookup_traced, share_traced
 from plait.plan.sharding import Range
 

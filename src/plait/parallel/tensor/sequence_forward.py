@@ -32,9 +32,9 @@ from plait.parallel.float8_products import NOT_TRACED
 from plait.parallel.linear_ops import InputCast
 from plait.parallel.tensor.functional import gather, split
 from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.shards import TokenGather
 from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
 from plait.parallel.tensor.side_inputs import Arguments, SideInputs, map_side_inputs
-from plait.parallel.tensor.token_shards import TokenGather
 from plait.parallel.tensor.traced_input import traced_full_input
 
 
