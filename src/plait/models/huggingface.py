@@ -1,4 +1,4 @@
-"""Read and check Hugging Face configurations, and build models on meta from them.
+"""Hugging Face causal language models: read and check configurations, build models on meta, load saved ones.
 
 [Note: code named by configurations]
 transformers downloads and runs code that a configuration names: implementations of attention and experts
@@ -16,6 +16,7 @@ only a failure there is an error.
 
 import functools
 import importlib.util
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from plait.errors import ModelError, shown, unknown_key_hint
 from plait.fileio import missing_hint, read_json
 from plait.models.init_weights import RecordedConstruction, with_parameters_on_meta
 from plait.models.trace.prepare import running_on_meta
+from plait.models.transformers_types import is_pretrained_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -168,9 +170,16 @@ def _check_implementation(key: str, value: Any) -> None:
         )
 
 
-def build_on_meta(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreTrainedModel":
-    """Build the causal language model of a configuration on meta; with `of_architecture`, a model of the
-    class that it names instead, if that is one of transformers. Raises ModelError."""
+def causal_lm_on_meta(
+    config: Mapping[str, Any] | Path, *, of_architecture: bool = False
+) -> "PreTrainedModel":
+    """Build the unmodified Hugging Face model of a configuration on the meta device.
+
+    `config`: keys as in a `config.json`, including `model_type`, or the path of such a file or its directory.
+    `of_architecture`: a model of the class that it names, if that is one of transformers, instead of the
+    causal language model. Raises ModelError, which names the key at fault where it can be found.
+    """
+    values = read_config(config) if isinstance(config, Path) else config
     check_config_values(values)
     build = functools.partial(_build, of_architecture=of_architecture)
     try:
@@ -188,6 +197,43 @@ def build_on_meta(values: Mapping[str, Any], *, of_architecture: bool = False) -
             hint="num_hidden_layers = 1",
         )
     return model
+
+
+def pretrained_causal_lm(path: str) -> "PreTrainedModel":
+    """Load a model with its weights in float32 from a Hugging Face directory.
+
+    No code that comes with the weights is run, nor any that they name. Raises ModelError.
+    """
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
+    values = read_config(Path(path))
+    check_config_values(values)
+    if values.get("quantization_config") is not None:  # which also names kernels to download
+        raise ModelError(
+            "quantized weights cannot be trained",
+            given=f"{path}: quantization_config",
+            expected="weights in float32, bfloat16 or float16",
+            hint="the model's weights before quantization",
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # of the model's code, too
+        raise ModelError(
+            "the weights to start from cannot be loaded",
+            given=f"{path}: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}",
+            expected="a directory with config.json and safetensors files",
+            hint=f"ls {path}",
+        ) from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def config_of_model(model: nn.Module) -> dict[str, Any] | None:
+    """The configuration of a Hugging Face model, with its class, as JSON; None for other modules."""
+    if not is_pretrained_model(model):
+        return None
+    values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return values | {"architectures": [type(model).__name__]}
 
 
 def check_forward(values: Mapping[str, Any]) -> None:
