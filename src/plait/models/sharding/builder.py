@@ -158,8 +158,9 @@ def add_linear(
     is_column = spec.style is Style.COLUMN
     out = over_col(out_features) if is_column else builder.shard_over_row(out_features, name)
     inp = builder.shard_over_row(in_features, name) if is_column else over_col(in_features)
+    summed = ((0, out_features),) if spec.is_inner and builder.cols > 1 else ()
     builder.layers[name] = LayerSharding(
-        name, spec.style, out, inp, transposed, spec.gathers, spec.splits, spec.head
+        name, spec.style, out, inp, transposed, spec.gathers, spec.splits, spec.head, summed
     )
     for key, full_name in builder.own_parameters(name).items():
         if key == "weight":
