@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from plait.errors import ModelError, PlanError
 from plait.models.sharding.builder import (
     TPPlanBuilder,
+    concatenated,
     linear_features,
     one_range_each,
     part_width,
-    repeat_per_part,
 )
 from plait.models.sharding.styles import Sizes, StyleSpec, replicate_hint, sizes_text
 from plait.plan.axes import FEATURES
@@ -44,7 +44,6 @@ from plait.plan.sharding import (
     DimSharding,
     HeadSplit,
     LayerSharding,
-    Range,
     Style,
     split,
     split_heads,
@@ -194,7 +193,7 @@ def shard_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, size: int
         return _shard_sizes(builder, name, spec.sizes, size, is_replicated=False)
     width = part_width(size, spec.parts, name)
     sharding = _shard_part_over_col(builder, name, spec, width)
-    return repeat_per_part(sharding, width, spec.parts) if spec.parts > 1 else sharding
+    return concatenated([(sharding, width)] * spec.parts)
 
 
 def used_sizes(builder: TPPlanBuilder, name: str, sizes: Sizes, size: int) -> DimSharding:
@@ -212,16 +211,15 @@ def _shard_sizes(
             expected="sizes that add up to its features",
             hint=replicate_hint(name),
         )
-    ranges: list[list[Range]] = [[] for _ in range(builder.cols)]
-    first = 0
+    parts = []
     for units, width in sizes:
         count, each = (width, 1) if units == 1 else (units, width)
-        parts = split(count, builder.cols, of=f"the heads of {name}")
-        for own, (start, stop) in zip(ranges, parts, strict=True):
-            is_all = is_replicated and units == 1
-            own.append((first, first + width) if is_all else (first + start * each, first + stop * each))
-        first += units * width
-    return DimSharding(FEATURES, tuple(map(tuple, ranges)))
+        ranges = split(count, builder.cols, of=f"the heads of {name}")
+        if is_replicated and units == 1:
+            ranges = ((0, width),) * builder.cols
+        own = one_range_each(FEATURES, [(start * each, stop * each) for start, stop in ranges])
+        parts.append((own, units * width))
+    return concatenated(parts)
 
 
 def _shard_part_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, width: int) -> DimSharding:

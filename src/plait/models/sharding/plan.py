@@ -31,10 +31,10 @@ from plait.errors import ModelError, PlanError
 from plait.models.sharding.builder import (
     TPPlanBuilder,
     add_linear,
+    concatenated,
     linear_features,
     one_range_each,
     part_width,
-    repeat_per_part,
 )
 from plait.models.sharding.columns import Columns, MisfitError, follow_columns
 from plait.models.sharding.derive import derive_styles
@@ -433,7 +433,7 @@ def _shard_expert_dim(builder: TPPlanBuilder, name: str, spec: StyleSpec, size: 
         )
     ranges = split_width(width // each, builder.cols, of=f"the features of {owner}")
     of_part = one_range_each(FEATURES, [(start * each, stop * each) for start, stop in ranges])
-    return repeat_per_part(of_part, width, spec.parts)
+    return concatenated([(of_part, width)] * spec.parts)
 
 
 def _add_experts(builder: TPPlanBuilder) -> None:

@@ -52,7 +52,7 @@ class StyleSpec:
 
     @property
     def has_shared_parts(self) -> bool:
-        """Whether every column reads all of a part; see `heads.py` [Note: packed sizes]."""
+        """True if every column reads all of some part: see `heads.py` [Note: packed sizes]."""
         return any(units == 1 for units, _ in self.sizes)
 
 

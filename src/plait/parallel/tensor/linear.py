@@ -110,14 +110,6 @@ class ParallelLinear:
         bias = getattr(module, "bias", None)
         return _traced_linear(x, weight_of(module), bias, *options, self.products.transposed, sizes)
 
-    @torch.compiler.disable(reason="a layer that splits its input or gathers or shares its output")
-    def _uncompiled_output(self, module: nn.Module, x: Tensor) -> Tensor:
-        return self._full_output(module, x)
-
-    @torch.compiler.disable(reason=NOT_TRACED)
-    def _uncompiled_float8_output(self, module: nn.Module, x: Tensor) -> Tensor:
-        return self._full_output(module, x)
-
     def _full_output(self, module: nn.Module, x: Tensor) -> Tensor:
         y = copy_ranges_to_group(self.sharded_output(module, x), self.summed, self.reduce_group)
         if self.used_output is not None:
@@ -125,6 +117,11 @@ class ParallelLinear:
         if self.gather_output is None or (self.head is not None and self.head.keep_sharded):
             return y
         return gather(y, self.gather_output)
+
+    _uncompiled_output = torch.compiler.disable(
+        _full_output, reason="a layer that splits its input or gathers or shares its output"
+    )
+    _uncompiled_float8_output = torch.compiler.disable(_full_output, reason=NOT_TRACED)
 
     def sharded_output(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return this rank's features of the output, (..., o)."""

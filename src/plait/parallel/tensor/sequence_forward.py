@@ -169,26 +169,17 @@ class SequenceParallelRegion:
 
         return map_hidden_input(full_input, self.region.name, args, kwargs)
 
-    @torch.compiler.disable(
-        reason="a region with other layers than sharded ones, or other inputs than tokens"
-    )
-    def _uncompiled_enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        return self._enter(module, args, kwargs)
-
-    @torch.compiler.disable(reason=NOT_TRACED)
-    def _uncompiled_float8_enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        return self._enter(module, args, kwargs)
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         name = self.region.name
         args, kwargs = map_hidden_input(lambda x: self._full_input(module, x), name, args, kwargs)
         if self.region.is_pure:
             return args, kwargs
         return map_side_inputs(lambda x: self.side_inputs.for_region(name, x), args, kwargs)
+
+    _uncompiled_enter = torch.compiler.disable(
+        _enter, reason="a region with other layers than sharded ones, or other inputs than tokens"
+    )
+    _uncompiled_float8_enter = torch.compiler.disable(_enter, reason=NOT_TRACED)
 
     def _full_input(self, module: nn.Module, x: Tensor) -> Tensor:
         original = self.side_inputs.original(x)
