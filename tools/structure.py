@@ -52,7 +52,7 @@ BUDGETS = {
     "data": 2400,
     "engine": 3450,
     "estimate": 600,
-    "models": 8150,
+    "models": 8050,
     "optim": 1700,
     "pages": 250,
     "parallel": 12800,
