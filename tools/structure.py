@@ -52,7 +52,7 @@ BUDGETS = {
     "data": 2400,
     "engine": 3560,
     "estimate": 600,
-    "models": 8150,
+    "models": 8050,
     "optim": 1460,
     "pages": 275,
     "parallel": 12700,

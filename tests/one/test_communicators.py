@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _process_group_color
 from plait.comm import Group, Mesh
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter
-from plait.parallel.tensor.groups import TensorGroups
+from plait.parallel.tensor.shards import TensorGroups
 from plait.parallel.zero.rank_context import RankGroups
 from plait.parallel.zero.sharded_model import TiedGradReduce
 from plait.plan import Grid, Plan

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import modeling_utils
 
 from plait.errors import ModelError
-from plait.models import causal_lm_on_meta, check_forward, huggingface_config, pretrained_causal_lm
+from plait.models import causal_lm_on_meta, check_forward, huggingface, pretrained_causal_lm
 from support.hf_models import CONFIGS, OTHERS, config_of
 
 LLAMA: dict[str, Any] = {
@@ -82,7 +82,7 @@ def test_a_misspelt_model_type_is_an_error_with_the_nearest_one() -> None:
 
 
 def test_a_model_of_too_many_modules_is_refused_whatever_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_config, "_MAX_MODULES", 40)
+    monkeypatch.setattr(huggingface, "_MAX_MODULES", 40)
     causal_lm_on_meta({**LLAMA, "num_hidden_layers": 2})
     with pytest.raises(ModelError, match="too large"):
         causal_lm_on_meta({**LLAMA, "num_hidden_layers": 4})

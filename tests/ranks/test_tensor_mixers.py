@@ -60,7 +60,7 @@ def _unsummed(y: Any, *_: Any) -> Any:
     ("family", "path", "change"),
     [
         ("mamba", "plait.parallel.tensor.linear.copy_ranges_to_group", _unsummed),
-        ("mamba2", "plait.parallel.tensor.mixers.gather_summed", functional.gather),
+        ("mamba2", "plait.parallel.tensor.functional.gather_summed", functional.gather),
         ("bamba", "plait.parallel.tensor.norm.differentiable_all_reduce", _unsummed),
     ],
 )

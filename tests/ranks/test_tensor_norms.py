@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.parallel.tensor.groups import TensorGroups
+from plait.parallel.tensor.shards import TensorGroups
 from plait.plan.sharding import LayerSharding, Style
 from support.pool import Pool, RankError
 from support.tensor_shards import GRIDS, Case, DimSharding, even, groups_of, max_differences, muted_groups

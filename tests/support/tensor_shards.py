@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.comm import Call, Mesh, OpType, Transport, Work, all_reduce, connect
 from plait.parallel.tensor.apply import apply_tp_plan
-from plait.parallel.tensor.groups import TensorGroups
 from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.shards import TensorGroups
 from plait.plan import Grid
 from plait.plan.sharding import DimSharding, LayerSharding, TPPlan
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.models import blocks_of
-from plait.parallel.tensor.replicated import slice_head_arguments
+from plait.parallel.tensor.other_layers import slice_head_arguments
 from plait.plan.sharding import DimSharding, LayerSharding, ParamSharding, Range, Style, TPPlan, split
 from support.tensor_models import LENGTH, coordinates, loss_of, shard_of
 

@@ -24,9 +24,9 @@ from plait.parallel.local_steps import IslandState, OuterOptimizer
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linears
 from plait.parallel.tensor.apply import apply_tp_plan
-from plait.parallel.tensor.groups import TensorGroups
 from plait.parallel.tensor.rng import install_rng_streams
 from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.shards import TensorGroups
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, InFlightReductions
 from plait.parallel.zero.materialize import bind_flat_params, init_flat_params, release_unused

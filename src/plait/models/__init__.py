@@ -2,20 +2,22 @@
 
 from plait.models.blocks import Blocks, Chain, FlopFacts, default_groups, unit_facts
 from plait.models.huggingface import (
-    buffers_like_weights,
     causal_lm_on_meta,
-    config_of_model,
-    pretrained_causal_lm,
-    saved_model_on_meta,
-)
-from plait.models.huggingface_config import (
     check_config_values,
     check_forward,
     check_integers,
+    config_of_model,
+    pretrained_causal_lm,
     read_config,
     without_warnings,
 )
-from plait.models.huggingface_names import SavedGroup, SaveFormat, StateNames, map_file_keys
+from plait.models.huggingface_names import (
+    SavedGroup,
+    SaveFormat,
+    StateNames,
+    buffers_like_weights,
+    map_file_keys,
+)
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
 from plait.models.mask_decisions import decided_on_cpu, remember_sources
 from plait.models.sharding.layout import with_layout
@@ -94,7 +96,6 @@ __all__ = [
     "receiving",
     "remember_sources",
     "running_on_meta",
-    "saved_model_on_meta",
     "seeded_rng",
     "split_stage",
     "task_of",

@@ -9,6 +9,7 @@ Merged ones cannot, and are left to `from_pretrained`; writing still takes one g
 a group is at most one layer's.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from plait.models.init_weights import RecordedConstruction
 from plait.models.transformers_types import is_pretrained_model
 
 if TYPE_CHECKING:
@@ -48,6 +50,36 @@ class StateNames:
     def checkpoint_key(self, first: str) -> str:
         """The tensor's key in a checkpoint."""
         return f"{'buffers' if first in self.buffers else 'weights'}/{first}"
+
+
+def buffers_like_weights(model: nn.Module) -> set[int]:
+    """The ids of buffers that have the dtype of the weights: those that are saved with them. In a model of
+    transformers, those that have it where the class is built for such weights: tables of angles have not."""
+    found, seen = set(), set[nn.Module]()
+    for module in model.modules():
+        if is_pretrained_model(module) and module not in seen:
+            seen.update(module.modules())
+            dtypes = _built_for_bfloat16(module)
+            found |= {id(b) for name, b in module.named_buffers() if dtypes.get(name) == torch.bfloat16}
+        elif module not in seen:
+            kept = module._non_persistent_buffers_set
+            found |= {id(b) for key, b in module._buffers.items() if b is not None and key not in kept}
+    return found
+
+
+def _built_for_bfloat16(model: "PreTrainedModel") -> dict[str, torch.dtype]:
+    """Dtypes of buffers of a model built for weights in bfloat16; none if it cannot be built again."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with RecordedConstruction(), torch.device("meta"):
+            rebuilt = type(model)(copy.deepcopy(model.config))
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return {}  # a class of the user's, with other arguments
+    finally:
+        torch.set_default_dtype(default)
+    wide = set(model._keep_in_fp32_modules_strict or ())
+    return {name: b.dtype for name, b in rebuilt.named_buffers() if wide.isdisjoint(name.split("."))}
 
 
 def map_file_keys(model: nn.Module, keys: Iterable[str]) -> dict[str, str] | str:

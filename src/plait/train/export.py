@@ -11,7 +11,7 @@ from plait import checkpoint
 from plait.checkpoint import Checkpoint, write_hugging_face
 from plait.data.tokenizer import read_tokenizer
 from plait.errors import CheckpointError
-from plait.models import saved_model_on_meta
+from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.train.recipe_parts import check_prompt, model_on_meta, prompt_ids
 from plait.train.run_dir import RunDir
@@ -81,7 +81,7 @@ def convert(
     generation = saved.facts.get("generation")
     write_hugging_face(
         saved,
-        saved_model_on_meta(config if config is not None else recorded_config(saved)),
+        causal_lm_on_meta(config if config is not None else recorded_config(saved), of_architecture=True),
         out,
         dtype=DTYPES[dtype or Plan.parse(str(saved.facts.get("plan", ""))).dtype],
         shard_bytes=shard_bytes,

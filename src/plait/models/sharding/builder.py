@@ -118,14 +118,15 @@ def one_range_each(axis: str, ranges: Sequence[Range]) -> DimSharding:
     return DimSharding(axis, tuple((coord_range,) for coord_range in ranges))
 
 
-def repeat_per_part(sharding: DimSharding, width: int, parts: int) -> DimSharding:
-    """Apply the same sharding to each of `parts` concatenated parts, each `width` wide."""
-    firsts = [part * width for part in range(parts)]
-    repeated = (
-        tuple((first + start, first + stop) for first in firsts for start, stop in ranges)
-        for ranges in sharding.ranges
-    )
-    return DimSharding(sharding.axis, tuple(repeated))
+def concatenated(parts: Sequence[tuple[DimSharding, int]]) -> DimSharding:
+    """Return the sharding of a dim that concatenates parts, each with its own sharding and width."""
+    ranges: list[tuple[Range, ...]] = []
+    first = 0
+    for sharding, width in parts:
+        moved = [tuple((first + start, first + stop) for start, stop in own) for own in sharding.ranges]
+        ranges = [before + own for before, own in zip(ranges, moved, strict=True)] if ranges else moved
+        first += width
+    return DimSharding(parts[0][0].axis, tuple(ranges))
 
 
 def linear_features(module: nn.Module) -> tuple[int, int, bool] | None:
@@ -158,8 +159,9 @@ def add_linear(
     is_column = spec.style is Style.COLUMN
     out = over_col(out_features) if is_column else builder.shard_over_row(out_features, name)
     inp = builder.shard_over_row(in_features, name) if is_column else over_col(in_features)
+    summed = ((0, out_features),) if spec.is_inner and builder.cols > 1 else ()
     builder.layers[name] = LayerSharding(
-        name, spec.style, out, inp, transposed, spec.gathers, spec.splits, spec.head
+        name, spec.style, out, inp, transposed, spec.gathers, spec.splits, spec.head, summed
     )
     for key, full_name in builder.own_parameters(name).items():
         if key == "weight":

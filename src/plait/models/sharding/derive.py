@@ -164,7 +164,7 @@ def _pairs(
                 bad |= of_layer
             else:
                 rows.add(name)
-                columns |= dict.fromkeys(of_layer, units[name])
+                columns |= dict.fromkeys(sorted(of_layer), units[name])  # one order on every rank
         summed = _summed_parts(builder, uses, layers - rows, columns.keys(), bad)
         if len(bad) == before:
             break
@@ -176,7 +176,7 @@ def _pairs(
             styles[owner] = StyleSpec(Style.DEPTHWISE, multiple=multiple)
         else:
             styles[name] = StyleSpec(Style.COLUMN, parts=of_source[name], multiple=multiple)
-    for name in rows:
+    for name in sorted(rows):
         width = _unit_width(builder, name, 0, units[name])
         styles[name] = StyleSpec(Style.ROW, multiple=_multiple(builder, name, width))
     for name, ranges in summed.items():

@@ -1,4 +1,4 @@
-"""Sharding by heads: how many an attention module has, and which features of its layers belong to which.
+"""Sharding of dims over columns: by the heads of an attention, or by declared units.
 
 [Note: heads of a layer]
 A layer's heads are those of the nearest module that contains it and
@@ -12,6 +12,16 @@ the width of a head (`/64`). In the second, there are `num_attention_heads` quer
 recognized by their names. A head's width is the layer's width divided by the heads, so that gates next to
 queries, and latent projections, are sharded correctly too.
 
+[Note: packed sizes]
+Projections of mixers pack parts of unequal width. `64x64+64x64+1x128+1x128+64x1` is 64 heads of 64 features,
+twice, then two parts of 128 features, then a number for each head. The heads (or groups of heads) of all
+parts are split alike. A part that is one unit is read in full on every column, with the heads of that column:
+
+  - of a COLUMN layer, the weight is sharded all the same: the part's features are split over the columns, and
+    the output's are gathered. Their gradient is a sum over columns.
+  - of a convolution, which has few weights, every column has all of them, and reads those of its channels.
+    The gradient is a partial sum on every column.
+
 Also norms of queries and keys.
 """
 
@@ -23,14 +33,22 @@ from dataclasses import dataclass
 from plait.errors import ModelError, PlanError
 from plait.models.sharding.builder import (
     TPPlanBuilder,
+    concatenated,
     linear_features,
     one_range_each,
     part_width,
-    repeat_per_part,
 )
-from plait.models.sharding.styles import StyleSpec, replicate_hint
+from plait.models.sharding.styles import Sizes, StyleSpec, replicate_hint, sizes_text
 from plait.plan.axes import FEATURES
-from plait.plan.sharding import DimSharding, HeadSplit, LayerSharding, Style, split, split_heads, split_width
+from plait.plan.sharding import (
+    DimSharding,
+    HeadSplit,
+    LayerSharding,
+    Style,
+    split,
+    split_heads,
+    split_width,
+)
 
 NUM_HEADS_NAMES = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 NUM_KV_HEADS_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -171,9 +189,37 @@ def _declared_head_counts(builder: TPPlanBuilder, module: str) -> list[int]:
 
 def shard_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, size: int) -> DimSharding:
     """Shard the features of a layer or parameter, `size` in all, over the columns."""
+    if spec.sizes:
+        return _shard_sizes(builder, name, spec.sizes, size, is_replicated=False)
     width = part_width(size, spec.parts, name)
     sharding = _shard_part_over_col(builder, name, spec, width)
-    return repeat_per_part(sharding, width, spec.parts) if spec.parts > 1 else sharding
+    return concatenated([(sharding, width)] * spec.parts)
+
+
+def used_sizes(builder: TPPlanBuilder, name: str, sizes: Sizes, size: int) -> DimSharding:
+    """The features of a packed dim that the code of each column reads. See [Note: packed sizes]."""
+    return _shard_sizes(builder, name, sizes, size, is_replicated=True)
+
+
+def _shard_sizes(
+    builder: TPPlanBuilder, name: str, sizes: Sizes, size: int, *, is_replicated: bool
+) -> DimSharding:
+    if sum(units * width for units, width in sizes) != size:
+        raise ModelError(
+            f"the tensor plan's sizes are not those of {name}",
+            given=f"{sizes_text(sizes)}, of {size} features",
+            expected="sizes that add up to its features",
+            hint=replicate_hint(name),
+        )
+    parts = []
+    for units, width in sizes:
+        count, each = (width, 1) if units == 1 else (units, width)
+        ranges = split(count, builder.cols, of=f"the heads of {name}")
+        if is_replicated and units == 1:
+            ranges = ((0, width),) * builder.cols
+        own = one_range_each(FEATURES, [(start * each, stop * each) for start, stop in ranges])
+        parts.append((own, units * width))
+    return concatenated(parts)
 
 
 def _shard_part_over_col(builder: TPPlanBuilder, name: str, spec: StyleSpec, width: int) -> DimSharding:
@@ -225,7 +271,8 @@ def _head_width(size: int, count: int, name: str, heads: Heads) -> int:
 def check_heads(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
     """Raise ModelError for a ROW layer with one output per head: sharded code expects its own heads' only."""
     features = linear_features(builder.modules[name])
-    if spec.style is not Style.ROW or spec.splits or features is None or builder.cols == 1:
+    is_by_heads = spec.style is Style.ROW and not (spec.splits or spec.sizes or spec.is_inner)
+    if not is_by_heads or features is None or builder.cols == 1:
         return
     heads = find_heads(builder, name)
     if heads is not None and not heads.is_declared and features[0] in (heads.num_heads, heads.num_kv_heads):

@@ -22,6 +22,7 @@ same.
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -30,10 +31,10 @@ from plait.errors import ModelError, PlanError
 from plait.models.sharding.builder import (
     TPPlanBuilder,
     add_linear,
+    concatenated,
     linear_features,
     one_range_each,
     part_width,
-    repeat_per_part,
 )
 from plait.models.sharding.columns import Columns, MisfitError, follow_columns
 from plait.models.sharding.derive import derive_styles
@@ -45,15 +46,9 @@ from plait.models.sharding.heads import (
     check_heads,
     find_heads,
     shard_over_col,
+    used_sizes,
 )
 from plait.models.sharding.layout import LAYOUT, Dims, apply_layout, implied_dims, split_table
-from plait.models.sharding.mixers import (
-    add_depthwise,
-    add_divided_attributes,
-    add_mixer_linear,
-    add_mixer_parameter,
-    add_norm_over_columns,
-)
 from plait.models.sharding.placement import (
     adapted_layer,
     check_mixed,
@@ -279,12 +274,13 @@ def _check_shared(builder: TPPlanBuilder) -> None:
 
 
 def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
-    add_divided_attributes(builder, name, spec)
-    if (spec.sizes and spec.style in (Style.COLUMN, Style.ROW)) or spec.is_inner:
-        add_mixer_linear(builder, name, spec)
-    elif spec.style in (Style.COLUMN, Style.ROW):
+    _add_divided_attributes(builder, name, spec)
+    if spec.style in (Style.COLUMN, Style.ROW):
         check_heads(builder, name, spec)
         add_linear(builder, name, spec, lambda size: shard_over_col(builder, name, spec, size))
+        if spec.style is Style.COLUMN and spec.has_shared_parts and builder.cols > 1:
+            layer, size = builder.layers[name], sum(units * width for units, width in spec.sizes)
+            builder.layers[name] = replace(layer, uses=used_sizes(builder, name, spec.sizes, size))
     elif spec.style is Style.VOCABULARY:
         _add_vocabulary(builder, name)
     elif spec.style is Style.PER_HEAD_NORM:
@@ -293,9 +289,9 @@ def _add_module(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
         summed = spec.summed or (_rotary_features(builder, name),)
         builder.layers[name] = LayerSharding(name, Style.MLA_LATENT, summed=summed)
     elif spec.style is Style.DEPTHWISE:
-        add_depthwise(builder, name, spec)
+        _add_depthwise(builder, name, spec)
     elif spec.style is Style.NORM:
-        add_norm_over_columns(builder, name, spec)
+        _add_norm_over_columns(builder, name, spec)
     elif spec.style is Style.EXPERTS:
         builder.layers[name] = LayerSharding(name, Style.EXPERTS)
 
@@ -331,11 +327,63 @@ def _add_vocabulary(builder: TPPlanBuilder, name: str) -> None:
     builder.shard_parameter(builder.own_parameters(name)["weight"], (inp, out))
 
 
+def _add_depthwise(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
+    """Add a convolution of each channel separately."""
+    module = builder.modules[name]
+    if not isinstance(module, nn.Conv1d) or not module.groups == module.in_channels == module.out_channels:
+        raise ModelError(
+            f"{name} is not a depthwise convolution, and cannot be sharded over its channels",
+            given=str(module),
+            expected="nn.Conv1d with as many groups as channels",
+            hint=replicate_hint(name),
+        )
+    own, channels = builder.own_parameters(name), module.groups
+    is_full = spec.has_shared_parts and builder.cols > 1
+    if spec.sizes:
+        used = used_sizes(builder, name, spec.sizes, channels)
+    else:
+        used = shard_over_col(builder, name, spec, channels)
+    builder.layers[name] = LayerSharding(
+        name, Style.DEPTHWISE, uses=used if is_full else None, fused=spec.fused
+    )
+    for full_name in own.values():
+        rest = [None] * (len(builder.shapes[full_name]) - 1)
+        builder.shard_parameter(full_name, (None if is_full else used, *rest), partial=is_full)
+    for key in ("in_channels", "out_channels", "groups"):
+        builder.attributes[name, key] = used.sizes
+
+
+def _add_norm_over_columns(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
+    """Add a norm whose statistics are taken over the features of all columns, and its attributes that are as
+    wide."""
+    for full_name in builder.own_parameters(name).values():
+        (size,) = builder.shapes[full_name]
+        sharding = shard_over_col(builder, name, replace(spec, sizes=spec.sizes or ((size, 1),)), size)
+        builder.layers[name] = LayerSharding(name, Style.NORM, sharding)
+        builder.shard_parameter(full_name, (sharding,))
+        widths = [key for key, value in vars(builder.modules[name]).items() if value == size]
+        builder.attributes |= {(name, key): sharding.sizes for key in widths}
+
+
+def _add_divided_attributes(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
+    """Add attributes of a mixer that count what its columns read."""
+    for key, sizes in spec.divided:
+        value = getattr(builder.modules[name], key, None)
+        if not isinstance(value, int):
+            raise ModelError(
+                f"the tensor plan divides an attribute of {name} that is not a positive integer",
+                given=f"{key}={value!r}",
+                expected="an integer that counts heads or their features",
+                hint=replicate_hint(name),
+            )
+        builder.attributes[name, key] = used_sizes(builder, f"{name}.{key}", sizes, value).sizes
+
+
 def _add_parameter(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
     """Add a parameter that the plan names by its own path: attention sinks, or experts."""
     if spec.style in (None, Style.REPLICATE):
         return
-    owner, shape = name.rpartition(".")[0], builder.shapes[name]
+    shape = builder.shapes[name]
     if spec.style is Style.PER_HEAD_NORM:
         builder.shard_parameter(name, [None] * len(shape), partial=True)
         return
@@ -347,27 +395,26 @@ def _add_parameter(builder: TPPlanBuilder, name: str, spec: StyleSpec) -> None:
             "or replicate",
             hint=replicate_hint(name),
         )
-    if spec.sizes:
-        add_mixer_parameter(builder, name, spec)
-        return
-    is_column = spec.style is Style.COLUMN
-    if not is_column and len(shape) <= 1:
-        return  # a bias, added after the sum over columns
-    dim = max(len(shape) - 2, 0) if is_column else len(shape) - 1
-    if len(shape) == 3:
-        sharding = _shard_expert_dim(builder, owner, shape[dim], spec, name)
+    is_column, is_of_experts = spec.style is Style.COLUMN, len(shape) == 3 and not spec.sizes
+    if spec.sizes:  # of a mixer: along the first dim of that size
+        size = sum(units * width for units, width in spec.sizes)
+        dim = shape.index(size) if size in shape else 0
+    elif is_column:
+        dim = max(len(shape) - 2, 0)
+    elif len(shape) > 1:
+        dim = len(shape) - 1
     else:
-        sharding = shard_over_col(builder, name, spec, shape[dim])
+        return  # a bias, added after the sum over columns
+    shard = _shard_expert_dim if is_of_experts else shard_over_col
+    sharding = shard(builder, name, spec, shape[dim])
     builder.shard_parameter(name, [sharding if index == dim else None for index in range(len(shape))])
 
 
-def _shard_expert_dim(
-    builder: TPPlanBuilder, owner: str, size: int, spec: StyleSpec, name: str
-) -> DimSharding:
+def _shard_expert_dim(builder: TPPlanBuilder, name: str, spec: StyleSpec, size: int) -> DimSharding:
     """Shard the experts' feature dim. A dim that interleaves several parts (gate, up, ...) is split between
     groups of them, and the plan has to declare it: the width alone does not tell interleaved parts from
     concatenated ones."""
-    width = part_width(size, spec.parts, name)
+    width, owner = part_width(size, spec.parts, name), name.rpartition(".")[0]
     declared = [(builder.specs.get(of), builder.shapes[of]) for of in builder.own_parameters(owner).values()]
     ffn = min(
         shape[-2 if of.style is Style.COLUMN else -1] // of.parts
@@ -386,7 +433,7 @@ def _shard_expert_dim(
         )
     ranges = split_width(width // each, builder.cols, of=f"the features of {owner}")
     of_part = one_range_each(FEATURES, [(start * each, stop * each) for start, stop in ranges])
-    return repeat_per_part(of_part, width, spec.parts)
+    return concatenated([(of_part, width)] * spec.parts)
 
 
 def _add_experts(builder: TPPlanBuilder) -> None:

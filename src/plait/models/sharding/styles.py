@@ -30,7 +30,7 @@ class StyleSpec:
     multiple    the output is split at multiples of this, a head's width; None: see `models/sharding/heads.py`
     attributes  of the module: numbers that are divided like its heads
     summed      of a MLA_LATENT layer: see `LayerSharding`; (): what its attention rotates
-    sizes       units and width of the parts of a dim that packs parts of unequal width: see `mixers.py`
+    sizes       units and width of the parts of a dim that packs parts of unequal width: see `heads.py`
     divided     attributes of the module, and the sizes that each of them is the sum of
     fused       as in `LayerSharding`
     is_inner    ROW: the output stays in the region, where every column reads it with channels of its own
@@ -49,6 +49,11 @@ class StyleSpec:
     divided: tuple[tuple[str, Sizes], ...] = ()
     is_inner: bool = False
     fused: bool = False
+
+    @property
+    def has_shared_parts(self) -> bool:
+        """True if every column reads all of some part: see `heads.py` [Note: packed sizes]."""
+        return any(units == 1 for units, _ in self.sizes)
 
 
 _GATHERS = StyleSpec(Style.COLUMN, gathers=True)

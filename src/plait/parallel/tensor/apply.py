@@ -19,12 +19,16 @@ from plait.errors import ModelError
 from plait.models import input_embedding, linear_forwards, pretrained_base
 from plait.parallel.float8 import PLAIN, LayerProducts
 from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding
-from plait.parallel.tensor.functional import split
-from plait.parallel.tensor.groups import ShardedDim, TensorGroups
+from plait.parallel.tensor.functional import UsedFeatures, split
 from plait.parallel.tensor.linear import HeadOutput, ParallelLinear
-from plait.parallel.tensor.mixers import UnfusedForward, UsedFeatures, read_own_channels
 from plait.parallel.tensor.norm import ParallelNorm
-from plait.parallel.tensor.replicated import ParallelExperts, ReplicatedLayer, slice_head_arguments
+from plait.parallel.tensor.other_layers import (
+    ParallelExperts,
+    ReplicatedLayer,
+    UnfusedForward,
+    read_own_channels,
+    slice_head_arguments,
+)
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.sequence_forward import (
     Region,
@@ -33,6 +37,7 @@ from plait.parallel.tensor.sequence_forward import (
     begin_with_received,
     check_outer_modules,
 )
+from plait.parallel.tensor.shards import ShardedDim, TensorGroups
 from plait.parallel.tensor.shared_input import SharedInputs
 from plait.parallel.tensor.side_inputs import SideInputs
 from plait.plan.axes import FEATURES, HIDDEN

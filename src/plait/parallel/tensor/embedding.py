@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from plait.comm import Group
 from plait.errors import ModelError
 from plait.parallel.tensor.functional import all_reduce_in_place
-from plait.parallel.tensor.groups import ShardedDim
+from plait.parallel.tensor.shards import ShardedDim
 from plait.parallel.tensor.shared_input import weight_of
 from plait.plan.sharding import Range
 

@@ -19,6 +19,8 @@ gradient of a gathered tensor, and a copy's contribution to a statistic.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,9 +30,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from plait.comm import Group, all_reduce
-from plait.parallel.tensor.groups import ShardedDim
-from plait.parallel.tensor.token_shards import TokenShards
-from plait.plan.sharding import Range
+from plait.parallel.tensor.shards import ShardedDim, TokenShards
+from plait.plan.sharding import DimSharding, Range
 
 Sharding = ShardedDim | TokenShards  # of features, of tokens
 
@@ -73,6 +74,64 @@ def gather_summed(shard: Tensor, sharding: Sharding) -> Tensor:
 def split(full: Tensor, sharding: Sharding) -> Tensor:
     """Take this rank's shard; backward all-gathers."""
     return _Split.apply(full, sharding) if sharding.group.size > 1 else full
+
+
+@dataclass(frozen=True)
+class UsedFeatures:
+    """The features of a layer's output that the code of a column reads: `own` ones, and ranges that all
+    columns read, of which each column computes some."""
+
+    own: ShardedDim
+    used: DimSharding
+
+    def __call__(self, y_o: Tensor) -> Tensor:
+        """Return (..., features that are read) of (..., own features)."""
+        shards = dict(
+            zip(
+                self._own_ranges,
+                y_o.split([stop - start for start, stop in self._own_ranges], -1),
+                strict=True,
+            )
+        )
+        shared, sizes = self._shared, [stop - start for start, stop in self._shared]
+        own = torch.cat(
+            [shard for (start, _), shard in shards.items() if _position(start, shared) is not None], -1
+        )
+        full = dict(zip(shared, gather_summed(own, self._gathered).split(sizes, -1), strict=True))
+        return torch.cat([full[r] if r in full else shards[r] for r in self.used.ranges[self.own.coord]], -1)
+
+    @cached_property
+    def _own_ranges(self) -> tuple[Range, ...]:
+        return self.own.sharding.ranges[self.own.coord]
+
+    @cached_property
+    def _shared(self) -> tuple[Range, ...]:
+        """The ranges that every column reads."""
+        first, *others = self.used.ranges
+        return tuple(found for found in first if all(found in ranges for ranges in others))
+
+    @cached_property
+    def _gathered(self) -> ShardedDim:
+        """How the columns shard these, put one after another."""
+        ranges = tuple(
+            tuple(
+                (at, at + stop - start)
+                for start, stop in own
+                if (at := _position(start, self._shared)) is not None
+            )
+            for own in self.own.sharding.ranges
+        )
+        return ShardedDim(DimSharding(self.own.sharding.axis, ranges), self.own.group)
+
+
+def _position(feature: int, ranges: tuple[Range, ...]) -> int | None:
+    """The position of a feature in concatenated ranges; None if it is in none of them."""
+    position = 0
+    for start, stop in ranges:
+        if start <= feature < stop:
+            return position + feature - start
+        position += stop - start
+    return None
 
 
 class _AllReduce(Function):

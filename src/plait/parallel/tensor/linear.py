@@ -39,17 +39,16 @@ from plait.parallel.linear_products import (
     products_named,
 )
 from plait.parallel.tensor.functional import (
+    UsedFeatures,
     all_reduce_in_place,
     copy_ranges_to_group,
     gather,
     split,
 )
-from plait.parallel.tensor.groups import ShardedDim
-from plait.parallel.tensor.mixers import UsedFeatures
 from plait.parallel.tensor.operators import define, is_traced
 from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.shards import ShardedDim, TokenShards, token_dim
 from plait.parallel.tensor.shared_input import InputView, SharedInput, SharedInputs, weight_of
-from plait.parallel.tensor.token_shards import TokenShards, token_dim
 from plait.parallel.tensor.traced_input import lookup_traced, share_traced
 from plait.plan.sharding import Range
 
@@ -117,14 +116,6 @@ class ParallelLinear:
         bias = getattr(module, "bias", None)
         return _traced_linear(x, weight_of(module), bias, *options, self.products.transposed, sizes)
 
-    @torch.compiler.disable(reason="a layer that splits its input or gathers or shares its output")
-    def _uncompiled_output(self, module: nn.Module, x: Tensor) -> Tensor:
-        return self._full_output(module, x)
-
-    @torch.compiler.disable(reason=NOT_TRACED)
-    def _uncompiled_float8_output(self, module: nn.Module, x: Tensor) -> Tensor:
-        return self._full_output(module, x)
-
     def _full_output(self, module: nn.Module, x: Tensor) -> Tensor:
         y = copy_ranges_to_group(self.sharded_output(module, x), self.summed, self.reduce_group)
         if self.used_output is not None:
@@ -132,6 +123,11 @@ class ParallelLinear:
         if self.gather_output is None or (self.head is not None and self.head.keep_sharded):
             return y
         return gather(y, self.gather_output)
+
+    _uncompiled_output = torch.compiler.disable(
+        _full_output, reason="a layer that splits its input or gathers or shares its output"
+    )
+    _uncompiled_float8_output = torch.compiler.disable(_full_output, reason=NOT_TRACED)
 
     def sharded_output(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return this rank's features of the output, (..., o)."""

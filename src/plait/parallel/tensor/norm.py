@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from plait.comm import all_gather
 from plait.errors import ModelError
 from plait.parallel.tensor.functional import all_reduce_in_place, differentiable_all_reduce
-from plait.parallel.tensor.groups import ShardedDim
+from plait.parallel.tensor.shards import ShardedDim
 
 # Reduce over features without changing the shape: not detectable from the output.
 _KEEP_SHAPE = {

@@ -41,7 +41,7 @@ from plait.comm import Group
 from plait.errors import ModelError
 from plait.models.tensors import WeakTensorMap, tensors_in
 from plait.parallel.tensor.functional import split
-from plait.parallel.tensor.token_shards import TokenShards, token_dim
+from plait.parallel.tensor.shards import TokenShards, token_dim
 
 _MARK = "plait: length of the full sequence"
 

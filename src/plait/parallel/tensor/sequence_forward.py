@@ -31,9 +31,9 @@ from plait.errors import ModelError
 from plait.parallel.linear_products import NOT_TRACED, Float8Input
 from plait.parallel.tensor.functional import gather, split
 from plait.parallel.tensor.sequence import SequenceShard
+from plait.parallel.tensor.shards import TokenGather
 from plait.parallel.tensor.shared_input import SharedInput, SharedInputs, weight_of
 from plait.parallel.tensor.side_inputs import Arguments, SideInputs, map_side_inputs
-from plait.parallel.tensor.token_shards import TokenGather
 from plait.parallel.tensor.traced_input import traced_full_input
 
 
@@ -168,26 +168,17 @@ class SequenceParallelRegion:
 
         return map_hidden_input(full_input, self.region.name, args, kwargs)
 
-    @torch.compiler.disable(
-        reason="a region with other layers than sharded ones, or other inputs than tokens"
-    )
-    def _uncompiled_enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        return self._enter(module, args, kwargs)
-
-    @torch.compiler.disable(reason=NOT_TRACED)
-    def _uncompiled_float8_enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        return self._enter(module, args, kwargs)
-
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         name = self.region.name
         args, kwargs = map_hidden_input(lambda x: self._full_input(module, x), name, args, kwargs)
         if self.region.is_pure:
             return args, kwargs
         return map_side_inputs(lambda x: self.side_inputs.for_region(name, x), args, kwargs)
+
+    _uncompiled_enter = torch.compiler.disable(
+        _enter, reason="a region with other layers than sharded ones, or other inputs than tokens"
+    )
+    _uncompiled_float8_enter = torch.compiler.disable(_enter, reason=NOT_TRACED)
 
     def _full_input(self, module: nn.Module, x: Tensor) -> Tensor:
         original = self.side_inputs.original(x)

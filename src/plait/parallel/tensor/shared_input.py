@@ -59,7 +59,7 @@ from plait.comm import Group, Work, start_all_reduce
 from plait.models.tensors import WeakTensorMap
 from plait.parallel.linear_products import Products
 from plait.parallel.tensor.operators import is_traced
-from plait.parallel.tensor.token_shards import TokenGather, TokenShards
+from plait.parallel.tensor.shards import TokenGather, TokenShards
 
 _REGATHERED = "a region's tokens"
 

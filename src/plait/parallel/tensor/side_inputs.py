@@ -23,7 +23,7 @@ from plait.errors import ModelError
 from plait.models.tensors import WeakTensorMap
 from plait.parallel.tensor.functional import copy_to_group
 from plait.parallel.tensor.sequence import SequenceShard, depends_on_block_input
-from plait.parallel.tensor.token_shards import token_dim
+from plait.parallel.tensor.shards import token_dim
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional, keywords
 

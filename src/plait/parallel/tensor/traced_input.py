@@ -15,8 +15,8 @@ from plait.comm import Group, named_group, start_all_gather, start_all_reduce
 from plait.models.tensors import WeakTensorMap
 from plait.parallel.linear_products import PlainProducts
 from plait.parallel.tensor.operators import define
+from plait.parallel.tensor.shards import TokenGather, TokenShards, token_dim
 from plait.parallel.tensor.shared_input import InputView, SharedInput, unique_trainable
-from plait.parallel.tensor.token_shards import TokenGather, TokenShards, token_dim
 
 
 class _TracedInputs:

@@ -1,4 +1,5 @@
-"""Replicated layers between parallel ones, modules of experts, and per-head arguments (ALiBi slopes)."""
+"""Forwards of modules other than linear layers, embeddings and norms: replicated ones between parallel ones,
+experts, mixers and their convolutions; and per-head arguments (ALiBi slopes)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from plait.parallel.tensor.functional import (
     reduce_from_group,
     split,
 )
-from plait.parallel.tensor.groups import ShardedDim
 from plait.parallel.tensor.sequence_forward import map_hidden_input, map_hidden_output
+from plait.parallel.tensor.shards import ShardedDim
 from plait.parallel.tensor.side_inputs import Arguments
 from plait.plan.sharding import ArgumentSharding, Range, TPPlan
 
@@ -95,3 +96,46 @@ class ParallelExperts:
         if isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad:
             return copy_to_group(value, self.col)
         return value
+
+
+@dataclass(frozen=True)
+class UnfusedForward:
+    """Forward of a mixer, as when it is evaluated.
+
+    [Note: fused kernels of mixers]
+    While training, mixers call a fused kernel if one is installed. It reads the weights of several layers and
+    leaves out their forwards, and with them the sums over columns. Mixers tell training by their own flag,
+    and have no dropout. Kernels of single steps (convolution, scan) get tensors of this column's channels.
+    """
+
+    forward: Callable[..., Any]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        training, module.training = module.training, False
+        try:
+            return self.forward(module, *args, **kwargs)
+        finally:
+            module.training = training
+
+
+def read_own_channels(module: nn.Module, channels: tuple[Range, ...]) -> None:
+    """Make a module with all weights read as one with those of some channels."""
+    cls = type(module)
+    properties = {key: property(_OwnChannels(key)) for key in ("weight", "bias")}
+    own_class = _CLASSES.get(cls) or type(cls.__name__, (cls,), properties)
+    module.plait_channels = channels  # type: ignore[assignment]
+    module.__class__ = _CLASSES[cls] = own_class
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}  # by original class
+
+
+@dataclass(frozen=True)
+class _OwnChannels:
+    key: str
+
+    def __call__(self, module: Any) -> Tensor | None:
+        full = module._parameters[self.key]
+        return (
+            None if full is None else torch.cat([full[start:stop] for start, stop in module.plait_channels])
+        )
