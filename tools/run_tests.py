@@ -44,11 +44,8 @@ NO_TESTS = 5  # pytest's exit code when the arguments select none of a process
 def main() -> int:
     if sys.argv[1:2] == ["--pipes"]:
         pipes = [int(number) for number in sys.argv[2].split(",")]
-        options = [
-            "--durations=10",
-            "-o",
-            "console_output_style=classic",
-        ]  # no percentages of unknown numbers
+        # Without percentages of numbers that are not known.
+        options = ["--durations=10", "-o", "console_output_style=classic"]
         return int(pytest.main([*options, *sys.argv[3:], str(TESTS)], [SharedFiles(pipes)]))
     with ExitStack() as stack:
         pipes = [filled_pipe(names) for names in file_names()]
@@ -84,6 +81,7 @@ def filled_pipe(names: Sequence[str]) -> int:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)  # more names than a pipe can hold are an error
     for name in names:
+        assert len(name.encode()) <= NAME_BYTES, name
         os.write(writing, name.encode().ljust(NAME_BYTES))
     os.close(writing)
     return reading
@@ -110,6 +108,10 @@ class SharedFiles:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        missed = set(self._found).difference(*file_names())
+        assert not missed, f"tests in no process's list: {missed}"
+        if session.config.option.collectonly:
+            return True
         self._has_begun = True
         items = self._items(session)
         item = next(items, None)

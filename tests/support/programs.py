@@ -279,6 +279,8 @@ def _of_one_rank(key: Any, trace: Callable[[], Any]) -> Any:
             return pickle.loads(text)
         found = trace()
         file.write(pickle.dumps(found))
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the file, too
         return found
 
 

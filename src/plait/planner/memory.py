@@ -191,12 +191,15 @@ def _block_numel(model: ModelShape, rows: int, cols: int) -> float:
 
 
 def _block_matrices(model: ModelShape, rows: int, cols: int) -> tuple[tuple[int, int], ...]:
-    """The shapes on a rank of a block's matrices."""
+    """The sizes on a rank of a block's matrices; those of all experts are one, with a row for each expert."""
     hidden, kv = model.hidden // rows, model.kv_heads * model.head_dim // min(cols, model.kv_heads)
     heads, ffn, shared = (width // cols for width in (model.attention_width, model.ffn, model.shared_ffn))
-    widths = [ffn] * max(1, model.experts) + [shared] * (shared > 0)
+    experts = ((model.experts, (model.mlp_matrices - 1) * ffn * hidden), (model.experts, ffn * hidden))
+    widths = [shared] * (shared > 0) if model.experts else [ffn]
     ups = [(width, hidden) for width in widths] * (model.mlp_matrices - 1)
     downs = [(hidden, width) for width in widths]
+    if model.experts:
+        ups.extend(experts)
     return ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads), *ups, *downs)
 
 
