@@ -1,8 +1,8 @@
 """Optional products, which the packages that train do not import: what a plan asks for is loaded by its key.
 
-A product imports the packages that it builds on, and none of those imports it; only `train/` and `cli/`, above
-it, may. The table below is the only place that names code to import in a string, which import-linter cannot
-see (`tools/structure.py` checks it).
+A product imports the packages that it builds on, and none of those imports it; only `train/` and `cli/`,
+which are above it, may. The table below is the only place that names code to import in a string, which
+import-linter cannot see (`tools/structure.py` checks it).
 """
 
 import importlib

@@ -1,5 +1,7 @@
 """Compressed gradient reductions: fewer bytes on the wire, sums in float32.
 
+Codecs: float32 blocks to bytes and back. B blocks, K = BLOCK elements.
+
 [Note: reduction of compressed ranges]
 Each rank owns a range of the sum. Every rank sends every owner its range, encoded; the owner decodes and adds
 in float32, in rank order, its own numbers uncompressed: an all-to-all, (p-1)/p of the codes. Where all ranks
@@ -28,8 +30,6 @@ step to step. Over the ranks both sum to the same.
 Both messages are all-reduces, in which all ranks get the same bits; all ranks compute the same from them, so
 they agree as far as their processors do. Householder's QR keeps P orthonormal whatever M is: one of lower
 rank, or zero, does no harm, and no direction is lost for good.
-
-Codecs: float32 blocks to bytes and back. B blocks, K = BLOCK elements.
 """
 
 import math

@@ -44,7 +44,7 @@ from plait.tables import counted, facts_table
 from plait.train.config import ModelConfig
 from plait.train.export import newest_checkpoint, recorded_config
 from plait.train.metrics import perplexity
-from plait.train.recipe_parts import initial_model
+from plait.train.model import initial_model
 from plait.train.run_dir import RunDir
 from plait.train.saved_recipe import check_is_folder_of_model
 

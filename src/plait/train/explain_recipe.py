@@ -27,14 +27,8 @@ from plait.plan.layout_rules import layer_collectives
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
-from plait.train.recipe_parts import (
-    check_config,
-    check_optimizer_args,
-    config_of,
-    model_on_meta,
-    optimizer_class,
-    param_groups,
-)
+from plait.train.model import check_config, config_of, model_on_meta
+from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.run_report import memory_table
 
 _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one

@@ -13,7 +13,7 @@ from plait.data.tokenizer import read_tokenizer
 from plait.errors import CheckpointError
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
-from plait.train.recipe_parts import check_prompt, model_on_meta, prompt_ids
+from plait.train.model import check_prompt, model_on_meta, prompt_ids
 from plait.train.run_dir import RunDir
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]

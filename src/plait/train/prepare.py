@@ -32,19 +32,17 @@ from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, check_batches, differences, read_recipe
 from plait.train.heartbeat import any_stacks
 from plait.train.metrics import read_metrics
-from plait.train.recipe_parts import (
+from plait.train.model import (
     check_config,
-    check_optimizer_args,
     check_prompt,
     check_weights,
     complete_config,
     generation_of,
     initial_model,
     model_on_meta,
-    optimizer_class,
-    param_groups,
     prompt_ids,
 )
+from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
 

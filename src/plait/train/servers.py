@@ -14,8 +14,8 @@ from plait.comm import World
 from plait.engine.engine import Engine
 from plait.server.worker import JobIsOver
 from plait.train.config import Recipe
+from plait.train.optimizer import lr_lambda
 from plait.train.prepare import ResolvedRun
-from plait.train.recipe_parts import lr_lambda
 
 RESUMED = "plait: resumed"  # key of the job's store: the checkpoint that worker 0 has loaded
 

@@ -55,9 +55,9 @@ from plait.train.heartbeat import Heartbeat
 from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.measurements import StepRecorder, write_measured
 from plait.train.metrics import Metrics, StepMetrics, read_metrics
+from plait.train.optimizer import lr_lambda
 from plait.train.peak_flops import PeakFlops
 from plait.train.prepare import ResolvedRun
-from plait.train.recipe_parts import lr_lambda
 from plait.train.resume import load_newest
 from plait.train.run_report import (
     draw_clocks,
