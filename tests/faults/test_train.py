@@ -21,7 +21,8 @@ from plait.api import parallelize
 from plait.comm import World, connect
 from plait.plan import Plan
 from plait.train.metrics import read_metrics
-from plait.train.recipe_parts import model_on_meta, optimizer_class
+from plait.train.model import model_on_meta
+from plait.train.optimizer import optimizer_class
 from plait.train.run_dir import RunDir
 from support.cli_runs import (
     LIMIT_S,

@@ -27,7 +27,7 @@ from plait.models import (
 from plait.parallel.zero.state_io import StateShard
 from plait.train.config import ModelConfig
 from plait.train.export import convert
-from plait.train.recipe_parts import initial_model
+from plait.train.model import initial_model
 from plait.verify import parse_source
 
 SMALL = {

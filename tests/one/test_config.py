@@ -22,7 +22,7 @@ from plait.train.config import (
     differences,
     read_recipe,
 )
-from plait.train.recipe_parts import check_optimizer_args, lr_lambda, optimizer_class
+from plait.train.optimizer import check_optimizer_args, lr_lambda, optimizer_class
 from plait.verify.model_spec import parse_source
 
 ROOT = Path(__file__).resolve().parents[2]

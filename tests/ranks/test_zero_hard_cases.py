@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait.train.config import OptimizerConfig
-from plait.train.recipe_parts import param_groups
+from plait.train.optimizer import param_groups
 from support import edge_case_models, programs
 from support.pool import Pool, PoolOver
 from support.programs import Task

@@ -329,7 +329,7 @@ def one_column_adds_too_much() -> Iterator[None]:
 
 def recomputation_that_changes_buffers() -> Any:
     owner: Any = sys.modules["plait.parallel.activation_checkpoint"]
-    return mock.patch.object(owner, "put_back", return_value=nullcontext())
+    return mock.patch.object(owner, "_put_back", return_value=nullcontext())
 
 
 def evaluation_that_is_doubled() -> Any:
