@@ -59,7 +59,7 @@ class TPPlanBuilder:
 
     def own_parameters(self, module: str) -> dict[str, str]:
         """Map the module's direct parameters, by their name in it, to their full names in the model."""
-        own = self.modules[module].named_parameters(recurse=False)
+        own = self.model.get_submodule(module).named_parameters(recurse=False)  # also by a second name
         return {key: self._names[id(parameter)] for key, parameter in own}
 
     def shard_parameter(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
 from plait.models.sharding.builder import (
+    CONTAINERS,
     TPPlanBuilder,
     add_linear,
     concatenated,
@@ -247,8 +248,9 @@ def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
 def _adapted(
     builder: TPPlanBuilder, names: Mapping[int, str], module: nn.Module | None, style: Style
 ) -> nn.Module | None:
-    """The layer that a module of the model is or wraps."""
-    layer = adapted_layer(builder, names[id(module)], style) if id(module) in names else None
+    """The layer that a module of the model is or wraps. A list is none: a model may have several heads."""
+    is_layer = id(module) in names and not isinstance(module, CONTAINERS)
+    layer = adapted_layer(builder, names[id(module)], style) if is_layer else None
     return module if layer is None else builder.modules[layer]
 
 
