@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import MusicgenDecoderConfig, MusicgenForCausalLM
 
-from plait.models import causal_lm_on_meta
+from plait.models import blocks_of, build_tp_plan, causal_lm_on_meta
 from plait.plan.sharding import Style
 from support.derived_models import (
     AttentionBlock,
@@ -158,3 +159,23 @@ def test_a_derived_plan_of_a_family_computes_what_the_model_does(kind: str) -> N
     plan = plan_of(model, 1, 2)
     assert sum(layer.style in (Style.COLUMN, Style.ROW) for layer in plan.layers) >= 6
     assert differences(model, plan) == {}
+
+
+def test_an_activation_that_all_blocks_share_is_found_by_each_of_its_names() -> None:
+    model = causal_lm_on_meta({"model_type": "openai-gpt", "n_layer": 3, "n_embd": 24, "n_head": 4})
+    assert model.transformer.h[0].mlp.act is model.transformer.h[1].mlp.act
+    assert plan_of(model, 1, 2).layers
+
+
+def test_a_list_of_heads_is_no_wrapper_of_the_largest() -> None:
+    """A model that returns the logits of several heads as one tensor is divided in its blocks only."""
+    sizes = {"hidden_size": 24, "ffn_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        model = MusicgenForCausalLM(
+            MusicgenDecoderConfig(**sizes, vocab_size=64, num_codebooks=2, pad_token_id=None)
+        )
+    ids, seen = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(2, 5, 24)
+    batch = {"input_ids": ids, "encoder_hidden_states": seen}
+    plan = build_tp_plan(model, 1, 2, sequence=False, blocks=blocks_of(model, None, batch), batch=batch)
+    assert not [layer.module for layer in plan.layers if "lm_heads" in layer.module]
+    assert [layer.module for layer in plan.layers if "fc1" in layer.module]
