@@ -132,7 +132,7 @@ class FlatParam:
         self._parameters: list[UnitParameter] = []
         self._versions: list[int] = []  # of the parameters
         self._exposed: list[weakref.ref[Tensor]] = []  # tensors through which a script may write
-        self._handed_out: list[tuple[str, Tensor]] = []  # if shared: copies of values, with names
+        self._handed_out: list[tuple[str, Tensor, Tensor]] = []  # if shared: names, copies, and their values
         self.is_shared = context.shares_params  # parameters are written by others than this rank
         self.master = self.shard
         if layout.trains:
@@ -255,8 +255,9 @@ class FlatParam:
                 hint="engine.full_parameters()",
             )
         if self.is_shared:
-            self._handed_out.append((name, data.clone()))
-            return self._handed_out[-1][1]
+            copy = data.clone()
+            self._handed_out.append((name, copy, copy.clone()))
+            return copy
         if self.master is not self.shard or not self.unsharded.persistent:
             self._exposed.append(weakref.ref(data))
         return data
@@ -264,10 +265,12 @@ class FlatParam:
     def adopt_writes(self) -> None:
         """Write to `master` what was written to the parameters through `.data`; each rank its own range, so
         that ranks that hold the same parameter need to make the same writes. Compares only if `.data` was
-        read. Raises ModelError if other ranks use the memory: the writes, to copies, have had no effect."""
+        read. Raises ModelError if other ranks use the memory: the writes, to copies, have had no effect. One
+        that leaves the values as they are is none: a model may clamp its weights in each forward."""
         while self._handed_out:
-            name, copy = self._handed_out.pop()
-            if copy._version:  # the memory itself may already be in another rank's update
+            name, copy, before = self._handed_out.pop()
+            # Not compared with the memory itself, which may already be in another rank's update.
+            if copy._version and not torch.equal(copy, before):
                 raise ModelError(
                     "a parameter in memory that others share was written through .data",
                     given=name,
