@@ -285,6 +285,11 @@ HABITS: dict[str, tuple[Habit, str, dict[str, str]]] = {
         IN_TORCH,
         {"zero=3": NO_VALUES, "zero=1": SHARED},
     ),
+    "clamp without effect": (
+        _after_steps(lambda m, _: [p.data.clamp_(-9.0, 9.0) for p in m.parameters()]),
+        IN_TORCH,
+        {"zero=3": NO_VALUES},
+    ),
     "clamp groups": (
         _after_steps(lambda _, o: [_clamp(group["params"]) for group in o.param_groups]),
         IN_TORCH,
