@@ -157,7 +157,8 @@ class ShmTransport:
     def share(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return one flat tensor of zeros, the same memory on all ranks of the group. Collective."""
         num_bytes = max(1, numel * dtype.itemsize)
-        descriptor = torch.zeros(3, dtype=torch.int64)  # pid, fd, whether rank 0 failed
+        descriptor = torch.zeros(4, dtype=torch.int64)  # pid, fd, whether rank 0 failed, bytes
+        descriptor[3] = num_bytes
         refusal = CommError(
             "too little memory for the ranks' shared memory",
             given=f"{num_bytes} bytes",
@@ -173,9 +174,16 @@ class ShmTransport:
                 descriptor[2], refusal = 1, error
                 os.close(fd)
         self.run(Call(OpType.BROADCAST, descriptor, descriptor, label="shared memory"))
-        pid, peer_fd, failed = descriptor.tolist()
+        pid, peer_fd, failed, first_bytes = descriptor.tolist()
         if failed:
             raise refusal
+        if num_bytes != first_bytes:  # beyond the end of the file a rank would die
+            raise CommError(
+                "the ranks share a tensor of different sizes",
+                given=f"{num_bytes} bytes, and {first_bytes} on the group's first rank",
+                expected="the same model, plan and versions of libraries on all ranks",
+                hint="the same arguments on every rank",
+            )
         if self._group_rank:
             fd = open_peer_file(pid, peer_fd)
         try:

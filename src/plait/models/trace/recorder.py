@@ -123,7 +123,7 @@ class ModelTrace:
         self.events.append(Left(name, list(tensors_in(call[-1]))))
 
     def _receive(self, name: str, output: Any) -> Any:
-        received = tree_map_only(Tensor, torch.empty_like, output)
+        received = tree_map_only(Tensor, torch.zeros_like, output)  # the same on all ranks
         self.events.append(Received(name, list(tensors_in(received))))
         return received
 
@@ -133,7 +133,7 @@ class ModelTrace:
             return func(*args, **kwargs)
         outputs, inputs = args[:2]
         tensors = direct_tensors([inputs])
-        gradients = tuple(torch.empty_like(tensor) for tensor in tensors)
+        gradients = tuple(torch.zeros_like(tensor) for tensor in tensors)
         self.events.append(Differentiated(list(tensors_in(outputs)), tensors, gradients))
         return gradients
 
