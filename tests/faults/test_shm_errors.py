@@ -274,6 +274,23 @@ def test_too_little_memory_to_share_is_an_error_on_every_rank(pool: Pool) -> Non
     assert all("too little memory for the ranks' shared memory" in other for other in others)
 
 
+def _share_different_sizes() -> str:
+    world = connect(transport="host", timeout_s=10)
+    try:
+        share(10 + world.rank, torch.float64, world.group)
+    except CommError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_shared_tensor_of_different_sizes_is_an_error(pool: Pool) -> None:
+    """Where it ends for one rank, another would be killed by the system."""
+    first, second = pool.run(_share_different_sizes, 2)
+    assert "barrier" in first
+    assert "the ranks share a tensor of different sizes" in second
+    assert "88 bytes, and 80 on the group's first rank" in second
+
+
 # --- several hosts
 
 

@@ -2,11 +2,12 @@
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError, PlanError
@@ -89,6 +90,32 @@ class Body(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.leave(x))
+
+
+class ReadsValues(nn.Module):
+    """Reads values of what its blocks return, as models do that find where patches of bytes end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+            if any(map(math.isnan, hidden.flatten().tolist())):
+                raise ValueError("not a number")
+        return hidden
+
+
+def test_values_that_a_model_reads_of_its_blocks_are_the_same_on_all_ranks() -> None:
+    """They are not what was in memory before, of which NaN is an example."""
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    try:
+        assert planned(ReadsValues(), 2).is_traced
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_models_that_cannot_run_on_meta_are_assigned_by_registration_order() -> None:
