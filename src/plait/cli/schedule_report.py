@@ -170,7 +170,7 @@ def figure_of(timelines: Sequence[Timeline], titles: Sequence[str], *, unit: str
 
 
 def _draw_rows(axes: "Axes", bars: Sequence[Bar], *, points_per_time: float) -> None:
-    """Draw the bars, and the micro-batch's number in those that have room for it."""
+    """Draw the bars. Those that are wide enough have the number of their micro-batch."""
     for rank, of_rank in groupby(bars, key=attrgetter("rank")):
         row = [*of_rank]
         axes.broken_barh(  # one artist for a row: a patch for every bar takes seconds

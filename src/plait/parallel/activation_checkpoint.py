@@ -363,7 +363,8 @@ class _ModuleState:
 
 def _all_cells(modules: Sequence[nn.Module], buffers: Iterable[_Cell]) -> tuple[_Cell, ...]:
     attributes = [(m, key) for m in modules for key in vars(m) if key not in _OF_TORCH]
-    found = [random.getstate.__self__, *(vars(m)[key] for m, key in attributes)]  # type: ignore[attr-defined]
+    of_python: Any = random.getstate  # a method of the generator of Python's functions
+    found = [of_python.__self__, *(vars(m)[key] for m, key in attributes)]
     if (numpy := sys.modules.get("numpy.random")) is not None:
         found.append(numpy.get_state.__self__)
     generators = dict.fromkeys(value for value in found if _is_generator(value))

@@ -123,7 +123,7 @@ def read_own_channels(module: nn.Module, channels: tuple[Range, ...]) -> None:
     cls = type(module)
     properties = {key: property(_OwnChannels(key)) for key in ("weight", "bias")}
     own_class = _CLASSES.get(cls) or type(cls.__name__, (cls,), properties)
-    module.plait_channels = channels  # type: ignore[assignment]
+    module.plait_channels = channels  # type: ignore[assignment]  # a module's attributes are tensors to mypy
     module.__class__ = _CLASSES[cls] = own_class
 
 
