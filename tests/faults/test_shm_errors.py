@@ -284,7 +284,7 @@ def _share_different_sizes() -> str:
 
 
 def test_a_shared_tensor_of_different_sizes_is_an_error(pool: Pool) -> None:
-    """Where it ends for one rank, another would be killed by the system."""
+    """A rank that writes beyond the end of the file would be killed by the system."""
     first, second = pool.run(_share_different_sizes, 2)
     assert "barrier" in first
     assert "the ranks share a tensor of different sizes" in second
