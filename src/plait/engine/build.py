@@ -14,6 +14,7 @@ from plait.engine.stage import StageRunner
 from plait.engine.usage_checks import refuse_shards_in_files
 from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
+from plait.models.attention import dispatch_attention
 from plait.models.init_weights import parameter_only_modules
 from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
@@ -63,6 +64,8 @@ class EngineParts:
 def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> EngineParts:
     """Build the parts and materialize the model, in place with one stage. All ranks call it."""
     shard_map = build_shard_map(model, spec, mesh.grid)
+    if spec.plan.cp > 1:
+        dispatch_attention(model)
     _check_hooks(model, shard_map)
     groups, device = RankGroups.build(mesh, spec.plan), mesh.world.device
     layouts = shard_map.layouts[groups.same_data.rank]

@@ -103,7 +103,9 @@ class MicrobatchRunner:
         collected: list[Any] = []
         with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
             self._run(forwards_only(self._schedule, 1), [micro], collected.append, None, of_outputs=True)
-            return self._broadcast_from_last(lambda: self._picked(collected[0], pick))
+            return self._broadcast_from_last(
+                lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
+            )
 
     def _picked(self, outputs: Any, pick: Callable[[Any], Any] | None) -> Any:
         """The part of the outputs that is asked for, checked to be full on every rank of `tp`."""
@@ -247,7 +249,10 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def estimated_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        dataflow = self._parts.dataflow
+        dataflow, batch_shape = (
+            self._parts.dataflow,
+            (batch_shape[0], self._parts.inputs.num_tokens(batch_shape[1])),
+        )
         block_outputs = None if dataflow is None else BlockOutputs(dataflow.meta_model, device)
         kept = {
             number: stage.estimated_bytes(batch_shape, device, block_outputs)

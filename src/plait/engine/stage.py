@@ -26,6 +26,7 @@ from plait.models import (
     token_batch,
     watch_activations,
 )
+from plait.parallel.context.tokens import attention_of
 from plait.parallel.pipeline.split_backward import DeferredBytes
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers
 from plait.parallel.tensor.linear import HeadOutput
@@ -78,6 +79,7 @@ class StageRunner:
             received = self._tokens.receive(received)
         with (
             self.sharded.unsharder.watch_outside_uses(),
+            attention_of(micro),
             contextlib.nullcontext() if is_first else receiving(self.module_part.module, received),
         ):
             outputs = self._forward(inputs, micro)

@@ -36,6 +36,7 @@ from plait.models.task import (
     forward_names,
     label_keys,
     pretrained_base,
+    takes_keyword,
     task_of,
     without_cache,
 )
@@ -98,6 +99,7 @@ __all__ = [
     "running_on_meta",
     "seeded_rng",
     "split_stage",
+    "takes_keyword",
     "task_of",
     "token_batch",
     "unit_facts",

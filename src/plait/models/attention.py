@@ -163,7 +163,7 @@ def dispatch_attention(model: nn.Module) -> None:
 
 
 def _configs(module: nn.Module) -> Iterator[Any]:
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if hasattr(config, "_attn_implementation_internal"):
         yield config
         parts = (getattr(config, key, None) for key in config.sub_configs)
@@ -241,5 +241,5 @@ def _original(used: str, module: nn.Module) -> Callable[..., Any]:
     """The function of an implementation; `eager` is the one in the module's file."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(used, own)

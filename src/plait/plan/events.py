@@ -302,7 +302,7 @@ class UnitMessages:
     @cached_property
     def is_named(self) -> bool:
         """True if the plan, and not the transport, decides the algorithm of reductions."""
-        return self.plan.algorithm != "auto" and self.plan.dp > 1
+        return self.plan.algorithm != "auto" and self.plan.token_ranks > 1
 
     @cached_property
     def sent_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Combinations of a plan's keys that have no effect or exclude each other: of ZeRO's keys, and of dtypes.
+"""Combinations of a plan's keys that have no effect or exclude each other: of ZeRO, cp and dtypes.
 
 Those of local steps and of parameter servers are in local_steps.py and servers.py.
 """
@@ -49,6 +49,24 @@ def check_zero(values: Mapping[str, Any]) -> None:
                 expected="parameters that are sharded, and gathered before use",
                 hint=f"zero=3 {key}={values[key]}, or no {key}",
             )
+
+
+def check_context(values: Mapping[str, Any]) -> None:
+    """Raise PlanError for combinations of `cp` that have no effect or exclude each other."""
+    if values["cp"] == 1 and values["cp_method"] != "auto":
+        raise PlanError(
+            "cp_method has an effect only with several ranks of cp",
+            given=f"cp=1 cp_method={values['cp_method']}",
+            expected="cp from 2, whose ranks share every sequence",
+            hint=f"cp=2 cp_method={values['cp_method']}, or no cp_method",
+        )
+    if values["cp"] > 1 and (values["servers"] or values["server"] == "colocated"):
+        raise PlanError(
+            "cp cannot be combined with parameter servers",
+            given=f"cp={values['cp']} servers={values['servers']} server={values['server']}",
+            expected="workers that each have complete sequences",
+            hint="no servers, or no cp",
+        )
 
 
 def check_precision(values: Mapping[str, Any]) -> None:
