@@ -20,7 +20,7 @@ PLANS = (
     "cp=2 tp=2 sp=true",
     "cp=2 tp=2x2 cp_method=ulysses",
 )
-FAMILIES = ("gpt2", "gemma2", "mistral", "opt", "gpt_neox", "phi", "mixtral", "deepseek_v3", "one_kv_llama", "qwen3")
+FAMILIES = ("gpt2", "gemma2", "mistral", "opt", "gpt_neox", "phi", "mixtral", "deepseek_v3", "one_kv_llama", "qwen3", "gpt_oss")
 
 
 def check_parity(pool: Pool, task: programs.Task, plan: str) -> None:

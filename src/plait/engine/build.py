@@ -64,8 +64,6 @@ class EngineParts:
 def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> EngineParts:
     """Build the parts and materialize the model, in place with one stage. All ranks call it."""
     shard_map = build_shard_map(model, spec, mesh.grid)
-    if spec.plan.cp > 1:
-        dispatch_attention(model)
     _check_hooks(model, shard_map)
     groups, device = RankGroups.build(mesh, spec.plan), mesh.world.device
     layouts = shard_map.layouts[groups.same_data.rank]
@@ -161,6 +159,8 @@ def build_stages(
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     device, dtype = context.device, context.precision.compute
+    if spec.plan.cp > 1:
+        dispatch_attention(model)
     last = spec.stages.num_stages - 1
     with_loss = last if last in units else min(units)  # shares the model's state: the loss may read it
     split = partial(split_stage, model, spec.blocks, spec.stages, device=device, dtype=dtype)

@@ -112,6 +112,14 @@ def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
     return shift_labels(batch) if shifts_labels(model, loss) else batch
 
 
+def own_tokens(batch: Batch, model: nn.Module, sequence: Group, method: str) -> Batch:
+    """A rank's tokens of a prepared batch; `method`: the plan's `cp_method`."""
+    if sequence.size == 1:
+        return batch
+    numbered = takes_keyword(model, "position_ids")
+    return share_tokens(batch, OF_TOKENS, sequence, method, numbered=numbered)
+
+
 class Inputs:
     """Moves the batches of an engine to its device and divides them; compares the first one, and every
     hundredth, between the ranks of one model. See the notes at the top."""
@@ -184,10 +192,7 @@ class Inputs:
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
         batch = prepared(micro, self._model, self._loss)
-        if self._sequence.size == 1:
-            return batch
-        numbered = takes_keyword(self._model, "position_ids")
-        return share_tokens(batch, OF_TOKENS, self._sequence, self._method, numbered=numbered)
+        return own_tokens(batch, self._model, self._sequence, self._method)
 
     def num_tokens(self, sequence: int) -> int:
         """The tokens that this rank has of a sequence."""

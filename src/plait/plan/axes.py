@@ -111,6 +111,7 @@ TOKENS = _along(Divides.SAMPLES, Divides.SEQUENCE)  # ranks with other tokens
 # Ranks with other parts of the model, for the same tokens; of these, ranks that shard the same layers.
 MODEL: Axes = tuple(axis.name for axis in TABLE if axis.name not in TOKENS)
 TENSOR: Axes = tuple(name for name in MODEL if name != STAGES)
+LAYERS = in_order((*TENSOR, *SEQUENCE))  # ranks that communicate inside layers
 REPLICAS: Axes = tuple(axis.name for axis in TABLE if axis.name in TOKENS and not axis.shards_states)
 
 

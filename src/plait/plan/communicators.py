@@ -8,7 +8,7 @@ So only traffic that overlaps with computation, or that computation waits for, h
   all ranks              small messages: losses, norms, votes, texts, checkpoints
   shard, "gathers"       all-gathers of parameters
   shard, "reductions"    reduce-scatters of gradients; replicate likewise for replicas
-  cp, "attention"        keys, values and heads, inside attention
+  cp                     keys, values or heads, inside attention
   row, col               the collectives inside tensor-parallel layers
   pp, "sends of class i" messages between stages
 
@@ -78,10 +78,9 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
         wanted.append((roles.gradient_sum(), "reductions", None))
     else:
         wanted += [(axes, "reductions", None) for axes in (roles.states(), roles.replicas(), REPLICAS)]
-    wanted.append((SEQUENCE, "attention", None))
     if plan.sync_batchnorm:
         wanted.append((roles.gradient_sum(), "statistics", None))
-    wanted += [((HIDDEN,), "", None), ((FEATURES,), "", None)]
+    wanted += [(SEQUENCE, "", None), ((HIDDEN,), "", None), ((FEATURES,), "", None)]
     classes = sorted(set(sender_classes(rank_of).values()))
     wanted += [((STAGES,), sends_channel(number), _MESSAGE_CTAS) for number in classes]
     used = [(grid.used(*axes), channel, max_ctas) for axes, channel, max_ctas in wanted]

@@ -99,7 +99,7 @@ class RankGroups:
             mesh.group(*TENSOR),
             mesh.group(*MODEL),
             mesh.group(*in_order((*MODEL, *SEQUENCE))),
-            mesh.group(*SEQUENCE, channel="attention"),
+            mesh.group(*SEQUENCE),
             mesh.group(*roles.same_stage),
             mesh.group(STAGES),
             mesh.group(*roles.one_copy, channel="reductions"),
