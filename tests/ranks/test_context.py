@@ -1,9 +1,12 @@
 """Context parallelism: the one-process program's numbers, for every method, mask and mix."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from plait.plan import Plan
 from support import hf_models, pipeline_plans, programs
@@ -42,3 +45,36 @@ def test_families_train_as_in_one_process(pool: Pool, family: str, method: str) 
     data = functools.partial(programs.batches, sequences=2, length=21)
     task = programs.Task(hf_models.builder(family), data, steps=2, own_loss=True)
     check_parity(pool, task, f"cp=2 cp_method={method} precision=fp64")
+
+
+def packed(steps: int) -> list[dict[str, Tensor]]:
+    """Rows of documents: boundaries inside runs and between them, a document of one token, one row of one."""
+    found = programs.batches(steps, sequences=3, length=24)
+    lengths = ([5, 1, 6, 9, 3], [24], [11, 2, 11])
+    for batch in found:
+        rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
+        batch["position_ids"] = torch.stack(rows)
+    return found
+
+
+def padded(steps: int) -> list[dict[str, Tensor]]:
+    """Rows with padding on the left, on the right, and none; padding has no targets."""
+    found = programs.batches(steps, sequences=3, length=19)
+    for batch in found:
+        mask = torch.ones(3, 19, dtype=torch.long)
+        mask[0, :7], mask[1, 12:] = 0, 0
+        batch["attention_mask"] = mask
+        batch["labels"] = batch["labels"].where(mask.bool(), -100)
+        batch["labels"][0, 7] = -100  # the token before it sees nothing
+    return found
+
+
+@pytest.mark.parametrize("data", [packed, padded], ids=["packed", "padded"])
+@pytest.mark.parametrize("words", ["cp=2", "cp=3 cp_method=ulysses", "cp=2 pp=2 micro=1 recompute=full"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_documents_and_padding_are_those_of_one_process(
+    pool: Pool, family: str, words: str, data: Callable[[int], list[dict[str, Tensor]]]
+) -> None:
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 8}
+    build = functools.partial(hf_models.model_of, family, **heads)
+    check_parity(pool, programs.Task(build, data, steps=2, own_loss=True), f"{words} precision=fp64")
