@@ -23,7 +23,19 @@ PLANS = (
     "cp=2 tp=2 sp=true",
     "cp=2 tp=2x2 cp_method=ulysses",
 )
-FAMILIES = ("gpt2", "gemma2", "mistral", "opt", "gpt_neox", "phi", "mixtral", "deepseek_v3", "one_kv_llama", "qwen3", "gpt_oss")
+FAMILIES = (
+    "gpt2",
+    "gemma2",
+    "mistral",
+    "opt",
+    "gpt_neox",
+    "phi",
+    "mixtral",
+    "deepseek_v3",
+    "one_kv_llama",
+    "qwen3",
+    "gpt_oss",
+)
 
 
 def check_parity(pool: Pool, task: programs.Task, plan: str) -> None:
@@ -78,3 +90,29 @@ def test_documents_and_padding_are_those_of_one_process(
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 8}
     build = functools.partial(hf_models.model_of, family, **heads)
     check_parity(pool, programs.Task(build, data, steps=2, own_loss=True), f"{words} precision=fp64")
+
+
+def _asked(words: str) -> tuple[list[float], Tensor, str]:
+    """Losses of an evaluation and of single passes, the logits, and the self-check's result."""
+    task = replace(pipeline_plans.task("llama", 3, 4), own_loss=True)
+    (batch,) = task.data(1)
+    engine = programs.engine_of(replace(task, probe=batch), f"{words} precision=fp64")
+    share = programs.share_of(batch, engine)
+    evaluated = engine.evaluate(share)
+    logits = engine.outputs(share, lambda outputs: outputs.logits)
+    assert engine.probed is not None
+    assert engine.probed.difference <= 1e-9
+    losses = [evaluated.loss_sum, float(evaluated.num_tokens)]
+    if engine.plan.pp == 1:
+        engine.backward(*engine.loss(share))
+        result = engine.update()
+        losses += [result.loss, result.grad_norm, float(result.num_tokens)]
+    return losses, logits, str(engine.probed)
+
+
+@pytest.mark.parametrize("words", ["cp=2 zero=1", "cp=2 cp_method=ulysses", "cp=2 pp=2"])
+def test_evaluation_outputs_and_self_check_are_of_complete_rows(pool: Pool, words: str) -> None:
+    (expected, logits, _), *_ = pool.run(_asked, 1, "dp=1")
+    for losses, own, _ in pool.run(_asked, Plan.parse(words).num_ranks, words):
+        assert losses == pytest.approx(expected[: len(losses)], rel=1e-12)
+        torch.testing.assert_close(own, logits, rtol=0, atol=1e-12)

@@ -153,6 +153,11 @@ def attention_by(handler: Attention) -> Iterator[None]:
         _handler.reset(token)
 
 
+def is_handled() -> bool:
+    """Return whether forwards compute attention with a handler here."""
+    return _handler.get() is not None
+
+
 def dispatch_attention(model: nn.Module) -> None:
     """Let the handlers of `attention_by` compute the model's attention, where transformers dispatches it."""
     configs = {id(config): config for module in model.modules() for config in _configs(module)}

@@ -79,10 +79,14 @@ class TokenOrder:
         return tuple(number * self.chunk for number in numbers)
 
     @cached_property
+    def by_rank(self) -> tuple[int, ...]:
+        """The runs of all ranks, in rank order, by their numbers in the row."""
+        return tuple(start // self.chunk for rank in range(self.num_ranks) for start in self.starts(rank))
+
+    @cached_property
     def in_row(self) -> tuple[int, ...]:
-        """For each run of the row, its index among the runs of all ranks, in rank order."""
-        starts = [start for rank in range(self.num_ranks) for start in self.starts(rank)]
-        return tuple(sorted(range(len(starts)), key=starts.__getitem__))
+        """For each run of the row, its index in `by_rank`."""
+        return tuple(sorted(range(len(self.by_rank)), key=self.by_rank.__getitem__))
 
 
 def divided(segments: Sequence[Interval], chunk: int | None) -> list[Interval]:

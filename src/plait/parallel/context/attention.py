@@ -83,8 +83,6 @@ class _GatheredKeys:
     def __init__(self, group: Group, share: SequenceShare) -> None:
         self.size = group.size
         self._group, self._order = group, share.order
-        self._in_row = torch.tensor(share.order.in_row, device=share.device)
-        self._in_ranks = self._in_row.argsort()
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, K, S, D) and (B, K, S, V), in the row's order."""
@@ -93,14 +91,15 @@ class _GatheredKeys:
         all_gather(ranks, own.flatten(), self._group, label=_LABEL)
         runs = ranks.view(self._group.size, *own.shape).movedim(0, 2)  # (B, K, P, n, D + V)
         runs = runs.unflatten(3, (self._order.chunks, self._order.chunk)).flatten(2, 3)
-        row = runs.index_select(2, self._in_row).flatten(2, 3)
+        row = torch.cat([runs[:, :, number] for number in self._order.in_row], 2)
         return row[..., : k.shape[-1]], row[..., k.shape[-1] :]
 
     def scatter(self, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Sum the gradients of all tokens over the ranks, sent in `dtype`, and return those of its own."""
         row, size = torch.cat([dk, dv], -1), self._group.size
-        runs = row.unflatten(2, (-1, self._order.chunk)).index_select(2, self._in_ranks)
-        full = runs.unflatten(2, (size, -1)).movedim(2, 0).to(dtype).flatten()
+        runs = row.split(self._order.chunk, 2)
+        full = torch.cat([runs[number].to(dtype) for number in self._order.by_rank], 2)
+        full = full.unflatten(2, (size, -1)).movedim(2, 0).flatten()
         own = row.new_empty(full.numel() // size)
         work = start_scattered_sum(full, self._group, label=_LABEL)
         for _ in work.into(own):

@@ -24,6 +24,7 @@ from plait.comm import Group, all_gather
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL
 from plait.models.attention import Attention, MaskRule, attention_by
+from plait.models.mask_decisions import host_values
 from plait.plan.context import Block, Interval, TokenOrder, Visible, blocks_of, divided
 
 _FILL = {"labels": IGNORED_LABEL}  # of tokens that fill up the last runs; 0 in other entries
@@ -98,13 +99,12 @@ class SequenceShare:
     def positions(self) -> Tensor:
         """The positions of this rank's tokens in the row."""
         length = self.order.chunk
-        runs = [torch.arange(at, at + length) for at in self.order.starts(self.rank)]
-        return torch.cat(runs).to(self.device, non_blocking=True)
+        starts = self.order.starts(self.rank)
+        return torch.cat([torch.arange(at, at + length, device=self.device) for at in starts])
 
     def complete(self, outputs: Any, group: Group) -> Any:
         """Outputs with the tokens of all ranks, in the row's order: of each (B, S of this rank, ...) in them.
         Collective."""
-        in_row = torch.tensor(self.order.in_row, device=self.device)
 
         def of_all(own: Tensor) -> Tensor:
             if own.ndim < 2 or own.shape[1] != self.order.per_rank:
@@ -112,7 +112,8 @@ class SequenceShare:
             ranks = own.new_empty(group.size * own.numel())
             all_gather(ranks, own.flatten(), group)
             runs = ranks.view(group.size, own.shape[0], self.order.chunks, -1, *own.shape[2:]).movedim(0, 1)
-            row = runs.flatten(1, 2).index_select(1, in_row).flatten(1, 2)
+            runs = runs.flatten(1, 2)
+            row = torch.cat([runs[:, number] for number in self.order.in_row], 1)
             return row[:, : self.order.num_tokens]
 
         return tree_map_only(Tensor, of_all, outputs)
@@ -146,8 +147,9 @@ class SequenceShare:
         ahead = k_stop - k + q_stop - q if rule.ahead is None else rule.ahead
         key = (q - k, q_stop - q, k_stop - k, behind, ahead)
         if key not in self._masks:
-            distance_QN = torch.arange(q, q_stop)[:, None] - torch.arange(k, k_stop)
-            self._masks[key] = ((distance_QN < behind) & (distance_QN >= -ahead)).to(self.device)
+            q_positions = torch.arange(q, q_stop, device=self.device)
+            distance_QN = q_positions[:, None] - torch.arange(k, k_stop, device=self.device)
+            self._masks[key] = (distance_QN < behind) & (distance_QN >= -ahead)
         return self._masks[key]
 
 
@@ -167,7 +169,7 @@ def attention_of(micro: Mapping[str, Tensor]) -> AbstractContextManager[None]:
 def _segments(batch: Mapping[str, Tensor], num_tokens: int) -> list[list[Interval]]:
     """The documents of each sample, without padding; of one, if there is one document and no padding."""
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    seen = None if mask is None or mask.is_meta else mask.bool().cpu()
+    seen = None if mask is None or mask.is_meta else host_values(mask).bool()
     if seen is not None and seen.ndim != 2:
         raise ModelError(
             "an attention mask of pairs of tokens cannot be divided",
@@ -177,7 +179,7 @@ def _segments(batch: Mapping[str, Tensor], num_tokens: int) -> list[list[Interva
         )
     starts = None
     if positions is not None and positions.ndim == 2 and not positions.is_meta:
-        starts = positions.cpu().diff(dim=1) != 1
+        starts = host_values(positions).diff(dim=1) != 1
     is_padded = seen is not None and not bool(seen.all())
     if not is_padded and (starts is None or not bool(starts.any())):
         return [[(0, num_tokens)]]
