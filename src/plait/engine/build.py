@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from plait.comm import Mesh
-from plait.engine.inputs import Inputs
+from plait.engine.inputs import Inputs, own_tokens
 from plait.engine.loss import Loss
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
@@ -205,8 +205,9 @@ def _build_stage(
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
+    divide = partial(own_tokens, sequence=groups.sequence, method=plan.cp_method)
     return StageRunner(
-        part, sharded, head, columns, grid.col, groups.tp, spec.given.loss, tokens, is_last=is_last
+        part, sharded, head, columns, grid.col, groups.tp, spec.given.loss, tokens, divide, is_last=is_last
     )
 
 

@@ -62,7 +62,7 @@ from plait.parallel.context.attention import share_tokens
 from plait.parallel.context.tokens import SequenceShare
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.axes import Divides
-from plait.plan.context import TokenOrder, num_chunks
+from plait.plan.context import num_chunks
 from plait.plan.grid import share
 
 Batch = Mapping[str, Tensor]
@@ -193,10 +193,6 @@ class Inputs:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
         batch = prepared(micro, self._model, self._loss)
         return own_tokens(batch, self._model, self._sequence, self._method)
-
-    def num_tokens(self, sequence: int) -> int:
-        """The tokens that this rank has of a sequence."""
-        return TokenOrder(sequence, self._sequence.size, num_chunks(self._method)).per_rank
 
     def complete(self, outputs: Any, micro: Batch) -> Any:
         """A model's outputs for a micro-batch, with the tokens of all ranks. Collective."""

@@ -249,10 +249,7 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def estimated_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        dataflow, batch_shape = (
-            self._parts.dataflow,
-            (batch_shape[0], self._parts.inputs.num_tokens(batch_shape[1])),
-        )
+        dataflow = self._parts.dataflow
         block_outputs = None if dataflow is None else BlockOutputs(dataflow.meta_model, device)
         kept = {
             number: stage.estimated_bytes(batch_shape, device, block_outputs)

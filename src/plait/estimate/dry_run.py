@@ -38,7 +38,6 @@ from plait.parallel.zero.sharded_model import Root
 from plait.plan import Grid, Layout, subtract_traffic, sum_traffic
 from plait.plan.axes import LAYERS
 from plait.plan.comm_log import Traffic
-from plait.plan.context import TokenOrder, num_chunks
 from plait.plan.devices import Device
 from plait.plan.events import StageFacts
 
@@ -120,10 +119,7 @@ def dry_stages(
     standalone = {name: p for name, p in meta_model.named_parameters() if not p.is_floating_point()}
     stages = build_stages(meta_model, spec, context, units, standalone, splitter)
     ids = micro.get("input_ids")
-    batch_shape = None
-    if ids is not None and ids.dim() == 2:
-        order = TokenOrder(ids.shape[1], plan.cp, num_chunks(plan.cp_method))
-        batch_shape = (ids.shape[0], order.per_rank)
+    batch_shape = None if ids is None or ids.dim() != 2 else (ids.shape[0], ids.shape[1])
     activation_bytes = [
         None if batch_shape is None else stage.estimated_bytes(batch_shape, device, block_outputs)
         for stage in stages.values()

@@ -123,7 +123,8 @@ class _Attention(Function):
         scores: Scores,
         keys: _GatheredKeys | None,
     ) -> Tensor:
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        size_B, size_H, size_n, _ = q.shape
+        out = q.new_zeros(size_B, size_n, size_H, v.shape[-1]).transpose(1, 2)  # as the next layer reads it
         wide = torch.promote_types(q.dtype, torch.float32)
         lse_BHn = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
         for heads, kv_heads in _head_groups(q, k, keys):
@@ -242,6 +243,5 @@ def share_tokens(
     share = SequenceShare.of_batch(batch, of_tokens, group, chunks=num_chunks(method))
     entries = share.own(batch, of_tokens)
     if numbered and "position_ids" not in entries:
-        samples = next(entries[key].shape[0] for key in entries if key in of_tokens)
-        entries["position_ids"] = share.positions().expand(samples, -1)
+        entries["position_ids"] = share.positions()[None]
     return SharedTokens(entries, ContextAttention(group, share, method))
