@@ -28,7 +28,9 @@ def _own_positions(share: tokens.SequenceShare) -> Tensor:
 def _backward_by_the_part(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Any, **mask: Any
 ) -> Any:
-    return kernels.attend_backward(gradient, q, k, v, *kernels.attend(q, k, v, scores, **mask), scores, **mask)
+    return kernels.attend_backward(
+        gradient, q, k, v, *kernels.attend(q, k, v, scores, **mask), scores, **mask
+    )
 
 
 def _own_gradients(self: Any, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -84,5 +86,5 @@ def test_each_part_is_needed(pool: Pool, mutation: str) -> None:
     oracle = programs.one_process_task(task, ours.first_weights, 1)
     programs.assert_same(ours, oracle)
     mutated = pool.run(_train, 2, task, plan, mutation)[0]
-    with pytest.raises(AssertionError, match="differs by|loss or norm"):
+    with pytest.raises(AssertionError, match=r"differs by|loss or norm"):
         programs.assert_same(mutated, oracle)
