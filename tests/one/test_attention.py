@@ -20,12 +20,12 @@ LENGTH = 24
 def test_masks_of_transformers_are_read_as_rules() -> None:
     padding = torch.zeros(1, dtype=torch.long)
     rules = {
-        MaskRule(ahead=0): masking_utils.causal_mask_function,
+        MaskRule(after=0): masking_utils.causal_mask_function,
         MaskRule(): masking_utils.bidirectional_mask_function,
-        MaskRule(behind=8, ahead=0): masking_utils.sliding_window_causal_mask_function(8),
-        MaskRule(behind=9, ahead=8): masking_utils.sliding_window_bidirectional_mask_function(8),
-        MaskRule(chunk=4, ahead=0): masking_utils.chunked_causal_mask_function(4, padding),
-        MaskRule(ahead=0, packed=True): masking_utils.packed_sequence_compatibility_function(
+        MaskRule(before=8, after=0): masking_utils.sliding_window_causal_mask_function(8),
+        MaskRule(before=9, after=8): masking_utils.sliding_window_bidirectional_mask_function(8),
+        MaskRule(chunk=4, after=0): masking_utils.chunked_causal_mask_function(4, padding),
+        MaskRule(after=0, packed=True): masking_utils.packed_sequence_compatibility_function(
             masking_utils.causal_mask_function, padding[None], padding[None]
         ),
     }
@@ -56,27 +56,27 @@ class _Recorder:
 
 def test_a_handler_computes_attention_and_without_one_transformers_does() -> None:
     model = hf_models.model_of("gemma2", on_meta=False)
-    ids, before = torch.arange(LENGTH)[None], model.config.to_dict()
+    ids, saved = torch.arange(LENGTH)[None], model.config.to_dict()
     expected = model(ids, use_cache=False).logits
     dispatch_attention(model)
     recorder = _Recorder()
     with attention_by(recorder):
         model(ids, use_cache=False)
-    assert recorder.rules == [MaskRule(behind=8, ahead=0), MaskRule(ahead=0)]
+    assert recorder.rules == [MaskRule(before=8, after=0), MaskRule(after=0)]
     assert torch.equal(model(ids, use_cache=False).logits, expected)
-    assert model.config.to_dict() == before
+    assert model.config.to_dict() == saved
 
 
 def _mask(rule: MaskRule) -> Tensor:
     distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     seen = torch.ones_like(distance, dtype=torch.bool)
-    seen &= distance < (LENGTH if rule.behind is None else rule.behind)
-    return seen & (distance >= -(LENGTH if rule.ahead is None else rule.ahead))
+    seen &= distance < (LENGTH if rule.before is None else rule.before)
+    return seen & (distance >= -(LENGTH if rule.after is None else rule.after))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("rule", [MaskRule(ahead=0), MaskRule(), MaskRule(behind=5, ahead=0)], ids=str)
+@pytest.mark.parametrize("rule", [MaskRule(after=0), MaskRule(), MaskRule(before=5, after=0)], ids=str)
 def test_blocks_compute_attention_and_its_gradients(
     rule: MaskRule, sinks: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

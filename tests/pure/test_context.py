@@ -26,18 +26,18 @@ def segments(draw: st.DrawFn, num_tokens: int) -> list[Interval]:
 def test_blocks_have_the_pairs_of_the_mask_once(data: st.DataObject) -> None:
     num_tokens, tile = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 8))
     parts = data.draw(segments(num_tokens))
-    behind = data.draw(st.none() | st.integers(1, 20))
-    ahead = data.draw(st.none() | st.integers(0, 3))
+    before = data.draw(st.none() | st.integers(1, 20))
+    after = data.draw(st.none() | st.integers(0, 3))
     start = data.draw(st.integers(0, num_tokens - 1))
     stop = data.draw(st.integers(start + 1, num_tokens))
 
     def sees(query: int, key: int) -> bool:
-        near = (behind is None or query - key < behind) and (ahead is None or key - query <= ahead)
+        near = (before is None or query - key < before) and (after is None or key - query <= after)
         return near and any(a <= query < b and a <= key < b for a, b in parts)
 
     found: list[Interval] = []
     with mock.patch.object(context, "TILE", tile):
-        for block in blocks_of((start, stop), parts, behind, ahead):
+        for block in blocks_of((start, stop), parts, before, after):
             for query in range(*block.queries):
                 for key in range(*block.keys):
                     is_under = key - block.keys[0] <= query - block.queries[0]

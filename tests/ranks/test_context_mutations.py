@@ -1,4 +1,4 @@
-"""What context parallelism has to do: without any one part, the one-process program's numbers are others."""
+"""Parts of context parallelism without which the numbers are not those of one process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ def _own_gradients(self: Any, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tup
 
 
 def _without_window(function: Any) -> MaskRule:
-    return replace(_read(function), behind=None)
+    return replace(_read(function), before=None)
 
 
 def _one_document(batch: Any, num_tokens: int) -> Any:

@@ -34,14 +34,14 @@ _PREFIX = "plait_"  # before the name of the implementation that computes withou
 class MaskRule:
     """Which keys a query sees, by their positions.
 
-    behind    query - key is below it; None: any
-    ahead     key - query is at most this; None: any; 0: causal
+    before    query - key is below it; None: any
+    after     key - query is at most this; None: any; 0: causal
     chunk     both are in the same chunk of so many positions; None: any
     packed    positions are those in a document, and both are in the same one
     """
 
-    behind: int | None = None
-    ahead: int | None = None
+    before: int | None = None
+    after: int | None = None
     chunk: int | None = None
     packed: bool = False
 
@@ -65,8 +65,8 @@ class MaskRule:
             raise _unknown(f"chunks of {' and '.join(map(str, sorted(chunks)))} positions at once")
         least = partial(min, default=None)
         return cls(
-            least(rule.behind for rule in rules if rule.behind is not None),
-            least(rule.ahead for rule in rules if rule.ahead is not None),
+            least(rule.before for rule in rules if rule.before is not None),
+            least(rule.after for rule in rules if rule.after is not None),
             next(iter(chunks), None),
             any(rule.packed for rule in rules),
         )
@@ -74,11 +74,11 @@ class MaskRule:
 
 # By the function that makes it: from what it was made with.
 _RULES: dict[str, Callable[[Mapping[str, Any]], MaskRule]] = {
-    "causal_mask_function": lambda _: MaskRule(ahead=0),
+    "causal_mask_function": lambda _: MaskRule(after=0),
     "bidirectional_mask_function": lambda _: MaskRule(),
-    "sliding_window_overlay": lambda given: MaskRule(behind=given["sliding_window"]),
+    "sliding_window_overlay": lambda given: MaskRule(before=given["sliding_window"]),
     "sliding_window_bidirectional_overlay": lambda given: MaskRule(
-        behind=given["sliding_window"] + 1, ahead=given["sliding_window"]
+        before=given["sliding_window"] + 1, after=given["sliding_window"]
     ),
     "chunked_overlay": lambda given: MaskRule(chunk=given["chunk_size"]),
     "packed_sequence_mask_function": lambda _: MaskRule(packed=True),
@@ -215,7 +215,7 @@ def _attention(
     if attention_mask is None:
         is_causal = kwargs.get("is_causal")
         rule = MaskRule(
-            ahead=0 if (getattr(module, "is_causal", True) if is_causal is None else is_causal) else None
+            after=0 if (getattr(module, "is_causal", True) if is_causal is None else is_causal) else None
         )
     elif isinstance(attention_mask, TokenMask):
         rule = attention_mask.rule

@@ -31,7 +31,7 @@ def num_chunks(method: str) -> int:
 
 
 class Visible(Enum):
-    """Which keys of a block its queries see."""
+    """The keys of a block that its queries see."""
 
     FULL = "all"
     CAUSAL = "those up to their own position"
@@ -97,35 +97,35 @@ def divided(segments: Sequence[Interval], chunk: int | None) -> list[Interval]:
 
 
 def blocks_of(
-    queries: Interval, segments: Sequence[Interval], behind: int | None, ahead: int | None
+    queries: Interval, segments: Sequence[Interval], before: int | None, after: int | None
 ) -> Iterator[Block]:
-    """The blocks of queries; `segments`: as from `divided`; `behind`, `ahead`: as of a `MaskRule`. Queries
+    """The blocks of queries; `segments`: as from `divided`; `before`, `after`: as of a `MaskRule`. Queries
     that are in no segment see nothing."""
     for first, last in segments:
         start, stop = max(queries[0], first), min(queries[1], last)
         if start >= stop:
             continue
-        if behind is None and ahead is None:
+        if before is None and after is None:
             yield Block((start, stop), (first, last), Visible.FULL)
             continue
-        no_window = behind is None or behind >= stop - first  # the first key is near enough for all
-        if no_window and ahead == 0:
+        no_window = before is None or before >= stop - first  # the first key is near enough for all
+        if no_window and after == 0:
             if first < start:
                 yield Block((start, stop), (first, start), Visible.FULL)
             yield Block((start, stop), (start, stop), Visible.CAUSAL)
             continue
         for at in range(start, stop, TILE):
-            yield from _tile((at, min(at + TILE, stop)), (first, last), behind, ahead)
+            yield from _tile((at, min(at + TILE, stop)), (first, last), before, after)
 
 
-def _tile(queries: Interval, keys: Interval, behind: int | None, ahead: int | None) -> Iterator[Block]:
+def _tile(queries: Interval, keys: Interval, before: int | None, after: int | None) -> Iterator[Block]:
     """The blocks of a tile of queries within their segment's keys."""
     start, stop = queries
-    low = keys[0] if behind is None else max(keys[0], start - behind + 1)
-    high = keys[1] if ahead is None else min(keys[1], stop + ahead)
-    full_low = keys[0] if behind is None else max(low, stop - behind)
-    full_high = keys[1] if ahead is None else min(high, start + ahead + 1)
-    if ahead == 0 and (behind is None or behind >= stop - start):
+    low = keys[0] if before is None else max(keys[0], start - before + 1)
+    high = keys[1] if after is None else min(keys[1], stop + after)
+    full_low = keys[0] if before is None else max(low, stop - before)
+    full_high = keys[1] if after is None else min(high, start + after + 1)
+    if after == 0 and (before is None or before >= stop - start):
         full_high = start  # the rest is a triangle
     if full_high - full_low < TILE:
         yield Block(queries, (low, high), Visible.MASKED)
@@ -134,7 +134,7 @@ def _tile(queries: Interval, keys: Interval, behind: int | None, ahead: int | No
     if low < full_low:
         yield Block(queries, (low, full_low), Visible.MASKED)
     if full_high < high:
-        is_triangle = ahead == 0 and full_high == start
+        is_triangle = after == 0 and full_high == start
         yield Block(queries, (full_high, high), Visible.CAUSAL if is_triangle else Visible.MASKED)
 
 

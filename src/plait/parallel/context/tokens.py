@@ -132,24 +132,24 @@ class SequenceShare:
             samples = slice(None) if len(self.segments) == 1 else slice(sample, sample + 1)
             segments = divided(documents, rule.chunk)
             for number, start in enumerate(starts):
-                shift, before = number * length - start, None
-                for block in blocks_of((start, start + length), segments, rule.behind, rule.ahead):
+                shift, queries = number * length - start, None
+                for block in blocks_of((start, start + length), segments, rule.before, rule.after):
                     rows = slice(block.queries[0] + shift, block.queries[1] + shift)
                     causal, mask = block.visible is Visible.CAUSAL, self._mask(block, rule)
-                    yield Work(samples, rows, slice(*block.keys), causal, mask, before != block.queries)
-                    before = block.queries
+                    yield Work(samples, rows, slice(*block.keys), causal, mask, queries != block.queries)
+                    queries = block.queries
 
     def _mask(self, block: Block, rule: MaskRule) -> Tensor | None:
         if block.visible is not Visible.MASKED:
             return None
         (q, q_stop), (k, k_stop) = block.queries, block.keys
-        behind = k_stop - k + q_stop - q if rule.behind is None else rule.behind
-        ahead = k_stop - k + q_stop - q if rule.ahead is None else rule.ahead
-        key = (q - k, q_stop - q, k_stop - k, behind, ahead)
+        before = k_stop - k + q_stop - q if rule.before is None else rule.before
+        after = k_stop - k + q_stop - q if rule.after is None else rule.after
+        key = (q - k, q_stop - q, k_stop - k, before, after)
         if key not in self._masks:
             q_positions = torch.arange(q, q_stop, device=self.device)
             distance_QN = q_positions[:, None] - torch.arange(k, k_stop, device=self.device)
-            self._masks[key] = (distance_QN < behind) & (distance_QN >= -ahead)
+            self._masks[key] = (distance_QN < before) & (distance_QN >= -after)
         return self._masks[key]
 
 
