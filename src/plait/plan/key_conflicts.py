@@ -67,6 +67,13 @@ def check_context(values: Mapping[str, Any]) -> None:
             expected="workers that each have complete sequences",
             hint="no servers, or no cp",
         )
+    if values["cp"] > 1 and values["compile"]:
+        raise PlanError(
+            "attention over ranks cannot be compiled",
+            given=f"cp={values['cp']} compile=true",
+            expected="blocks whose attention is on one rank",
+            hint="no compile, or no cp",
+        )
 
 
 def check_precision(values: Mapping[str, Any]) -> None:
