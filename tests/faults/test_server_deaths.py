@@ -77,6 +77,8 @@ def job(
             engine.step({"worker": torch.tensor([rank])})
             if is_victim and engine.num_steps == 1:
                 die_later()
+            while is_victim and engine.num_steps == STEPS - 1:  # before its death, on a fast machine
+                time.sleep(0.05)
             while rank == 0 and engine.num_steps == STEPS // 2 and restarts:
                 restarts -= engine.server_counts()["joined"] > WORKERS
                 time.sleep(0.05)
