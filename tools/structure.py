@@ -38,7 +38,7 @@ NO_AXES = {  # files in which such a text is no axis
 }
 IMPORTS_BY_TEXT = {  # files in which such an import is none of optional products
     "plait/__init__.py": "the public names, which modules of the package do not use",
-    "plait/leaves.py": "the table",
+    "plait/api.py": "the table of optional products",
     "plait/verify/model_spec.py": "a user's module",
 }
 LIMITS = {"axis files": 20, "circles": 0, "dynamic imports": 0}
@@ -86,7 +86,7 @@ def main() -> int:
         "torch modes": [where for name, tree in trees.items() for where in torch_modes(name, tree)],
         "report files": [name for name in trees if REPORTS.search(Path(name).stem)],
         "parameters": [where for name, tree in trees.items() for where in long_signatures(name, tree)],
-        "repeated": repeated_runs(sources),
+        "repeated": repeated_runs(sources, trees),
     }
     print(f"{'lines':15}{sum(len(text.splitlines()) for text in sources.values()):6,}")
     for name, items in counts.items():
@@ -219,13 +219,15 @@ def long_signatures(name: str, tree: Tree) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: {node.name}: {number}"
 
 
-def repeated_runs(sources: dict[str, str]) -> list[str]:
+def repeated_runs(sources: dict[str, str], trees: dict[str, Tree]) -> list[str]:
     places: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, text in sources.items():
+        nodes = [node for node in ast.walk(trees[name]) if isinstance(node, ast.Import | ast.ImportFrom)]
+        skipped = {number for node in nodes for number in range(node.lineno, (node.end_lineno or 0) + 1)}
         lines = [
             (number, line.strip())
             for number, line in enumerate(text.splitlines(), 1)
-            if line.strip() and not line.startswith(("import ", "from "))
+            if line.strip() and number not in skipped
         ]
         for at in range(len(lines) - RUN + 1):
             run = tuple(line for _, line in lines[at : at + RUN])

@@ -44,7 +44,7 @@ from plait.engine.spec import Arguments
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import explain
 from plait.models import FlopFacts
-from plait.train.peak_flops import PeakFlops
+from plait.train.metrics import PeakFlops
 from traces import kernel_summary
 
 GIB = 2**30

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from plait.plan import Plan
     from plait.plan.loss_scaling import LossScaling
 
-from plait.version import __version__
+__version__ = "0.1.0"
 
 __all__ = [
     "LAMB",

@@ -1,6 +1,7 @@
 """`parallelize`: from a model and a plan to an engine. Everything is checked before the first weight is
 created."""
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,6 @@ from plait.engine.reference import SelfCheck
 from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.engine.usage_checks import check_types
 from plait.errors import CheckpointError
-from plait.leaves import load_leaf
 from plait.models import Blocks
 from plait.optim.update_kinds import DECLARATION
 from plait.parallel.all_samples import batch_norms
@@ -119,11 +119,21 @@ class _Ranks:
         return Engine(spec.given.model, spec, mesh)
 
 
+# The jobs of optional products, by key of a plan. A product imports the packages that it builds on, and none
+# of those imports it, so it is named in a string: import-linter cannot see it, `tools/structure.py` does.
+_JOBS = {"servers": "plait.server.job:ServerJob"}
+
+
 def _connect(plan: Plan, world: World | None) -> Job:
     """Join the job of the plan."""
     set_numerics(plan)  # first: NCCL reads its settings when it connects
-    job: Callable[[Plan, World | None], Job] = load_leaf("servers") if plan.num_servers else _Ranks
+    job: Callable[[Plan, World | None], Job] = _load_job("servers") if plan.num_servers else _Ranks
     return job(plan, world)
+
+
+def _load_job(key: str) -> Any:
+    module, _, name = _JOBS[key].partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _set_up(spec: TrainingSpec, world: World) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from plait.comm import launch_local
+from plait.comm.rank_monitor import RestartPolicy
 from support.local_steps import ledger_engine
 
 WORKERS, STEPS, LOCAL_STEPS, DEATH, RETURN = 3, 12, 2, 3, 8
@@ -58,9 +59,7 @@ def test_islands_go_on_without_a_killed_one_and_with_it_again_as_the_mean_of_the
         WORKERS + servers,
         [],
         function=lambda: job(tmp_path, words),
-        optional_ranks=range(1, WORKERS),
-        restartable_ranks=range(1, WORKERS),
-        max_restarts=1,
+        policy=RestartPolicy(range(1, WORKERS), range(1, WORKERS), max_restarts=1),
     )
     assert code == 0
     fewest, most, counts = json.loads((tmp_path / "result").read_text())

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from plait.comm import launch_local
+from plait.comm.rank_monitor import RestartPolicy
 from plait.errors import CommError
 from support import warm
 from support.cli_runs import LOOPBACK, family, listening
@@ -355,7 +356,7 @@ def test_ranks_that_outlive_their_job_are_killed(capfd: pytest.CaptureFixture[st
             raise SystemExit(code)
         time.sleep(START_S)
 
-    assert launch_local(3, [], function=run, drain_s=0.2) == code
+    assert launch_local(3, [], function=run, policy=RestartPolicy(drain_s=0.2)) == code
     lines = {f"plait: rank {rank} was killed 0.2 s after the job had ended" for rank in (1, 2)}
     assert {*capfd.readouterr().err.splitlines()} == (set() if code else lines)
 
@@ -370,7 +371,7 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_allowed(tmp_path: Pa
         sleep 0.3
     """
     command = ("timeout", "60", "sh", "-c", program, str(starts))
-    assert launch_local(2, [], command=command, optional_ranks=[1], max_restarts=2) == 0
+    assert launch_local(2, [], command=command, policy=RestartPolicy([1], [1], max_restarts=2)) == 0
     assert len(starts.read_text().split()) == 3
 
 

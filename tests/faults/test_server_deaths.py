@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import plait
 from plait.comm import launch_local
 from plait.comm.connection import Message
+from plait.comm.rank_monitor import RestartPolicy
 from plait.errors import CommError
 from plait.plan import Plan
 from plait.server.job import join_job, process_world, restart_policy
@@ -76,6 +77,8 @@ def job(
             engine.step({"worker": torch.tensor([rank])})
             if is_victim and engine.num_steps == 1:
                 die_later()
+            while is_victim and engine.num_steps == STEPS - 1:  # before its death, on a fast machine
+                time.sleep(0.05)
             while rank == 0 and engine.num_steps == STEPS // 2 and restarts:
                 restarts -= engine.server_counts()["joined"] > WORKERS
                 time.sleep(0.05)
@@ -105,9 +108,7 @@ def check_death_of_a_worker(
         function=lambda: job(
             folder, sync, *victims, delay_s=delay_s, requests=requests, restarts=restarts, server=server
         ),
-        optional_ranks=range(1, WORKERS + 2 * with_server),
-        restartable_ranks=range(1, WORKERS),
-        max_restarts=restarts,
+        policy=RestartPolicy(range(1, WORKERS + 2 * with_server), range(1, WORKERS), restarts),
     )
     assert code == 0
     fewest, most, decided, counts = json.loads((folder / "result").read_text())
@@ -147,7 +148,7 @@ def check_death_of_a_server(folder: Path, server: int, requests: int, *workers: 
         WORKERS + 2,
         [],
         function=lambda: job(folder, "all", *victims, delay_s=delay_s, requests=requests),
-        optional_ranks=workers,
+        policy=RestartPolicy(workers),
     )
     errors = {path.read_text() for path in folder.glob("error-*")}
     assert code in (2, 128 + signal.SIGKILL)
@@ -200,7 +201,7 @@ def test_a_process_that_dies_before_all_have_joined_ends_the_job_with_one_error_
         time.sleep(60)
 
     begin_s = time.monotonic()
-    code = launch_local(plan.num_ranks, [], function=die_early, **restart_policy(plan, 0))
+    code = launch_local(plan.num_ranks, [], function=die_early, policy=restart_policy(plan, 0))
     assert code == 128 + signal.SIGKILL
     assert time.monotonic() - begin_s < 25
     check_one_error(capfd.readouterr().err, f"{name} was killed before the job had begun", "SIGKILL")
@@ -224,6 +225,6 @@ def test_the_death_of_worker_0_ends_the_job_with_one_error_that_names_it(
             os.write(2, f"{error.message()}\n".encode())
             raise SystemExit(1) from error
 
-    code = launch_local(plan.num_ranks, [], function=train, **restart_policy(plan, 0))
+    code = launch_local(plan.num_ranks, [], function=train, policy=restart_policy(plan, 0))
     assert code == 128 + signal.SIGKILL
     check_one_error(capfd.readouterr().err, "worker 0 is gone" if workers == 2 else "worker 0 was killed")

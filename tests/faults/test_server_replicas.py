@@ -82,8 +82,8 @@ def job(folder: Path, plan: Plan, deaths: dict[int, tuple[str, int]], sends: boo
 
 def run(folder: Path, deaths: dict[int, tuple[str, int]], *, sends: bool = False, servers: int = 2) -> int:
     plan = Plan.parse(f"dp={WORKERS} servers={servers} server=replicated")
-    policy = restart_policy(plan, 0)
-    return launch_local(plan.num_ranks, [], function=lambda: job(folder, plan, deaths, sends), **policy)
+    function, policy = lambda: job(folder, plan, deaths, sends), restart_policy(plan, 0)
+    return launch_local(plan.num_ranks, [], function=function, policy=policy)
 
 
 @pytest.fixture(scope="module")

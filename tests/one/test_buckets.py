@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from plait.parallel.ddp.bucket import GradSpec, assign_buckets
 from plait.parallel.zero.grad_buffer import OrderedLauncher
-from plait.plan.ddp_buckets import GradSpec, assign_buckets
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Drawn = tuple[int, torch.dtype, bool]  # elements, dtype, whether the gradient is sparse

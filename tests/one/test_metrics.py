@@ -21,8 +21,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from plait.errors import CheckpointError, RunError
 from plait.plan import MemoryUse
-from plait.train.metrics import Metrics, StepMetrics, read_metrics, truncate_metrics
-from plait.train.peak_flops import PeakFlops, data_sheet_peak, matmul_peak
+from plait.train.metrics import (
+    Metrics,
+    PeakFlops,
+    StepMetrics,
+    data_sheet_peak,
+    matmul_peak,
+    read_metrics,
+    truncate_metrics,
+)
 from plait.train.run_dir import RunDir
 from plait.train.run_report import draw_losses, memory_table
 from plait.train.saved_recipe import SavedRecipe

@@ -11,7 +11,7 @@ import plait
 from plait.errors import ModelError
 from plait.models import blocks_of
 from plait.verify import parse_source
-from plait.verify.float64 import compute_in_float64
+from plait.verify.model_spec import compute_in_float64
 from support import stages_by_hand
 from support.stages_by_hand import max_difference
 

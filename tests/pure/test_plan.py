@@ -1,7 +1,9 @@
 """A plan is plain data: its text parses back, and an invalid one is refused with an error."""
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from plait.errors import PlanError
 from plait.plan import Grid, Plan
 from plait.plan.collectives import ALGORITHMS
-from plait.plan.plan import PRECISIONS, SCHEDULES
+from plait.plan.plan import CHOICES, PRECISIONS, SCHEDULES, show_value
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 SPLIT = ("zb-h1", "zbv", "dualpipev")  # backwards in halves
 REDUCTIONS = ["fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:7"]
 
@@ -115,6 +118,18 @@ def test_every_key_takes_effect_on_the_value() -> None:
     assert Plan.parse(text) == Plan(dp=2, **LOCAL)
     assert str(Plan(dp=2, **LOCAL)) == text
     assert str(Plan()) == "dp=1"
+
+
+def test_the_docs_list_every_key_with_its_values_and_the_default_first() -> None:
+    table = (DOCS / "recipes.md").read_text().partition("\n## plan\n")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
+    assert {key for key, _ in rows} == set(Plan.keys())
+    for key, values in rows:
+        words = re.findall(r"[^`, ]+", values)
+        if key not in ("chunks", "stages"):  # by default those of the schedule, and by cost
+            assert words[0] == show_value(key, getattr(Plan(), key)), key
+        if key in CHOICES or key == "schedule":
+            assert set(words) - {"file:PATH"} == set(CHOICES.get(key, SCHEDULES)), key
 
 
 @pytest.mark.parametrize(

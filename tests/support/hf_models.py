@@ -1,5 +1,5 @@
 """Small models of many Hugging Face families; `exact` ones compute in float64 wherever they can: see
-[Note: float64 instead of float32] in `plait/verify/float64.py`."""
+[Note: float64 instead of float32] in `plait/verify/model_spec.py`."""
 
 import functools
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plait.verify.float64 import compute_in_float64
+from plait.verify.model_spec import compute_in_float64
 from support import mixer_configs, programs
 
 _SIZES = {

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from plait import __version__
 from plait.cli.bench import bench
 from plait.cli.checkpoint import checkpoint
 from plait.cli.common import print_line
@@ -19,7 +20,6 @@ from plait.cli.report import compare, report
 from plait.cli.schedule import schedule
 from plait.cli.train import data, rank, train
 from plait.cli.verify import verify, verify_rank
-from plait.version import __version__
 
 
 class _Commands(TyperGroup):

@@ -5,7 +5,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from plait.launchers import adopt_ranks
 from plait.plan import Plan
 
 if TYPE_CHECKING:
+    from plait.comm.rank_monitor import RestartPolicy
     from plait.comm.world import World
     from plait.train.config import Recipe
     from plait.train.run_dir import RunDir
@@ -76,16 +77,20 @@ def train(
         code = LOST_RANK
         try:
             policy = _restart_policy(prepared.plan, prepared.recipe)
-            code = launch_local(prepared.plan.num_ranks, words, save_s=prepared.recipe.run.save_s, **policy)
+            code = launch_local(
+                prepared.plan.num_ranks, words, save_s=prepared.recipe.run.save_s, policy=policy
+            )
         finally:
             if code and not resume:
                 _discard_unused(prepared.dir, start)
     raise typer.Exit(code)
 
 
-def _restart_policy(plan: Plan, recipe: "Recipe") -> dict[str, Any]:
+def _restart_policy(plan: Plan, recipe: "Recipe") -> "RestartPolicy":
+    from plait.comm.rank_monitor import RestartPolicy
+
     if not plan.num_servers:
-        return {}
+        return RestartPolicy()
     from plait.server.job import restart_policy
 
     return restart_policy(plan, recipe.run.max_restarts)

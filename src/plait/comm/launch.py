@@ -50,7 +50,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,7 +62,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from plait.comm.device import allowed_processors
-from plait.comm.rank_monitor import FORWARDED, SIGNALS, RankMonitor
+from plait.comm.rank_monitor import FORWARDED, SIGNALS, RankMonitor, RestartPolicy
 from plait.errors import CommError
 from plait.fileio import temporary_folder
 from plait.launchers import BEGUN, LAUNCHER_PID, RENDEZVOUS_FILE, loopback_sockets, missing_semaphores
@@ -88,11 +88,7 @@ def launch_local(
     command: Sequence[str] | None = None,
     function: Callable[[], object] | None = None,
     save_s: float = 60.0,
-    optional_ranks: Collection[int] = (),
-    restartable_ranks: Collection[int] | None = None,
-    drain_s: float | None = None,
-    max_restarts: int = 0,
-    names: Mapping[int, str] | None = None,
+    policy: RestartPolicy | None = None,
     on_death: Callable[[CommError], object] = _print_error,
 ) -> int:
     """Run `command *argv` (by default `python -m plait *argv`) on `num_ranks` ranks of this host; or
@@ -100,11 +96,8 @@ def launch_local(
 
     Each rank gets RANK, WORLD_SIZE, LOCAL_RANK as under `torchrun`, and in PLAIT_RENDEZVOUS_FILE the file for
     the rendezvous. Sockets listen on loopback only. When a rank ends with another code than 0, the others are
-    ended within seconds, even if they are stuck. If a signal has killed one of `optional_ranks`, it is
-    started again if it is one of `restartable_ranks` (by default all are), `max_restarts` times in all; else
-    the others go on, if the job has begun (`announce_begin`). The job is over when rank 0 has ended with 0:
-    others have `drain_s` seconds to end too. `on_death` gets the error of a killed rank, `names`, if none
-    reports it.
+    ended within seconds, even if they are stuck, except after the deaths that `policy` names. `on_death` gets
+    the error of a killed rank, if none reports it.
 
     SIGTERM, SIGINT (Ctrl-C) and SIGHUP (as SIGTERM) are forwarded once to every rank, which then has `save_s`
     seconds to save and exit; a second Ctrl-C ends it at once. SIGUSR1 is forwarded each time, and stays
@@ -130,8 +123,7 @@ def launch_local(
     forked = None if program is None else _ForkedRank(argv, program)
     with temporary_folder(Path(tempfile.gettempdir()) / "plait", 0o700) as rendezvous_dir:
         begun = rendezvous_dir / (_RENDEZVOUS + BEGUN)
-        restartable = optional_ranks if restartable_ranks is None else restartable_ranks
-        monitor = RankMonitor(save_s, optional_ranks, restartable, drain_s, max_restarts, names or {}, begun)
+        monitor = RankMonitor(save_s, policy or RestartPolicy(), begun)
         with (
             _patched_environment(_rank_environment(num_ranks, rendezvous_dir)),
             _silence_torch(),

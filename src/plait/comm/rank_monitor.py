@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -23,17 +23,32 @@ FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signa
 SIGNALS = (*FORWARDED, signal.SIGUSR1)
 
 
+@dataclass(frozen=True)
+class RestartPolicy:
+    """The deaths that a job survives; by default none.
+
+    optional      ranks without which the others go on, if a signal kills them after the job has begun
+                  (`announce_begin`)
+    restartable   those of them that are started again instead, `max_restarts` times in all
+    drain_s       from the end of rank 0, which is then that of the job, to SIGKILL for others; None: all have
+                  to end
+    names         of ranks, for the error of a death
+    """
+
+    optional: Collection[int] = ()
+    restartable: Collection[int] = ()
+    max_restarts: int = 0
+    drain_s: float | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
+
+
 @dataclass
 class RankMonitor:
     """State of the ranks and of signals to them. Detects dead ranks without reaping them: torch does that.
     See `launch_local`."""
 
     save_s: float  # from a signal to SIGKILL: time to write a checkpoint
-    optional_ranks: Collection[int]
-    restartable_ranks: Collection[int]
-    drain_s: float | None  # from the end of rank 0, and of the job, to SIGKILL for others
-    max_restarts: int
-    names: Mapping[int, str]
+    policy: RestartPolicy
     begun: Path  # a file that exists once the job has begun
 
     def __post_init__(self) -> None:
@@ -62,9 +77,9 @@ class RankMonitor:
             if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
         }
         self._report_late_ranks(dead)
-        for rank in [rank for rank, code in dead.items() if code < 0 and rank in self.optional_ranks]:
+        for rank in [rank for rank, code in dead.items() if code < 0 and rank in self.policy.optional]:
             self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
-            if rank in self.restartable_ranks and self._may_restart():
+            if rank in self.policy.restartable and self._may_restart():
                 self._restarts.append(rank)
                 del dead[rank]
         dead |= {rank: 0 for rank, code in dead.items() if self._is_excused(rank, code)}
@@ -72,8 +87,8 @@ class RankMonitor:
         for rank, code in sorted(dead.items(), key=lambda item: (item[1] >= 0, item[0])):
             is_first = not any(map(self._is_failure, self._codes.values()))
             self._codes[rank] = code
-            if rank == 0 and code == 0 and self.drain_s is not None:
-                self._pending.append((now + self.drain_s, signal.SIGKILL))
+            if rank == 0 and code == 0 and self.policy.drain_s is not None:
+                self._pending.append((now + self.policy.drain_s, signal.SIGKILL))
             if self._is_failure(code):
                 self._send(rank, signal.SIGKILL)
                 if is_first:
@@ -87,13 +102,13 @@ class RankMonitor:
         """Call `start` for ranks that are to be started again, after `poll`."""
         for rank in self._restarts[self._num_started :]:
             self._num_started += 1
-            number = f"{self._num_started} of at most {self.max_restarts}"
+            number = f"{self._num_started} of at most {self.policy.max_restarts}"
             sys.stderr.write(f"plait: rank {rank} was killed and is started again (restart {number})\n")
             start(rank)
 
     def _may_restart(self) -> bool:
         has_failed = any(map(self._is_failure, self._codes.values()))
-        is_left = len(self._restarts) < self.max_restarts
+        is_left = len(self._restarts) < self.policy.max_restarts
         return is_left and not (has_failed or self.is_stopping or self._is_over)
 
     @property
@@ -124,8 +139,8 @@ class RankMonitor:
         if not failures or any(code > 0 for code in self._codes.values()):
             return None
         rank, code = failures[0]
-        name = self.names.get(rank, f"rank {rank}")
-        has_begun = not self.optional_ranks or self.begun.exists()
+        name = self.policy.names.get(rank, f"rank {rank}")
+        has_begun = not self.policy.optional or self.begun.exists()
         with_what = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return CommError(
             f"{name} was killed" + ("" if has_begun else " before the job had begun"),
@@ -137,18 +152,18 @@ class RankMonitor:
     def _is_excused(self, rank: int, code: int) -> bool:
         """Return whether a rank that ended so does not fail the job."""
         if code < 0:
-            return (rank in self.optional_ranks and self.begun.exists()) or self._is_over
+            return (rank in self.policy.optional and self.begun.exists()) or self._is_over
         return rank in self._restarts and self._is_over  # it was too late to join
 
     @property
     def _is_over(self) -> bool:
-        return self.drain_s is not None and self._codes.get(0) == 0
+        return self.policy.drain_s is not None and self._codes.get(0) == 0
 
     def _report_late_ranks(self, dead: Mapping[int, int]) -> None:
         for rank, code in dead.items():
             if self._is_over and code == -signal.SIGKILL:
                 sys.stderr.write(
-                    f"plait: rank {rank} was killed {self.drain_s:g} s after the job had ended\n"
+                    f"plait: rank {rank} was killed {self.policy.drain_s:g} s after the job had ended\n"
                 )
 
     def _is_failure(self, code: int) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 
 from plait.comm import JobProcess, Mesh, World, join_store
 from plait.comm.connection import ServerAddress
+from plait.comm.rank_monitor import RestartPolicy
 from plait.comm.rendezvous import leave_store
 from plait.comm.shm.rendezvous import new_arena
 from plait.engine.build import EngineParts, build_shard_map
@@ -98,22 +99,16 @@ def process_world(process: JobProcess, *, shares_memory: bool = True) -> World:
     return World.of_process(process, new_arena(2 * process.size) if shares_memory else None)
 
 
-def restart_policy(plan: Plan, max_restarts: int) -> dict[str, Any]:
-    """Return arguments of `launch_local`: with dedicated servers, all workers but the first may die and are
-    started again, `max_restarts` times in all; so may servers that have replicas, which are not started
-    again. Worker 0 ends the job. The error of a death names the role. `plan`: with servers."""
+def restart_policy(plan: Plan, max_restarts: int) -> RestartPolicy:
+    """Return the deaths that a job with servers survives: with dedicated ones, all workers but the first may
+    die and are started again; so may servers that have replicas, which are not started again. Worker 0 ends
+    the job. The error of a death names the role."""
     roles = [f"worker {rank}" for rank in range(plan.dp)] + [
         f"server {index}" for index in range(plan.servers)
     ]
-    return {
-        "names": dict(enumerate(roles)),
-        "optional_ranks": range(1, plan.num_ranks if plan.server == "replicated" else plan.dp)
-        if plan.servers
-        else (),
-        "restartable_ranks": range(1, plan.dp),
-        "drain_s": _DRAIN_S,
-        "max_restarts": max_restarts,
-    }
+    stop = plan.num_ranks if plan.server == "replicated" else plan.dp
+    optional = range(1, stop) if plan.servers else ()
+    return RestartPolicy(optional, range(1, plan.dp), max_restarts, _DRAIN_S, dict(enumerate(roles)))
 
 
 def chunk_table(model: nn.Module, spec: TrainingSpec) -> ChunkTable:

@@ -24,8 +24,7 @@ from plait.plan.schedule.trace import durations_of, read_trace
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
-from plait.train.metrics import ThinnedRecords, read_metrics
-from plait.train.peak_flops import PeakFlops
+from plait.train.metrics import PeakFlops, ThinnedRecords, read_metrics
 from plait.train.run_dir import RunDir
 
 if TYPE_CHECKING:

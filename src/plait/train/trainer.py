@@ -37,7 +37,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from plait import checkpoint
+from plait import __version__, checkpoint
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
@@ -54,9 +54,8 @@ from plait.train.export import DTYPES, export, generate
 from plait.train.heartbeat import Heartbeat
 from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.measurements import StepRecorder, write_measured
-from plait.train.metrics import Metrics, StepMetrics, read_metrics
+from plait.train.metrics import Metrics, PeakFlops, StepMetrics, read_metrics
 from plait.train.optimizer import lr_lambda
-from plait.train.peak_flops import PeakFlops
 from plait.train.prepare import ResolvedRun
 from plait.train.resume import load_newest
 from plait.train.run_report import (
@@ -69,7 +68,6 @@ from plait.train.run_report import (
 )
 from plait.train.servers import RESUMED, ServerMetrics, run_worker
 from plait.train.stragglers import Stragglers
-from plait.version import __version__
 
 MAX_STEPS_BETWEEN_FLAGS = 10
 _SAVE = signal.SIGUSR1

@@ -281,7 +281,7 @@ class _ColumnTracer:
         return output
 
     def _copy_inputs(self, _: nn.Module, *given: Any) -> None:
-        """Begin a block: gradients of tensors from outside of the blocks are summed (side_inputs.py)."""
+        """Begin a block: gradients of tensors from outside of the blocks are summed (sequence_forward.py)."""
         for tensor in tensors_in(given):
             if (state := self._state(tensor)).parts and not state.tokens:
                 self.complete([tensor])

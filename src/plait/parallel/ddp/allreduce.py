@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from plait.comm.collectives import Group, start_all_reduce
+from plait.comm.collectives import Group, all_gather, start_all_reduce
 from plait.errors import DDPError
-from plait.parallel.ddp.bucket import Bucket, GradBucket, SparseBucket, all_reduce_sparse
+from plait.parallel.ddp.bucket import Bucket, GradBucket, SparseBucket
 
 AnyBucket = Bucket | SparseBucket
 Hook = Callable[..., "torch.futures.Future[Tensor]"]
@@ -47,7 +47,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Options:
-    """Constructor options about gradients. `limits`: bucket sizes in bytes, see `plan/ddp_buckets.py`.
+    """Constructor options about gradients. `limits`: bucket sizes in bytes, see `assign_buckets`.
 
     `passes`: gradients of each parameter per reduction, see [Note: an optimizer's backwards]. `groups`: for
     each parameter, the number of the parameters that share its bucket, or -1."""
@@ -193,3 +193,33 @@ def _hook_result(result: object, bucket: GradBucket) -> Tensor:
             hint="bucket.buffer() as the result, changed in place",
         )
     return result
+
+
+def all_reduce_sparse(gradient: Tensor, group: Group, name: str) -> Tensor:
+    """Sum of the ranks' sparse (COO) gradients. Collective over `group`."""
+    local = gradient.coalesce()
+    if group.size == 1:
+        return local
+    indices, values = local.indices(), local.values()
+    counts = torch.empty(group.size, dtype=torch.int64, device=indices.device)
+    all_gather(counts, counts.new_tensor([indices.shape[1]]), group, label=f"numbers of rows of {name}")
+    sizes = counts.tolist()
+    largest = max(sizes)
+    if largest == 0:
+        return local
+    all_indices = _all_gather_rows(indices.mT, largest, group, name)
+    all_values = _all_gather_rows(values, largest, group, name)
+    rows = torch.cat([chunk[:size] for chunk, size in zip(all_indices, sizes, strict=True)])
+    all_terms = torch.cat([chunk[:size] for chunk, size in zip(all_values, sizes, strict=True)])
+    return torch.sparse_coo_tensor(rows.mT, all_terms, gradient.shape, check_invariants=False).coalesce()
+
+
+def _all_gather_rows(rows: Tensor, largest: int, group: Group, name: str) -> Tensor:
+    """All-gather the ranks' rows, padded to (ranks, largest, ...)."""
+    padded = rows.new_zeros(largest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = rows.new_empty(group.size * padded.numel())
+    real = torch.view_as_real(gathered).view(-1) if gathered.is_complex() else gathered
+    rows_flat = torch.view_as_real(padded).reshape(-1) if padded.is_complex() else padded.reshape(-1)
+    all_gather(real, rows_flat, group, label=f"rows of {name}")
+    return gathered.view(group.size, *padded.shape)

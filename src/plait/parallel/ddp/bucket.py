@@ -1,6 +1,11 @@
 """Buckets: gradients of several parameters in one flat tensor, which is one message; and their autograd
 hooks.
 
+[Note: assignment to buckets]
+A bucket closes when it has reached its limit, so it may overshoot; the next one of its kind takes the next
+limit, and the last limit repeats (Li et al., 2006.15704, 3.2.3). Same algorithm as torch's function, which
+the tests compare with.
+
 [Note: storage of gradients]
 Autograd produces each gradient in a tensor of its own. It is copied into the bucket (small ones together,
 while they are in the cache), and `.grad` becomes a tensor over the bucket's memory, so the result need not be
@@ -36,7 +41,7 @@ another, so this runs when the result is waited for, after backward.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,7 +49,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm.collectives import Group, all_gather
 from plait.parallel.ddp.errors import not_bucket_view, not_sparse
 from plait.parallel.zero.buffers import ByteTracker, LeasedTensor
 from plait.parallel.zero.grad_buffer import GradBuffer, GradientState
@@ -525,31 +529,38 @@ class SparseBucket:
         self.begin()
 
 
-def all_reduce_sparse(gradient: Tensor, group: Group, name: str) -> Tensor:
-    """Sum of the ranks' sparse (COO) gradients. Collective over `group`."""
-    local = gradient.coalesce()
-    if group.size == 1:
-        return local
-    indices, values = local.indices(), local.values()
-    counts = torch.empty(group.size, dtype=torch.int64, device=indices.device)
-    all_gather(counts, counts.new_tensor([indices.shape[1]]), group, label=f"numbers of rows of {name}")
-    sizes = counts.tolist()
-    largest = max(sizes)
-    if largest == 0:
-        return local
-    all_indices = _all_gather_rows(indices.mT, largest, group, name)
-    all_values = _all_gather_rows(values, largest, group, name)
-    rows = torch.cat([chunk[:size] for chunk, size in zip(all_indices, sizes, strict=True)])
-    all_terms = torch.cat([chunk[:size] for chunk, size in zip(all_values, sizes, strict=True)])
-    return torch.sparse_coo_tensor(rows.mT, all_terms, gradient.shape, check_invariants=False).coalesce()
+@dataclass(frozen=True)
+class GradSpec:
+    """The properties of a parameter's gradient that decide its bucket."""
+
+    nbytes: int
+    kind: Hashable  # dtype and device, the same for all of a bucket
+    alone: bool = False  # a sparse gradient has a bucket of its own
+    unlimited: bool = False  # its bucket holds all of its kind
 
 
-def _all_gather_rows(rows: Tensor, largest: int, group: Group, name: str) -> Tensor:
-    """All-gather the ranks' rows, padded to (ranks, largest, ...)."""
-    padded = rows.new_zeros(largest, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    gathered = rows.new_empty(group.size * padded.numel())
-    real = torch.view_as_real(gathered).view(-1) if gathered.is_complex() else gathered
-    rows_flat = torch.view_as_real(padded).reshape(-1) if padded.is_complex() else padded.reshape(-1)
-    all_gather(real, rows_flat, group, label=f"rows of {name}")
-    return gathered.view(group.size, *padded.shape)
+def assign_buckets(
+    grads: Sequence[GradSpec], limits: Sequence[int], order: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Return the gradient indices of each bucket, filled in `order`. See [Note: assignment to buckets].
+
+    Buckets are in the order in which they close; those that never reach their limit come last. `limits`:
+    bytes of the first bucket of each kind, of its second, and so on.
+    """
+    open_buckets: dict[Hashable, list[int]] = {}
+    sizes: dict[Hashable, int] = {}
+    num_closed: dict[Hashable, int] = {}
+    buckets: list[tuple[int, ...]] = []
+    for index in order:
+        grad = grads[index]
+        if grad.alone:
+            buckets.append((index,))
+            continue
+        kind = grad.kind
+        open_buckets.setdefault(kind, []).append(index)
+        sizes[kind] = sizes.get(kind, 0) + grad.nbytes
+        if not grad.unlimited and sizes[kind] >= limits[min(num_closed.get(kind, 0), len(limits) - 1)]:
+            buckets.append(tuple(open_buckets.pop(kind)))
+            num_closed[kind] = num_closed.get(kind, 0) + 1
+            sizes[kind] = 0
+    return buckets + [tuple(bucket) for bucket in open_buckets.values()]

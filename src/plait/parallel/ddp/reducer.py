@@ -47,9 +47,11 @@ from plait.parallel.ddp.bucket import (
     Bucket,
     GradBucket,
     GradReadiness,
+    GradSpec,
     ParamSlot,
     SparseBucket,
     accumulate_grad_node,
+    assign_buckets,
     make_hook,
 )
 from plait.parallel.ddp.errors import (
@@ -63,7 +65,6 @@ from plait.parallel.ddp.errors import (
 )
 from plait.parallel.ddp.unused_params import StaticGraph, UsedMap, unused_in_backward
 from plait.parallel.zero.grad_buffer import OrderedLauncher
-from plait.plan.ddp_buckets import GradSpec, assign_buckets
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ _live_reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
 @dataclass
 class Timings:
-    """CPU times of the current iteration in nanoseconds, with torch's names; `logger.py` sums them."""
+    """CPU times of the current iteration in nanoseconds, with torch's names; `Logger` sums them."""
 
     sample_rate: int = 100
     iteration: int = 0  # forwards followed by a synchronized backward

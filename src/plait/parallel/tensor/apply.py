@@ -18,7 +18,6 @@ from torch import nn
 from plait.errors import ModelError
 from plait.models import input_embedding, linear_forwards, pretrained_base
 from plait.parallel.float8 import PLAIN, LayerProducts
-from plait.parallel.tensor.embedding import VocabParallelEmbedding, check_embedding
 from plait.parallel.tensor.functional import UsedFeatures, split
 from plait.parallel.tensor.linear import HeadOutput, ParallelLinear
 from plait.parallel.tensor.norm import ParallelNorm
@@ -26,6 +25,8 @@ from plait.parallel.tensor.other_layers import (
     ParallelExperts,
     ReplicatedLayer,
     UnfusedForward,
+    VocabParallelEmbedding,
+    check_embedding,
     read_own_channels,
     slice_head_arguments,
 )
@@ -34,12 +35,12 @@ from plait.parallel.tensor.sequence_forward import (
     Region,
     SequenceParallelBlock,
     SequenceParallelRegion,
+    SideInputs,
     begin_with_received,
     check_outer_modules,
 )
 from plait.parallel.tensor.shards import ShardedDim, TensorGroups
 from plait.parallel.tensor.shared_input import SharedInputs
-from plait.parallel.tensor.side_inputs import SideInputs
 from plait.plan.axes import FEATURES, HIDDEN
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, token_regions
 

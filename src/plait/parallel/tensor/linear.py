@@ -48,8 +48,14 @@ from plait.parallel.tensor.functional import (
 from plait.parallel.tensor.operators import define, is_traced
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.shards import ShardedDim, TokenShards, token_dim
-from plait.parallel.tensor.shared_input import InputView, SharedInput, SharedInputs, weight_of
-from plait.parallel.tensor.traced_input import lookup_traced, share_traced
+from plait.parallel.tensor.shared_input import (
+    InputView,
+    SharedInput,
+    SharedInputs,
+    lookup_traced,
+    share_traced,
+    weight_of,
+)
 from plait.plan.sharding import Range
 
 
@@ -259,17 +265,8 @@ def _summed_product(
     return own.contiguous()  # as `_summed_product_shape` says: a shorter rank's tokens are a part of a buffer
 
 
-def _summed_product_shape(
-    x_Ti: Tensor,
-    weight_oi: Tensor,
-    _: Tensor | None,
-    __: str,
-    transposed: bool,
-    ___: str,
-    ____: str,
-    group: str,
-    sizes: Sequence[int] | None,
-) -> Tensor:
+def _summed_product_shape(x_Ti: Tensor, weight_oi: Tensor, *others: Any) -> Tensor:
+    _bias, _recipe, transposed, _inp, _out, group, sizes = others
     leading = list(x_Ti.shape[:-1])
     if sizes is not None:
         leading[token_dim(x_Ti)] = sizes[named_group(group).rank]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm import Group, Work, all_gather, start_all_gather, start_reduce_scatter
-from plait.parallel.linear_products import Float8Input, Products
-from plait.parallel.tensor.operators import all_gather_into
+from plait.comm import Group, Work, all_gather, named_group, start_all_gather, start_reduce_scatter
+from plait.parallel.linear_products import Float8Input, PlainProducts, Products
+from plait.parallel.tensor.operators import all_gather_into, define
 from plait.plan.axes import FEATURES, HIDDEN
 from plait.plan.sharding import DimSharding
 
@@ -199,3 +199,29 @@ def _copy_padded(shard: Tensor, padded: Tensor) -> None:
     own_size = shard.shape[dim]
     padded.narrow(dim, 0, own_size).copy_(shard)
     padded.narrow(dim, own_size, padded.shape[dim] - own_size).zero_()
+
+
+def _all_gather_during_product(
+    own: Tensor, group: str, size: int, label: str, dy: Tensor, weight: Tensor, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gathered tensor, and the input gradient that is computed meanwhile."""
+    full = own.new_empty(size * own.numel())
+    work = start_all_gather(full, own.contiguous(), named_group(group), label=label)
+    dx = PlainProducts(transposed).input_gradient(dy, weight)
+    work.wait()
+    return full, dx
+
+
+def _all_gather_during_product_shapes(
+    own: Tensor, _: str, size: int, __: str, dy: Tensor, weight: Tensor, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    return own.new_empty(size * own.numel()), PlainProducts(transposed).input_gradient(dy, weight)
+
+
+define(
+    "all_gather_during_product",
+    "Tensor own, str group, int size, str label, Tensor dy, Tensor weight, bool transposed",
+    "(Tensor, Tensor)",
+    _all_gather_during_product,
+    _all_gather_during_product_shapes,
+)

@@ -43,9 +43,15 @@ layer that uses a view of z is unknown to the node, and z is saved for it.
 
 All-gathers and reductions of one group are issued in the order of autograd's nodes, which is the same on
 every rank.
+
+[Note: shared inputs in traced graphs]
+In graphs that torch.compile traces a layer does not know its module, so nothing is recorded between steps: a
+node computes the weight gradients of the layers that are known when it is made. Those are all that use the
+input of a pure region, but only the first one otherwise; the others compute theirs without overlap.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +61,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plait.comm import Group, Work, start_all_reduce
+from plait.comm import Group, Work, named_group, start_all_reduce
 from plait.models.tensors import WeakTensorMap
-from plait.parallel.linear_products import Products
-from plait.parallel.tensor.operators import is_traced
-from plait.parallel.tensor.shards import TokenGather, TokenShards
+from plait.parallel.linear_products import PlainProducts, Products
+from plait.parallel.tensor.operators import define, is_traced
+from plait.parallel.tensor.shards import TokenGather, TokenShards, token_dim
 
 _REGATHERED = "a region's tokens"
 
@@ -137,7 +143,7 @@ class SharedInput:
         return dz, start_all_reduce(dz, self.reduction, label="gradient of features")
 
     def traced_backward(self, dz: Tensor, needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the node's inputs, in a graph that is traced. See traced_input.py."""
+        """Return the gradients of the node's inputs, in a graph that is traced."""
         summands = [
             (index, dy, self.regather.wait() if x is None and self.regather is not None else x, products)
             for index, deferred in enumerate(self._deferred)
@@ -279,3 +285,106 @@ def weight_of(module: nn.Module) -> Tensor:
 def unique_trainable(weights: list[Tensor]) -> list[Tensor]:
     """Return those that require a gradient, each once."""
     return list({id(weight): weight for weight in weights if weight.requires_grad}.values())
+
+
+# --- see [Note: shared inputs in traced graphs]
+
+
+class _TracedInputs:
+    """The last inputs that traced layers share: tensors of a trace, which is over soon."""
+
+    def __init__(self) -> None:
+        self.views: WeakTensorMap[InputView] = WeakTensorMap()
+        self.gathered: WeakTensorMap[Tensor] = WeakTensorMap()  # by this rank's tokens
+
+
+_traced_inputs: dict[str, _TracedInputs] = defaultdict(_TracedInputs)  # by the group's name
+
+
+def share_traced(x: Tensor, weight: Tensor, group: Group) -> InputView:
+    """`SharedInputs.share` in a trace."""
+    if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+        return InputView()
+    views = _traced_inputs[group.name].views
+    view = views.get(x)
+    if view is None:
+        shared = SharedInput(None, "", unique_trainable([weight]), group)
+        view = InputView(shared.apply(x), shared)
+        views.clear()
+        views.put(x, view)
+    return view
+
+
+def lookup_traced(x: Tensor, _: Tensor, group: Group) -> InputView:
+    """`SharedInputs.lookup` in a trace."""
+    return _traced_inputs[group.name].views.get(x) or InputView()
+
+
+@torch.compiler.allow_in_graph
+def traced_full_input(x_BtH: Tensor, weights: list[Tensor], group: str, sizes: tuple[int, ...]) -> Tensor:
+    """Return all tokens of a pure region's input. `weights`: those that multiply it. `sizes`: tokens of each
+    rank."""
+    traced, tokens = _traced_inputs[group], TokenShards(named_group(group), sizes)
+    weights = unique_trainable(weights)
+    if not (torch.is_grad_enabled() and x_BtH.requires_grad):
+        return tokens.all_gather(x_BtH)
+    x_BTH = traced.gathered.get(x_BtH)
+    if x_BTH is None:
+        shared = SharedInput(None, "", weights, tokens, TokenGather(tokens))
+        x_BTH = shared.apply(x_BtH)
+        traced.gathered.clear()
+        traced.gathered.put(x_BtH, x_BTH)
+    else:
+        first = lookup_traced(x_BTH, x_BTH, tokens.group).shared_input
+        assert first is not None, "the view of a gathered input is discarded with it"
+        shared = SharedInput(None, "", weights, None, first.regather)
+        x_BTH = shared.apply(x_BTH)
+    traced.views.put(x_BTH, InputView(None, shared, x_BtH.detach()))
+    return x_BTH
+
+
+def _reduced_during_products(
+    dz: Tensor,
+    group: str,
+    sizes: Sequence[int] | None,
+    dys: list[Tensor],
+    xs: list[Tensor],
+    transposed: Sequence[bool],
+) -> list[Tensor]:
+    """Return dz reduced, and the weight gradients that are computed meanwhile. `sizes`: tokens of each rank,
+    if they are reduce-scattered."""
+    if sizes is not None:
+        shards = TokenShards(named_group(group), tuple(sizes))
+        reduced, work = shards.start_reduce_scatter(dz, "gradient of a region's tokens")
+    else:
+        reduced = dz.clone(memory_format=torch.contiguous_format)
+        work = start_all_reduce(reduced, named_group(group), label="gradient of features")
+    products = _weight_gradients(dys, xs, transposed)
+    work.wait()
+    return [
+        reduced.clone(memory_format=torch.contiguous_format) if reduced._is_view() else reduced,
+        *products,
+    ]
+
+
+def _weight_gradients(dys: list[Tensor], xs: list[Tensor], transposed: Sequence[bool]) -> list[Tensor]:
+    calls = zip(dys, xs, transposed, strict=True)
+    return [PlainProducts(stored_as_in_out).weight_gradient(dy, x) for dy, x, stored_as_in_out in calls]
+
+
+def _reduced_during_products_shapes(
+    dz: Tensor, group: str, sizes: Sequence[int] | None, *products: Any
+) -> list[Tensor]:
+    shape = list(dz.shape)
+    if sizes is not None:
+        shape[token_dim(dz)] = sizes[named_group(group).rank]
+    return [dz.new_empty(shape), *_weight_gradients(*products)]
+
+
+define(
+    "reduced_during_products",
+    "Tensor dz, str group, SymInt[]? sizes, Tensor[] dys, Tensor[] xs, bool[] transposed",
+    "Tensor[]",
+    _reduced_during_products,
+    _reduced_during_products_shapes,
+)
