@@ -32,7 +32,7 @@ _PREFIX = "plait_"  # before the name of the implementation that computes withou
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Which keys a query sees, by their positions.
+    """The keys that a query sees, by positions.
 
     before    query - key is below it; None: any
     after     key - query is at most this; None: any; 0: causal
@@ -125,7 +125,7 @@ class AttentionCall:
 
 
 class Attention(Protocol):
-    """What computes attention in place of transformers."""
+    """Computes attention in place of transformers."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return (B, H, S, V)."""

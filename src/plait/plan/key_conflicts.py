@@ -51,8 +51,15 @@ def check_zero(values: Mapping[str, Any]) -> None:
             )
 
 
-def check_context(values: Mapping[str, Any]) -> None:
-    """Raise PlanError for combinations of `cp` that have no effect or exclude each other."""
+def check_sequence(values: Mapping[str, Any], cols: int) -> None:
+    """Raise PlanError for combinations of `sp` and `cp` that have no effect or exclude each other."""
+    if values["sp"] and cols == 1:
+        raise PlanError(
+            "sp needs at least two tp columns",
+            given=f"tp={values['tp']} sp=true",
+            expected="sp with tp=C or tp=RxC, C from 2",
+            hint="tp=2 sp=true, or no sp",
+        )
     if values["cp"] == 1 and values["cp_method"] != "auto":
         raise PlanError(
             "cp_method has an effect only with several ranks of cp",

@@ -17,7 +17,7 @@ from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.axes import TABLE
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import METHODS
-from plait.plan.key_conflicts import check_context, check_precision, check_zero
+from plait.plan.key_conflicts import check_precision, check_sequence, check_zero
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
@@ -255,11 +255,10 @@ class Plan:
             if values[name] is not default:
                 check_type(name, kind, values[name])
         check_choices(values)
-        self._check_tensor()
+        check_sequence(values, self.cols)
         self._check_pipeline()
         check_zero(values)
         check_precision(values)
-        check_context(values)
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
         check_servers(values, vars(Plan))
@@ -269,15 +268,6 @@ class Plan:
                 given=f"algorithm={self.algorithm} reduce={self.reduce}",
                 expected="algorithm with reduce=fp32 or reduce=bf16",
                 hint=f"no algorithm, or algorithm={self.algorithm} reduce=bf16",
-            )
-
-    def _check_tensor(self) -> None:
-        if self.sp and self.cols == 1:
-            raise PlanError(
-                "sp needs at least two tp columns",
-                given=f"tp={self.tp} sp=true",
-                expected="sp with tp=C or tp=RxC, C from 2",
-                hint="tp=2 sp=true, or no sp",
             )
 
     def _check_pipeline(self) -> None:
@@ -475,12 +465,12 @@ class Plan:
 
     @property
     def data_shards(self) -> int:
-        """Data ranks that share one copy of what `zero` shards; with the ranks of cp, `shard_degree`."""
+        """Data ranks that share one copy of what `zero` shards."""
         return (self.shard or self.data_ranks) if self.zero else 1
 
     @property
     def token_ranks(self) -> int:
-        """Ranks with other tokens and the same weights: data ranks, and those of cp."""
+        """Ranks with other tokens and the same weights."""
         return self.dp * self.cp
 
     @property

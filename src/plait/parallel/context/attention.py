@@ -8,7 +8,7 @@
   ulysses     an all-to-all gives every rank all tokens of its share of the heads, and another one brings the
               outputs back (Jacobs et al. 2309.14509)
 
-[Note: what is kept for backward]
+[Note: tensors kept for backward]
 The queries, keys and values of a rank, the output and its log-sum-exp: as much as without cp, for fewer
 tokens. Gathered keys and values are gathered again. They are in memory for one group of kv heads at a time.
 

@@ -50,7 +50,7 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class SequenceShare:
-    """What attention knows of a micro-batch's rows.
+    """Facts about a micro-batch's rows, for attention.
 
     segments    the documents of each sample, without padding; of one, if all are alike
     """
