@@ -448,7 +448,9 @@ class UnitPrices:
     def _group(self, axes: Axes) -> Group:
         if axes not in self._groups:
             grid = self._messages.grid
-            self._groups[axes] = Group(grid.degree(*axes), grid.stride(axes[-1]), self._plan.num_ranks)
+            self._groups[axes] = Group(
+                grid.degree(*axes), grid.stride(axes[-1]) if axes else 1, self._plan.num_ranks
+            )
         return self._groups[axes]
 
 
