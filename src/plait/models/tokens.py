@@ -44,10 +44,12 @@ from plait.models.trace.prepare import (
     zeros_like,
 )
 from plait.models.trace.recorder import Attended, Entered, Left, ModelTrace, Operator, Returned
+from plait.models.transformers_types import is_pretrained_model
 
 _ATEN = torch.ops.aten
 _TOKENS = frozenset({("tokens", 1)})
 _SAMPLES = 2
+_OF_ITS_OWN = " with a number per position that is not from the batch"
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
 _OF_ONE_VALUE = {  # or of random numbers
     *(*BLANK, _ATEN.new_ones, _ATEN.new_full, _ATEN.empty_like, _ATEN.zeros_like, _ATEN.full, _ATEN.ones),
@@ -201,6 +203,8 @@ def _recorded(
     handling = attention_by(_Handler(attend)) if handles else nullcontext()
     with prepared(model, make), without_dropout(), packing_nothing(), handling:
         dispatch_attention(model)
+        for module in filter(is_pretrained_model, model.modules()):  # looks for padding, to warn of it
+            vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
         with trace.recording(model, layers=dict(model.named_modules())):
             trace.add_result(model.train()(**forward_inputs(model, batch)))
     return trace
@@ -305,19 +309,20 @@ class _TokenQuery:
         depends = self._dependencies(tensors)
         if call.func is _ATEN._local_scalar_dense.default:
             self._decided |= depends
-        elif call.func.overloadpacket in _OF_ONE_VALUE and not self._repeats([*known, *foreign], call):
+        elif call.func.overloadpacket in _OF_ONE_VALUE and not self._repeats(call, [*known, *foreign]):
             self._guess(results)
             self._blank |= {storage_key(tensor): tensor for tensor in results}
         elif known:
             followed = None if foreign else self._rule(call)
             if followed is None or any(place.units != self._tokens for _, place in followed):
-                depends |= {self._mix(str(call.func).removeprefix("aten.").partition(".")[0])}
+                operator = str(call.func).removeprefix("aten.").partition(".")[0]
+                depends |= {self._mix(f"{operator}{_OF_ITS_OWN if foreign else ''}")}
                 self._guess(results)
             else:
                 self._places |= {id(tensor): place for tensor, place in followed}
         self._depend(results, depends)
 
-    def _repeats(self, longs: list[Tensor], call: Operator) -> bool:
+    def _repeats(self, call: Operator, longs: list[Tensor]) -> bool:
         """Whether the result has values of tokens."""
         return bool(longs) and call.func.overloadpacket in (_ATEN.expand, _ATEN.repeat)
 
@@ -333,7 +338,6 @@ class _TokenQuery:
             base = self._blank.get(storage_key(target), target)
             place = copied(base, target, source, lambda tensor: self._places.get(id(tensor)))
             return None if place is None else [(base, place), (target, place), (call.result, place)]
-        found = follow(
+        return follow(
             call.func, call.args, call.kwargs, call.result, lambda tensor: self._places.get(id(tensor))
         )
-        return found

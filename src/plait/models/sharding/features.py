@@ -201,7 +201,9 @@ def _gather(call: _OperatorCall) -> Followed | None:
     """Elements at the same places for all features, or at those that each feature has."""
     first, dim, index = call.args[0], call.args[1] % call.args[0].ndim, call.args[2]
     features, [(shape, of_index)] = call.features_of(first), call.placed([index])
-    if of_index is not None and of_index.dim != dim:
+    if of_index is not None and of_index.dim == dim:
+        return call.results(of_index) if features is None else None
+    if of_index is not None:
         size = first.shape[of_index.dim]
         is_of_each = features == of_index and size == index.shape[of_index.dim]
         is_of_all = features is None and expandable_shape(first)[of_index.dim] == 1
@@ -264,6 +266,15 @@ def _index(call: _OperatorCall) -> Followed | None:
         return None
     moved = 0 if of_table.dim < dims[0] else len(shape) - len(dims)
     return call.results(replace(of_table, dim=of_table.dim + moved))
+
+
+def _masked(call: _OperatorCall) -> Followed | None:
+    """A number that is put where a mask is true."""
+    first, indices, value = call.args[:3]
+    mask = indices[0]
+    is_mask = len(indices) == 1 and mask.dtype == torch.bool and mask.shape == first.shape
+    is_same = is_mask and value.ndim == 0 and call.features_of(first) == call.features_of(mask)
+    return call.results(call.features_of(first)) if is_same else None
 
 
 def _depthwise(call: _OperatorCall) -> Followed | None:
@@ -364,6 +375,12 @@ def _along(call: _OperatorCall, tensor: Tensor, features: Features) -> Features 
     return replace(features, dim=features.dim - removed)
 
 
+def _repeated(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
+    """Copies along any dim: of all features, one after the other, in theirs."""
+    dim = features.dim + call.result.ndim - tensor.ndim
+    return replace(features, dim=dim, outer=features.outer * call.args[1][dim])
+
+
 def _padded(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     """Tensors with more elements along the last dims."""
     return features if features.dim < tensor.ndim - len(call.args[1]) // 2 else None
@@ -396,7 +413,7 @@ def _of_first(
 
 
 _RULES: Mapping[str, Callable[[_OperatorCall], Followed | None]] = {
-    **dict.fromkeys(("clone", "_to_copy", "alias", "detach"), _pointwise),
+    **dict.fromkeys(("clone", "_to_copy", "alias", "detach", "polar"), _pointwise),
     **dict.fromkeys(("cat", "stack"), _cat),
     "bmm": _bmm,
     "gather": _gather,
@@ -404,6 +421,7 @@ _RULES: Mapping[str, Callable[[_OperatorCall], Followed | None]] = {
     "addmm": _addmm,
     "embedding": _lookup,
     "index": _index,
+    "index_put_": _masked,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), _scatter),
     "convolution": _depthwise,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
@@ -422,6 +440,7 @@ _RULES: Mapping[str, Callable[[_OperatorCall], Followed | None]] = {
             ("select", "unbind"): _select,
             ("view_as_complex", "view_as_real"): _as_complex,
             ("constant_pad_nd",): _padded,
+            ("repeat",): _repeated,
             ("topk", "sort", "argsort", "roll"): _sorted,
             (
                 "_softmax",
