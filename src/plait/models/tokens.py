@@ -1,4 +1,4 @@
-"""Whether a model computes each token apart from the others, except in attention that a handler computes.
+"""The check that a model computes each token apart, except in attention that a handler computes.
 
 [Note: tokens apart]
 With a part of each sequence on every rank, code between attention layers must compute a token's numbers from
@@ -83,7 +83,7 @@ class Mixing:
 
 @dataclass
 class TokenTrace:
-    """What a run shows about tokens: [Note: tokens apart].
+    """Facts about tokens in a run: [Note: tokens apart].
 
     attentions  calls of dispatched attention
     mixed       operators on which the output depends, in order, one of each class and kind
@@ -127,7 +127,7 @@ def _refused(fact: str, given: str, expected: str) -> ModelError:
 def follow_tokens(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> TokenTrace:
     """Run the model on meta, or if that fails on the CPU, and follow the tokens of its batch. `batch`: an
     example; None: token ids. Raises ModelError if the model does not run, or has attention that
-    `dispatch_attention` refuses."""
+    `dispatch_attention` refuses. The model's attention is dispatched afterwards."""
     tokens = _length(model)
     example = _of_length(tokens, batch or token_batch(_SAMPLES, tokens))
     names = forward_names(model)
@@ -236,7 +236,7 @@ class _TokenQuery:
             case Entered(name, tensors):
                 self._running.append(name)
                 place = self._of_experts(name, tensors) if self._experts is None else None
-                self._experts = self._experts or (place and (name, place))
+                self._experts = self._experts or (None if place is None else (name, place))
             case Left(name, tensors):
                 self._running.pop()
                 if self._experts is not None and name == self._experts[0]:
@@ -252,7 +252,7 @@ class _TokenQuery:
                 self.found.mixed = [mixing for mixing in self._mixed.values() if mixing in needed]
 
     def _is_long(self, tensor: Tensor) -> bool:
-        """Whether a tensor has a number for each token, or several."""
+        """Return whether a tensor has a number for each token, or several."""
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         return any(size and size % self._tokens == 0 and stride for size, stride in sizes)
 
@@ -323,7 +323,7 @@ class _TokenQuery:
         self._depend(results, depends)
 
     def _repeats(self, call: Operator, longs: list[Tensor]) -> bool:
-        """Whether the result has values of tokens."""
+        """Return whether the result has values of tokens."""
         return bool(longs) and call.func.overloadpacket in (_ATEN.expand, _ATEN.repeat)
 
     def _guess(self, tensors: list[Tensor]) -> None:
