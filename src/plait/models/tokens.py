@@ -106,8 +106,8 @@ def check_tokens_apart(model: nn.Module, batch: Mapping[str, Tensor] | None = No
     expected = "between attention layers, code that computes each token from itself"
     if not trace.attentions:
         first = next((f"; {_shown(mixing)}" for mixing in trace.mixed), "")
-        fact = "no layer of the model has attention that transformers dispatches"
-        raise _refused(fact, f"{name}{first}", "attention through transformers' AttentionInterface")
+        fact = "the model does not leave attention to transformers' AttentionInterface"
+        raise _refused(fact, f"{name}{first}", "layers of attention that transformers dispatches")
     if trace.mixed:
         given = "; ".join(map(_shown, trace.mixed[:3]))
         raise _refused("the model mixes the tokens of a sequence outside of attention", given, expected)
