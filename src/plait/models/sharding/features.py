@@ -388,8 +388,8 @@ def _padded(call: _OperatorCall, tensor: Tensor, features: Features) -> Features
 
 def _sorted(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     """Elements in another order along a dim, or some of them, or sums of those before."""
-    places = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "roll": 2}
-    dims = call.arg(places[call.name.partition(".")[0]], "dim" if call.name != "roll" else "dims", -1)
+    places = {"topk": 2, "sort": 1, "argsort": 1, "roll": 2}
+    dims = call.arg(places[call.name], "dim" if call.name != "roll" else "dims", -1)
     dims = [dims] if isinstance(dims, int) else dims
     return None if not dims or features.dim in {dim % tensor.ndim for dim in dims} else features
 
