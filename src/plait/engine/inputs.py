@@ -48,6 +48,7 @@ from plait.comm import Group, all_gather
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import (
     IGNORED_LABEL,
+    OF_TOKENS,
     Task,
     cast_entries,
     forward_names,
@@ -67,8 +68,6 @@ from plait.plan.grid import share
 
 Batch = Mapping[str, Tensor]
 
-# Entries with tokens in dim 1. See [Note: entries of a batch and their dims].
-OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 _SHIFTED = (Task.CAUSAL_LM, Task.IMAGE_LM)
 _IDS = (torch.int64, torch.int32)
 _TOKEN_TASKS = (*_SHIFTED, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)

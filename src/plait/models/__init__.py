@@ -28,6 +28,7 @@ from plait.models.stages.shell import copy_to_meta
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
     IGNORED_LABEL,
+    OF_TOKENS,
     RecordedBatch,
     Task,
     cast_entries,
@@ -40,6 +41,7 @@ from plait.models.task import (
     task_of,
     without_cache,
 )
+from plait.models.tokens import check_tokens_apart
 from plait.models.trace.modes import device_kernels
 from plait.models.trace.prepare import running_on_meta, token_batch
 from plait.models.trace.saved import BlockOutputs, activation_bytes, watch_activations
@@ -53,6 +55,7 @@ from plait.models.transformers_types import (
 
 __all__ = [
     "IGNORED_LABEL",
+    "OF_TOKENS",
     "BlockOutputs",
     "Blocks",
     "Chain",
@@ -74,6 +77,7 @@ __all__ = [
     "check_config_values",
     "check_forward",
     "check_integers",
+    "check_tokens_apart",
     "config_of_model",
     "copy_to_meta",
     "decided_on_cpu",

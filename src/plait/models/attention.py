@@ -196,6 +196,7 @@ def _mask(used: str, *args: Any, **kwargs: Any) -> Any:
 
 # Arguments of a call that say nothing that the mask does not say, or are not for attention.
 _WITHOUT_EFFECT = {"position_ids", "cache_position", "sliding_window", "is_causal", "use_cache", "layer_idx"}
+_WITHOUT_EFFECT |= {"logits_to_keep"}
 
 
 def _attention(
@@ -239,7 +240,7 @@ def _attention(
             else "attention_dropout = 0 in the model's configuration",
         )
     result = handler.attend(AttentionCall(module, q, k, v, rule, scale, softcap, sinks_H))
-    return result.transpose(1, 2), None
+    return result.transpose(1, 2).contiguous(), None
 
 
 def _original(used: str, module: nn.Module) -> Callable[..., Any]:

@@ -82,6 +82,17 @@ def decided_on_cpu(inputs: Mapping[str, Any]) -> Iterator[None]:
         _packs_nothing.reset(token)
 
 
+@contextmanager
+def packing_nothing() -> Iterator[None]:
+    """Context of forwards whose rows are one sequence each: no search for others."""
+    _install()
+    token = _packs_nothing.set(True)
+    try:
+        yield
+    finally:
+        _packs_nothing.reset(token)
+
+
 def _install() -> bool:
     """Wrap transformers' functions once; they work as before on tensors without known values. Return False
     without transformers."""
