@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.engine import inputs
+from plait.models import Numbering
 from plait.models.attention import MaskRule
 from plait.parallel.context import attention, kernels, tokens
 from support import hf_models, programs
@@ -17,12 +18,13 @@ from support.pool import Pool
 
 
 def _labels_after_division(self: Any, micro: Any) -> Any:
-    own = inputs.own_tokens(micro, self._model, self._sequence, self._method)
+    own = inputs.own_tokens(micro, self._model, self._sequence, self._method, self._numbering)
     return tokens.SharedTokens(inputs.shift_labels(own), own.attention)
 
 
-def _own_positions(share: tokens.SequenceShare) -> Tensor:
-    return torch.arange(share.order.per_rank)
+def _own_positions(_: Any, __: Any, length: int, ___: Any) -> Tensor:
+    run = torch.arange(length // 4)
+    return torch.cat([run, run, length // 4 + run, length // 4 + run])[None]
 
 
 def _backward_by_the_part(
@@ -49,7 +51,7 @@ def _one_document(batch: Any, num_tokens: int) -> Any:
 _scatter, _read = attention._GatheredKeys.scatter, MaskRule.read
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "labels shifted after division": (inputs.Inputs, "prepared", _labels_after_division),
-    "positions of a rank": (tokens.SequenceShare, "positions", _own_positions),
+    "positions of a rank": (Numbering, "positions", _own_positions),
     "log-sum-exp of a block": (attention, "attend_backward", _backward_by_the_part),
     "gradients of keys not summed": (attention._GatheredKeys, "scatter", _own_gradients),
     "no window": (MaskRule, "read", _without_window),

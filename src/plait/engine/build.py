@@ -70,7 +70,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
     masters = MasterWeights(spec.plan, layout, device, spec.given.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
-    inputs = Inputs(model, spec.given.loss, context, spec.job.micro)
+    inputs = Inputs(model, spec.given.loss, context, spec.job.micro, spec.numbering)
     units = {
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }
@@ -205,7 +205,7 @@ def _build_stage(
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
-    divide = partial(own_tokens, sequence=groups.sequence, method=plan.cp_method)
+    divide = partial(own_tokens, sequence=groups.sequence, method=plan.cp_method, numbering=spec.numbering)
     return StageRunner(
         part, sharded, head, columns, grid.col, groups.tp, spec.given.loss, tokens, divide, is_last=is_last
     )

@@ -49,6 +49,7 @@ from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import (
     IGNORED_LABEL,
     OF_TOKENS,
+    Numbering,
     Task,
     cast_entries,
     forward_names,
@@ -111,20 +112,30 @@ def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
     return shift_labels(batch) if shifts_labels(model, loss) else batch
 
 
-def own_tokens(batch: Batch, model: nn.Module, sequence: Group, method: str) -> Batch:
+def own_tokens(
+    batch: Batch, model: nn.Module, sequence: Group, method: str, numbering: Numbering | None
+) -> Batch:
     """A rank's tokens of a prepared batch; `method`: the plan's `cp_method`."""
     if sequence.size == 1:
         return batch
-    numbered = takes_keyword(model, "position_ids")
-    return share_tokens(batch, OF_TOKENS, sequence, method, numbered=numbered)
+    numbers = numbering if takes_keyword(model, "position_ids") else None
+    return share_tokens(batch, OF_TOKENS, sequence, method, numbers)
 
 
 class Inputs:
     """Moves the batches of an engine to its device and divides them; compares the first one, and every
     hundredth, between the ranks of one model. See the notes at the top."""
 
-    def __init__(self, model: nn.Module, loss: object, context: RankContext, micro: int) -> None:
-        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step."""
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: object,
+        context: RankContext,
+        micro: int,
+        numbering: Numbering | None = None,
+    ) -> None:
+        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step. `numbering`:
+        of tokens, for cp."""
         base = pretrained_base(model)
         embedding = None if base is None else input_embedding(base)
         self._vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
@@ -133,6 +144,7 @@ class Inputs:
         self._model, self._loss, self._micro = model, loss, micro
         self._device, self._dtype = context.device, context.precision.compute
         self._same_samples = context.groups.same_samples
+        self._numbering = numbering
         self._sequence, self._method = context.groups.sequence, context.plan.cp_method
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
 
@@ -191,7 +203,7 @@ class Inputs:
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
         batch = prepared(micro, self._model, self._loss)
-        return own_tokens(batch, self._model, self._sequence, self._method)
+        return own_tokens(batch, self._model, self._sequence, self._method, self._numbering)
 
     def complete(self, outputs: Any, micro: Batch) -> Any:
         """A model's outputs for a micro-batch, with the tokens of all ranks. Collective."""

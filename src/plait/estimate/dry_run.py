@@ -129,7 +129,7 @@ def dry_stages(
         if isinstance(block.forward, RecomputedForward):
             block.forward.add_context(partial(device_kernels, device))
     rows = prepared(micro, meta_model, spec.given.loss)
-    micro = own_tokens(rows, meta_model, context.groups.sequence, plan.cp_method)
+    micro = own_tokens(rows, meta_model, context.groups.sequence, plan.cp_method, spec.numbering)
     run = _MicrobatchRun(mesh, stages, micro, splitter, {stage for stage, _ in spec.schedule.split})
     with running_on_meta(device), _model_errors():
         run.forward()

@@ -41,7 +41,7 @@ from plait.models.task import (
     task_of,
     without_cache,
 )
-from plait.models.tokens import check_tokens_apart
+from plait.models.tokens import Numbering, check_tokens_apart, numbering_of
 from plait.models.trace.modes import device_kernels
 from plait.models.trace.prepare import running_on_meta, token_batch
 from plait.models.trace.saved import BlockOutputs, activation_bytes, watch_activations
@@ -61,6 +61,7 @@ __all__ = [
     "Chain",
     "DataflowCheck",
     "FlopFacts",
+    "Numbering",
     "RecordedBatch",
     "SaveFormat",
     "SavedGroup",
@@ -93,6 +94,7 @@ __all__ = [
     "label_keys",
     "linear_forwards",
     "map_file_keys",
+    "numbering_of",
     "parameter_only_modules",
     "plan_stages",
     "pretrained_base",

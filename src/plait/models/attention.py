@@ -158,13 +158,26 @@ def is_handled() -> bool:
     return _handler.get() is not None
 
 
-def dispatch_attention(model: nn.Module) -> None:
-    """Let the handlers of `attention_by` compute the model's attention, where transformers dispatches it."""
+def dispatch_attention(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """Let the handlers of `attention_by` compute the model's attention, where transformers dispatches it.
+    Return the configurations that are changed, with the implementations that they named."""
     configs = {id(config): config for module in model.modules() for config in _configs(module)}
-    for config in configs.values():
-        used = config._attn_implementation_internal or "eager"
-        if not used.startswith(_PREFIX):
-            config._attn_implementation_internal = _registered(used)
+    named = [(config, config._attn_implementation_internal) for config in configs.values()]
+    for config, used in named:
+        if not (used or "").startswith(_PREFIX):
+            config._attn_implementation_internal = _registered(used or "eager")
+    return named
+
+
+@contextmanager
+def dispatched(model: nn.Module) -> Iterator[None]:
+    """`dispatch_attention`, inside the context."""
+    named = dispatch_attention(model)
+    try:
+        yield
+    finally:
+        for config, used in named:
+            config._attn_implementation_internal = used
 
 
 def _configs(module: nn.Module) -> Iterator[Any]:

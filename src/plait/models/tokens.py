@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatch_attention
+from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatched
 from plait.models.mask_decisions import packing_nothing
 from plait.models.sharding.features import BLANK, Features, copied, follow
-from plait.models.task import OF_TOKENS, forward_inputs, forward_names, pretrained_base
+from plait.models.task import OF_TOKENS, forward_inputs, forward_names, pretrained_base, takes_keyword
 from plait.models.tensors import direct_tensors, storage_key
 from plait.models.trace.modes import without_dropout
 from plait.models.trace.prepare import (
@@ -201,8 +201,7 @@ def _recorded(
         return result
 
     handling = attention_by(_Handler(attend)) if handles else nullcontext()
-    with prepared(model, make), without_dropout(), packing_nothing(), handling:
-        dispatch_attention(model)
+    with prepared(model, make), without_dropout(), packing_nothing(), dispatched(model), handling:
         for module in filter(is_pretrained_model, model.modules()):  # looks for padding, to warn of it
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
         with trace.recording(model, layers=dict(model.named_modules())):
@@ -341,3 +340,116 @@ class _TokenQuery:
         return follow(
             call.func, call.args, call.kwargs, call.result, lambda tensor: self._places.get(id(tensor))
         )
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Positions that a model gives to the tokens of a batch without position ids.
+
+    first        that of a row's first token; one less for tokens that do not count
+    by_mask      tokens that the attention mask hides do not count
+    padding_id   tokens that do not count; None: all do
+    """
+
+    first: int = 0
+    by_mask: bool = False
+    padding_id: int | None = None
+
+    def positions(self, batch: Mapping[str, Tensor], tokens: int, device: torch.device) -> Tensor:
+        """Return (1, S), or (B, S) if not all tokens count."""
+        kept = []
+        if self.by_mask and "attention_mask" in batch:
+            kept.append(batch["attention_mask"] != 0)
+        if self.padding_id is not None and "input_ids" in batch:
+            kept.append(batch["input_ids"] != self.padding_id)
+        if not kept:
+            return self.first + torch.arange(tokens, device=device)[None]
+        counts = torch.stack(kept).all(0)
+        return counts.cumsum(1) * counts + (self.first - 1)
+
+
+_HIDDEN = 3  # tokens on the left of a run's rows
+
+
+def numbering_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Numbering:
+    """How the model numbers tokens: what it reads as integers, without position ids and with those of a
+    numbering, must be equal. Raises ModelError if no numbering is the model's."""
+    if not takes_keyword(model, "position_ids"):
+        return Numbering()
+    tokens = _length(model)
+    pad = getattr(getattr(pretrained_base(model), "config", None), "pad_token_id", None)
+    ids = torch.full((_SAMPLES, tokens), next(number for number in (3, 4) if number != pad))
+    given = {key: value for key, value in (batch or {"input_ids": ids}).items() if key != "position_ids"}
+    plain = _of_length(tokens, given)
+    mask = torch.ones(_SAMPLES, tokens, dtype=torch.long)
+    mask[:, :_HIDDEN] = 0
+    masked, padded = {**plain, "attention_mask": mask}, dict(plain)
+    if "input_ids" in plain and pad is not None:
+        padded["input_ids"] = plain["input_ids"].clone()
+        padded["input_ids"][:, :_HIDDEN] = pad
+    own = {id(each): _integers_read(model, each) for each in (plain, masked, padded)}
+
+    def follows(numbering: Numbering, *rows: Mapping[str, Tensor]) -> bool:
+        for each in rows:
+            positions = numbering.positions(each, tokens, torch.device("cpu"))
+            if not _equal(own[id(each)], _integers_read(model, {**each, "position_ids": positions})):
+                return False
+        return True
+
+    firsts = dict.fromkeys((0, *(int(t.min()) for t in own[id(plain)] if t.shape[-1] == tokens)))
+    for first in firsts:
+        if follows(Numbering(first), plain):
+            by_mask = not follows(Numbering(first), masked)
+            padding_id = None if follows(Numbering(first), padded) else pad
+            numbering = Numbering(first, by_mask, padding_id)
+            if follows(numbering, plain, masked, padded):
+                return numbering
+    raise _refused(
+        "the model numbers tokens in a way of its own",
+        f"{type(model).__name__}, without position_ids",
+        "positions that follow each other, without padding or with it",
+    )
+
+
+def _equal(ones: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether runs read the same numbers, of each sample or of all."""
+    if len(ones) != len(others):
+        return False
+    return all(a.shape[-1] == b.shape[-1] and bool((a == b).all()) for a, b in zip(ones, others, strict=True))
+
+
+class _FirstAttention(Exception):
+    """Ends a run."""
+
+
+def _integers_read(model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """The integers from which operators compute floating-point numbers, up to the first attention."""
+    trace = ModelTrace()
+
+    def end(_: AttentionCall) -> Tensor:
+        raise _FirstAttention
+
+    on_cpu = {
+        key: torch.zeros_like(value, device="cpu") if value.is_meta else value for key, value in batch.items()
+    }
+    try:
+        with prepared(model, zeros_like), without_dropout(), dispatched(model), attention_by(_Handler(end)):
+            for module in model.modules():  # a table that has no values on meta
+                table = module._buffers.get("position_ids")
+                if table is not None and not table.is_floating_point():
+                    module._buffers["position_ids"] = torch.arange(table.shape[-1]).expand(table.shape)
+            with trace.recording(model):
+                model.train()(**forward_inputs(model, on_cpu))
+    except _FirstAttention:
+        pass
+    except Exception as error:  # any error of the model's code without weights
+        given = f"{type(model).__name__}: {error}"
+        raise _refused("the model does not run with position ids", given, "a forward of token ids") from error
+    return [
+        tensor
+        for event in trace.events
+        if isinstance(event, Operator)
+        and any(result.is_floating_point() for result in direct_tensors(event.result))
+        for tensor in direct_tensors([event.args, event.kwargs])
+        if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim
+    ]

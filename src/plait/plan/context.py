@@ -144,6 +144,24 @@ def ulysses_kv_heads(heads: int, kv_heads: int, num_ranks: int) -> int | None:
     return copies if heads % num_ranks == 0 and heads % copies == 0 else None
 
 
+def received_elements(method: str, heads: int, kv_heads: int, width: int, num_ranks: int) -> float | None:
+    """Elements that a rank receives for each of its tokens, in forward and backward of an attention; None:
+    the heads do not divide. `width`: of a key and a value."""
+    if method == "allgather":
+        return 3.0 * (num_ranks - 1) * kv_heads * width  # gathered twice, and their gradients
+    copies = ulysses_kv_heads(heads, kv_heads, num_ranks)
+    return None if copies is None else 2 * (num_ranks - 1) / num_ranks * (heads + copies) * width
+
+
+def fastest_method(attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
+    """The method that sends less in all attentions, of (heads, kv heads, width) on each rank."""
+    totals = {}
+    for method in METHODS[1:]:
+        received = [received_elements(method, *each, num_ranks) for each in attentions]
+        totals[method] = math.inf if None in received else sum(each for each in received if each is not None)
+    return min(totals, key=totals.__getitem__)
+
+
 def num_pairs(blocks: Sequence[Block]) -> int:
     """Pairs of a query and a key that the kernels of these blocks compute: half of a triangle."""
     total = 0

@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, all_gather, all_to_all, start_scattered_sum
 from plait.errors import PlanError
+from plait.models import Numbering
 from plait.models.attention import AttentionCall
 from plait.parallel.context.kernels import Scores, attend, attend_backward, merge
 from plait.parallel.context.tokens import SequenceShare, SharedTokens, Work
@@ -236,12 +237,16 @@ def _exchanged(group: Group, to_heads: bool, tensors: Sequence[Tensor]) -> tuple
 
 
 def share_tokens(
-    batch: Mapping[str, Tensor], of_tokens: Collection[str], group: Group, method: str, *, numbered: bool
+    batch: Mapping[str, Tensor],
+    of_tokens: Collection[str],
+    group: Group,
+    method: str,
+    numbering: Numbering | None,
 ) -> SharedTokens:
-    """This rank's tokens of a micro-batch. `of_tokens`: entries with tokens in dim 1. `numbered`: the model
-    takes position ids, which the batch may leave to it."""
+    """This rank's tokens of a micro-batch. `of_tokens`: entries with tokens in dim 1. `numbering`: of a model
+    that takes position ids, which the batch may leave to it. Raises ModelError."""
     share = SequenceShare.of_batch(batch, of_tokens, group, chunks=num_chunks(method))
-    entries = share.own(batch, of_tokens)
-    if numbered and "position_ids" not in entries:
-        entries["position_ids"] = share.positions()[None]
-    return SharedTokens(entries, ContextAttention(group, share, method))
+    rows = dict(batch)
+    if numbering is not None and "position_ids" not in rows:
+        rows["position_ids"] = numbering.positions(batch, share.order.num_tokens, share.device)
+    return SharedTokens(share.own(rows, of_tokens), ContextAttention(group, share, method))

@@ -96,12 +96,6 @@ class SequenceShare:
             entries[key] = torch.cat([row[:, at : at + length] for at in starts], 1)
         return entries
 
-    def positions(self) -> Tensor:
-        """The positions of this rank's tokens in the row."""
-        length = self.order.chunk
-        starts = self.order.starts(self.rank)
-        return torch.cat([torch.arange(at, at + length, device=self.device) for at in starts])
-
     def complete(self, outputs: Any, group: Group) -> Any:
         """Outputs with the tokens of all ranks, in the row's order: of each (B, S of this rank, ...) in them.
         Collective."""
