@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from plait.errors import ModelError
 from plait.models.attention import MaskRule
-from plait.models.tokens import check_tokens_apart, follow_tokens
+from plait.models.tokens import Numbering, check_tokens_apart, follow_tokens, numbering_of
 from support import hf_models, token_probe
 
 APART = ("llama", "gpt2", "gemma2", "opt", "phi", "cohere", "mixtral", "deepseek_v3", "gpt_oss")
@@ -62,7 +62,7 @@ def test_a_trace_describes_attention() -> None:
     first, second = follow_tokens(hf_models.model_of("gpt_oss")).attentions
     assert (first.module, first.heads, first.kv_heads) == ("model.layers.0.self_attn", 4, 2)
     assert (first.head_sizes, first.has_sinks) == ((12, 12), True)
-    assert (first.rule, second.rule) == (MaskRule(behind=8, ahead=0), MaskRule(ahead=0))
+    assert (first.rule, second.rule) == (MaskRule(before=8, after=0), MaskRule(ahead=0))
     assert follow_tokens(hf_models.model_of("gemma2")).attentions[0].softcap == 50.0
     assert follow_tokens(hf_models.model_of("deepseek_v3")).attentions[0].head_sizes == (10, 5)
 
@@ -157,3 +157,38 @@ def test_code_that_treats_tokens_apart_is_accepted(function: Callable[[_Mixer, T
     model = _Around(_Mixer(function))
     assert check_tokens_apart(model).mixed == []
     assert token_probe.difference(model) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llama", Numbering()),
+        ("bert", Numbering()),  # from a table in a buffer
+        ("opt", Numbering(by_mask=True)),
+        ("roberta", Numbering(first=2, padding_id=1)),
+    ],
+)
+def test_positions_without_position_ids_are_found(kind: str, expected: Numbering) -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    config = AutoConfig.for_model(
+        kind, **sizes, attention_dropout=0.0, attention_probs_dropout_prob=0.0, is_decoder=True
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert numbering_of(model) == expected
+
+
+class _Backwards(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], 0, -1)[None]
+        return self.model(input_ids, position_ids=position_ids)
+
+
+def test_other_positions_are_refused() -> None:
+    with pytest.raises(ModelError, match="numbers tokens in a way of its own"):
+        numbering_of(_Backwards(hf_models.model_of("llama")))

@@ -92,6 +92,12 @@ def test_documents_and_padding_are_those_of_one_process(
     check_parity(pool, programs.Task(build, data, steps=2, own_loss=True), f"{words} precision=fp64")
 
 
+def test_positions_are_those_that_a_model_counts_itself(pool: Pool) -> None:
+    """OPT does not count padding."""
+    task = programs.Task(hf_models.builder("opt"), padded, steps=2, own_loss=True)
+    check_parity(pool, task, "cp=2 precision=fp64")
+
+
 def _asked(words: str) -> tuple[list[float], Tensor, str]:
     """Losses of an evaluation and of single passes, the logits, and the self-check's result."""
     task = replace(pipeline_plans.task("llama", 3, 4), own_loss=True)

@@ -22,7 +22,9 @@ def _labels_after_division(self: Any, micro: Any) -> Any:
     return tokens.SharedTokens(inputs.shift_labels(own), own.attention)
 
 
-def _own_positions(_: Any, __: Any, length: int, ___: Any) -> Tensor:
+def _own_positions(numbering: Numbering, batch: Any, length: int, device: torch.device) -> Tensor:
+    if length % 4:  # the run that shows how the model numbers tokens
+        return _positions(numbering, batch, length, device)
     run = torch.arange(length // 4)
     return torch.cat([run, run, length // 4 + run, length // 4 + run])[None]
 
@@ -49,6 +51,7 @@ def _one_document(batch: Any, num_tokens: int) -> Any:
 
 
 _scatter, _read = attention._GatheredKeys.scatter, MaskRule.read
+_positions = Numbering.positions
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "labels shifted after division": (inputs.Inputs, "prepared", _labels_after_division),
     "positions of a rank": (Numbering, "positions", _own_positions),
