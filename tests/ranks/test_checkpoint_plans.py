@@ -126,6 +126,7 @@ def test_a_checkpoint_of_any_plan_goes_on_under_this_one(
         pytest.param("pair", (0, 4, 9), 2, marks=pytest.mark.quick),
         ("frozen", (0, 4, 9), 2),
         ("gpt2", (0, 10, 6), 2),  # its packed projections are cut by `tp`
+        *(pytest.param(model, (0, 4, 9), 3, marks=pytest.mark.sweep) for model in ("pair", "frozen")),
         pytest.param("gpt2", (0, 4, 9, 10, 6), 5, marks=pytest.mark.sweep),
     ],
 )
