@@ -104,7 +104,8 @@ def main() -> None:
             on = cluster(f"{path}:{ranks}")
             for name, model in models.items():
                 if arguments.model in (None, name):
-                    rows += compare(name, model, plans, on, arguments.steps, arguments.rounds)
+                    of_all = plans[::2] if arguments.smallest else plans
+                    rows += compare(name, model, of_all, on, arguments.steps, arguments.rounds)
     common.report("The planner against this machine", rows, machine(), arguments.json)
 
 

@@ -42,7 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             groups[(str(item.path),) if of_file else (str(item.path), item.originalname)].append(item)
     for group in groups.values():
         cases = [{"test": item.originalname, **_as_text(item.callspec.params)} for item in group]
-        if max(map(len, cases)) > 3:
+        # All pairs of a test's own two parameters are all of its cases.
+        if max(map(len, cases)) > 3 or len({case["test"] for case in cases}) > 1:
             needed = {tuple(case.items()) for case in covering(cases, seed=1)}
             for item, case in zip(group, cases, strict=True):
                 if tuple(case.items()) not in needed:

@@ -9,7 +9,8 @@ tests. Exits with the first code that is not 0. Arguments go to all.
 [Note: files one after another]  pytest finds the files of all processes, and imports one when its process
 takes it, which is before the last test of the file before: each test is given the next one, so that what a
 session makes once, as its pool of ranks, is kept from file to file. The names are in pipes, where a read
-takes one from all processes.
+takes one from all processes. They share the server that forks commands and ranks, too, whose imports take
+four seconds.
 """
 
 import os
@@ -47,6 +48,10 @@ def main() -> int:
         # Without percentages of numbers that are not known.
         options = ["--durations=10", "-o", "console_output_style=classic"]
         return int(pytest.main([*options, *sys.argv[3:], str(TESTS)], [SharedFiles(pipes)]))
+    sys.path.insert(0, str(TESTS))
+    from support import warm  # noqa: PLC0415 - of the tests' folder
+
+    os.environ["PLAIT_WARM"] = warm.server()
     with ExitStack() as stack:
         pipes = [filled_pipe(names) for names in file_names()]
         reports = [None, *(stack.enter_context(tempfile.TemporaryFile()) for _ in pipes[1:])]

@@ -101,6 +101,13 @@ def how(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+# A fresh rank that connects imports torch. That it has the launcher's environment, and that its death is the
+# job's, other tests show.
+mostly_forked = pytest.mark.parametrize(
+    "how", [pytest.param("fresh", marks=pytest.mark.sweep), "forked"], indirect=True
+)
+
+
 @pytest.fixture
 def start(how: str, script: Write, tmp_path: Path) -> Iterator[Start]:
     """Starts a launcher of two ranks in a process of its own, and waits until both have said `ready-RANK`."""
@@ -222,17 +229,20 @@ sys.exit(5)
 
 def test_a_forked_rank_is_set_up_like_a_fresh_one(script: Write, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
     found = {}
     for how in ("fresh", "forked"):
-        done = subprocess.run(
-            [sys.executable, "-c", LAUNCHER, how, str(script(SETTINGS)), str(tmp_path), "$$ $HOME"],
+        launcher = warm.Popen(
+            [how, str(script(SETTINGS)), str(tmp_path), "$$ $HOME"],
+            script=tmp_path / "launcher.py",
             env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
         )
+        printed, errors = launcher.communicate(timeout=START_S)
         settings = [json.loads((tmp_path / f"ready-{rank}").read_text()) for rank in (0, 1)]
-        found[how] = (done.returncode, sorted(done.stdout), done.stderr, settings)
+        found[how] = (launcher.returncode, sorted(printed), errors, settings)
     assert found["forked"] == found["fresh"]
     code, printed, _, (first, _) = found["forked"]
     assert (code, printed) == (5, sorted("half a lineat exit\n" * 2))
@@ -262,6 +272,7 @@ def test_a_stuck_peer_of_a_failed_rank_is_gone_within_10_seconds(script: Write, 
 
 
 @pytest.mark.quick
+@mostly_forked
 def test_a_killed_rank_takes_down_the_ranks_that_wait_for_it_in_a_collective(
     start: Start, tmp_path: Path
 ) -> None:
@@ -400,6 +411,7 @@ def test_a_killed_launcher_leaves_no_rank(start: Start, tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), 5.0)
 
 
+@mostly_forked
 def test_nothing_listens_but_on_loopback(start: Start, tmp_path: Path) -> None:
     launcher = start("""
 import os, pathlib, sys, time

@@ -119,8 +119,14 @@ def memory(pool: Pool, plan: str, folder: str | None = None) -> list[tuple[Any, 
     return [(measured, numel) for _, measured, numel in ranks]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("words", CASES)
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        *((words, "bf16") for words in CASES),
+        *((words, "fp32") for words in CASES[::3]),
+        *(pytest.param(words, "fp32", marks=pytest.mark.sweep) for words in CASES if words not in CASES[::3]),
+    ],
+)
 def test_nothing_of_masters_and_states_is_on_the_device(pool: Pool, words: str, precision: str) -> None:
     plan = plait.Plan.parse(words)
     compute = {"fp32": 4, "bf16": 2}[precision]

@@ -112,20 +112,29 @@ def _gap(kind: str, plan: str, length: int, source: int) -> float:
     return max(gaps)
 
 
-def _gaps(tp: int, kind: str) -> dict[str, float]:
-    """Memories that are longer, as long as the piece, as the sequence, and a token long."""
+KINDS = ("plain", "normed", "low", "in tuple", "checkpointed")
+OPTIONS = ("", " sp=true", " sp=true recompute=full")
+
+
+def _gaps(tp: int, kind: str, in_pairs: bool) -> dict[str, float]:
+    """Memories that are longer, as long as the piece, as the sequence, and a token long; in pairs, each with
+    one of the options, which are others for another kind or `tp`."""
     found = {}
-    for words in ("", " sp=true", " sp=true recompute=full"):
-        for length, source in ((6, 8), (6, 6 // tp), (7, 4), (6, 6), (7, 1)):
+    for number, (length, source) in enumerate(((6, 8), (6, 6 // tp), (7, 4), (6, 6), (7, 1))):
+        first = number + tp + KINDS.index(kind)
+        for words in [OPTIONS[first % len(OPTIONS)]] if in_pairs else OPTIONS:
             plan = f"tp={tp} precision=fp64{words}"
             found[f"{plan} {length} {source}"] = _gap(kind, plan, length, source)
     return found
 
 
-@pytest.mark.parametrize("kind", ["plain", "normed", "low", "in tuple", "checkpointed"])
-def test_inputs_of_all_blocks_outside_the_stream_get_every_columns_gradient(pool: Pool, kind: str) -> None:
+@pytest.mark.parametrize("in_pairs", [True, pytest.param(False, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_all_blocks_outside_the_stream_get_every_columns_gradient(
+    pool: Pool, kind: str, in_pairs: bool
+) -> None:
     for tp in (2, 3):
-        for found in pool.run(_gaps, tp, tp, kind):
+        for found in pool.run(_gaps, tp, tp, kind, in_pairs):
             assert {name: gap for name, gap in found.items() if not gap < TINY} == {}
 
 

@@ -30,13 +30,16 @@ def install(folder: Path, *names: str) -> dict[str, str]:
         command.write_text(f"#!{sys.executable} -IS\n{(HERE / 'warm_command.py').read_text()}")
         command.chmod(0o755)
     torchrun = {"PYTHON_EXEC": str(folder / "python")} if "python" in names else {}
-    return {"PLAIT_WARM": _server(), **torchrun}
+    return {"PLAIT_WARM": server(), **torchrun}
 
 
 @functools.cache
-def _server(first_import: str = "") -> str:
-    """Start the server, and return the path of its socket. It ends with this process. `first_import`: a
-    module that it imports before all others, torch among them."""
+def server(first_import: str = "") -> str:
+    """The path of the server's socket: of that of the processes that run all tests, or of one that is started
+    and ends with this process. `first_import`: a module that it imports before all others, torch among them.
+    """
+    if "PLAIT_WARM" in os.environ and not first_import:
+        return os.environ["PLAIT_WARM"]
     folder = tempfile.mkdtemp(prefix="plait-warm-")
     path = str(Path(folder) / "socket")
     server = subprocess.Popen(
@@ -82,7 +85,7 @@ class Popen(subprocess.Popen[Any]):
         leads = options[-2]
         ends = [ours if ours != -1 else target for target, ours in enumerate((pipes[0], pipes[3], pipes[5]))]
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._connection.connect(_server(self._first_import))
+        self._connection.connect(server(self._first_import))
         job = {
             "argv": [*self._program, *args],
             "env": dict(env),
