@@ -62,7 +62,7 @@ def test_a_trace_describes_attention() -> None:
     first, second = follow_tokens(hf_models.model_of("gpt_oss")).attentions
     assert (first.module, first.heads, first.kv_heads) == ("model.layers.0.self_attn", 4, 2)
     assert (first.head_sizes, first.has_sinks) == ((12, 12), True)
-    assert (first.rule, second.rule) == (MaskRule(before=8, after=0), MaskRule(ahead=0))
+    assert (first.rule, second.rule) == (MaskRule(before=8, after=0), MaskRule(after=0))
     assert follow_tokens(hf_models.model_of("gemma2")).attentions[0].softcap == 50.0
     assert follow_tokens(hf_models.model_of("deepseek_v3")).attentions[0].head_sizes == (10, 5)
 

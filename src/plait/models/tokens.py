@@ -412,7 +412,7 @@ def numbering_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) ->
 
 
 def _equal(ones: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether runs read the same numbers, of each sample or of all."""
+    """Return whether runs read the same numbers, of each sample or of all."""
     if len(ones) != len(others):
         return False
     return all(a.shape[-1] == b.shape[-1] and bool((a == b).all()) for a, b in zip(ones, others, strict=True))
