@@ -29,12 +29,8 @@ def _own_positions(numbering: Numbering, batch: Any, length: int, device: torch.
     return torch.cat([run, run, length // 4 + run, length // 4 + run])[None]
 
 
-def _backward_by_the_part(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Any, **mask: Any
-) -> Any:
-    return kernels.attend_backward(
-        gradient, q, k, v, *kernels.attend(q, k, v, scores, **mask), scores, **mask
-    )
+def _backward_by_the_part(gradient: Tensor, block: Any, out: Tensor, lse: Tensor, scores: Any) -> Any:
+    return kernels.attend_backward(gradient, block, *kernels.attend(block, scores), scores)
 
 
 def _own_gradients(self: Any, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from plait.comm import Group, all_gather, all_to_all, start_scattered_sum
 from plait.errors import PlanError
 from plait.models import Numbering
 from plait.models.attention import AttentionCall
-from plait.parallel.context.kernels import Scores, attend, attend_backward, merge
+from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
 from plait.parallel.context.tokens import SequenceShare, SharedTokens, Work
 from plait.plan.context import num_chunks, ulysses_kv_heads
 
@@ -133,15 +133,10 @@ class _Attention(Function):
             if keys is not None:
                 all_k, all_v = keys.gather(all_k, all_v)
             for at in work:
-                part, part_lse = attend(
-                    q[at.samples, heads, at.rows],
-                    all_k[at.samples, :, at.keys],
-                    all_v[at.samples, :, at.keys],
-                    scores,
-                    causal=at.causal,
-                    mask_QN=at.mask_QN,
-                )
-                target, target_lse = out[at.samples, heads, at.rows], lse_BHn[at.samples, heads, at.rows]
+                queries, of_keys = (at.samples, heads, at.rows), (at.samples, slice(None), at.keys)
+                block = Block(q[queries], all_k[of_keys], all_v[of_keys], at.causal, at.mask_QN)
+                part, part_lse = attend(block, scores)
+                target, target_lse = out[queries], lse_BHn[queries]
                 if at.is_first:
                     target.copy_(part)
                     target_lse.copy_(part_lse)
@@ -168,21 +163,15 @@ class _Attention(Function):
                 all_k, all_v = keys.gather(all_k, all_v)
             of_k, of_v = torch.zeros_like(all_k, dtype=wide), torch.zeros_like(all_v, dtype=wide)
             for at in ctx.work:
-                queries = (at.samples, heads, at.rows)
+                queries, of_keys = (at.samples, heads, at.rows), (at.samples, slice(None), at.keys)
+                block = Block(q[queries], all_k[of_keys], all_v[of_keys], at.causal, at.mask_QN)
                 gradients = attend_backward(
-                    gradient[queries],
-                    q[queries],
-                    all_k[at.samples, :, at.keys],
-                    all_v[at.samples, :, at.keys],
-                    out[queries],
-                    lse_BHn[queries],
-                    ctx.scores,
-                    causal=at.causal,
-                    mask_QN=at.mask_QN,
+                    gradient[queries], block, out[queries], lse_BHn[queries], ctx.scores
                 )
-                dq[queries] += gradients[0]
-                of_k[at.samples, :, at.keys] += gradients[1]
-                of_v[at.samples, :, at.keys] += gradients[2]
+                for sum_of, at_own, part in zip(
+                    (dq, of_k, of_v), (queries, of_keys, of_keys), gradients, strict=True
+                ):
+                    sum_of[at_own] += part
             if keys is not None:
                 of_k, of_v = keys.scatter(of_k, of_v, k.dtype)
             dk[:, kv_heads], dv[:, kv_heads] = of_k, of_v

@@ -15,6 +15,7 @@ other devices, are computed by `_plain` in tiles of queries, so that scores of a
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,45 +37,65 @@ class Scores:
     softcap: float | None = None
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, *, causal: bool = False, mask_QN: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, Q, V) and the log-sum-exp (B, H, Q) over these keys. `causal`: query i sees
-    keys up to i, of as many. `mask_QN`: True where a query sees a key; one that sees none has -inf."""
-    if not _is_fused(q, scores):
-        parts = list(_plain(q, k, v, scores, causal, mask_QN))
+class Block(NamedTuple):
+    """Queries and some of their keys and values.
+
+    causal    query i sees keys up to i, of as many
+    mask_QN   True where a query sees a key; None: all
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool = False
+    mask_QN: Tensor | None = None
+
+    @property
+    def additive_mask(self) -> Tensor | None:
+        """The mask as the fused kernel takes it."""
+        if self.mask_QN is None:
+            return None
+        zeros = torch.zeros(self.mask_QN.shape, dtype=self.q.dtype, device=self.q.device)
+        return zeros.masked_fill_(~self.mask_QN, -torch.inf)[None, None]
+
+    def tiles(self) -> Iterator[tuple[slice, Tensor | None]]:
+        """Rows of queries, with what they see; None: all."""
+        num_queries = self.q.shape[2]
+        for start in range(0, num_queries, _TILE):
+            rows = slice(start, min(start + _TILE, num_queries))
+            if self.causal:
+                at = torch.arange(num_queries, device=self.q.device)
+                yield rows, at[rows, None] >= at
+            else:
+                yield rows, None if self.mask_QN is None else self.mask_QN[rows]
+
+
+def attend(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Return the output (B, H, Q, V) and the log-sum-exp (B, H, Q) over these keys: -inf of a query that sees
+    none."""
+    if not _is_fused(block.q, scores):
+        parts = list(_plain(block, scores))
         return torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 2)
-    (q, k, v), width = _one_size(q, k, v), v.shape[-1]
-    mask = None if mask_QN is None else _additive(mask_QN, q.dtype)
-    out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
+    (q, k, v), width = _one_size(block.q, block.k, block.v), block.v.shape[-1]
+    out, lse_BHQ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, block.causal, attn_mask=block.additive_mask, scale=scores.scale
     )
-    if mask_QN is not None:  # the kernel has 0 where there is no key
-        lse = lse.masked_fill(~mask_QN.any(-1), -torch.inf)
-    return out[..., :width], lse
+    if block.mask_QN is not None:  # the kernel has 0 where there is no key
+        lse_BHQ = lse_BHQ.masked_fill(~block.mask_QN.any(-1), -torch.inf)
+    return out[..., :width], lse_BHQ
 
 
 def attend_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse_BHQ: Tensor,
-    scores: Scores,
-    *,
-    causal: bool = False,
-    mask_QN: Tensor | None = None,
+    gradient: Tensor, block: Block, out: Tensor, lse_BHQ: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through these keys: see [Note: backward of a part]. `out` and
     `lse_BHQ` are over all keys."""
-    if not _is_fused(q, scores):
-        return _plain_backward(gradient, q, k, v, out, lse_BHQ, scores, causal, mask_QN)
-    sizes = [tensor.shape[-1] for tensor in (q, k, v)]
-    q, k, v, gradient, out = _one_size(q, k, v, gradient, out)
-    mask = None if mask_QN is None else _additive(mask_QN, q.dtype)
+    if not _is_fused(block.q, scores):
+        return _plain_backward(gradient, block, out, lse_BHQ, scores)
+    sizes = [tensor.shape[-1] for tensor in (block.q, block.k, block.v)]
+    q, k, v, gradient, out = _one_size(block.q, block.k, block.v, gradient, out)
     gradients = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, out, lse_BHQ, 0.0, causal, attn_mask=mask, scale=scores.scale
+        gradient, q, k, v, out, lse_BHQ, 0.0, block.causal, attn_mask=block.additive_mask, scale=scores.scale
     )
     dq, dk, dv = (of[..., :size] for of, size in zip(gradients, sizes, strict=True))
     return dq, dk, dv
@@ -84,8 +105,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Add to the result over some keys, in place, that over others."""
     wide = lse.dtype
     share = torch.sigmoid(other_lse - lse).unsqueeze(-1)
-    difference = other.to(wide) - out.to(wide)
-    out.add_((difference * share).to(out.dtype) if out.dtype != wide else difference.mul_(share))
+    out.add_(((other.to(wide) - out.to(wide)) * share).to(out.dtype))
     torch.logaddexp(lse, other_lse, out=lse)
 
 
@@ -98,31 +118,11 @@ def _one_size(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in tensors]
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)[
-        None, None
-    ]
-
-
-def _tiles(
-    num_queries: int, causal: bool, mask_QN: Tensor | None, device: torch.device
-) -> Iterator[tuple[slice, Tensor | None]]:
-    for start in range(0, num_queries, _TILE):
-        rows = slice(start, min(start + _TILE, num_queries))
-        if causal:
-            at = torch.arange(num_queries, device=device)
-            yield rows, at[rows, None] >= at
-        else:
-            yield rows, None if mask_QN is None else mask_QN[rows]
-
-
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, causal: bool, mask_QN: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    for rows, mask in _tiles(q.shape[2], causal, mask_QN, q.device):
-        s_BHQN = _scores(q[:, :, rows], k, scores, mask)[0]
+def _plain(block: Block, scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
+    groups = block.q.shape[1] // block.k.shape[1]
+    k, v = block.k.repeat_interleave(groups, 1), block.v.repeat_interleave(groups, 1)
+    for rows, mask in block.tiles():
+        s_BHQN = _scores(block.q[:, :, rows], k, scores, mask)[0]
         lse_BHQ = s_BHQN.logsumexp(-1)
         finite_BHQ1 = lse_BHQ.masked_fill(lse_BHQ == -torch.inf, 0.0).unsqueeze(-1)
         yield (s_BHQN - finite_BHQ1).exp_().to(v.dtype) @ v, lse_BHQ
@@ -139,30 +139,21 @@ def _scores(q: Tensor, k: Tensor, scores: Scores, mask: Tensor | None) -> tuple[
 
 
 def _plain_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse_BHQ: Tensor,
-    scores: Scores,
-    causal: bool,
-    mask_QN: Tensor | None,
+    gradient: Tensor, block: Block, out: Tensor, lse_BHQ: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-    wide = lse_BHQ.dtype
-    all_k, all_v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    dk, dv = torch.zeros_like(all_k, dtype=wide), torch.zeros_like(all_v, dtype=wide)
-    dq = torch.empty_like(q)
-    for rows, mask in _tiles(q.shape[2], causal, mask_QN, q.device):
-        s_BHQN, slope = _scores(q[:, :, rows], all_k, scores, mask)
+    q, wide, kv_heads = block.q, lse_BHQ.dtype, block.k.shape[1]
+    groups = q.shape[1] // kv_heads
+    k, v = block.k.repeat_interleave(groups, 1), block.v.repeat_interleave(groups, 1)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    for rows, mask in block.tiles():
+        s_BHQN, slope = _scores(q[:, :, rows], k, scores, mask)
         p_BHQN = (s_BHQN - lse_BHQ[:, :, rows, None]).exp_()
         of_out = gradient[:, :, rows]
         dv += (p_BHQN.mT.to(of_out.dtype) @ of_out).to(wide)
         d_BHQ1 = (of_out.to(wide) * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
-        ds_BHQN = p_BHQN * ((of_out @ all_v.mT).to(wide) - d_BHQ1) * scores.scale
+        ds_BHQN = p_BHQN * ((of_out @ v.mT).to(wide) - d_BHQ1) * scores.scale
         ds_BHQN = (ds_BHQN if slope is None else ds_BHQN * slope).to(q.dtype)
-        dq[:, :, rows] = ds_BHQN @ all_k
+        dq[:, :, rows] = ds_BHQN @ k
         dk += (ds_BHQN.mT @ q[:, :, rows]).to(wide)
     dk, dv = (g.unflatten(1, (kv_heads, groups)).sum(2) for g in (dk, dv))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
