@@ -79,7 +79,7 @@ def test_ranks_of_cp_multiply_those_of_data() -> None:
     assert (plan.num_ranks, plan.shard_degree, plan.reduced_ranks) == (16, 4, 8)
     assert Plan.parse("dp=2 cp=3").shard_degree == 1
     assert str(Plan.parse("dp=auto cp=2 tp=2").resolved(8)) == "dp=2 tp=2 cp=2"
-    with pytest.raises(PlanError, match="parameter servers"):
+    with pytest.raises(PlanError, match="parameter servers cannot be combined"):
         Plan.parse("dp=2 cp=2 servers=1")
     with pytest.raises(PlanError, match="cannot be compiled"):
         Plan.parse("cp=2 compile=true")

@@ -139,7 +139,7 @@ class TokenMask:
     handler: Attention
 
 
-_handler: ContextVar[Attention | None] = ContextVar("attention", default=None)
+_handler: ContextVar[Attention | None] = ContextVar("attention")
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def attention_by(handler: Attention) -> Iterator[None]:
 
 def is_handled() -> bool:
     """Return whether forwards compute attention with a handler here."""
-    return _handler.get() is not None
+    return _handler.get(None) is not None
 
 
 def dispatch_attention(model: nn.Module) -> list[tuple[Any, str | None]]:
@@ -199,7 +199,7 @@ def _registered(used: str) -> str:
 
 def _mask(used: str, *args: Any, **kwargs: Any) -> Any:
     """A mask, as transformers' functions of masks: keywords alone describe it."""
-    handler = _handler.get()
+    handler = _handler.get(None)
     if handler is None:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -222,7 +222,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention, as transformers' functions of attention: returns (B, S, H, V)."""
-    handler = attention_mask.handler if isinstance(attention_mask, TokenMask) else _handler.get()
+    handler = attention_mask.handler if isinstance(attention_mask, TokenMask) else _handler.get(None)
     if handler is None:
         return _original(used, module)(module, q, k, v, attention_mask, **kwargs)
     name = type(module).__name__

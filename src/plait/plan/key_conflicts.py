@@ -67,13 +67,6 @@ def check_sequence(values: Mapping[str, Any], cols: int) -> None:
             expected="cp from 2, whose ranks share every sequence",
             hint=f"cp=2 cp_method={values['cp_method']}, or no cp_method",
         )
-    if values["cp"] > 1 and (values["servers"] or values["server"] == "colocated"):
-        raise PlanError(
-            "cp cannot be combined with parameter servers",
-            given=f"cp={values['cp']} servers={values['servers']} server={values['server']}",
-            expected="workers that each have complete sequences",
-            hint="no servers, or no cp",
-        )
     if values["cp"] > 1 and values["compile"]:
         raise PlanError(
             "attention over ranks cannot be compiled",
