@@ -22,7 +22,7 @@ from plait.plan.schedule.simulate import PipelineEnds
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
-from plait.planner.memory import peak_memory, without_sharding
+from plait.planner.memory import peak_memory, rank_layouts, without_sharding
 from plait.planner.model_shape import ModelShape
 from plait.planner.space import SEARCHED, Decided
 from plait.planner.step_estimate import (
@@ -33,7 +33,6 @@ from plait.planner.step_estimate import (
     Workload,
     estimate_step,
     pipeline_ends,
-    rank_layouts,
     stage_gathers,
     stage_seconds,
     step_reductions,
@@ -46,7 +45,7 @@ class _Simulated(NamedTuple):
 
     stages: tuple[StageSeconds, ...]
     ends: PipelineEnds
-    layouts: list[Layout]  # of the ranks
+    layouts: tuple[Layout, ...]  # of the ranks
 
 
 class EstimateCache:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from plait.errors import PlanError
@@ -32,7 +33,7 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import Constants
-from plait.planner.memory import fullest_process, peak_memory, rank_layout, stage_units
+from plait.planner.memory import fullest_process, peak_memory, rank_layouts, stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
 from plait.planner.workload import PLAIT, Software, Workload
@@ -166,11 +167,6 @@ def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> 
     return send_s(
         links, plan.num_ranks // plan.pp, plan.num_ranks, message_bytes(model, plan, batch, work.sequence)
     )
-
-
-def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> list[Layout]:
-    """The units of each pipeline rank."""
-    return [rank_layout(model, plan, rank, software) for rank in range(plan.pp)]
 
 
 def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) -> float:
@@ -397,7 +393,7 @@ def stage_gathers(
     for stage, (seconds, blocks) in enumerate(zip(stages, counts, strict=True)):
         key = (blocks, stage == 0, stage == len(counts) - 1)
         if key not in kinds:
-            units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
+            units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, *key)
             numel, forward, backward = sum([unit.numel for unit in units]), 0.0, 0.0
             for event in events:
                 once = len(units) * price.seconds(event.collective, units, numel, len(units))
@@ -412,10 +408,18 @@ def stage_gathers(
     return result
 
 
-@lru_cache(maxsize=1 << 10)
 def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
-    """The prices of a plan, which its stages and its ranks share."""
-    return UnitPrices(plan, links)
+    """The prices of a plan, which its stages and its ranks share, and plans that differ in what is computed
+    only."""
+    key = (_sent(plan), links)
+    if key not in _prices:
+        _prices[key] = UnitPrices(plan, links)
+    return _prices[key]
+
+
+_COMPUTED = ("schedule", "chunks", "stages", "sp", "recompute", "compile")
+_sent = attrgetter(*(key for key in Plan.__dataclass_fields__ if key not in _COMPUTED))
+_prices: dict[tuple[object, Links], "UnitPrices"] = {}
 
 
 class UnitPrices:
@@ -426,6 +430,7 @@ class UnitPrices:
         self._links, self._groups = links, dict[Axes, Group]()
         self._messages = messages_of(self._plan)
         self._shards, self._rank = plan.shard_degree, plan.powersgd_rank
+        self._seconds: dict[tuple[object, ...], float] = {}
         self.events = unit_events(self._plan, covers_replicas=self._messages.covers_replicas)
 
     def seconds(
@@ -437,7 +442,13 @@ class UnitPrices:
         if rank is not None:
             left, right = Factors.sizes_of(units, rank)
             factors = left / number, right / number
-        sizes, total = UnitSizes(each, each // self._shards, (), factors), 0.0
+        key = collective, each, factors
+        if key not in self._seconds:
+            self._seconds[key] = self._once(collective, UnitSizes(each, each // self._shards, (), factors))
+        return self._seconds[key]
+
+    def _once(self, collective: Collective, sizes: UnitSizes) -> float:
+        total = 0.0
         for op, axes, calls in self._messages.of(collective, sizes):
             kind, group = _KINDS.get((collective, op), op), self._group(axes)
             if group.degree > 1:
