@@ -186,13 +186,13 @@ class Search:
                     return
                 if math.isfinite(exact):
                     heapq.heappush(heap, (exact, 1, (number, str(plan)), number, plan, decided))
+            elif time.process_time() > self.end_s:
+                self.gave_up = True
+                return
             else:
                 level = Decided(decided + 1)
                 for child in at.space.expand(plan, decided):
                     self._count()
-                    if time.process_time() > self.end_s:
-                        self.gave_up = True
-                        return
                     child_least = max(least, bound(at, child, level) * _ROUNDING)
                     if math.isfinite(child_least):
                         heapq.heappush(heap, (child_least, 0, next(self._ties), number, child, level))

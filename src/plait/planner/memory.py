@@ -15,7 +15,6 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, chain
-from operator import attrgetter
 
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
@@ -26,6 +25,7 @@ from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
+from plait.planner.space import SHARDING, with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import Software, Workload
 
@@ -87,24 +87,16 @@ def rank_memory(
         if software.narrow_gradients
         else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
         activation_bytes=int(activations),
-        num_communicators=num_communicators(plan, dict(enumerate(ranks))) if on_gpu else None,
+        num_communicators=_num_communicators(plan, ranks) if on_gpu else None,
     )
 
 
-def without_sharding(plan: Plan) -> Plan:
-    """Return the plan with what activations do not depend on at its default: the same for all plans that
-    differ in that only."""
-    key = _kept(plan)
-    if key not in _computations:
-        _computations[key] = Plan(**(vars(plan) | _NO_SHARDING))
-    return _computations[key]
+@lru_cache(maxsize=1 << 10)  # the same for the ranks of a plan
+def _num_communicators(plan: Plan, rank_of: tuple[int, ...]) -> int:
+    return num_communicators(plan, dict(enumerate(rank_of)))
 
 
-_NO_SHARDING = {
-    "zero": 0, "shard": 0, "accumulate": "auto", "reshard": "use", "prefetch": 1, "offload": "none"
-}  # fmt: skip
-_kept = attrgetter(*(key for key in Plan.__dataclass_fields__ if key not in _NO_SHARDING))
-_computations: dict[tuple[object, ...], Plan] = {}
+without_sharding = with_defaults(*SHARDING)  # activations do not depend on it
 
 
 @lru_cache(maxsize=1 << 14)

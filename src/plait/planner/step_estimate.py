@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import NamedTuple
 
 from plait.errors import PlanError
@@ -35,6 +34,7 @@ from plait.planner.compute import (
 from plait.planner.constants import Constants
 from plait.planner.memory import fullest_process, peak_memory, rank_layouts, stage_units
 from plait.planner.model_shape import ModelShape
+from plait.planner.space import with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import PLAIT, Software, Workload
 
@@ -383,8 +383,7 @@ def stage_gathers(
     if plan.zero < 2 or plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * len(stages)
     price = unit_prices(plan, links)
-    events = [event for event in price.events if event.during in (During.PASSES, During.BACKWARDS)]
-    if not events:
+    if not price.of_micros:
         return [Overlapped(0.0, 0.0)] * len(stages)
     counts = block_counts(model, plan, software)
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
@@ -395,7 +394,7 @@ def stage_gathers(
         if key not in kinds:
             units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, *key)
             numel, forward, backward = sum([unit.numel for unit in units]), 0.0, 0.0
-            for event in events:
+            for event in price.of_micros:
                 once = len(units) * price.seconds(event.collective, units, numel, len(units))
                 calls = event.calls / plan.micro
                 in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
@@ -411,15 +410,15 @@ def stage_gathers(
 def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
     """The prices of a plan, which its stages and its ranks share, and plans that differ in what is computed
     only."""
-    key = (_sent(plan), links)
-    if key not in _prices:
-        _prices[key] = UnitPrices(plan, links)
-    return _prices[key]
+    return _unit_prices(_without_computation(plan), links)
 
 
-_COMPUTED = ("schedule", "chunks", "stages", "sp", "recompute", "compile")
-_sent = attrgetter(*(key for key in Plan.__dataclass_fields__ if key not in _COMPUTED))
-_prices: dict[tuple[object, Links], "UnitPrices"] = {}
+_without_computation = with_defaults("schedule", "chunks", "stages", "sp", "recompute", "compile")
+
+
+@lru_cache(maxsize=1 << 12)
+def _unit_prices(plan: Plan, links: Links) -> "UnitPrices":
+    return UnitPrices(plan, links)
 
 
 class UnitPrices:
@@ -431,7 +430,11 @@ class UnitPrices:
         self._messages = messages_of(self._plan)
         self._shards, self._rank = plan.shard_degree, plan.powersgd_rank
         self._seconds: dict[tuple[object, ...], float] = {}
-        self.events = unit_events(self._plan, covers_replicas=self._messages.covers_replicas)
+        events = unit_events(self._plan, covers_replicas=self._messages.covers_replicas)
+        # No unit of the planner has partial sums.
+        self.events = tuple(event for event in events if event.collective is not Collective.PARTIAL_SUM)
+        of_micros = During.PASSES, During.BACKWARDS
+        self.of_micros = tuple(event for event in self.events if event.during in of_micros)
 
     def seconds(
         self, collective: Collective, units: Sequence[UnitLayout], numel: int, number: int = 1

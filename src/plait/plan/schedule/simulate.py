@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
-from plait.plan.schedule.action import Action, Kind, Schedule
+from plait.plan.schedule.action import FORWARD, WEIGHT, Action, Kind, Schedule
 from plait.plan.schedule.load import FILE, load_schedule
 from plait.plan.schedule.validate import check, run_untimed
 
@@ -181,10 +181,10 @@ def _compile(schedule: Schedule, order: Sequence[tuple[int, Action]]) -> _Compil
     steps: list[_Step] = []
     for rank, action in order:
         kind, stage, micro = action
-        offset = 0 if kind is Kind.F else 2 if kind is Kind.W else 1 if (stage, micro) in split else 3
+        offset = 0 if kind is FORWARD else 2 if kind is WEIGHT else 1 if (stage, micro) in split else 3
         need = transfer = -1
-        sender = stage - 1 if kind is Kind.F else stage + 1
-        if kind is not Kind.W and rank_of.get(sender, rank) != rank:
+        sender = stage - 1 if kind is FORWARD else stage + 1
+        if kind is not WEIGHT and rank_of.get(sender, rank) != rank:
             need, transfer = index[kind, sender, micro], min(stage, sender)
         index[action] = len(steps)
         steps.append((rank, offset * stages + stage, need, transfer))
