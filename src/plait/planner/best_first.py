@@ -31,6 +31,7 @@ from plait.planner.step_estimate import StepEstimate
 
 _ROUNDING = 1 - 1e-9  # a bound may exceed an equal value by rounding
 _REPORT_EVERY = 256  # plans
+_CLOCK_EVERY = 16  # plans: reading the clock takes as long as some bounds
 
 
 @dataclass
@@ -186,13 +187,13 @@ class Search:
                     return
                 if math.isfinite(exact):
                     heapq.heappush(heap, (exact, 1, (number, str(plan)), number, plan, decided))
-            elif time.process_time() > self.end_s:
-                self.gave_up = True
-                return
             else:
                 level = Decided(decided + 1)
                 for child in at.space.expand(plan, decided):
                     self._count()
+                    if self.counts.bounded % _CLOCK_EVERY == 0 and time.process_time() > self.end_s:
+                        self.gave_up = True
+                        return
                     child_least = max(least, bound(at, child, level) * _ROUNDING)
                     if math.isfinite(child_least):
                         heapq.heappush(heap, (child_least, 0, next(self._ties), number, child, level))
