@@ -153,7 +153,7 @@ def first_stage(row: Row) -> float:
     if what == "params+optimizer":
         model, plan, _ = korthikanti(name, False, "none")
         blocks = model.layers // plan.pp
-        numel = sum(unit.numel for unit in stage_units(model, 1, 8, 1, blocks, 1, 3))
+        numel = sum(unit.numel for unit in stage_units(model, 1, 8, 1, blocks, False, False))
         return difference(states_bytes(numel, "dp=1", 4) / GIB, float(row["value"]))
     model, plan, batch = korthikanti(name, *POLICIES[what.removeprefix("activations, ")])
     return difference(kept_bytes(model, plan, 0, batch, 2048, MEGATRON) / GIB, float(row["value"]))

@@ -201,6 +201,7 @@ class Collective(Enum):
     PARTIAL_SUM = "gradients"  # of gradients that are partial sums on several columns
     REDUCE = "reductions"  # of gradients, to the owners of their ranges
     SUM_RANGES = "reductions of ranges"  # over replicas
+    __hash__ = object.__hash__  # Enum's is slow Python
 
     @property
     def channel(self) -> str:

@@ -31,6 +31,7 @@ from plait.planner.step_estimate import StepEstimate
 
 _ROUNDING = 1 - 1e-9  # a bound may exceed an equal value by rounding
 _REPORT_EVERY = 256  # plans
+_CLOCK_EVERY = 16  # plans: reading the clock takes as long as some bounds
 
 
 @dataclass
@@ -190,7 +191,7 @@ class Search:
                 level = Decided(decided + 1)
                 for child in at.space.expand(plan, decided):
                     self._count()
-                    if time.process_time() > self.end_s:
+                    if self.counts.bounded % _CLOCK_EVERY == 0 and time.process_time() > self.end_s:
                         self.gave_up = True
                         return
                     child_least = max(least, bound(at, child, level) * _ROUNDING)

@@ -22,7 +22,7 @@ from plait.plan.schedule.simulate import PipelineEnds
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
-from plait.planner.memory import peak_memory, without_sharding
+from plait.planner.memory import peak_memory, rank_layouts, without_sharding
 from plait.planner.model_shape import ModelShape
 from plait.planner.space import SEARCHED, Decided
 from plait.planner.step_estimate import (
@@ -33,7 +33,6 @@ from plait.planner.step_estimate import (
     Workload,
     estimate_step,
     pipeline_ends,
-    rank_layouts,
     stage_gathers,
     stage_seconds,
     step_reductions,
@@ -46,7 +45,11 @@ class _Simulated(NamedTuple):
 
     stages: tuple[StageSeconds, ...]
     ends: PipelineEnds
-    layouts: list[Layout]  # of the ranks
+    layouts: tuple[Layout, ...]  # of the ranks
+
+
+# For the many plans of a search: looking up a member takes long.
+_, _, _COMPUTATION, _SCHEDULE, _SIMULATED, _STATES, _ALL = Decided
 
 
 class EstimateCache:
@@ -58,7 +61,7 @@ class EstimateCache:
         self._links = Links.of(cluster, cluster.constants)
         self._estimates: dict[Plan, StepEstimate] = {}
         self._memory: dict[Plan, float] = {}
-        self._seconds: dict[tuple[Plan, Decided], float] = {}
+        self._seconds: dict[Decided, dict[Plan, float]] = {level: {} for level in Decided}
         self._totals: dict[tuple[object, ...], float] = {}
         self._pipelines: dict[tuple[object, ...], _Simulated] = {}
         self._spans: dict[tuple[object, ...], float] = {}
@@ -79,23 +82,23 @@ class EstimateCache:
 
     def least_seconds(self, plan: Plan, decided: Decided) -> float:
         """See [Note: bound of a pipeline's time]."""
-        key = plan, decided
-        least = self._seconds.get(key)
+        known = self._seconds[decided]
+        least = known.get(plan)
         if least is None:
-            least = self._seconds[key] = self._least_seconds(plan, decided)
+            least = known[plan] = self._least_seconds(plan, decided)
         return least
 
     def _least_seconds(self, plan: Plan, decided: Decided) -> float:
-        if decided is Decided.ALL:
+        if decided is _ALL:
             return self._sharded_s(plan)
-        if decided is Decided.STATES:  # at least the optimizer's, with all of dp as shards
+        if decided is _STATES:  # at least the optimizer's, with all of dp as shards
             simulated = self._simulated(plan)
             return self._span_s(simulated.ends.end) + self._update_s(plan, simulated.layouts)
-        if decided is Decided.SIMULATED:
+        if decided is _SIMULATED:
             return self._span_s(self._simulated(plan).ends.end)
-        if decided is Decided.SCHEDULE:
+        if decided is _SCHEDULE:
             return self._pipeline_s(plan, *list(zip(*self._stages(plan), strict=True))[:3])
-        options = (False, True) if decided < Decided.COMPUTATION and plan.cols > 1 else (plan.sp,)
+        options = (False, True) if decided < _COMPUTATION and plan.cols > 1 else (plan.sp,)
         return plan.micro * min(self._total_s(plan, sp) for sp in options) / plan.pp
 
     def _total_s(self, plan: Plan, sp: bool) -> float:

@@ -33,6 +33,7 @@ class Links(NamedTuple):
     measured: tuple[tuple[str, int, float, float], ...]  # kind, ranks, seconds, seconds per byte
 
     @classmethod
+    @lru_cache(maxsize=1 << 6)
     def of(cls, cluster: Cluster, constants: Constants) -> "Links":
         hosts_per_domain = max(1, cluster.domain_size // cluster.host_size)
         device = cluster.device

@@ -51,6 +51,7 @@ class Rates(NamedTuple):
     operator_rates: tuple[tuple[tuple[float, float], ...], ...]  # measured, by OPERATORS; (): the model's
 
     @classmethod
+    @lru_cache(maxsize=1 << 6)
     def of(cls, device: Device, precision: str, tf32: bool, constants: Constants) -> "Rates":
         peak = device.peak_flops["tf32" if tf32 and "tf32" in device.peak_flops else precision]
         products, operators = (

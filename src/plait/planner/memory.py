@@ -25,6 +25,7 @@ from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
+from plait.planner.space import SHARDING, with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import Software, Workload
 
@@ -79,27 +80,23 @@ def rank_memory(
     own_plan = plan.of_worker
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
     return model_state_bytes(
-        rank_layout(model, plan, rank, software),
+        rank_layouts(model, plan, software)[rank],
         own_plan,
         states_per_element=_STATES,
         grad_itemsize=COMPUTE_BYTES[plan.precision]
         if software.narrow_gradients
         else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
         activation_bytes=int(activations),
-        num_communicators=num_communicators(plan, dict(enumerate(ranks))) if on_gpu else None,
+        num_communicators=_num_communicators(plan, ranks) if on_gpu else None,
     )
 
 
-def without_sharding(plan: Plan) -> Plan:
-    """Return the plan with what activations do not depend on at its default."""
-    values = vars(plan)
-    without = values | _NO_SHARDING
-    return plan if without == values else Plan(**without)
+@lru_cache(maxsize=1 << 10)  # the same for the ranks of a plan
+def _num_communicators(plan: Plan, rank_of: tuple[int, ...]) -> int:
+    return num_communicators(plan, dict(enumerate(rank_of)))
 
 
-_NO_SHARDING = {
-    "zero": 0, "shard": 0, "accumulate": "auto", "reshard": "use", "prefetch": 1, "offload": "none"
-}  # fmt: skip
+without_sharding = with_defaults(*SHARDING)  # activations do not depend on it
 
 
 @lru_cache(maxsize=1 << 14)
@@ -114,19 +111,34 @@ def _activation_bytes(
     return num_bytes + tokens * block_activation_bytes(model, plan, "none", sequence, software)
 
 
-def rank_layout(model: ModelShape, plan: Plan, rank: int, software: Software) -> Layout:
-    """Return the units of a pipeline rank's stages, with the number of elements that a rank stores."""
+def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> tuple[Layout, ...]:
+    """Return the units of each pipeline rank's stages, with the number of elements that a rank stores."""
     counts = block_counts(model, plan, software)
-    stages = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)[rank]
-    own = tuple((stage, counts[stage]) for stage in stages)
-    return _layout(model, plan.rows, plan.cols, plan.shard_degree, own, len(counts))
+    of_ranks = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
+    return _layouts(model, plan.rows, plan.cols, plan.shard_degree, counts, of_ranks)
+
+
+@lru_cache(maxsize=1 << 12)
+def _layouts(
+    model: ModelShape,
+    rows: int,
+    cols: int,
+    shards: int,
+    counts: tuple[int, ...],
+    of_ranks: tuple[tuple[int, ...], ...],
+) -> tuple[Layout, ...]:
+    last, owns = len(counts) - 1, []
+    for stages in of_ranks:  # most ranks are equal
+        owns.append(tuple((counts[stage], stage == 0, stage == last) for stage in stages))
+    return tuple(_layout(model, rows, cols, shards, own) for own in owns)
 
 
 @lru_cache(maxsize=1 << 12)
 def _layout(
-    model: ModelShape, rows: int, cols: int, shards: int, own: tuple[tuple[int, int], ...], stages: int
+    model: ModelShape, rows: int, cols: int, shards: int, own: tuple[tuple[int, bool, bool], ...]
 ) -> Layout:
-    units = (stage_units(model, rows, cols, shards, blocks, stage, stages) for stage, blocks in own)
+    """`own`: of each stage its blocks, and whether it is the first and the last one."""
+    units = (stage_units(model, rows, cols, shards, *stage) for stage in own)
     return Layout(tuple(chain.from_iterable(units)))
 
 
@@ -165,19 +177,19 @@ def micro_bytes(
 
 @lru_cache(maxsize=1 << 12)
 def stage_units(
-    model: ModelShape, rows: int, cols: int, shards: int, blocks: int, stage: int, stages: int
+    model: ModelShape, rows: int, cols: int, shards: int, blocks: int, is_first: bool, is_last: bool
 ) -> tuple[UnitLayout, ...]:
     """The units of a stage with the number of elements that a rank stores."""
     units = []
     words = model.vocab * model.hidden / (rows * cols)
     table = model.vocab // cols, model.hidden // rows
-    if stage == 0:  # positions and norms are on every column
+    if is_first:  # positions and norms are on every column
         rest = model.embedding_params - model.vocab * model.hidden
         units.append(_unit("embedding", words + rest / rows, shards, (table,)))
     matrices = _block_matrices(model, rows, cols)
     units += [_unit("block", _block_numel(model, rows, cols), shards, matrices)] * blocks
-    if stage == stages - 1:  # a tied embedding is on both ends of a pipeline
-        own = not model.tied or stages > 1
+    if is_last:  # a tied embedding is on both ends of a pipeline
+        own = not (model.tied and is_first)
         units.append(_unit("head", own * words + model.norm_params / rows, shards, (table,) * own))
     return tuple(units)
 

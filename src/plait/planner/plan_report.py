@@ -14,7 +14,7 @@ from plait.plan.schedule.load import load_schedule, stages_of
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
 from plait.planner.frontier import front
-from plait.planner.memory import kept_bytes, micro_bytes, rank_memory
+from plait.planner.memory import kept_bytes, micro_bytes, rank_layouts, rank_memory
 from plait.planner.plan_families import format_seconds
 from plait.planner.ranked_plan import RankedPlan
 from plait.planner.search import HEADROOM, SearchResult
@@ -24,7 +24,6 @@ from plait.planner.step_estimate import (
     StageSeconds,
     StepEstimate,
     action_durations,
-    rank_layouts,
     stage_gathers,
     stage_seconds,
     step_reductions,

@@ -13,8 +13,9 @@ of all micro-batches."""
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice, product
+from operator import attrgetter
 from typing import Any
 
 from plait.errors import PlanError, ScheduleError
@@ -57,7 +58,7 @@ DECIDED_AT = {
     "schedule": Decided.SCHEDULE,
     **dict.fromkeys(("zero", "offload"), Decided.STATES),
 }
-_SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
+SHARDING = ("zero", "shard", "accumulate", "reshard", "offload", "prefetch")
 
 
 def read_pins(text: str) -> dict[str, Any]:
@@ -89,6 +90,15 @@ class Refusals:
         rule = by or error.fact
         self.first.setdefault(rule, error)
         self.counts[rule] = self.counts.get(rule, 0) + 1
+
+
+def with_defaults(*keys: str) -> Callable[[Plan], Plan]:
+    """Return a function of plans that sets these keys to their defaults. Plans that differ in these keys only
+    get the same one."""
+    kept = [key for key in Plan.__dataclass_fields__ if key not in keys]
+    make = lru_cache(maxsize=1 << 14)(lambda values: Plan(**dict(zip(kept, values, strict=True))))
+    values_of = attrgetter(*kept)
+    return lambda plan: make(values_of(plan))
 
 
 _ANY = Plan()
@@ -190,7 +200,7 @@ class Space:
     def _schedules(self, plan: Plan) -> Iterator[dict[str, Any]]:
         """Schedules and their chunks; one stage has a single schedule. Keys that are not searched get
         their pinned values here, as some are checked against the schedule."""
-        others = {key: self.pins[key] for key in self.pins if key not in (*SEARCHED, *_SHARDING)}
+        others = {key: self.pins[key] for key in self.pins if key not in (*SEARCHED, *SHARDING)}
         for name in self.values("schedule", VALUES["schedule"] if plan.pp > 1 else ("1f1b",)):
             generator = GENERATORS.get(name)  # None: a file
             choices = (0,) if generator is None else _chunks(generator, plan.pp, self.model.layers)

@@ -32,8 +32,9 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import Constants
-from plait.planner.memory import fullest_process, peak_memory, rank_layout, stage_units
+from plait.planner.memory import fullest_process, peak_memory, rank_layouts, stage_units
 from plait.planner.model_shape import ModelShape
+from plait.planner.space import with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import PLAIT, Software, Workload
 
@@ -166,11 +167,6 @@ def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> 
     return send_s(
         links, plan.num_ranks // plan.pp, plan.num_ranks, message_bytes(model, plan, batch, work.sequence)
     )
-
-
-def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> list[Layout]:
-    """The units of each pipeline rank."""
-    return [rank_layout(model, plan, rank, software) for rank in range(plan.pp)]
 
 
 def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) -> float:
@@ -394,8 +390,7 @@ def stage_gathers(
     if plan.zero < 2 or plan.data_ranks == 1:
         return [Overlapped(0.0, 0.0)] * len(stages)
     price = unit_prices(plan, links)
-    events = [event for event in price.events if event.during in (During.PASSES, During.BACKWARDS)]
-    if not events:
+    if not price.of_micros:
         return [Overlapped(0.0, 0.0)] * len(stages)
     counts = block_counts(model, plan, software)
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
@@ -404,9 +399,9 @@ def stage_gathers(
     for stage, (seconds, blocks) in enumerate(zip(stages, counts, strict=True)):
         key = (blocks, stage == 0, stage == len(counts) - 1)
         if key not in kinds:
-            units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
+            units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, *key)
             numel, forward, backward = sum([unit.numel for unit in units]), 0.0, 0.0
-            for event in events:
+            for event in price.of_micros:
                 once = len(units) * price.seconds(event.collective, units, numel, len(units))
                 calls = event.calls / plan.micro
                 in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
@@ -419,9 +414,17 @@ def stage_gathers(
     return result
 
 
-@lru_cache(maxsize=1 << 10)
 def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
-    """The prices of a plan, which its stages and its ranks share."""
+    """The prices of a plan, which its stages and its ranks share, and plans that differ in what is computed
+    only."""
+    return _unit_prices(_without_computation(plan), links)
+
+
+_without_computation = with_defaults("schedule", "chunks", "stages", "sp", "recompute", "compile")
+
+
+@lru_cache(maxsize=1 << 12)
+def _unit_prices(plan: Plan, links: Links) -> "UnitPrices":
     return UnitPrices(plan, links)
 
 
@@ -433,7 +436,12 @@ class UnitPrices:
         self._links, self._groups = links, dict[Axes, Group]()
         self._messages = messages_of(self._plan)
         self._shards, self._rank = plan.shard_degree, plan.powersgd_rank
-        self.events = unit_events(self._plan, covers_replicas=self._messages.covers_replicas)
+        self._seconds: dict[tuple[object, ...], float] = {}
+        events = unit_events(self._plan, covers_replicas=self._messages.covers_replicas)
+        # No unit of the planner has partial sums.
+        self.events = tuple(event for event in events if event.collective is not Collective.PARTIAL_SUM)
+        of_micros = During.PASSES, During.BACKWARDS
+        self.of_micros = tuple(event for event in self.events if event.during in of_micros)
 
     def seconds(
         self, collective: Collective, units: Sequence[UnitLayout], numel: int, number: int = 1
@@ -444,7 +452,13 @@ class UnitPrices:
         if rank is not None:
             left, right = Factors.sizes_of(units, rank)
             factors = left / number, right / number
-        sizes, total = UnitSizes(each, each // self._shards, (), factors), 0.0
+        key = collective, each, factors
+        if key not in self._seconds:
+            self._seconds[key] = self._once(collective, UnitSizes(each, each // self._shards, (), factors))
+        return self._seconds[key]
+
+    def _once(self, collective: Collective, sizes: UnitSizes) -> float:
+        total = 0.0
         for op, axes, calls in self._messages.of(collective, sizes):
             kind, group = _KINDS.get((collective, op), op), self._group(axes)
             if group.degree > 1:

@@ -95,9 +95,8 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
     share, last = recomputed_share(plan.recompute), len(counts) - 1
 
     def facts(stage: int, blocks: int) -> StageFacts:
-        layout = Layout(
-            stage_units(model, plan.rows, plan.cols, plan.shard_degree, blocks, stage, len(counts))
-        )
+        sizes = plan.rows, plan.cols, plan.shard_degree, blocks
+        layout = Layout(stage_units(model, *sizes, stage == 0, stage == last))
         traffic = {}
         for axis, op, forward, backward, num_bytes in collectives:
             calls = blocks * ((1 + share) * forward + backward)

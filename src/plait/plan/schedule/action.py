@@ -63,6 +63,7 @@ class Action(NamedTuple):
 
 # Searches for plans generate the same actions again and again.
 _interned = lru_cache(maxsize=1 << 16)
+FORWARD, WEIGHT = Kind.F, Kind.W  # for long loops: to look up a member of an Enum is slow Python too
 
 
 @_interned
@@ -110,7 +111,7 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        return 1 + max((action.stage for _, action in self), default=-1)
+        return 1 + max(self.rank_of, default=-1)
 
     @cached_property
     def num_micros(self) -> int:
@@ -120,8 +121,8 @@ class Schedule:
     def rank_of(self) -> dict[int, int]:
         """The rank of each stage: the first that runs one of its actions."""
         ranks: dict[int, int] = {}
-        for rank, action in self:
-            ranks.setdefault(action.stage, rank)
+        for rank, actions in enumerate(self.ranks):
+            ranks |= dict.fromkeys([stage for _, stage, _ in actions if stage not in ranks], rank)
         return ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -131,7 +132,7 @@ class Schedule:
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
         """(stage, micro-batch) of backwards that are split into B and W."""
-        return frozenset((a.stage, a.micro) for _, a in self if a.kind is Kind.W)
+        return frozenset([a[1:] for actions in self.ranks for a in actions if a.kind is WEIGHT])
 
     @cached_property
     def trains(self) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plait.errors import ScheduleError
 from plait.fileio import read_text
-from plait.plan.schedule.action import Action, B, F, Kind, Schedule
+from plait.plan.schedule.action import FORWARD, WEIGHT, Action, B, F, Schedule
 from plait.plan.schedule.generators import GENERATORS, make_schedule
 
 
@@ -121,16 +121,16 @@ def _in_flight(name: str, ranks: int, micros: int, chunks: int, rank: int) -> tu
 def _largest(actions: Sequence[Action]) -> tuple[Held, ...]:
     """Return what a rank holds after its forwards, without moments that another one covers."""
     saved = dict.fromkeys(sorted({stage for _, stage, _ in actions}), 0)
-    split = {(stage, micro) for kind, stage, micro in actions if kind is Kind.W}
+    split = {(stage, micro) for kind, stage, micro in actions if kind is WEIGHT}
     deferred = dict(saved)
     found: list[Held] = []
     for kind, stage, micro in actions:
-        if kind is Kind.F:
+        if kind is FORWARD:
             saved[stage] += 1
             held = tuple((saved[of], deferred[of]) for of in saved)
             if not any(_covers(other, held) for other in found):
                 found = [other for other in found if not _covers(held, other)] + [held]
-        elif kind is Kind.W:
+        elif kind is WEIGHT:
             deferred[stage] -= 1
         else:
             saved[stage] -= 1

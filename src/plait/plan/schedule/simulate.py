@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
-from plait.plan.schedule.action import Action, Kind, Schedule
+from plait.plan.schedule.action import FORWARD, WEIGHT, Action, Kind, Schedule
 from plait.plan.schedule.load import FILE, load_schedule
 from plait.plan.schedule.validate import check, run_untimed
 
@@ -103,10 +103,13 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     run = run_untimed(schedule)
     if run.stuck:
         check(schedule)
-    starts, ends, _ = _evaluate(_compile(schedule, run.order), durations)
+    compiled = _compile(schedule, run.order)
+    ends, _ = _evaluate(compiled, durations)
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    for (rank, action), start, end in zip(run.order, starts, ends, strict=True):
-        spans[rank].append(Span(action, start, end))
+    for (rank, action), (_, _, need, transfer), end in zip(run.order, compiled.steps, ends, strict=True):
+        free = spans[rank][-1].end if spans[rank] else 0.0
+        arrived = ends[need] + durations.transfer[transfer] if need >= 0 else 0.0
+        spans[rank].append(Span(action, max(free, arrived), end))
     return Timeline.from_spans(schedule, spans)
 
 
@@ -148,9 +151,8 @@ _FILLS = 3  # pipelines of micro-batches after which most schedules are periodic
 
 
 def _ends(name: str, ranks: int, micros: int, chunks: int, durations: Durations) -> PipelineEnds:
-    compiled = _compiled(name, ranks, micros, chunks)
-    _, _, free = _evaluate(compiled, durations)
-    seconds = _seconds(durations)
+    compiled, seconds = _compiled(name, ranks, micros, chunks), _seconds(durations)
+    _, free = _evaluate(compiled, durations)
     busy = (sum([seconds[at] * times for at, times in of_rank]) for of_rank in compiled.counts)
     return PipelineEnds(tuple(free), tuple(busy))
 
@@ -179,10 +181,10 @@ def _compile(schedule: Schedule, order: Sequence[tuple[int, Action]]) -> _Compil
     steps: list[_Step] = []
     for rank, action in order:
         kind, stage, micro = action
-        offset = 0 if kind is Kind.F else 2 if kind is Kind.W else 1 if (stage, micro) in split else 3
+        offset = 0 if kind is FORWARD else 2 if kind is WEIGHT else 1 if (stage, micro) in split else 3
         need = transfer = -1
-        sender = stage - 1 if kind is Kind.F else stage + 1
-        if kind is not Kind.W and rank_of.get(sender, rank) != rank:
+        sender = stage - 1 if kind is FORWARD else stage + 1
+        if kind is not WEIGHT and rank_of.get(sender, rank) != rank:
             need, transfer = index[kind, sender, micro], min(stage, sender)
         index[action] = len(steps)
         steps.append((rank, offset * stages + stage, need, transfer))
@@ -198,11 +200,10 @@ def _seconds(durations: Durations) -> tuple[float, ...]:
     return (*durations.forward, *durations.backward, *durations.weight, *full)
 
 
-def _evaluate(compiled: _Compiled, durations: Durations) -> tuple[list[float], list[float], list[float]]:
-    """Start and end of every step, and end of every rank."""
+def _evaluate(compiled: _Compiled, durations: Durations) -> tuple[list[float], list[float]]:
+    """End of every step, and end of every rank."""
     seconds, transfers = _seconds(durations), durations.transfer
     free = [0.0] * len(compiled.counts)
-    starts: list[float] = []
     ends: list[float] = []
     for rank, duration, need, transfer in compiled.steps:
         start = free[rank]
@@ -210,10 +211,9 @@ def _evaluate(compiled: _Compiled, durations: Durations) -> tuple[list[float], l
             arrived = ends[need] + transfers[transfer]
             if arrived > start:
                 start = arrived
-        starts.append(start)
         end = free[rank] = start + seconds[duration]
         ends.append(end)
-    return starts, ends, free
+    return ends, free
 
 
 def global_order(schedule: Schedule) -> dict[Action, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from plait.errors import ScheduleError
-from plait.plan.schedule.action import Action, B, F, Kind, Schedule, W
+from plait.plan.schedule.action import FORWARD, WEIGHT, Action, B, F, Kind, Schedule, W
 
 _COLUMNS = 5  # shown on either side of the marked cell
 _ROWS = 4
@@ -61,9 +61,9 @@ def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
     """The actions that must have ended before an action starts, besides its rank's earlier ones. Its own
     stage's first."""
     kind, stage, micro = action
-    if kind is Kind.F:
+    if kind is FORWARD:
         return (F(stage - 1, micro),) if stage else ()
-    if kind is Kind.W:
+    if kind is WEIGHT:
         return (B(stage, micro),)
     own = F(stage, micro)
     return (own, B(stage + 1, micro)) if stage < num_stages - 1 else (own,)
@@ -92,19 +92,17 @@ def run_untimed(schedule: Schedule) -> UntimedRun:
     while awake:
         rank = awake.pop()
         for action in islice(schedule.ranks[rank], position[rank], None):
-            missing = None
             for need in dependencies(action, num_stages):
                 if need not in done:
-                    missing = need
                     break
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                break
-            done.add(action)
-            order.append((rank, action))
-            position[rank] += 1
-            if action in waiting:
-                awake += waiting.pop(action)
+            else:
+                done.add(action)
+                order.append((rank, action))
+                position[rank] += 1
+                awake += waiting.pop(action, ())
+                continue
+            waiting.setdefault(need, []).append(rank)
+            break
     stuck = {rank: (position[rank], need) for need, ranks in waiting.items() for rank in ranks}
     return UntimedRun(tuple(order), stuck)
 
