@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 13310,
     "plan": 6410,
-    "planner": 4150,
+    "planner": 4170,
     "server": 2250,
     "train": 4850,
     "verify": 1600,
