@@ -100,14 +100,14 @@ def test_every_key_takes_effect_on_the_value() -> None:
     )
     plan = Plan.parse(text)
     assert plan == Plan(
-        *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 3, 4, 4, "unsharded"),
+        *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 1, "auto", 3, 4, 4, "unsharded"),
         *(2, "step", "bf16", "bf16", "ring"),
         *("bf16", "cpu", "every=2", True, True, False, True),
     )
     assert str(plan) == text
     of_servers = ("servers", "sync", "server")
     assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys()) - {
-        "tf32",
+        *("tf32", "cp", "cp_method"),
         *LOCAL,
         *of_servers,
     }

@@ -23,6 +23,8 @@ OPTIONS: dict[str, list[Any]] = {
     "chunks": [0, 0, 1, 2, 3],
     "stages": ["", "", "", "3", "3,4", "1,2,1", "2,2,2,2", "1,1,1,1,1,1"],
     "sp": [False, False, True],
+    "cp": [1, 1, 1, 2, 3],
+    "cp_method": ["auto", "auto", "allgather", "ulysses"],
     "zero": [0, 1, 2, 3],
     "shard": [0, 0, 1, 2, 3, 4],
     "micro": [1, 2, 5],
@@ -95,6 +97,10 @@ def _is_excluded_by_servers(v: Values) -> bool:
 # By the rule's name in docs/plans.md, which is the fact of its message: who breaks it.
 RULES: dict[str, Callable[[Values], bool]] = {
     "sp needs at least two tp columns": lambda v: v["sp"] and v["tp"] in ("1", "4x1"),
+    "cp_method has an effect only with several ranks of cp": lambda v: (
+        v["cp"] == 1 and v["cp_method"] != "auto"
+    ),
+    "attention over ranks cannot be compiled": lambda v: v["cp"] > 1 and v["compile"],
     "this schedule has a fixed number of stages per rank": lambda v: (
         v["schedule"] in FIXED and v["chunks"] not in (0, CHUNKS[v["schedule"]])
     ),

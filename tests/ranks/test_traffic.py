@@ -113,6 +113,9 @@ CASES = [
     ("llama-tied", "pp=2 dp=2 tp=2 zero=1 micro=2", "host"),
     ("llama-tied", "pp=2 schedule=zbv micro=4 dp=2 zero=2 precision=bf16", "gloo"),
     ("gpt2", "pp=2 tp=2 sp=true schedule=zb-h1 micro=2 dp=2 zero=3 offload=cpu", "host"),
+    ("llama", "cp=2 dp=2 zero=2 micro=2", "gloo"),
+    ("gpt2", "cp=2 cp_method=ulysses tp=2 sp=true recompute=full micro=2", "host"),
+    ("llama", "cp=3 pp=2 schedule=zb-h1 micro=2 zero=1 precision=bf16", "host"),
     ("wide", "tp=2 sp=true dp=2 zero=3 precision=fp8", "gloo"),
     ("wide", "pp=2 tp=2 sp=true schedule=zb-h1 micro=2 recompute=selective precision=fp8-rowwise", "host"),
 ]

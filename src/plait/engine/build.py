@@ -7,13 +7,14 @@ from functools import partial
 from torch import nn
 
 from plait.comm import Mesh
-from plait.engine.inputs import Inputs
+from plait.engine.inputs import Inputs, own_tokens
 from plait.engine.loss import Loss
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.engine.usage_checks import refuse_shards_in_files
 from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
+from plait.models.attention import dispatch_attention
 from plait.models.init_weights import parameter_only_modules
 from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
@@ -69,7 +70,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
     masters = MasterWeights(spec.plan, layout, device, spec.given.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
-    inputs = Inputs(model, spec.given.loss, context, spec.job.micro)
+    inputs = Inputs(model, spec.given.loss, context, spec.job.micro, spec.numbering)
     units = {
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }
@@ -158,6 +159,8 @@ def build_stages(
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     device, dtype = context.device, context.precision.compute
+    if spec.plan.cp > 1:
+        dispatch_attention(model)
     last = spec.stages.num_stages - 1
     with_loss = last if last in units else min(units)  # shares the model's state: the loss may read it
     split = partial(split_stage, model, spec.blocks, spec.stages, device=device, dtype=dtype)
@@ -202,8 +205,9 @@ def _build_stage(
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
+    divide = partial(own_tokens, sequence=groups.sequence, method=plan.cp_method, numbering=spec.numbering)
     return StageRunner(
-        part, sharded, head, columns, grid.col, groups.tp, spec.given.loss, tokens, is_last=is_last
+        part, sharded, head, columns, grid.col, groups.tp, spec.given.loss, tokens, divide, is_last=is_last
     )
 
 

@@ -152,6 +152,11 @@ class Engine:
     def data_ranks(self) -> int:
         return self._updater.data_ranks
 
+    @property
+    def _seed_rank(self) -> int:
+        """Index of this rank among those with other tokens, which draw other random numbers."""
+        return self.data_rank * self._groups.sequence.size + self._groups.sequence.rank
+
     @overload
     def shard(self, batches: Batch, *, trains: bool = True) -> dict[str, Tensor]: ...
     @overload
@@ -190,7 +195,7 @@ class Engine:
                 barrier_s = time.perf_counter()
             seed, records = (self.seed, self.num_steps), self._trace is not None
             with self._inputs.explained(micros):
-                spans = self._runner.train(micros, self._add_loss, seed, self.data_rank, records=records)
+                spans = self._runner.train(micros, self._add_loss, seed, self._seed_rank, records=records)
             if self._trace is not None:
                 self._trace.add(self.num_steps, spans, barrier_s)
             self._micros_done = self.plan.micro
@@ -208,7 +213,7 @@ class Engine:
         batch = self._inputs.single(micro)
         with (
             self._inputs.explained([batch]),
-            seeded_rng(self.device, self.seed, self.num_steps, self._micros_done, self.data_rank),
+            seeded_rng(self.device, self.seed, self.num_steps, self._micros_done, self._seed_rank),
             stage.measured(),
         ):
             return stage.summed_loss(self._inputs.prepared(batch))
@@ -406,12 +411,14 @@ class Engine:
 
         def mean(loss: Tensor, count: int | Tensor) -> Tensor:
             check_loss(loss)
-            return loss * (scale / float(count))
+            targets = torch.tensor(float(count), dtype=torch.float64, device=self.device)
+            all_reduce(targets, self._groups.sequence)
+            return loss * (scale / float(targets))
 
         with self._runner.eval_mode():
             self._runner.probe(self._inputs.uncompared(batch), mean)
         self._parts.sharded.finish_reductions()
-        divisor = scale * self._groups.dense.gradient_sum.size
+        divisor = scale * self._groups.dense.gradient_sum.size / self._groups.sequence.size
         gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}
         self.discard_step()
         return gradients

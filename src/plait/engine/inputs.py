@@ -17,8 +17,7 @@ A batch is divided, in this order:
 
   1. samples over data ranks, by `engine.shard`, or by a loader that reads its share alone: both by `share`
   2. samples over the micro-batches of a step: `of_step`, `of_evaluation`
-  3. the tokens of a micro-batch over ranks: no plan does so yet. It belongs in `prepared`, after labels are
-     shifted
+  3. the tokens of a micro-batch over the ranks of cp, in `prepared`, after labels are shifted
 
 [Note: shifted labels]
 Built-in losses of causal language models compare the logits of a position with the label of the next one.
@@ -39,6 +38,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +48,8 @@ from plait.comm import Group, all_gather
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import (
     IGNORED_LABEL,
+    OF_TOKENS,
+    Numbering,
     Task,
     cast_entries,
     forward_names,
@@ -55,16 +57,18 @@ from plait.models import (
     label_keys,
     pretrained_base,
     remember_sources,
+    takes_keyword,
     task_of,
 )
+from plait.parallel.context.attention import share_tokens
+from plait.parallel.context.tokens import SequenceShare
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.axes import Divides
+from plait.plan.context import num_chunks
 from plait.plan.grid import share
 
 Batch = Mapping[str, Tensor]
 
-# Entries with tokens in dim 1. See [Note: entries of a batch and their dims].
-OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 _SHIFTED = (Task.CAUSAL_LM, Task.IMAGE_LM)
 _IDS = (torch.int64, torch.int32)
 _TOKEN_TASKS = (*_SHIFTED, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
@@ -108,12 +112,30 @@ def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
     return shift_labels(batch) if shifts_labels(model, loss) else batch
 
 
+def own_tokens(
+    batch: Batch, model: nn.Module, sequence: Group, method: str, numbering: Numbering | None
+) -> Batch:
+    """A rank's tokens of a prepared batch; `method`: the plan's `cp_method`."""
+    if sequence.size == 1:
+        return batch
+    numbers = numbering if takes_keyword(model, "position_ids") else None
+    return share_tokens(batch, OF_TOKENS, sequence, method, numbers)
+
+
 class Inputs:
     """Moves the batches of an engine to its device and divides them; compares the first one, and every
     hundredth, between the ranks of one model. See the notes at the top."""
 
-    def __init__(self, model: nn.Module, loss: object, context: RankContext, micro: int) -> None:
-        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step."""
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: object,
+        context: RankContext,
+        micro: int,
+        numbering: Numbering | None = None,
+    ) -> None:
+        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step. `numbering`:
+        of tokens, for cp."""
         base = pretrained_base(model)
         embedding = None if base is None else input_embedding(base)
         self._vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
@@ -121,7 +143,9 @@ class Inputs:
         self._names, self._labels = forward_names(model), label_keys(model)
         self._model, self._loss, self._micro = model, loss, micro
         self._device, self._dtype = context.device, context.precision.compute
-        self._same_data = context.groups.same_data
+        self._same_samples = context.groups.same_samples
+        self._numbering = numbering
+        self._sequence, self._method = context.groups.sequence, context.plan.cp_method
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
 
     def of_step(self, batch: Batch | Sequence[Batch]) -> Sequence[Batch]:
@@ -171,14 +195,23 @@ class Inputs:
                 hint="drop_last=True in the loader, or engine.shard(loader), which checks it on all ranks",
             )
         if self._num_compared[trains] % _COMPARED_EVERY == 0:
-            check_same_batch(moved, self._same_data)
+            check_same_batch(moved, self._same_samples)
         self._num_compared[trains] += 1
         remember_sources([moved], batch)
         return moved
 
     def prepared(self, micro: Batch) -> Batch:
-        """The micro-batch for a stage, when its forward begins: see [Note: shifted labels]."""
-        return prepared(micro, self._model, self._loss)
+        """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
+        batch = prepared(micro, self._model, self._loss)
+        return own_tokens(batch, self._model, self._sequence, self._method, self._numbering)
+
+    def complete(self, outputs: Any, micro: Batch) -> Any:
+        """A model's outputs for a micro-batch, with the tokens of all ranks. Collective."""
+        if self._sequence.size == 1:
+            return outputs
+        chunks = num_chunks(self._method)
+        share = SequenceShare.of_batch(micro, OF_TOKENS, self._sequence, chunks)
+        return share.complete(outputs, self._sequence)
 
     @contextmanager
     def explained(self, micros: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:

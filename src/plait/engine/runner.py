@@ -103,7 +103,9 @@ class MicrobatchRunner:
         collected: list[Any] = []
         with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
             self._run(forwards_only(self._schedule, 1), [micro], collected.append, None, of_outputs=True)
-            return self._broadcast_from_last(lambda: self._picked(collected[0], pick))
+            return self._broadcast_from_last(
+                lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
+            )
 
     def _picked(self, outputs: Any, pick: Callable[[Any], Any] | None) -> Any:
         """The part of the outputs that is asked for, checked to be full on every rank of `tp`."""

@@ -12,10 +12,20 @@ from torch import Tensor, nn
 from plait.comm import World
 from plait.engine.loss import Loss
 from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
-from plait.models import Blocks, blocks_of, build_tp_plan, plan_stages, with_layout
+from plait.models import (
+    Blocks,
+    Numbering,
+    blocks_of,
+    build_tp_plan,
+    check_tokens_apart,
+    numbering_of,
+    plan_stages,
+    with_layout,
+)
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
+from plait.plan.context import fastest_method
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
@@ -87,6 +97,7 @@ class TrainingSpec:
     job       the plan, with its number of ranks
     plan      of the engine: the job's, or what one of its workers of parameter servers runs by itself
     groups    options of each optimizer group
+    numbering positions of tokens without position ids; None without cp
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
 
@@ -101,6 +112,7 @@ class TrainingSpec:
     schedule: Schedule
     loss_scaling: LossScaling | None
     float8: Float8Layers
+    numbering: Numbering | None
 
     @cached_property
     def optimizers(self) -> list[GroupOptimizer]:
@@ -131,6 +143,8 @@ def validate(
         _check_device(plan, device)
     _check_dtypes(model)
     blocks = _find_blocks(model, plan, given.blocks, example)
+    if plan.cp > 1:
+        plan = _with_method(plan, given)
     schedule, groups = _schedule(plan), _groups(given.param_groups)
     own = DEFAULT_GROUPS if groups is None else groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
@@ -157,7 +171,27 @@ def validate(
         schedule=schedule,
         loss_scaling=(given.loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
         float8=Float8Layers.select(blocks, tensor, plan) if plan.is_float8 else Float8Layers(),
+        numbering=numbering_of(model, example) if plan.cp > 1 else None,
     )
+
+
+def _with_method(plan: Plan, given: Arguments) -> Plan:
+    """The plan with its way of context parallelism. Raises ModelError if tokens meet outside of attention."""
+    if given.loss is not None:
+        raise ModelError(
+            "a loss of yours would see one rank's tokens",
+            given=f"loss= and cp={plan.cp}",
+            expected="the loss of the model's task, a sum over tokens",
+            hint="no loss, or a plan without cp",
+        )
+    trace = check_tokens_apart(given.model, given.example)
+    if plan.cp_method != "auto":
+        return plan
+    columns = [
+        (max(1, each.heads // plan.cols), max(1, each.kv_heads // plan.cols), sum(each.head_sizes))
+        for each in trace.attentions
+    ]
+    return replace(plan, cp_method=fastest_method(columns, plan.cp))
 
 
 def _check_device(plan: Plan, device: torch.device) -> None:

@@ -2,12 +2,12 @@
 backward."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm import Group
 from plait.engine.inputs import prepared
@@ -26,6 +26,7 @@ from plait.models import (
     token_batch,
     watch_activations,
 )
+from plait.parallel.context.tokens import attention_of
 from plait.parallel.pipeline.split_backward import DeferredBytes
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers
 from plait.parallel.tensor.linear import HeadOutput
@@ -50,11 +51,13 @@ class StageRunner:
         tp: Group,
         loss: Loss | None,
         tokens: SequenceShard | None,
+        divide: Callable[[Mapping[str, Tensor], nn.Module], Mapping[str, Tensor]],
         *,
         is_last: bool,
     ) -> None:
         """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `tp`: the ranks
-        that hold shards of the model. `loss`: the user's. `tokens`: under sequence parallelism."""
+        that hold shards of the model. `loss`: the user's. `tokens`: under sequence parallelism.
+        `divide`: takes this rank's tokens of a prepared batch for a model."""
         self.activation_bytes: int | None = None
         self.loss_buffers = LossBuffers("")  # measured
         self.estimated_loss_bytes = 0  # by `estimated_bytes`
@@ -66,6 +69,7 @@ class StageRunner:
         self._head = head
         self._user_loss = loss
         self._tokens = tokens
+        self._divide = divide
         self._columns = columns
         self._loss_reads = LossReads(tp)
         self._col = SINGLE_RANK if self._columns is None else col
@@ -78,6 +82,7 @@ class StageRunner:
             received = self._tokens.receive(received)
         with (
             self.sharded.unsharder.watch_outside_uses(),
+            attention_of(micro),
             contextlib.nullcontext() if is_first else receiving(self.module_part.module, received),
         ):
             outputs = self._forward(inputs, micro)
@@ -153,10 +158,16 @@ class StageRunner:
         """Estimate `activation_bytes` for token ids of shape (batch, sequence), and the bytes kept between
         the two parts of a split backward; None if unknown. `block_outputs`: supplies the inputs of a later
         stage."""
-        batch = prepared(token_batch(*batch_shape), self.module_part.module, self._user_loss)
+        module = self.module_part.module
+        batch = self._divide(prepared(token_batch(*batch_shape), module, self._user_loss), module)
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
-        with contextlib.suppress(Exception), self.sharded.unsharder.paused(), self.logits():
-            meta_module = copy_to_meta(self.module_part.module)
+        with (
+            contextlib.suppress(Exception),
+            self.sharded.unsharder.paused(),
+            self.logits(),
+            attention_of(batch),
+        ):
+            meta_module = copy_to_meta(module)
             inputs = forward_inputs(meta_module, batch)
             received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if self.module_part.earlier:

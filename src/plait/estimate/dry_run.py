@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from plait.comm import Mesh, World
 from plait.engine.build import build_stages
-from plait.engine.inputs import prepared
+from plait.engine.inputs import own_tokens, prepared
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
@@ -36,7 +36,7 @@ from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.sharded_model import Root
 from plait.plan import Grid, Layout, subtract_traffic, sum_traffic
-from plait.plan.axes import TENSOR
+from plait.plan.axes import LAYERS
 from plait.plan.comm_log import Traffic
 from plait.plan.devices import Device
 from plait.plan.events import StageFacts
@@ -128,7 +128,8 @@ def dry_stages(
         # Recomputed in backward in the same mode as in forward; torch does not enter function modes there.
         if isinstance(block.forward, RecomputedForward):
             block.forward.add_context(partial(device_kernels, device))
-    micro = prepared(micro, meta_model, spec.given.loss)
+    rows = prepared(micro, meta_model, spec.given.loss)
+    micro = own_tokens(rows, meta_model, context.groups.sequence, plan.cp_method, spec.numbering)
     run = _MicrobatchRun(mesh, stages, micro, splitter, {stage for stage, _ in spec.schedule.split})
     with running_on_meta(device), _model_errors():
         run.forward()
@@ -205,14 +206,14 @@ class _MicrobatchRun:
 
     @contextmanager
     def _recording(self, stage: int) -> Iterator[None]:
-        """Record the communication inside along the tp axes as the stage's. Gradients have channels of their
+        """Record the communication inside layers as the stage's. Gradients have channels of their
         own."""
         comm_log = self.mesh.world.comm_log
         before = comm_log.read()
         yield
         since = subtract_traffic(before, comm_log.read())
         own = {key: count for key, count in since.items() if key.axes and not key.channel}
-        self.traffic[stage].append({key: count for key, count in own.items() if {*key.axes} <= {*TENSOR}})
+        self.traffic[stage].append({key: count for key, count in own.items() if {*key.axes} <= {*LAYERS}})
 
 
 def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: bool) -> StageFacts:

@@ -28,6 +28,7 @@ from plait.models.stages.shell import copy_to_meta
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
     IGNORED_LABEL,
+    OF_TOKENS,
     RecordedBatch,
     Task,
     cast_entries,
@@ -36,9 +37,11 @@ from plait.models.task import (
     forward_names,
     label_keys,
     pretrained_base,
+    takes_keyword,
     task_of,
     without_cache,
 )
+from plait.models.tokens import Numbering, check_tokens_apart, numbering_of
 from plait.models.trace.modes import device_kernels
 from plait.models.trace.prepare import running_on_meta, token_batch
 from plait.models.trace.saved import BlockOutputs, activation_bytes, watch_activations
@@ -52,11 +55,13 @@ from plait.models.transformers_types import (
 
 __all__ = [
     "IGNORED_LABEL",
+    "OF_TOKENS",
     "BlockOutputs",
     "Blocks",
     "Chain",
     "DataflowCheck",
     "FlopFacts",
+    "Numbering",
     "RecordedBatch",
     "SaveFormat",
     "SavedGroup",
@@ -73,6 +78,7 @@ __all__ = [
     "check_config_values",
     "check_forward",
     "check_integers",
+    "check_tokens_apart",
     "config_of_model",
     "copy_to_meta",
     "decided_on_cpu",
@@ -88,6 +94,7 @@ __all__ = [
     "label_keys",
     "linear_forwards",
     "map_file_keys",
+    "numbering_of",
     "parameter_only_modules",
     "plan_stages",
     "pretrained_base",
@@ -98,6 +105,7 @@ __all__ = [
     "running_on_meta",
     "seeded_rng",
     "split_stage",
+    "takes_keyword",
     "task_of",
     "token_batch",
     "unit_facts",

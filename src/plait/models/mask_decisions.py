@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from plait.models.attention import is_handled
 from plait.models.tensors import WeakTensorMap
 
 _PACKS_NOTHING = {"input_ids", "use_cache"}  # of other inputs, a model may make position ids that start again
@@ -60,6 +61,12 @@ def _values(tensor: Tensor | None) -> Tensor | None:
     return None if found is None else found[0].chunks[found[1]]
 
 
+def host_values(tensor: Tensor) -> Tensor:
+    """The tensor's values on the CPU: without waiting for the GPU, if it is an entry of a batch."""
+    values = _values(tensor)
+    return tensor.cpu() if values is None else values
+
+
 @contextmanager
 def decided_on_cpu(inputs: Mapping[str, Any]) -> Iterator[None]:
     """Context of a forward with these inputs. Does nothing unless they are token ids on a GPU."""
@@ -69,6 +76,17 @@ def decided_on_cpu(inputs: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     token = _packs_nothing.set(inputs.keys() <= _PACKS_NOTHING)
+    try:
+        yield
+    finally:
+        _packs_nothing.reset(token)
+
+
+@contextmanager
+def packing_nothing() -> Iterator[None]:
+    """Context of forwards whose rows are one sequence each: no search for others."""
+    _install()
+    token = _packs_nothing.set(True)
     try:
         yield
     finally:
@@ -94,7 +112,7 @@ def _wrap_search(search: Callable[..., Tensor | None]) -> Callable[..., Any]:
     """`search`: for rows of several sequences."""
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        if _packs_nothing.get(False):
+        if _packs_nothing.get(False) or is_handled():  # a handler knows the documents
             return None
         values = _values(position_ids)
         if values is None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # Read by transformers' own loss, which is not called: a step divides by its own number of targets.
 _OF_MODELS_LOSS = ("num_items_in_batch",)
+# Entries of a batch with tokens in dim 1.
+OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 IGNORED_LABEL = -100  # not a target, as in torch.nn.functional.cross_entropy and transformers
 

@@ -30,7 +30,11 @@ class Degrees(Protocol):
     @property
     def data_ranks(self) -> int: ...
     @property
-    def shard_degree(self) -> int: ...
+    def data_shards(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def zero(self) -> int: ...
     @property
     def rows(self) -> int: ...
     @property
@@ -76,9 +80,9 @@ _ALL = frozenset(UnitKind)
 # Outermost to innermost: neighbours on the last axis are the closest.
 TABLE = (
     Axis("pp", "pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
-    Axis("replicate", "dp", Divides.SAMPLES, lambda plan: plan.data_ranks // plan.shard_degree),
-    Axis("shard", "dp", Divides.SAMPLES, lambda plan: plan.shard_degree, shards_states=True),
-    Axis("cp", "cp", Divides.SEQUENCE, lambda _: 1, shards_states=True),  # no plan has the key yet
+    Axis("replicate", "dp", Divides.SAMPLES, lambda plan: plan.data_ranks // plan.data_shards),
+    Axis("shard", "dp", Divides.SAMPLES, lambda plan: plan.data_shards, shards_states=True),
+    Axis("cp", "cp", Divides.SEQUENCE, lambda plan: plan.cp, shards_states=True),
     Axis("row", "tp", Divides.HIDDEN, lambda plan: plan.rows, _ALL),
     Axis("col", "tp", Divides.FEATURES, lambda plan: plan.cols, _ALL),
 )
@@ -101,11 +105,13 @@ def in_order(axes: Iterable[str]) -> Axes:
 
 
 STAGES, HIDDEN, FEATURES = _only(Divides.BLOCKS), _only(Divides.HIDDEN), _only(Divides.FEATURES)
+SEQUENCE = _along(Divides.SEQUENCE)  # ranks with other tokens of the same samples
 BATCH = _along(Divides.SAMPLES)  # ranks with other samples of a batch
 TOKENS = _along(Divides.SAMPLES, Divides.SEQUENCE)  # ranks with other tokens
 # Ranks with other parts of the model, for the same tokens; of these, ranks that shard the same layers.
 MODEL: Axes = tuple(axis.name for axis in TABLE if axis.name not in TOKENS)
 TENSOR: Axes = tuple(name for name in MODEL if name != STAGES)
+LAYERS = in_order((*TENSOR, *SEQUENCE))  # ranks that communicate inside layers
 REPLICAS: Axes = tuple(axis.name for axis in TABLE if axis.name in TOKENS and not axis.shards_states)
 
 
@@ -114,11 +120,12 @@ class Roles:
     """The axes by which the ranks of a step communicate. See the notes at the top."""
 
     has_islands: bool
+    has_shards: bool = True  # zero shards states
     table: tuple[Axis, ...] = TABLE
 
     @classmethod
     def from_plan(cls, plan: Degrees) -> "Roles":
-        return cls(plan.local_steps > 0)
+        return cls(plan.local_steps > 0, plan.zero > 0)
 
     def gradient_sum(self, kind: UnitKind = UnitKind.DENSE) -> Axes:
         """Axes over which the gradients of a unit are summed."""
@@ -127,6 +134,8 @@ class Roles:
 
     def states(self, kind: UnitKind = UnitKind.DENSE) -> Axes:
         """Axes over which `zero` shards the states of a unit."""
+        if not self.has_shards:
+            return ()
         return tuple(axis.name for axis in self.table if kind not in axis.differs and axis.shards_states)
 
     def replicas(self, kind: UnitKind = UnitKind.DENSE) -> Axes:

@@ -8,6 +8,7 @@ So only traffic that overlaps with computation, or that computation waits for, h
   all ranks              small messages: losses, norms, votes, texts, checkpoints
   shard, "gathers"       all-gathers of parameters
   shard, "reductions"    reduce-scatters of gradients; replicate likewise for replicas
+  cp                     keys, values or heads, inside attention
   row, col               the collectives inside tensor-parallel layers
   pp, "sends of class i" messages between stages
 
@@ -43,7 +44,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, STAGES, Axes, Roles
+from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, SEQUENCE, STAGES, Axes, Roles
 from plait.plan.compression import compresses, reduces_over_all
 from plait.plan.grid import Grid
 from plait.plan.plan import Plan
@@ -76,10 +77,10 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
     if compresses(plan) and reduces_over_all(plan):
         wanted.append((roles.gradient_sum(), "reductions", None))
     else:
-        wanted += [(roles.states(), "reductions", None), (REPLICAS, "reductions", None)]
+        wanted += [(axes, "reductions", None) for axes in (roles.states(), roles.replicas(), REPLICAS)]
     if plan.sync_batchnorm:
         wanted.append((roles.gradient_sum(), "statistics", None))
-    wanted += [((HIDDEN,), "", None), ((FEATURES,), "", None)]
+    wanted += [(SEQUENCE, "", None), ((HIDDEN,), "", None), ((FEATURES,), "", None)]
     classes = sorted(set(sender_classes(rank_of).values()))
     wanted += [((STAGES,), sends_channel(number), _MESSAGE_CTAS) for number in classes]
     used = [(grid.used(*axes), channel, max_ctas) for axes, channel, max_ctas in wanted]

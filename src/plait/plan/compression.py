@@ -83,7 +83,7 @@ class Factors:
 
 def compresses(plan: Plan) -> bool:
     """Return whether gradients are compressed. False on one data rank."""
-    return plan.dp > 1 and plan.reduce not in ("fp32", "bf16")
+    return plan.token_ranks > 1 and plan.reduce not in ("fp32", "bf16")
 
 
 def rounds_to_bf16(plan: Plan) -> bool:
@@ -117,9 +117,9 @@ def reduces_over_all(plan: Plan) -> bool:
 def reductions_of(plan: Plan) -> tuple[tuple[int, int], ...]:
     """(ranks, number of ranges that a unit is in by then) of each compressed reduction of a unit, in
     order."""
-    shards, replicas = plan.shard_degree, plan.dp // plan.shard_degree
+    shards, replicas = plan.shard_degree, plan.token_ranks // plan.shard_degree
     if reduces_over_all(plan):
-        return ((plan.dp, 1),)
+        return ((plan.token_ranks, 1),)
     return tuple((ranks, ranges) for ranks, ranges in ((shards, 1), (replicas, shards)) if ranks > 1)
 
 

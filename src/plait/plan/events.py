@@ -88,7 +88,7 @@ class Event(NamedTuple):
 class StageFacts:
     """Facts of one stage at one coordinate of the tp grid.
 
-    traffic     of one micro-batch's forward and backward, along the tp axes
+    traffic     of one micro-batch's forward and backward, inside layers
     exec_order  order of use of the units, by their blocks; None: unknown
     output      bytes of each tensor sent to the next stage
     gradient    bytes of each gradient that comes back for them
@@ -303,7 +303,7 @@ class UnitMessages:
     @cached_property
     def is_named(self) -> bool:
         """True if the plan, and not the transport, decides the algorithm of reductions."""
-        return self.plan.algorithm != "auto" and self.plan.dp > 1
+        return self.plan.algorithm != "auto" and self.plan.token_ranks > 1
 
     @cached_property
     def sent_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Combinations of a plan's keys that have no effect or exclude each other: of ZeRO's keys, and of dtypes.
+"""Combinations of a plan's keys that have no effect or exclude each other: of ZeRO, cp and dtypes.
 
 Those of local steps and of parameter servers are in local_steps.py and servers.py.
 """
@@ -49,6 +49,31 @@ def check_zero(values: Mapping[str, Any]) -> None:
                 expected="parameters that are sharded, and gathered before use",
                 hint=f"zero=3 {key}={values[key]}, or no {key}",
             )
+
+
+def check_sequence(values: Mapping[str, Any], cols: int) -> None:
+    """Raise PlanError for combinations of `sp` and `cp` that have no effect or exclude each other."""
+    if values["sp"] and cols == 1:
+        raise PlanError(
+            "sp needs at least two tp columns",
+            given=f"tp={values['tp']} sp=true",
+            expected="sp with tp=C or tp=RxC, C from 2",
+            hint="tp=2 sp=true, or no sp",
+        )
+    if values["cp"] == 1 and values["cp_method"] != "auto":
+        raise PlanError(
+            "cp_method has an effect only with several ranks of cp",
+            given=f"cp=1 cp_method={values['cp_method']}",
+            expected="cp from 2, whose ranks share every sequence",
+            hint=f"cp=2 cp_method={values['cp_method']}, or no cp_method",
+        )
+    if values["cp"] > 1 and values["compile"]:
+        raise PlanError(
+            "attention over ranks cannot be compiled",
+            given=f"cp={values['cp']} compile=true",
+            expected="blocks whose attention is on one rank",
+            hint="no compile, or no cp",
+        )
 
 
 def check_precision(values: Mapping[str, Any]) -> None:

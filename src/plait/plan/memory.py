@@ -230,7 +230,7 @@ def _largest_range(layout: Layout) -> int:
 def _staged_gradient_bytes(layout: Layout, plan: Plan) -> int:
     """Bytes of the two buffers on the device for sums that are copied to the host. Sums over replicas that
     start during backward have memory of their own instead."""
-    has_replicas = plan.dp > plan.shard_degree and not (compresses(plan) and reduces_over_all(plan))
+    has_replicas = plan.token_ranks > plan.shard_degree and not (compresses(plan) and reduces_over_all(plan))
     defers = not params_stay_full(plan) and plan.reshard == "use" and not plan.keeps_full_grads
     sums_often = plan.micro > 1 and not plan.accumulates_full
     if has_replicas and not defers and not sums_often:

@@ -16,7 +16,8 @@ from typing import Any
 from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.axes import TABLE
 from plait.plan.collectives import ALGORITHMS
-from plait.plan.key_conflicts import check_precision, check_zero
+from plait.plan.context import METHODS
+from plait.plan.key_conflicts import check_precision, check_sequence, check_zero
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
@@ -26,6 +27,7 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16", *FLOAT8)
 CHOICES = {
     "precision": PRECISIONS,
     "algorithm": ("auto", *ALGORITHMS),
+    "cp_method": METHODS,
     "accumulate": ("auto", "unsharded", "sharded"),
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
@@ -57,7 +59,6 @@ _RENAMED_VALUES = {("accumulate", "whole"): "unsharded", ("accumulate", "cut"): 
 _RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp32 or optim_dtype=bf16"}
 
 _MISSING = {
-    "cp": ("context parallelism", "sp=true with tp, and recompute=full"),
     "ep": ("expert parallelism", "tp, which shards every expert, or zero=3"),
 }
 
@@ -158,6 +159,9 @@ class Plan:
     stages      number of blocks of each stage, as in 8,8,8,6; empty: balanced by cost
     sp          sequence parallelism: between the layers that tp shards, activations are sharded over the
                 sequence on the columns
+    cp          ranks that share every sequence: each has the activations of its tokens (context parallelism)
+    cp_method   how attention reaches other ranks' tokens: `allgather` gathers keys and values, `ulysses`
+                exchanges heads for tokens; `auto`: the one that sends less, see `plan/context.py`
     zero        what is sharded over `shard`: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters
     shard       ranks that share one copy of what `zero` shards; a divisor of dp, 0 for all of dp. There are
                 dp / shard replicas of it (hybrid sharding)
@@ -211,6 +215,8 @@ class Plan:
     chunks: int = 0
     stages: str = ""
     sp: bool = False
+    cp: int = 1
+    cp_method: str = "auto"
     zero: int = 0
     shard: int = 0
     micro: int = 1
@@ -249,7 +255,7 @@ class Plan:
             if values[name] is not default:
                 check_type(name, kind, values[name])
         check_choices(values)
-        self._check_tensor()
+        check_sequence(values, self.cols)
         self._check_pipeline()
         check_zero(values)
         check_precision(values)
@@ -262,15 +268,6 @@ class Plan:
                 given=f"algorithm={self.algorithm} reduce={self.reduce}",
                 expected="algorithm with reduce=fp32 or reduce=bf16",
                 hint=f"no algorithm, or algorithm={self.algorithm} reduce=bf16",
-            )
-
-    def _check_tensor(self) -> None:
-        if self.sp and self.cols == 1:
-            raise PlanError(
-                "sp needs at least two tp columns",
-                given=f"tp={self.tp} sp=true",
-                expected="sp with tp=C or tp=RxC, C from 2",
-                hint="tp=2 sp=true, or no sp",
             )
 
     def _check_pipeline(self) -> None:
@@ -419,7 +416,7 @@ class Plan:
             raise PlanError(
                 "dp=auto does not fit the number of ranks",
                 given=f"{self} on {num_ranks} rank{'s' * (num_ranks != 1)}",
-                expected=f"a multiple of {base} ranks: pp x tp x shard",
+                expected=f"a multiple of {base} ranks: pp x {'cp x ' * (self.cp > 1)}tp x shard",
                 hint=f"{' or '.join(counts)} ranks",
             )
         return replace(self, dp=num_ranks // (base // (self.shard or 1)))
@@ -464,17 +461,27 @@ class Plan:
     @property
     def shard_degree(self) -> int:
         """Ranks that share one copy of what `zero` shards; 1 for zero=0."""
+        return self.data_shards * self.cp if self.zero else 1
+
+    @property
+    def data_shards(self) -> int:
+        """Data ranks that share one copy of what `zero` shards."""
         return (self.shard or self.data_ranks) if self.zero else 1
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks with other tokens and the same weights."""
+        return self.dp * self.cp
 
     @property
     def num_islands(self) -> int:
         """Replicas that train alone between exchanges; 1 without local steps."""
-        return self.data_ranks // self.shard_degree if self.local_steps else 1
+        return self.data_ranks // self.data_shards if self.local_steps else 1
 
     @property
     def reduced_ranks(self) -> int:
-        """Data ranks over which a step's gradient is summed: those of an island under local steps."""
-        return self.shard_degree if self.local_steps else self.dp
+        """Ranks over which a step's gradient is summed: those of an island under local steps."""
+        return self.data_shards * self.cp if self.local_steps else self.token_ranks
 
     @property
     def local(self) -> LocalSteps:
@@ -547,6 +554,9 @@ class Plan:
             schedule = "1f1b" if self.schedule.startswith("file:") else self.schedule
             nearest = replace(nearest, pp=math.gcd(num_ranks, self.pp), schedule=schedule, stages="")
         ranks_per_stage = num_ranks // nearest.pp
+        if ranks_per_stage % self.cp:
+            nearest = replace(nearest, cp=math.gcd(ranks_per_stage, self.cp))
+        ranks_per_stage //= nearest.cp
         if ranks_per_stage % (self.rows * self.cols):
             tp = str(math.gcd(ranks_per_stage, self.rows * self.cols))
             nearest = replace(nearest, tp=tp, sp=self.sp and tp != "1")

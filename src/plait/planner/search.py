@@ -87,7 +87,7 @@ def search(
         )
     limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
     pinned = read_pins(pins)
-    check_is_priced(pinned.get("precision", DEFAULT_PRECISION), cluster.device)
+    check_is_priced(pinned.get("precision", DEFAULT_PRECISION), cluster.device, pinned.get("cp", 1))
     end_s = time.process_time() + seconds
 
     def field(of: Cluster) -> Field:

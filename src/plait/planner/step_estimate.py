@@ -212,7 +212,7 @@ def check(
             expected=f"at most {cluster.num_devices} ranks",
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
-    check_is_priced(plan.precision, cluster.device)
+    check_is_priced(plan.precision, cluster.device, plan.cp)
     if plan.sync != "all":
         raise PlanError(
             "the planner can price parameter servers only with sync=all",
@@ -231,15 +231,22 @@ def check(
     block_counts(model, plan, software)
 
 
-def check_is_priced(precision: str, device: Device) -> None:
-    """Raise PlanError for a precision that the device does not have, and for float8: no published step shows
-    what the casts around its products take."""
+def check_is_priced(precision: str, device: Device, cp: int) -> None:
+    """Raise PlanError for a precision that the device does not have, for context parallelism, and for float8:
+    no published step shows what the casts around its products take."""
     if precision in FLOAT8:
         raise PlanError(
             "products in float8 are not priced",
             given=f"precision={precision}",
             expected=" or ".join(name for name in PRECISIONS if name not in FLOAT8),
             hint="precision=bf16, and measure steps of both",
+        )
+    if cp > 1:
+        raise PlanError(
+            "the planner does not know the time of context parallelism",
+            given=f"cp={cp}",
+            expected="complete sequences on each rank",
+            hint="no cp; `plait explain` shows its bytes and memory",
         )
     device.check_precision(precision)
 
@@ -462,7 +469,9 @@ class UnitPrices:
     def _group(self, axes: Axes) -> Group:
         if axes not in self._groups:
             grid = self._messages.grid
-            self._groups[axes] = Group(grid.degree(*axes), grid.stride(axes[-1]), self._plan.num_ranks)
+            self._groups[axes] = Group(
+                grid.degree(*axes), grid.stride(axes[-1]) if axes else 1, self._plan.num_ranks
+            )
         return self._groups[axes]
 
 

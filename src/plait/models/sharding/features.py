@@ -186,16 +186,28 @@ def _cat(call: _OperatorCall) -> Followed | None:
 
 
 def _bmm(call: _OperatorCall) -> Followed | None:
-    """Products of the matrices of a batch, with the features in the batch's dim."""
+    """Products of the matrices of a batch, with the features in the batch's dim, or as in `_mm`."""
     first, second = call.args[:2]
+    rows, columns = (call.features_of(each) for each in (first, second))
+    if columns is None and rows is not None and rows.dim == 1:
+        return call.results(rows)
+    if rows is None and columns is not None and columns.dim == 2:
+        return call.results(columns)
     placed = [(shape[:1], f) for shape, f in call.placed([first, second]) if f is not None and f.dim == 0]
     return call.results(joined(placed, first.shape[:1])) if len(placed) == 2 else None
 
 
 def _gather(call: _OperatorCall) -> Followed | None:
-    """Elements at the same places for all features."""
-    features, dim = call.features_of(call.args[0]), call.args[1] % call.args[0].ndim
-    [(shape, of_index)] = call.placed([call.args[2]])
+    """Elements at the same places for all features, or at those that each feature has."""
+    first, dim, index = call.args[0], call.args[1] % call.args[0].ndim, call.args[2]
+    features, [(shape, of_index)] = call.features_of(first), call.placed([index])
+    if of_index is not None and of_index.dim == dim:
+        return call.results(of_index) if features is None else None
+    if of_index is not None:
+        size = first.shape[of_index.dim]
+        is_of_each = features == of_index and size == index.shape[of_index.dim]
+        is_of_all = features is None and expandable_shape(first)[of_index.dim] == 1
+        return call.results(of_index) if is_of_each or is_of_all else None
     if features is None or features.dim == dim or of_index is not None or shape[features.dim] != 1:
         return None
     return call.results(features)
@@ -207,6 +219,62 @@ def _mm(call: _OperatorCall) -> Followed | None:
     if first is not None and second is None and first.dim == 0:
         return call.results(first)
     return call.results(second) if first is None and second is not None and second.dim == 1 else None
+
+
+def _addmm(call: _OperatorCall) -> Followed | None:
+    """A product as in `_mm`, and a bias."""
+    bias, first, second = call.args[:3]
+    product = _mm(replace(call, args=(first, second)))
+    if product is None:
+        return None
+    [(_, features)] = product
+    placed = [*call.placed([bias]), (call.result.shape, features)]
+    return call.results(joined(placed, call.result.shape))
+
+
+def _scatter(call: _OperatorCall) -> Followed | None:
+    """Elements that are put at places along another dim."""
+    first, dim, *others = call.args
+    tensors = [first, *(other for other in others if isinstance(other, Tensor))]
+    found = {call.features_of(tensor) for tensor in tensors}
+    features = next(iter(found))
+    if len(found) > 1 or features is None or features.dim == dim % first.ndim:
+        return None
+    same = {tensor.shape[features.dim] for tensor in tensors}
+    return call.results(features) if len(same) == 1 else None
+
+
+def _lookup(call: _OperatorCall) -> Followed | None:
+    """Rows of a table, at places that have features."""
+    table, index = call.args[:2]
+    features = call.features_of(index)
+    return call.results(features) if call.features_of(table) is None else None
+
+
+def _index(call: _OperatorCall) -> Followed | None:
+    """Elements of a table, at places with features in dims that are neighbours; or all features of some."""
+    table, indices = call.args
+    given = [index for index in indices if index is not None]
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if dims != [*range(dims[0], dims[0] + len(dims))] or any(index.dtype == torch.bool for index in given):
+        return None
+    of_table, shape = call.features_of(table), torch.broadcast_shapes(*(index.shape for index in given))
+    if of_table is None:
+        found = joined(call.placed(given), shape)
+        return call.results(None if found is None else replace(found, dim=found.dim + dims[0]))
+    if of_table.dim in dims or any(call.features_of(index) is not None for index in given):
+        return None
+    moved = 0 if of_table.dim < dims[0] else len(shape) - len(dims)
+    return call.results(replace(of_table, dim=of_table.dim + moved))
+
+
+def _masked(call: _OperatorCall) -> Followed | None:
+    """A number that is put where a mask is true."""
+    first, indices, value = call.args[:3]
+    mask = indices[0]
+    is_mask = len(indices) == 1 and mask.dtype == torch.bool and mask.shape == first.shape
+    is_same = is_mask and value.ndim == 0 and call.features_of(first) == call.features_of(mask)
+    return call.results(call.features_of(first)) if is_same else None
 
 
 def _depthwise(call: _OperatorCall) -> Followed | None:
@@ -307,6 +375,25 @@ def _along(call: _OperatorCall, tensor: Tensor, features: Features) -> Features 
     return replace(features, dim=features.dim - removed)
 
 
+def _repeated(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
+    """Copies along any dim: of all features, one after the other, in theirs."""
+    dim = features.dim + call.result.ndim - tensor.ndim
+    return replace(features, dim=dim, outer=features.outer * call.args[1][dim])
+
+
+def _padded(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
+    """Tensors with more elements along the last dims."""
+    return features if features.dim < tensor.ndim - len(call.args[1]) // 2 else None
+
+
+def _sorted(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
+    """Elements in another order along a dim, or some of them, or sums of those before."""
+    places = {"topk": 2, "sort": 1, "argsort": 1, "roll": 2}
+    dims = call.arg(places[call.name], "dim" if call.name != "roll" else "dims", -1)
+    dims = [dims] if isinstance(dims, int) else dims
+    return None if not dims or features.dim in {dim % tensor.ndim for dim in dims} else features
+
+
 def _as_complex(call: _OperatorCall, tensor: Tensor, features: Features) -> Features | None:
     """Views of pairs in the last dim as complex numbers, and back."""
     return features if features.dim < max(tensor.ndim, call.result.ndim) - 1 else None
@@ -326,11 +413,16 @@ def _of_first(
 
 
 _RULES: Mapping[str, Callable[[_OperatorCall], Followed | None]] = {
-    **dict.fromkeys(("clone", "_to_copy", "alias", "detach"), _pointwise),
+    **dict.fromkeys(("clone", "_to_copy", "alias", "detach", "polar"), _pointwise),
     **dict.fromkeys(("cat", "stack"), _cat),
     "bmm": _bmm,
     "gather": _gather,
     "mm": _mm,
+    "addmm": _addmm,
+    "embedding": _lookup,
+    "index": _index,
+    "index_put_": _masked,
+    **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), _scatter),
     "convolution": _depthwise,
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
@@ -347,6 +439,9 @@ _RULES: Mapping[str, Callable[[_OperatorCall], Followed | None]] = {
             ("split", "split_with_sizes"): _split,
             ("select", "unbind"): _select,
             ("view_as_complex", "view_as_real"): _as_complex,
+            ("constant_pad_nd",): _padded,
+            ("repeat",): _repeated,
+            ("topk", "sort", "argsort", "roll"): _sorted,
             (
                 "_softmax",
                 "_safe_softmax",
@@ -360,6 +455,13 @@ _RULES: Mapping[str, Callable[[_OperatorCall], Followed | None]] = {
                 "linalg_vector_norm",
                 "cumsum",
                 "squeeze",
+                "argmax",
+                "amin",
+                "any",
+                "all",
+                "prod",
+                "var",
+                "std",
             ): _along,
         }.items()
         for name in names

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from plait.models.attention import AttentionCall
 from plait.models.tensors import direct_tensors, tensors_in
 from plait.models.trace.modes import Functions, Operators, on_mixed
 
@@ -62,13 +63,21 @@ class Differentiated:
 
 
 @dataclass(frozen=True, slots=True)
+class Attended:
+    """A handler has computed attention: see plait/models/attention.py."""
+
+    call: AttentionCall
+    result: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     """Tensors in the result of the model, or of the loss."""
 
     tensors: Sequence[Tensor]
 
 
-Event = Operator | Entered | Left | Received | Differentiated | Returned
+Event = Operator | Entered | Left | Received | Differentiated | Attended | Returned
 
 
 @dataclass

@@ -11,7 +11,18 @@ from torch import Tensor
 from plait.comm import Group, Mesh, empty, is_direct, sends_narrow, share, shares_memory
 from plait.parallel.zero.buffers import ByteTracker, CopyStream, StagingBuffers
 from plait.plan import Plan, compresses
-from plait.plan.axes import BATCH, MODEL, REPLICAS, STAGES, TENSOR, TOKENS, Roles, UnitKind
+from plait.plan.axes import (
+    BATCH,
+    MODEL,
+    REPLICAS,
+    SEQUENCE,
+    STAGES,
+    TENSOR,
+    TOKENS,
+    Roles,
+    UnitKind,
+    in_order,
+)
 from plait.plan.compression import full_grad_dtype, reduces_over_all
 
 
@@ -70,6 +81,8 @@ class RankGroups:
     world: Group  # ranks of a step: all, or those of an island
     tp: Group  # ranks that shard the same layers
     same_data: Group  # ranks with other parts of the model, for the same data
+    same_samples: Group  # the same, and ranks with other tokens of these samples
+    sequence: Group  # ranks with other tokens of the same samples
     same_stage: Group  # ranks of a step with the same stages
     pp: Group  # ranks with other stages, for the same data
     one_copy: Group  # ranks that together hold one copy of the gradient
@@ -85,6 +98,8 @@ class RankGroups:
             mesh.group(*roles.step) if roles.has_islands else mesh.world.group,
             mesh.group(*TENSOR),
             mesh.group(*MODEL),
+            mesh.group(*in_order((*MODEL, *SEQUENCE))),
+            mesh.group(*SEQUENCE),
             mesh.group(*roles.same_stage),
             mesh.group(STAGES),
             mesh.group(*roles.one_copy, channel="reductions"),

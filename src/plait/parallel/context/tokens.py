@@ -1,0 +1,207 @@
+"""A rank's tokens of a micro-batch: its entries divided, and which keys its queries see.
+
+[Note: one division, on the host]
+Every rank of `cp` has the complete rows of a micro-batch, and takes its own tokens of them once, before the
+forward: ids, labels (which are shifted by then), padding and positions. What attention has to know of the
+other tokens, the borders of documents and of padding, is read here too; no layer reads a value on the host.
+
+Position ids that start again separate documents, whether or not there is an attention mask. (transformers
+looks for them only without one.) Padding is at the ends of a row: keys outside are seen by no query.
+"""
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from plait.comm import Group, all_gather
+from plait.errors import ModelError
+from plait.models import IGNORED_LABEL
+from plait.models.attention import Attention, MaskRule, attention_by
+from plait.models.mask_decisions import host_values
+from plait.plan.context import Block, Interval, TokenOrder, Visible, blocks_of, divided
+
+_FILL = {"labels": IGNORED_LABEL}  # of tokens that fill up the last runs; 0 in other entries
+
+
+class Work(NamedTuple):
+    """A block of keys for some of a rank's queries.
+
+    rows       of the rank's queries
+    keys       of the row's keys
+    causal     a triangle
+    mask_QN    of distances; None: all
+    is_first   of the blocks of these queries
+    """
+
+    samples: slice
+    rows: slice
+    keys: slice
+    causal: bool
+    mask_QN: Tensor | None
+    is_first: bool
+
+
+@dataclass(eq=False)
+class SequenceShare:
+    """Facts about a micro-batch's rows, for attention.
+
+    segments    the documents of each sample, without padding; of one, if all are alike
+    """
+
+    order: TokenOrder
+    rank: int
+    segments: Sequence[Sequence[Interval]]
+    device: torch.device
+    _work: dict[tuple[MaskRule, bool], list[Work]] = field(default_factory=dict)
+    _masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_batch(
+        cls, batch: Mapping[str, Tensor], of_tokens: Collection[str], group: Group, chunks: int
+    ) -> "SequenceShare":
+        """How the tokens of complete rows are divided. `of_tokens`: entries (B, S, ...) in which they are.
+        Raises ModelError for entries of different lengths, and for masks that are not padding."""
+        shapes = {key: tuple(value.shape) for key, value in batch.items() if key in of_tokens}
+        lengths = {shape[1] for shape in shapes.values() if len(shape) > 1}
+        if len(lengths) != 1:
+            raise ModelError(
+                "the batch has no one length of sequences that cp could divide",
+                given=", ".join(f"{key} {shape}" for key, shape in shapes.items())
+                or f"only {', '.join(batch)}",
+                expected="entries of (samples, tokens): input_ids, labels, attention_mask, position_ids",
+                hint="rows of one length, or a plan without cp",
+            )
+        (num_tokens,) = lengths
+        order = TokenOrder(num_tokens, group.size, chunks)
+        device = batch[next(iter(shapes))].device
+        return cls(order, group.rank, _segments(batch, num_tokens), device)
+
+    def own(self, batch: Mapping[str, Tensor], of_tokens: Collection[str]) -> dict[str, Tensor]:
+        """This rank's tokens of each entry, in its order."""
+        starts, length, extra = self.order.starts(self.rank), self.order.chunk, self.order.num_filled
+        entries = dict(batch)
+        for key in batch.keys() & {*of_tokens}:
+            row = batch[key]
+            if row.ndim < 2:
+                continue
+            if extra:
+                row = F.pad(row, (*(0, 0) * (row.ndim - 2), 0, extra), value=_FILL.get(key, 0))
+            entries[key] = torch.cat([row[:, at : at + length] for at in starts], 1)
+        return entries
+
+    def complete(self, outputs: Any, group: Group) -> Any:
+        """Outputs with the tokens of all ranks, in the row's order: of each (B, S of this rank, ...) in them.
+        Collective."""
+
+        def of_all(own: Tensor) -> Tensor:
+            if own.ndim < 2 or own.shape[1] != self.order.per_rank:
+                return own
+            ranks = own.new_empty(group.size * own.numel())
+            all_gather(ranks, own.flatten(), group)
+            runs = ranks.view(group.size, own.shape[0], self.order.chunks, -1, *own.shape[2:]).movedim(0, 1)
+            runs = runs.flatten(1, 2)
+            row = torch.cat([runs[:, number] for number in self.order.in_row], 1)
+            return row[:, : self.order.num_tokens]
+
+        return tree_map_only(Tensor, of_all, outputs)
+
+    def work(self, rule: MaskRule, *, of_row: bool = False) -> list[Work]:
+        """The blocks of this rank's queries, or of all queries of the row, in whose order keys are."""
+        key = (rule, of_row)
+        if key not in self._work:
+            self._work[key] = list(self._blocks(rule, of_row))
+        return self._work[key]
+
+    def _blocks(self, rule: MaskRule, of_row: bool) -> Iterator[Work]:
+        length = self.order.padded if of_row else self.order.chunk
+        starts = (0,) if of_row else self.order.starts(self.rank)
+        for sample, documents in enumerate(self.segments):
+            samples = slice(None) if len(self.segments) == 1 else slice(sample, sample + 1)
+            segments = divided(documents, rule.chunk)
+            for number, start in enumerate(starts):
+                shift, queries = number * length - start, None
+                for block in blocks_of((start, start + length), segments, rule.before, rule.after):
+                    rows = slice(block.queries[0] + shift, block.queries[1] + shift)
+                    causal, mask = block.visible is Visible.CAUSAL, self._mask(block, rule)
+                    yield Work(samples, rows, slice(*block.keys), causal, mask, queries != block.queries)
+                    queries = block.queries
+
+    def _mask(self, block: Block, rule: MaskRule) -> Tensor | None:
+        if block.visible is not Visible.MASKED:
+            return None
+        (q, q_stop), (k, k_stop) = block.queries, block.keys
+        before = k_stop - k + q_stop - q if rule.before is None else rule.before
+        after = k_stop - k + q_stop - q if rule.after is None else rule.after
+        key = (q - k, q_stop - q, k_stop - k, before, after)
+        if key not in self._masks:
+            q_positions = torch.arange(q, q_stop, device=self.device)
+            distance_QN = q_positions[:, None] - torch.arange(k, k_stop, device=self.device)
+            self._masks[key] = (distance_QN < before) & (distance_QN >= -after)
+        return self._masks[key]
+
+
+class SharedTokens(dict[str, Tensor]):
+    """A rank's tokens of a micro-batch. `attention`: computes that of all tokens."""
+
+    def __init__(self, entries: Mapping[str, Tensor], attention: Attention) -> None:
+        super().__init__(entries)
+        self.attention = attention
+
+
+def attention_of(micro: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """The context of a forward with a micro-batch."""
+    return attention_by(micro.attention) if isinstance(micro, SharedTokens) else nullcontext()
+
+
+def _segments(batch: Mapping[str, Tensor], num_tokens: int) -> list[list[Interval]]:
+    """The documents of each sample, without padding; of one, if there is one document and no padding."""
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    seen = None if mask is None or mask.is_meta else host_values(mask).bool()
+    if seen is not None and seen.ndim != 2:
+        raise ModelError(
+            "an attention mask of pairs of tokens cannot be divided",
+            given=f"attention_mask {tuple(seen.shape)}",
+            expected="(samples, tokens), which marks padding",
+            hint="position_ids that start again in each document, to separate documents",
+        )
+    starts = None
+    if positions is not None and positions.ndim == 2 and not positions.is_meta:
+        starts = host_values(positions).diff(dim=1) != 1
+    is_padded = seen is not None and not bool(seen.all())
+    if not is_padded and (starts is None or not bool(starts.any())):
+        return [[(0, num_tokens)]]
+    num_samples = max(of.shape[0] for of in (seen, starts) if of is not None)
+    segments = []
+    for sample in range(num_samples):
+        kept = (0, num_tokens)
+        if seen is not None:
+            kept = _kept(seen[sample])
+        borders = (
+            [] if starts is None else (starts[min(sample, len(starts) - 1)].nonzero().flatten() + 1).tolist()
+        )
+        inside = [kept[0], *(at for at in borders if kept[0] < at < kept[1]), kept[1]]
+        segments.append([(a, b) for a, b in itertools.pairwise(inside) if a < b])
+    return segments
+
+
+def _kept(seen: Tensor) -> Interval:
+    """The interval of a row's tokens that are no padding."""
+    at = seen.nonzero().flatten()
+    if not at.numel():
+        return 0, 0
+    first, last = int(at[0]), int(at[-1]) + 1
+    if last - first != at.numel():
+        raise ModelError(
+            "an attention mask hides tokens between others",
+            given=f"attention_mask with {at.numel()} tokens between positions {first} and {last - 1}",
+            expected="padding at the ends of a row",
+            hint="rows without these tokens, or a plan without cp",
+        )
+    return first, last

@@ -1,0 +1,171 @@
+"""Context parallelism as arithmetic: which tokens each rank has, which keys its queries see, what it sends.
+
+[Note: orders of tokens]
+Under a causal mask a query sees the keys before it, so the last of P equal parts of a row takes 2P - 1 times
+as long as the first. With `chunks = 2` a rank has chunks r and 2P - 1 - r of 2P (zig-zag), which together
+have the same work on every rank. Where each rank has all tokens of some heads instead (Ulysses), it has one
+chunk. Outside of attention the order does not matter: positions are numbered before a row is divided.
+
+[Note: blocks of a mask]
+A query sees the keys of its own document, or chunk of it, and of these the ones within a distance. So the
+queries of a chunk are divided at the borders of documents, and the keys of each run into blocks that all of
+its queries see (`FULL`), the triangle next to it (`CAUSAL`), and the edges of a window, which need a mask of
+distances. Blocks that no query sees are not made. Windows shorter than a tile are computed with one mask for
+each tile of queries: kernels pay for each call.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+METHODS = ("auto", "allgather", "ulysses")  # values of `cp_method`
+Interval = tuple[int, int]  # start and stop
+TILE = 256  # queries of a block with a mask
+
+
+def num_chunks(method: str) -> int:
+    """Runs of tokens of each rank: see [Note: orders of tokens]."""
+    return 1 if method == "ulysses" else 2
+
+
+class Visible(Enum):
+    """The keys of a block that its queries see."""
+
+    FULL = "all"
+    CAUSAL = "those up to their own position"
+    MASKED = "those within the distances"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries and keys by position in the row. Blocks of the same queries follow each other."""
+
+    queries: Interval
+    keys: Interval
+    visible: Visible
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """Tokens of a row over ranks: each has `chunks` runs of equal length. The row is padded to fill them."""
+
+    num_tokens: int
+    num_ranks: int
+    chunks: int
+
+    @cached_property
+    def chunk(self) -> int:
+        """Tokens of a run."""
+        return -(-self.num_tokens // (self.num_ranks * self.chunks))
+
+    @property
+    def padded(self) -> int:
+        return self.chunk * self.num_ranks * self.chunks
+
+    @property
+    def num_filled(self) -> int:
+        """Tokens that fill up the last runs."""
+        return self.padded - self.num_tokens
+
+    @property
+    def per_rank(self) -> int:
+        return self.chunk * self.chunks
+
+    def starts(self, rank: int) -> tuple[int, ...]:
+        """The positions at which the runs of a rank start: see [Note: orders of tokens]."""
+        numbers = (rank,) if self.chunks == 1 else (rank, 2 * self.num_ranks - 1 - rank)
+        return tuple(number * self.chunk for number in numbers)
+
+    @cached_property
+    def by_rank(self) -> tuple[int, ...]:
+        """The runs of all ranks, in rank order, by their numbers in the row."""
+        return tuple(start // self.chunk for rank in range(self.num_ranks) for start in self.starts(rank))
+
+    @cached_property
+    def in_row(self) -> tuple[int, ...]:
+        """For each run of the row, its index in `by_rank`."""
+        return tuple(sorted(range(len(self.by_rank)), key=self.by_rank.__getitem__))
+
+
+def divided(segments: Sequence[Interval], chunk: int | None) -> list[Interval]:
+    """Segments of a row, in order, whose tokens see each other: documents, or their chunks."""
+    if chunk is None:
+        return list(segments)
+    return [(at, min(at + chunk, stop)) for start, stop in segments for at in range(start, stop, chunk)]
+
+
+def blocks_of(
+    queries: Interval, segments: Sequence[Interval], before: int | None, after: int | None
+) -> Iterator[Block]:
+    """The blocks of queries; `segments`: as from `divided`; `before`, `after`: as of a `MaskRule`. Queries
+    that are in no segment see nothing."""
+    for first, last in segments:
+        start, stop = max(queries[0], first), min(queries[1], last)
+        if start >= stop:
+            continue
+        if before is None and after is None:
+            yield Block((start, stop), (first, last), Visible.FULL)
+            continue
+        no_window = before is None or before >= stop - first  # the first key is near enough for all
+        if no_window and after == 0:
+            if first < start:
+                yield Block((start, stop), (first, start), Visible.FULL)
+            yield Block((start, stop), (start, stop), Visible.CAUSAL)
+            continue
+        for at in range(start, stop, TILE):
+            yield from _tile((at, min(at + TILE, stop)), (first, last), before, after)
+
+
+def _tile(queries: Interval, keys: Interval, before: int | None, after: int | None) -> Iterator[Block]:
+    """The blocks of a tile of queries within their segment's keys."""
+    start, stop = queries
+    low = keys[0] if before is None else max(keys[0], start - before + 1)
+    high = keys[1] if after is None else min(keys[1], stop + after)
+    full_low = keys[0] if before is None else max(low, stop - before)
+    full_high = keys[1] if after is None else min(high, start + after + 1)
+    if after == 0 and (before is None or before >= stop - start):
+        full_high = start  # the rest is a triangle
+    if full_high - full_low < TILE:
+        yield Block(queries, (low, high), Visible.MASKED)
+        return
+    yield Block(queries, (full_low, full_high), Visible.FULL)
+    if low < full_low:
+        yield Block(queries, (low, full_low), Visible.MASKED)
+    if full_high < high:
+        is_triangle = after == 0 and full_high == start
+        yield Block(queries, (full_high, high), Visible.CAUSAL if is_triangle else Visible.MASKED)
+
+
+def ulysses_kv_heads(heads: int, kv_heads: int, num_ranks: int) -> int | None:
+    """Kv heads of which Ulysses gives each rank as many, with copies of fewer; None: impossible."""
+    copies = math.lcm(kv_heads, num_ranks)
+    return copies if heads % num_ranks == 0 and heads % copies == 0 else None
+
+
+def received_elements(method: str, heads: int, kv_heads: int, width: int, num_ranks: int) -> float | None:
+    """Elements that a rank receives for each of its tokens, in forward and backward of an attention; None:
+    the heads do not divide. `width`: of a key and a value."""
+    if method == "allgather":
+        return 3.0 * (num_ranks - 1) * kv_heads * width  # gathered twice, and their gradients
+    copies = ulysses_kv_heads(heads, kv_heads, num_ranks)
+    return None if copies is None else 2 * (num_ranks - 1) / num_ranks * (heads + copies) * width
+
+
+def fastest_method(attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
+    """The method that sends less in all attentions, of (heads, kv heads, width) on each rank."""
+    totals = {}
+    for method in METHODS[1:]:
+        received = [received_elements(method, *each, num_ranks) for each in attentions]
+        totals[method] = math.inf if None in received else sum(each for each in received if each is not None)
+    return min(totals, key=totals.__getitem__)
+
+
+def num_pairs(blocks: Sequence[Block]) -> int:
+    """Pairs of a query and a key that the kernels of these blocks compute: half of a triangle."""
+    total = 0
+    for block in blocks:
+        queries, keys = block.queries[1] - block.queries[0], block.keys[1] - block.keys[0]
+        total += queries * (queries + 1) // 2 if block.visible is Visible.CAUSAL else queries * keys
+    return total

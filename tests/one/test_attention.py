@@ -1,0 +1,109 @@
+"""Masks of transformers as rules, and attention by blocks of keys against torch's own."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import masking_utils
+
+from plait.errors import ModelError
+from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatch_attention
+from plait.parallel.context import attention, kernels, tokens
+from plait.plan.context import TokenOrder
+from support import hf_models
+
+LENGTH = 24
+
+
+def test_masks_of_transformers_are_read_as_rules() -> None:
+    padding = torch.zeros(1, dtype=torch.long)
+    rules = {
+        MaskRule(after=0): masking_utils.causal_mask_function,
+        MaskRule(): masking_utils.bidirectional_mask_function,
+        MaskRule(before=8, after=0): masking_utils.sliding_window_causal_mask_function(8),
+        MaskRule(before=9, after=8): masking_utils.sliding_window_bidirectional_mask_function(8),
+        MaskRule(chunk=4, after=0): masking_utils.chunked_causal_mask_function(4, padding),
+        MaskRule(after=0, packed=True): masking_utils.packed_sequence_compatibility_function(
+            masking_utils.causal_mask_function, padding[None], padding[None]
+        ),
+    }
+    assert [MaskRule.read(function) for function in rules.values()] == list(rules)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda *index: index[3] <= index[2],
+        masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.causal_mask_function),
+        masking_utils.blockwise_overlay(torch.zeros(1, 4)),
+    ],
+)
+def test_other_masks_are_refused(function: Any) -> None:
+    with pytest.raises(ModelError, match="follows from more than positions"):
+        MaskRule.read(function)
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.rules: list[MaskRule] = []
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.rules.append(call.rule)
+        return call.q.new_zeros(*call.q.shape[:-1], call.v.shape[-1])
+
+
+def test_a_handler_computes_attention_and_without_one_transformers_does() -> None:
+    model = hf_models.model_of("gemma2", on_meta=False)
+    ids, saved = torch.arange(LENGTH)[None], model.config.to_dict()
+    expected = model(ids, use_cache=False).logits
+    dispatch_attention(model)
+    recorder = _Recorder()
+    with attention_by(recorder):
+        model(ids, use_cache=False)
+    assert recorder.rules == [MaskRule(before=8, after=0), MaskRule(after=0)]
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    assert model.config.to_dict() == saved
+
+
+def _mask(rule: MaskRule) -> Tensor:
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    seen &= distance < (LENGTH if rule.before is None else rule.before)
+    return seen & (distance >= -(LENGTH if rule.after is None else rule.after))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("rule", [MaskRule(after=0), MaskRule(), MaskRule(before=5, after=0)], ids=str)
+def test_blocks_compute_attention_and_its_gradients(
+    rule: MaskRule, sinks: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six heads on two kv heads, values narrower than keys, tiles shorter than the window."""
+    monkeypatch.setattr("plait.plan.context.TILE", 3)
+    monkeypatch.setattr(kernels, "_TILE", 5)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(2, heads, LENGTH, size, dtype=torch.float64, generator=generator).requires_grad_()
+        for heads, size in ((6, 8), (2, 8), (2, 4))
+    )
+    sink_H = torch.randn(6, dtype=torch.float64, generator=generator).requires_grad_() if sinks else None
+    given = [q, k, v] if sink_H is None else [q, k, v, sink_H]
+    share = tokens.SequenceShare(TokenOrder(LENGTH, 1, 2), 0, [[(0, LENGTH)]], torch.device("cpu"))
+    scores = kernels.Scores(0.3, softcap)
+    ours = attention._Attention.apply(q, k, v, sink_H, share.work(rule), scores, None)
+    s_BHQN = q @ k.repeat_interleave(3, 1).mT * 0.3
+    s_BHQN = s_BHQN if softcap is None else softcap * torch.tanh(s_BHQN / softcap)
+    s_BHQN = s_BHQN.masked_fill(~_mask(rule), -torch.inf)
+    if sink_H is not None:
+        s_BHQN = torch.cat([s_BHQN, sink_H[:, None, None].expand(2, 6, LENGTH, 1)], -1)
+    expected = F.softmax(s_BHQN, -1)[..., :LENGTH] @ v.repeat_interleave(3, 1)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    for mine, theirs in zip(
+        torch.autograd.grad((ours * weights).sum(), given),
+        torch.autograd.grad((expected * weights).sum(), given),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
