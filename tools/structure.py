@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7150,
     "compat": 1550,
     "data": 2400,
-    "engine": 3660,
+    "engine": 3700,
     "estimate": 600,
     "models": 8930,
     "optim": 1460,

@@ -6,11 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import masking_utils
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    masking_utils,
+)
 
-from plait.errors import ModelError
+from plait.engine.inputs import check_targets
+from plait.engine.spec import Arguments, validate
+from plait.errors import ModelError, PlanError
 from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatch_attention
 from plait.parallel.context import attention, kernels, tokens
+from plait.plan import Plan
 from plait.plan.context import TokenOrder
 from support import hf_models
 
@@ -90,7 +99,9 @@ def test_blocks_compute_attention_and_its_gradients(
     )
     sink_H = torch.randn(6, dtype=torch.float64, generator=generator).requires_grad_() if sinks else None
     given = [q, k, v] if sink_H is None else [q, k, v, sink_H]
-    share = tokens.SequenceShare(TokenOrder(LENGTH, 1, 2), 0, [[(0, LENGTH)]], torch.device("cpu"))
+    share = tokens.SequenceShare(
+        TokenOrder(LENGTH, 1, 2), 0, [[(0, LENGTH)]], [(0, LENGTH)], torch.device("cpu")
+    )
     scores = kernels.Scores(0.3, softcap)
     ours = attention._Attention.apply(q, k, v, sink_H, share.work(rule), scores, None)
     s_BHQN = q @ k.repeat_interleave(3, 1).mT * 0.3
@@ -107,3 +118,44 @@ def test_blocks_compute_attention_and_its_gradients(
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def _refused(model: Any, plan: str, **options: Any) -> str:
+    with pytest.raises((ModelError, PlanError)) as caught:
+        validate(Arguments(model, Plan.parse(plan), **options), num_ranks=Plan.parse(plan).num_ranks)
+    return str(caught.value)
+
+
+def test_attention_and_losses_that_cp_does_not_compute_are_refused_before_a_rank_starts() -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    config = AutoConfig.for_model("bert", **sizes, attention_probs_dropout_prob=0.0)
+    with torch.device("meta"):
+        answers = AutoModelForQuestionAnswering.from_config(config)
+        dropping = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **sizes))
+    assert "no sum over tokens" in _refused(answers, "cp=2")
+    assert "no dropout of attention" in _refused(dropping, "cp=2")
+    assert "a loss of yours" in _refused(hf_models.model_of("llama"), "cp=2", loss=lambda *_: (0, 0))
+    assert "the heads do not divide" in _refused(hf_models.model_of("llama"), "cp=3 cp_method=ulysses")
+    model = hf_models.model_of("llama")
+    AttentionInterface.register("halved", lambda *_, **__: None)
+    model.config._attn_implementation = "halved"
+    assert "another implementation" in _refused(model, "cp=2")
+
+
+def test_the_method_that_sends_less_is_chosen() -> None:
+    def chosen(plan: str) -> str:
+        given = Arguments(hf_models.model_of("llama"), Plan.parse(plan))  # 4 heads, 2 kv heads
+        return validate(given, num_ranks=Plan.parse(plan).num_ranks).plan.cp_method
+
+    assert [chosen(plan) for plan in ("cp=2", "cp=4", "cp=3", "cp=2 tp=2")] == [
+        *("allgather", "ulysses", "allgather", "allgather")
+    ]
+
+
+def test_a_target_of_a_token_that_sees_nothing_is_refused_where_it_counts() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    batch = {"attention_mask": mask, "labels": torch.tensor([[-100, 5, 5, -100], [5, 5, 5, -100]])}
+    with pytest.raises(ModelError, match="sees nothing, has a target"):
+        check_targets(batch)
+    batch["labels"][0, 1] = -100
+    check_targets(batch)

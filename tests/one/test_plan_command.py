@@ -176,11 +176,18 @@ def test_models_have_their_published_sizes(name: str) -> None:
     assert ModelShape.named(name).num_params / 1e9 == pytest.approx(MODELS[name], rel=0.002)
 
 
-@pytest.mark.parametrize(("key", "name"), [("cp=2", "context"), ("ep=8", "expert")])
-def test_parallelism_that_is_missing_is_named(config: str, key: str, name: str) -> None:
-    code, text = run("--model", config, *WORK, "--plan", f"dp=4 {key}")
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        (("--plan", "dp=4 ep=8"), "expert parallelism is not implemented yet"),
+        (("--plan", "dp=4 cp=2"), "the planner does not know the time of context parallelism"),
+        (("--pin", "cp=2"), "the planner does not know the time of context parallelism"),
+    ],
+)
+def test_parallelism_that_is_missing_is_named(config: str, words: tuple[str, str], fact: str) -> None:
+    code, text = run("--model", config, *WORK, *words)
     assert code == 2
-    assert f"{name} parallelism is not implemented yet" in text
+    assert fact in text
     assert "try     : " in text
 
 

@@ -9,17 +9,28 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError
 from plait.plan import Plan, context
-from plait.plan.context import Interval, TokenOrder, Visible, blocks_of, divided, num_pairs, ulysses_kv_heads
+from plait.plan.context import (
+    Interval,
+    Segment,
+    TokenOrder,
+    Visible,
+    blocks_of,
+    divided,
+    num_pairs,
+    ulysses_kv_heads,
+)
 
 
 @st.composite
-def segments(draw: st.DrawFn, num_tokens: int) -> list[Interval]:
-    """Documents of a row, perhaps in chunks, without some tokens at its ends."""
-    borders = draw(st.sets(st.integers(1, num_tokens), max_size=4))
-    first, last = draw(st.integers(0, 2)), num_tokens - draw(st.integers(0, 2))
-    inside = [first, *sorted(border for border in borders if first < border < last), last]
-    documents = [(start, stop) for start, stop in pairwise(inside) if start < stop]
-    return divided(documents, draw(st.none() | st.integers(1, 9)))
+def segments(draw: st.DrawFn, num_tokens: int) -> list[Segment]:
+    """Documents of a row; or all of it, with keys that are no padding; perhaps in chunks."""
+    if draw(st.booleans()):
+        first = draw(st.integers(0, num_tokens))
+        keys = first, draw(st.integers(first, num_tokens))
+        return divided([((0, num_tokens), keys)], draw(st.none() | st.integers(1, 9)))
+    borders = sorted(draw(st.sets(st.integers(1, num_tokens - 1), max_size=4)) if num_tokens > 1 else ())
+    documents = list(pairwise([0, *borders, num_tokens]))
+    return divided([(each, each) for each in documents], draw(st.none() | st.integers(1, 9)))
 
 
 @given(st.data())
@@ -33,11 +44,14 @@ def test_blocks_have_the_pairs_of_the_mask_once(data: st.DataObject) -> None:
 
     def sees(query: int, key: int) -> bool:
         near = (before is None or query - key < before) and (after is None or key - query <= after)
-        return near and any(a <= query < b and a <= key < b for a, b in parts)
+        return near and any(a <= query < b and c <= key < d for (a, b), (c, d) in parts)
 
     found: list[Interval] = []
     with mock.patch.object(context, "TILE", tile):
         for block in blocks_of((start, stop), parts, before, after):
+            assert block.visible is not Visible.CAUSAL or block.queries[1] - block.queries[0] == (
+                block.keys[1] - block.keys[0]
+            )
             for query in range(*block.queries):
                 for key in range(*block.keys):
                     is_under = key - block.keys[0] <= query - block.queries[0]
@@ -50,7 +64,7 @@ def test_blocks_have_the_pairs_of_the_mask_once(data: st.DataObject) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_ranks_have_equal_work_under_a_causal_mask(num_ranks: int) -> None:
     order = TokenOrder(64 * num_ranks, num_ranks, 2)
-    row = [(0, order.padded)]
+    row = [((0, order.padded), (0, order.padded))]
     work = [
         num_pairs([b for at in order.starts(rank) for b in blocks_of((at, at + order.chunk), row, None, 0)])
         for rank in range(num_ranks)

@@ -70,14 +70,15 @@ def packed(steps: int) -> list[dict[str, Tensor]]:
 
 
 def padded(steps: int) -> list[dict[str, Tensor]]:
-    """Rows with padding on the left, on the right, and none; padding has no targets."""
+    """Rows with padding on the left, on the right, and none; on the right it has targets, which one process
+    counts, too."""
     found = programs.batches(steps, sequences=3, length=19)
     for batch in found:
         mask = torch.ones(3, 19, dtype=torch.long)
         mask[0, :7], mask[1, 12:] = 0, 0
         batch["attention_mask"] = mask
-        batch["labels"] = batch["labels"].where(mask.bool(), -100)
-        batch["labels"][0, 7] = -100  # the token before it sees nothing
+        batch["labels"] = batch["input_ids"].clone()
+        batch["labels"][0, :7] = -100
     return found
 
 

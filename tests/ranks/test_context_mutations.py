@@ -54,7 +54,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "log-sum-exp of a block": (attention, "attend_backward", _backward_by_the_part),
     "gradients of keys not summed": (attention._GatheredKeys, "scatter", _own_gradients),
     "no window": (MaskRule, "read", _without_window),
-    "documents see each other": (tokens, "_segments", _one_document),
+    "documents see each other": (tokens, "_documents", _one_document),
 }
 
 

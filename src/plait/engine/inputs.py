@@ -60,6 +60,8 @@ from plait.models import (
     takes_keyword,
     task_of,
 )
+from plait.models.attention import is_eager
+from plait.models.mask_decisions import host_values
 from plait.parallel.context.attention import share_tokens
 from plait.parallel.context.tokens import SequenceShare
 from plait.parallel.zero.rank_context import RankContext
@@ -119,7 +121,26 @@ def own_tokens(
     if sequence.size == 1:
         return batch
     numbers = numbering if takes_keyword(model, "position_ids") else None
+    if is_eager(model):
+        check_targets(batch)
     return share_tokens(batch, OF_TOKENS, sequence, method, numbers)
+
+
+def check_targets(batch: Batch) -> None:
+    """Raise ModelError for a target at padding on the left, in labels that are shifted."""
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if mask is None or labels is None or mask.is_meta or mask.shape != labels.shape:
+        return
+    if bool(host_values(mask).bool()[:, 0].all()):
+        return
+    hidden = mask.cumsum(1) == 0
+    if bool((hidden & (labels != IGNORED_LABEL)).any()):
+        raise ModelError(
+            "a token of padding, which sees nothing, has a target",
+            given="padding on the left, and a label of the first token after it",
+            expected="label -100 there: in its own code the model attends to all tokens from it, padding too",
+            hint="labels with -100 at the first token of a row, or padding on the right",
+        )
 
 
 class Inputs:
@@ -332,7 +353,7 @@ def check_same_batch(batch: Mapping[str, Tensor], grid: Group) -> None:
         raise PlanError(
             "ranks that share one model received different batches",
             given=f"rank {others[0]} has other values or shapes than rank {grid.ranks[0]}; here {shapes}",
-            expected="the same samples on all of them: tp and pp multiply ranks, not data",
+            expected="the same complete rows on all of them: tp, pp and cp multiply ranks, not data",
             hint="the share of engine.data_rank, of engine.data_ranks",
         )
 

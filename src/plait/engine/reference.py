@@ -148,7 +148,7 @@ class SelfCheck:
         plan, probe = spec.plan, spec.given.probe
         if probe is False:
             return None
-        if plan.dp > 1 and plan.reduce not in _COMPARABLE:
+        if plan.token_ranks > 1 and plan.reduce not in _COMPARABLE:
             raise ConfigError(
                 "a probe compares gradients, which this plan compresses with loss",
                 given=f"probe and reduce={plan.reduce}",
@@ -208,7 +208,7 @@ class SelfCheck:
             return {name: gradient / _SCALE for name, gradient in sums.items()}
 
         exact = reference(precision.master)
-        is_exact = engine.plan.dp == 1 or engine.plan.reduce == "fp32"
+        is_exact = engine.plan.token_ranks == 1 or engine.plan.reduce == "fp32"
         tolerances = Tolerances(_EXACT.get(precision.compute, _NARROW) if is_exact else _NARROW)
         if precision.compute != precision.master:
             noise = relative_errors([reference(precision.compute)], [exact])

@@ -15,20 +15,24 @@ from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, show
 from plait.models import (
     Blocks,
     Numbering,
+    Task,
     blocks_of,
     build_tp_plan,
     check_tokens_apart,
     numbering_of,
     plan_stages,
+    task_of,
     with_layout,
 )
+from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
-from plait.plan.context import fastest_method
+from plait.plan.context import fastest_method, ulysses_kv_heads
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
+from plait.plan.sharding import split_heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,14 +188,40 @@ def _with_method(plan: Plan, given: Arguments) -> Plan:
             expected="the loss of the model's task, a sum over tokens",
             hint="no loss, or a plan without cp",
         )
+    task = task_of(given.model)
+    if task not in _OF_TOKENS:
+        raise ModelError(
+            "the loss of this model's task is no sum over tokens",
+            given=f"{type(given.model).__name__}: {task.value if task else 'no known task'}, cp={plan.cp}",
+            expected=" or ".join(known.value for known in _OF_TOKENS),
+            hint="a plan without cp",
+        )
     trace = check_tokens_apart(given.model, given.example)
-    if plan.cp_method != "auto":
-        return plan
-    columns = [
-        (max(1, each.heads // plan.cols), max(1, each.kv_heads // plan.cols), sum(each.head_sizes))
-        for each in trace.attentions
-    ]
-    return replace(plan, cp_method=fastest_method(columns, plan.cp))
+    own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
+    method = fastest_method(own, plan.cp) if plan.cp_method == "auto" else plan.cp_method
+    for heads, kv_heads, _ in own if method == "ulysses" else ():
+        if ulysses_kv_heads(heads, kv_heads, plan.cp) is None:
+            raise PlanError(
+                "the heads do not divide over the ranks of cp",
+                given=f"{heads} heads and {kv_heads} kv heads on a column of tp={plan.tp}, cp={plan.cp}",
+                expected="heads that are a multiple of cp (and of the kv heads, if these are fewer)",
+                hint="cp_method=allgather",
+            )
+    return replace(plan, cp_method=method)
+
+
+# Tasks whose losses are sums over the tokens of a row.
+_OF_TOKENS = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
+
+
+def _heads_of_columns(attention: TracedAttention, plan: Plan) -> list[tuple[int, int, int]]:
+    """(heads, kv heads, width of a key and a value) of an attention on each column of `tp`."""
+    width = sum(attention.head_sizes)
+    if attention.heads < plan.cols or attention.heads % attention.kv_heads:
+        return [(attention.heads, attention.kv_heads, width)]  # gathered, or refused by the tensor plan
+    split = split_heads(attention.heads, attention.kv_heads, plan.cols)
+    pairs = zip(split.queries, split.keys, strict=True)
+    return [(q_stop - q, k_stop - k, width) for (q, q_stop), (k, k_stop) in pairs]
 
 
 def _check_device(plan: Plan, device: torch.device) -> None:

@@ -210,7 +210,8 @@ class _PlanView:
         """The distribution over hosts of the data-parallel groups of a rank, as far as it matters."""
         if not (self.plan.algorithm == "two-level" or self.cluster.transport == "host"):
             return ()
-        groups = (Roles.from_plan(self.plan).states(), REPLICAS)
+        roles = Roles.from_plan(self.plan)
+        groups = (roles.states(), roles.replicas(), REPLICAS)
         return tuple(self._distribution(axes, self.grid.first(rank, *axes)) for axes in groups)
 
     def _distribution(self, axes: Axes, first: int) -> Hashable:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, shown
 
+_SOFTMAX = ("eager", "sdpa", "flex_attention")
 _PREFIX = "plait_"  # before the name of the implementation that computes without a handler
 
 
@@ -153,6 +154,13 @@ def attention_by(handler: Attention) -> Iterator[None]:
         _handler.reset(token)
 
 
+def is_eager(model: nn.Module) -> bool:
+    """Return whether a dispatched model computes attention in its own code, where a query without keys sees
+    all of them equally."""
+    eager = f"{_PREFIX}eager"
+    return any(c._attn_implementation_internal == eager for m in model.modules() for c in _configs(m))
+
+
 def is_handled() -> bool:
     """Return whether forwards compute attention with a handler here."""
     return _handler.get(None) is not None
@@ -189,7 +197,15 @@ def _configs(module: nn.Module) -> Iterator[Any]:
 
 
 def _registered(used: str) -> str:
-    """The name of our functions that continue with those of the implementation `used`."""
+    """The name of our functions that continue with those of the implementation `used`. Raises ModelError for
+    a function of the user's, which may compute anything."""
+    if used not in _SOFTMAX and not used.startswith("flash_attention"):
+        raise ModelError(
+            "cp computes softmax attention, and the model has another implementation",
+            given=f"attn_implementation={used}",
+            expected=", ".join(_SOFTMAX),
+            hint="model.set_attn_implementation('sdpa'), or a plan without cp",
+        )
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(f"{_PREFIX}{used}", partial(_attention, used))
@@ -226,15 +242,11 @@ def _attention(
     if handler is None:
         return _original(used, module)(module, q, k, v, attention_mask, **kwargs)
     name = type(module).__name__
-    if attention_mask is None:
-        is_causal = kwargs.get("is_causal")
-        rule = MaskRule(
-            after=0 if (getattr(module, "is_causal", True) if is_causal is None else is_causal) else None
+    if not isinstance(attention_mask, TokenMask):
+        kind = type(attention_mask).__name__
+        raise _unknown(
+            f"{name}: " + ("no mask" if attention_mask is None else f"a {kind} that it has made itself")
         )
-    elif isinstance(attention_mask, TokenMask):
-        rule = attention_mask.rule
-    else:
-        raise _unknown(f"{name}: a {type(attention_mask).__name__} that it has made itself")
     scale, softcap = kwargs.pop("scaling", None), kwargs.pop("softcap", None)
     sinks_H, dropout = kwargs.pop("s_aux", None), kwargs.pop("dropout", 0.0)
     others = {key: value for key, value in kwargs.items() if value is not None and value is not False}
@@ -250,9 +262,9 @@ def _attention(
             expected="attention of a sequence to itself, without dropout, bias or selected keys",
             hint="a plan without cp"
             if unknown != ["dropout"]
-            else "attention_dropout = 0 in the model's configuration",
+            else "no dropout of attention in the model's configuration (attention_dropout, attn_pdrop, ...)",
         )
-    result = handler.attend(AttentionCall(module, q, k, v, rule, scale, softcap, sinks_H))
+    result = handler.attend(AttentionCall(module, q, k, v, attention_mask.rule, scale, softcap, sinks_H))
     return result.transpose(1, 2).contiguous(), None
 
 

@@ -72,7 +72,7 @@ def decided_on_cpu(inputs: Mapping[str, Any]) -> Iterator[None]:
     """Context of a forward with these inputs. Does nothing unless they are token ids on a GPU."""
     ids = inputs.get("input_ids")
     on_gpu = isinstance(ids, Tensor) and ids.is_cuda
-    if not on_gpu or not _install():
+    if not on_gpu or not install_decisions():
         yield
         return
     token = _packs_nothing.set(inputs.keys() <= _PACKS_NOTHING)
@@ -85,7 +85,7 @@ def decided_on_cpu(inputs: Mapping[str, Any]) -> Iterator[None]:
 @contextmanager
 def packing_nothing() -> Iterator[None]:
     """Context of forwards whose rows are one sequence each: no search for others."""
-    _install()
+    install_decisions()
     token = _packs_nothing.set(True)
     try:
         yield
@@ -93,7 +93,7 @@ def packing_nothing() -> Iterator[None]:
         _packs_nothing.reset(token)
 
 
-def _install() -> bool:
+def install_decisions() -> bool:
     """Wrap transformers' functions once; they work as before on tensors without known values. Return False
     without transformers."""
     masks: Any = sys.modules.get("transformers.masking_utils")
@@ -112,8 +112,10 @@ def _wrap_search(search: Callable[..., Tensor | None]) -> Callable[..., Any]:
     """`search`: for rows of several sequences."""
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        if _packs_nothing.get(False) or is_handled():  # a handler knows the documents
+        if _packs_nothing.get(False):
             return None
+        if is_handled():  # a handler knows the documents: `MaskRule.packed` is what it asks for
+            return position_ids
         values = _values(position_ids)
         if values is None:
             return search(position_ids)

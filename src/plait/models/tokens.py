@@ -126,8 +126,8 @@ def _refused(fact: str, given: str, expected: str) -> ModelError:
 
 def follow_tokens(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> TokenTrace:
     """Run the model on meta, or if that fails on the CPU, and follow the tokens of its batch. `batch`: an
-    example; None: token ids. Raises ModelError if the model does not run, or has attention that
-    `dispatch_attention` refuses. The model's attention is dispatched afterwards."""
+    example; None: token ids. Raises ModelError if the model does not run, or has attention that cp cannot
+    divide."""
     tokens = _length(model)
     example = _of_length(tokens, batch or token_batch(_SAMPLES, tokens))
     names = forward_names(model)

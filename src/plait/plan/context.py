@@ -7,11 +7,11 @@ have the same work on every rank. Where each rank has all tokens of some heads i
 chunk. Outside of attention the order does not matter: positions are numbered before a row is divided.
 
 [Note: blocks of a mask]
-A query sees the keys of its own document, or chunk of it, and of these the ones within a distance. So the
-queries of a chunk are divided at the borders of documents, and the keys of each run into blocks that all of
-its queries see (`FULL`), the triangle next to it (`CAUSAL`), and the edges of a window, which need a mask of
-distances. Blocks that no query sees are not made. Windows shorter than a tile are computed with one mask for
-each tile of queries: kernels pay for each call.
+A query sees the keys of its own document, or chunk of it, and of these the ones within a distance; padding
+is no key. So the queries of a chunk are divided at the borders of documents, and the keys of each run into
+blocks that all of its queries see (`FULL`), the triangle next to it (`CAUSAL`), and the edges of a window,
+which need a mask of distances. Blocks that no query sees are not made. Windows shorter than a tile are
+computed with one mask for each tile of queries: kernels pay for each call.
 """
 
 import math
@@ -22,6 +22,7 @@ from functools import cached_property
 
 METHODS = ("auto", "allgather", "ulysses")  # values of `cp_method`
 Interval = tuple[int, int]  # start and stop
+Segment = tuple[Interval, Interval]  # queries, and the keys that they may see
 TILE = 256  # queries of a block with a mask
 
 
@@ -89,33 +90,41 @@ class TokenOrder:
         return tuple(sorted(range(len(self.by_rank)), key=self.by_rank.__getitem__))
 
 
-def divided(segments: Sequence[Interval], chunk: int | None) -> list[Interval]:
-    """Segments of a row, in order, whose tokens see each other: documents, or their chunks."""
+def divided(segments: Sequence[Segment], chunk: int | None) -> list[Segment]:
+    """Segments, or their chunks, which are counted from the first key."""
     if chunk is None:
         return list(segments)
-    return [(at, min(at + chunk, stop)) for start, stop in segments for at in range(start, stop, chunk)]
+    return [
+        ((at, min(at + chunk, queries[1])), (at, min(at + chunk, keys[1])))
+        for queries, keys in segments
+        for at in range(keys[0], keys[1], chunk)
+    ]
 
 
 def blocks_of(
-    queries: Interval, segments: Sequence[Interval], before: int | None, after: int | None
+    queries: Interval, segments: Sequence[Segment], before: int | None, after: int | None
 ) -> Iterator[Block]:
     """The blocks of queries; `segments`: as from `divided`; `before`, `after`: as of a `MaskRule`. Queries
     that are in no segment see nothing."""
-    for first, last in segments:
-        start, stop = max(queries[0], first), min(queries[1], last)
-        if start >= stop:
+    for (first_query, last_query), (first, last) in segments:
+        start, stop = max(queries[0], first_query), min(queries[1], last_query)
+        if start >= stop or first >= last:
             continue
         if before is None and after is None:
             yield Block((start, stop), (first, last), Visible.FULL)
             continue
         no_window = before is None or before >= stop - first  # the first key is near enough for all
-        if no_window and after == 0:
-            if first < start:
-                yield Block((start, stop), (first, start), Visible.FULL)
-            yield Block((start, stop), (start, stop), Visible.CAUSAL)
+        if not no_window or after != 0:
+            for at in range(start, stop, TILE):
+                yield from _tile((at, min(at + TILE, stop)), (first, last), before, after)
             continue
-        for at in range(start, stop, TILE):
-            yield from _tile((at, min(at + TILE, stop)), (first, last), before, after)
+        inner = max(start, first), min(stop, last)
+        if first < inner[0] < inner[1]:
+            yield Block(inner, (first, inner[0]), Visible.FULL)
+        if inner[0] < inner[1]:
+            yield Block(inner, inner, Visible.CAUSAL)
+        if max(start, last) < stop:  # padding after the keys
+            yield Block((max(start, last), stop), (first, last), Visible.FULL)
 
 
 def _tile(queries: Interval, keys: Interval, before: int | None, after: int | None) -> Iterator[Block]:
@@ -125,8 +134,11 @@ def _tile(queries: Interval, keys: Interval, before: int | None, after: int | No
     high = keys[1] if after is None else min(keys[1], stop + after)
     full_low = keys[0] if before is None else max(low, stop - before)
     full_high = keys[1] if after is None else min(high, start + after + 1)
-    if after == 0 and (before is None or before >= stop - start):
-        full_high = start  # the rest is a triangle
+    near = before is None or before >= stop - start
+    is_triangle = after == 0 and near and low <= start and high == stop
+    if low >= high:
+        return
+    full_high = start if is_triangle else full_high
     if full_high - full_low < TILE:
         yield Block(queries, (low, high), Visible.MASKED)
         return
@@ -134,7 +146,6 @@ def _tile(queries: Interval, keys: Interval, before: int | None, after: int | No
     if low < full_low:
         yield Block(queries, (low, full_low), Visible.MASKED)
     if full_high < high:
-        is_triangle = after == 0 and full_high == start
         yield Block(queries, (full_high, high), Visible.CAUSAL if is_triangle else Visible.MASKED)
 
 

@@ -31,7 +31,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from plait.comm import Group, all_gather, all_to_all, start_scattered_sum
-from plait.errors import PlanError
+from plait.errors import ModelError, PlanError
 from plait.models import Numbering
 from plait.models.attention import AttentionCall
 from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
@@ -51,6 +51,13 @@ class ContextAttention:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See `Attention`."""
+        if call.q.shape[2] != self.share.order.per_rank:
+            raise ModelError(
+                "attention is not among the tokens that cp divides",
+                given=f"{type(call.module).__name__}: {call.q.shape[2]} tokens",
+                expected=f"{self.share.order.per_rank}, this rank's part of {self.share.order.num_tokens}",
+                hint="a plan without cp",
+            )
         scores = Scores(call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, call.softcap)
         if self.method == "ulysses":
             return self._by_heads(call, scores)
@@ -146,6 +153,7 @@ class _Attention(Function):
             with_sinks = torch.logaddexp(lse_BHn, sinks_H.to(wide)[:, None])
             out *= (lse_BHn - with_sinks).exp_().to(out.dtype).unsqueeze(-1)
             lse_BHn = with_sinks
+        lse_BHn.masked_fill_(lse_BHn == -torch.inf, 0.0)  # of queries that see nothing: no gradient either
         ctx.save_for_backward(q, k, v, sinks_H, out, lse_BHn)
         ctx.work, ctx.scores, ctx.keys = work, scores, keys
         return out

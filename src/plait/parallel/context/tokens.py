@@ -5,8 +5,9 @@ Every rank of `cp` has the complete rows of a micro-batch, and takes its own tok
 forward: ids, labels (which are shifted by then), padding and positions. What attention has to know of the
 other tokens, the borders of documents and of padding, is read here too; no layer reads a value on the host.
 
-Position ids that start again separate documents, whether or not there is an attention mask. (transformers
-looks for them only without one.) Padding is at the ends of a row: keys outside are seen by no query.
+Position ids that do not follow each other separate documents where transformers does so: of a model that
+passes them to its masks, without an attention mask. Then the rule of the mask is `packed`. Padding is at the
+ends of a row.
 """
 
 import itertools
@@ -24,9 +25,10 @@ from plait.comm import Group, all_gather
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL
 from plait.models.attention import Attention, MaskRule, attention_by
-from plait.models.mask_decisions import host_values
-from plait.plan.context import Block, Interval, TokenOrder, Visible, blocks_of, divided
+from plait.models.mask_decisions import host_values, install_decisions
+from plait.plan.context import Block, Interval, Segment, TokenOrder, Visible, blocks_of, divided
 
+_ANY = 1 << 40  # a distance of positions that none is
 _FILL = {"labels": IGNORED_LABEL}  # of tokens that fill up the last runs; 0 in other entries
 
 
@@ -52,12 +54,14 @@ class Work(NamedTuple):
 class SequenceShare:
     """Facts about a micro-batch's rows, for attention.
 
-    segments    the documents of each sample, without padding; of one, if all are alike
+    documents   of each sample, or of all
+    kept        the tokens of each sample, or of all, that are no padding
     """
 
     order: TokenOrder
     rank: int
-    segments: Sequence[Sequence[Interval]]
+    documents: Sequence[Sequence[Interval]]
+    kept: Sequence[Interval]
     device: torch.device
     _work: dict[tuple[MaskRule, bool], list[Work]] = field(default_factory=dict)
     _masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -81,7 +85,8 @@ class SequenceShare:
         (num_tokens,) = lengths
         order = TokenOrder(num_tokens, group.size, chunks)
         device = batch[next(iter(shapes))].device
-        return cls(order, group.rank, _segments(batch, num_tokens), device)
+        rows = _documents(batch, num_tokens), _kept(batch, num_tokens)
+        return cls(order, group.rank, *rows, device)
 
     def own(self, batch: Mapping[str, Tensor], of_tokens: Collection[str]) -> dict[str, Tensor]:
         """This rank's tokens of each entry, in its order."""
@@ -122,9 +127,12 @@ class SequenceShare:
     def _blocks(self, rule: MaskRule, of_row: bool) -> Iterator[Work]:
         length = self.order.padded if of_row else self.order.chunk
         starts = (0,) if of_row else self.order.starts(self.rank)
-        for sample, documents in enumerate(self.segments):
-            samples = slice(None) if len(self.segments) == 1 else slice(sample, sample + 1)
-            segments = divided(documents, rule.chunk)
+        samples_segments: list[list[Segment]] = [[((0, self.order.num_tokens), kept)] for kept in self.kept]
+        if rule.packed:
+            samples_segments = [[(each, each) for each in documents] for documents in self.documents]
+        for sample, row in enumerate(samples_segments):
+            samples = slice(None) if len(samples_segments) == 1 else slice(sample, sample + 1)
+            segments = divided(row, rule.chunk)
             for number, start in enumerate(starts):
                 shift, queries = number * length - start, None
                 for block in blocks_of((start, start + length), segments, rule.before, rule.after):
@@ -137,8 +145,8 @@ class SequenceShare:
         if block.visible is not Visible.MASKED:
             return None
         (q, q_stop), (k, k_stop) = block.queries, block.keys
-        before = k_stop - k + q_stop - q if rule.before is None else rule.before
-        after = k_stop - k + q_stop - q if rule.after is None else rule.after
+        before = _ANY if rule.before is None else rule.before
+        after = _ANY if rule.after is None else rule.after
         key = (q - k, q_stop - q, k_stop - k, before, after)
         if key not in self._masks:
             q_positions = torch.arange(q, q_stop, device=self.device)
@@ -157,42 +165,40 @@ class SharedTokens(dict[str, Tensor]):
 
 def attention_of(micro: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """The context of a forward with a micro-batch."""
-    return attention_by(micro.attention) if isinstance(micro, SharedTokens) else nullcontext()
+    if not isinstance(micro, SharedTokens):
+        return nullcontext()
+    install_decisions()
+    return attention_by(micro.attention)
 
 
-def _segments(batch: Mapping[str, Tensor], num_tokens: int) -> list[list[Interval]]:
-    """The documents of each sample, without padding; of one, if there is one document and no padding."""
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    seen = None if mask is None or mask.is_meta else host_values(mask).bool()
-    if seen is not None and seen.ndim != 2:
+def _documents(batch: Mapping[str, Tensor], num_tokens: int) -> list[list[Interval]]:
+    """The documents of each sample; of one, if all have one."""
+    positions = batch.get("position_ids")
+    if positions is None or positions.ndim != 2 or positions.is_meta:
+        return [[(0, num_tokens)]]
+    starts = host_values(positions).diff(dim=1) != 1
+    borders = [[0, *(row.nonzero().flatten() + 1).tolist(), num_tokens] for row in starts]
+    documents = [list(itertools.pairwise(row)) for row in borders]
+    return documents if any(len(of) > 1 for of in documents) else documents[:1]
+
+
+def _kept(batch: Mapping[str, Tensor], num_tokens: int) -> list[Interval]:
+    """The interval of each sample's tokens that are no padding; of one, if there is no padding."""
+    mask = batch.get("attention_mask")
+    if mask is None or mask.is_meta:
+        return [(0, num_tokens)]
+    if mask.ndim != 2:
         raise ModelError(
             "an attention mask of pairs of tokens cannot be divided",
-            given=f"attention_mask {tuple(seen.shape)}",
+            given=f"attention_mask {tuple(mask.shape)}",
             expected="(samples, tokens), which marks padding",
             hint="position_ids that start again in each document, to separate documents",
         )
-    starts = None
-    if positions is not None and positions.ndim == 2 and not positions.is_meta:
-        starts = host_values(positions).diff(dim=1) != 1
-    is_padded = seen is not None and not bool(seen.all())
-    if not is_padded and (starts is None or not bool(starts.any())):
-        return [[(0, num_tokens)]]
-    num_samples = max(of.shape[0] for of in (seen, starts) if of is not None)
-    segments = []
-    for sample in range(num_samples):
-        kept = (0, num_tokens)
-        if seen is not None:
-            kept = _kept(seen[sample])
-        borders = (
-            [] if starts is None else (starts[min(sample, len(starts) - 1)].nonzero().flatten() + 1).tolist()
-        )
-        inside = [kept[0], *(at for at in borders if kept[0] < at < kept[1]), kept[1]]
-        segments.append([(a, b) for a, b in itertools.pairwise(inside) if a < b])
-    return segments
+    seen = host_values(mask).bool()
+    return [(0, num_tokens)] if bool(seen.all()) else [_interval(row) for row in seen]
 
 
-def _kept(seen: Tensor) -> Interval:
-    """The interval of a row's tokens that are no padding."""
+def _interval(seen: Tensor) -> Interval:
     at = seen.nonzero().flatten()
     if not at.numel():
         return 0, 0

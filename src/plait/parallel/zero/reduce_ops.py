@@ -175,6 +175,6 @@ def make_reduction(units: Sequence[FlatParam], context: RankContext) -> GradRedu
     plan = context.plan
     if compresses(plan):
         return CompressedReduction(units, context)
-    if plan.algorithm != "auto" and plan.dp > 1:
+    if plan.algorithm != "auto" and plan.token_ranks > 1:
         return AlgorithmReduction(units, context)
     return DefaultReduction(context)
