@@ -28,7 +28,7 @@ from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
-from plait.plan.context import fastest_method, ulysses_kv_heads
+from plait.plan.context import method_that_sends_least, ulysses_kv_heads
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
@@ -198,7 +198,7 @@ def _with_method(plan: Plan, given: Arguments) -> Plan:
         )
     trace = check_tokens_apart(given.model, given.example)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
-    method = fastest_method(own, plan.cp) if plan.cp_method == "auto" else plan.cp_method
+    method = method_that_sends_least(own, plan.cp) if plan.cp_method == "auto" else plan.cp_method
     for heads, kv_heads, _ in own if method == "ulysses" else ():
         if ulysses_kv_heads(heads, kv_heads, plan.cp) is None:
             raise PlanError(

@@ -164,7 +164,7 @@ def received_elements(method: str, heads: int, kv_heads: int, width: int, num_ra
     return None if copies is None else 2 * (num_ranks - 1) / num_ranks * (heads + copies) * width
 
 
-def fastest_method(attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
+def method_that_sends_least(attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
     """The method that sends less in all attentions, of (heads, kv heads, width) on each rank."""
     totals = {}
     for method in METHODS[1:]:
