@@ -46,6 +46,7 @@ from plait.comm.collectives import (
     start_scatter,
     start_scattered_sum,
     start_send,
+    start_shift,
 )
 from plait.comm.comm_thread import CommThread
 from plait.comm.compression import CODECS, CompressedReduce, Compressor, PowerSGDReduce
@@ -143,6 +144,7 @@ __all__ = [
     "start_scatter",
     "start_scattered_sum",
     "start_send",
+    "start_shift",
     "sum_into",
     "sum_of_squares",
 ]

@@ -246,6 +246,13 @@ def start_reduce_scatter_list(
     return Work(*(work.wait for work in works), _copy_back(out, own.view(out.shape)))
 
 
+def start_shift(out: Tensor, tensor: Tensor, group: Group, places: int, *, label: str = "") -> Work:
+    """Send `tensor` to the rank so many places after this one, around the group; `out` receives that of the
+    rank as many places before. Both are contiguous. Messages are matched with those of `send`."""
+    to, source = ((group.rank + sign * places) % group.size for sign in (1, -1))
+    return _start_exchange([(tensor, to)], [(out, source)], [], group, label)
+
+
 all_to_all_list = _waiting(start_all_to_all_list)
 all_gather_list = _waiting(start_all_gather_list)
 reduce_scatter_list = _waiting(start_reduce_scatter_list)

@@ -66,7 +66,6 @@ from plait.parallel.context.attention import share_tokens
 from plait.parallel.context.tokens import SequenceShare
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.axes import Divides
-from plait.plan.context import num_chunks
 from plait.plan.grid import share
 
 Batch = Mapping[str, Tensor]
@@ -230,8 +229,7 @@ class Inputs:
         """A model's outputs for a micro-batch, with the tokens of all ranks. Collective."""
         if self._sequence.size == 1:
             return outputs
-        chunks = num_chunks(self._method)
-        share = SequenceShare.of_batch(micro, OF_TOKENS, self._sequence, chunks)
+        share = SequenceShare.of_batch(micro, OF_TOKENS, self._sequence, self._method)
         return share.complete(outputs, self._sequence)
 
     @contextmanager

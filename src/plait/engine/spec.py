@@ -28,7 +28,7 @@ from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
-from plait.plan.context import method_that_sends_least, ulysses_kv_heads
+from plait.plan.context import heads_degree, heads_error, method_that_sends_least, ulysses_kv_heads
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
@@ -199,14 +199,10 @@ def _with_method(plan: Plan, given: Arguments) -> Plan:
     trace = check_tokens_apart(given.model, given.example)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
     method = method_that_sends_least(own, plan.cp) if plan.cp_method == "auto" else plan.cp_method
-    for heads, kv_heads, _ in own if method == "ulysses" else ():
-        if ulysses_kv_heads(heads, kv_heads, plan.cp) is None:
-            raise PlanError(
-                "the heads do not divide over the ranks of cp",
-                given=f"{heads} heads and {kv_heads} kv heads on a column of tp={plan.tp}, cp={plan.cp}",
-                expected="heads that are a multiple of cp (and of the kv heads, if these are fewer)",
-                hint="cp_method=allgather",
-            )
+    inner = heads_degree(method, plan.cp)
+    for heads, kv_heads, _ in own:
+        if ulysses_kv_heads(heads, kv_heads, inner) is None:
+            raise heads_error(heads, kv_heads, inner)
     return replace(plan, cp_method=method)
 
 

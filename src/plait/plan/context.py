@@ -4,7 +4,8 @@
 Under a causal mask a query sees the keys before it, so the last of P equal parts of a row takes 2P - 1 times
 as long as the first. With `chunks = 2` a rank has chunks r and 2P - 1 - r of 2P (zig-zag), which together
 have the same work on every rank. Where each rank has all tokens of some heads instead (Ulysses), it has one
-chunk. Outside of attention the order does not matter: positions are numbered before a row is divided.
+chunk. With both, the ranks that exchange heads (`inner` neighbours) divide the chunks of one rank of the
+ring. Outside of attention the order does not matter: positions are numbered before a row is divided.
 
 [Note: blocks of a mask]
 A query sees the keys of its own document, or chunk of it, and of these the ones within a distance; padding
@@ -15,20 +16,26 @@ computed with one mask for each tile of queries: kernels pay for each call.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-METHODS = ("auto", "allgather", "ulysses")  # values of `cp_method`
+from plait.errors import PlanError
+
+METHODS = ("auto", "allgather", "ulysses", "ring")  # values of `cp_method`, and RxU
+CP_METHOD = re.compile(rf"{'|'.join(METHODS)}|([1-9][0-9]{{0,5}})x([1-9][0-9]{{0,5}})")
 Interval = tuple[int, int]  # start and stop
 Segment = tuple[Interval, Interval]  # queries, and the keys that they may see
 TILE = 256  # queries of a block with a mask
 
 
-def num_chunks(method: str) -> int:
-    """Runs of tokens of each rank: see [Note: orders of tokens]."""
-    return 1 if method == "ulysses" else 2
+def heads_degree(method: str, num_ranks: int) -> int:
+    """Neighbours among the ranks of `cp` that exchange tokens for heads; 1: none do."""
+    if method == "ulysses":
+        return num_ranks
+    return int(method.partition("x")[2]) if method[0].isdigit() else 1
 
 
 class Visible(Enum):
@@ -50,11 +57,24 @@ class Block:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Tokens of a row over ranks: each has `chunks` runs of equal length. The row is padded to fill them."""
+    """Tokens of a row over ranks: each has `chunks` runs of equal length. The row is padded to fill them.
+    `inner`: neighbours that exchange heads."""
 
     num_tokens: int
     num_ranks: int
     chunks: int
+    inner: int = 1
+
+    @classmethod
+    def of_method(cls, method: str, num_tokens: int, num_ranks: int) -> "TokenOrder":
+        """See [Note: orders of tokens]."""
+        inner = heads_degree(method, num_ranks)
+        return cls(num_tokens, num_ranks, 1 if inner == num_ranks else 2, inner)
+
+    @property
+    def of_heads(self) -> "TokenOrder":
+        """Once tokens are exchanged for heads: over groups of neighbours, all of which have one's tokens."""
+        return TokenOrder(self.padded, self.num_ranks // self.inner, self.chunks)
 
     @cached_property
     def chunk(self) -> int:
@@ -76,8 +96,9 @@ class TokenOrder:
 
     def starts(self, rank: int) -> tuple[int, ...]:
         """The positions at which the runs of a rank start: see [Note: orders of tokens]."""
-        numbers = (rank,) if self.chunks == 1 else (rank, 2 * self.num_ranks - 1 - rank)
-        return tuple(number * self.chunk for number in numbers)
+        outer, at = divmod(rank, self.inner)
+        numbers = (outer, 2 * (self.num_ranks // self.inner) - 1 - outer)[: self.chunks]
+        return tuple((number * self.inner + at) * self.chunk for number in numbers)
 
     @cached_property
     def by_rank(self) -> tuple[int, ...]:
@@ -151,23 +172,37 @@ def _tile(queries: Interval, keys: Interval, before: int | None, after: int | No
 
 def ulysses_kv_heads(heads: int, kv_heads: int, num_ranks: int) -> int | None:
     """Kv heads of which Ulysses gives each rank as many, with copies of fewer; None: impossible."""
+    if num_ranks == 1:
+        return kv_heads
     copies = math.lcm(kv_heads, num_ranks)
     return copies if heads % num_ranks == 0 and heads % copies == 0 else None
+
+
+def heads_error(heads: int, kv_heads: int, num_ranks: int) -> PlanError:
+    """The error of heads that do not divide over the neighbours that exchange them."""
+    return PlanError(
+        "the heads do not divide over the ranks of cp that exchange them",
+        given=f"{heads} heads and {kv_heads} kv heads (of a column of tp), {num_ranks} ranks",
+        expected="heads that are a multiple of the ranks (and of the kv heads, if these are fewer)",
+        hint="cp_method=allgather or cp_method=ring",
+    )
 
 
 def received_elements(method: str, heads: int, kv_heads: int, width: int, num_ranks: int) -> float | None:
     """Elements that a rank receives for each of its tokens, in forward and backward of an attention; None:
     the heads do not divide. `width`: of a key and a value."""
-    if method == "allgather":
-        return 3.0 * (num_ranks - 1) * kv_heads * width  # gathered twice, and their gradients
-    copies = ulysses_kv_heads(heads, kv_heads, num_ranks)
-    return None if copies is None else 2 * (num_ranks - 1) / num_ranks * (heads + copies) * width
+    inner = heads_degree(method, num_ranks)
+    copies = ulysses_kv_heads(heads, kv_heads, inner)
+    if copies is None:
+        return None
+    exchanged = 2 * (inner - 1) / inner * (heads + copies)
+    return (exchanged + 3 * (num_ranks // inner - 1) * copies) * width  # keys twice, and their gradients
 
 
 def method_that_sends_least(attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
     """The method that sends less in all attentions, of (heads, kv heads, width) on each rank."""
     totals = {}
-    for method in METHODS[1:]:
+    for method in ("allgather", "ulysses"):
         received = [received_elements(method, *each, num_ranks) for each in attentions]
         totals[method] = math.inf if None in received else sum(each for each in received if each is not None)
     return min(totals, key=totals.__getitem__)

@@ -67,6 +67,14 @@ def check_sequence(values: Mapping[str, Any], cols: int) -> None:
             expected="cp from 2, whose ranks share every sequence",
             hint=f"cp=2 cp_method={values['cp_method']}, or no cp_method",
         )
+    rings, _, neighbours = values["cp_method"].partition("x")
+    if neighbours and (rings == "1" or neighbours == "1" or int(rings) * int(neighbours) != values["cp"]):
+        raise PlanError(
+            "the degrees of cp_method do not make cp",
+            given=f"cp={values['cp']} cp_method={values['cp_method']}",
+            expected="RxU with R times U equal to cp, and both from 2",
+            hint="cp=4 cp_method=2x2, cp_method=ring or cp_method=ulysses",
+        )
     if values["cp"] > 1 and values["compile"]:
         raise PlanError(
             "attention over ranks cannot be compiled",

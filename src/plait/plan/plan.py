@@ -16,7 +16,7 @@ from typing import Any
 from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.axes import TABLE
 from plait.plan.collectives import ALGORITHMS
-from plait.plan.context import METHODS
+from plait.plan.context import CP_METHOD, METHODS
 from plait.plan.key_conflicts import check_precision, check_sequence, check_zero
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
@@ -27,7 +27,6 @@ PRECISIONS = ("fp64", "fp32", "bf16", "fp16", *FLOAT8)
 CHOICES = {
     "precision": PRECISIONS,
     "algorithm": ("auto", *ALGORITHMS),
-    "cp_method": METHODS,
     "accumulate": ("auto", "unsharded", "sharded"),
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
@@ -47,6 +46,7 @@ STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
 _PATTERNS = (
+    ("cp_method", CP_METHOD, f"{', '.join(METHODS)}, or RxU: rings of R ranks, ulysses of U neighbours"),
     ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
     (
         "reduce",
@@ -160,8 +160,9 @@ class Plan:
     sp          sequence parallelism: between the layers that tp shards, activations are sharded over the
                 sequence on the columns
     cp          ranks that share every sequence: each has the activations of its tokens (context parallelism)
-    cp_method   how attention reaches other ranks' tokens: `allgather` gathers keys and values, `ulysses`
-                exchanges heads for tokens; `auto`: the one that sends less, see `plan/context.py`
+    cp_method   how attention reaches other ranks' tokens: `allgather` gathers keys and values, `ring`
+                passes them on from rank to rank, `ulysses` exchanges heads for tokens, `RxU` does so among
+                U neighbours and has rings of R ranks; `auto`: what sends least, see `plan/context.py`
     zero        what is sharded over `shard`: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters
     shard       ranks that share one copy of what `zero` shards; a divisor of dp, 0 for all of dp. There are
                 dp / shard replicas of it (hybrid sharding)

@@ -7,21 +7,24 @@
               section 3.3.2)
   ulysses     an all-to-all gives every rank all tokens of its share of the heads, and another one brings the
               outputs back (Jacobs et al. 2309.14509)
+  ring        keys and values go from rank to rank; results of parts are merged by their log-sum-exps (Liu et
+              al. 2310.01889)
+  RxU         ulysses among U neighbours, and a ring of R ranks with the same heads (Fang and Zhao 2405.07719)
 
 [Note: tensors kept for backward]
 The queries, keys and values of a rank, the output and its log-sum-exp: as much as without cp, for fewer
 tokens. Gathered keys and values are gathered again. They are in memory for one group of kv heads at a time.
 
 [Note: sums of gradients]
-Gradients of keys and values are added over blocks, and over ranks, in float32 or wider, in the order of
-ranks; 16-bit models send them in their own dtype.
+Outputs are merged, and gradients of keys and values are added over blocks, and over ranks, in float32 or
+wider; 16-bit models send them in their own dtype.
 
 [Note: sinks]
 A sink is a score without a value. With the log-sum-exp over the keys and the sink in place of that over the
 keys, outputs and all gradients are those of a key whose value is zero.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +33,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from plait.comm import Group, all_gather, all_to_all, start_scattered_sum
-from plait.errors import ModelError, PlanError
+from plait.comm import Group, all_to_all, all_to_all_list
+from plait.errors import ModelError
 from plait.models import Numbering
-from plait.models.attention import AttentionCall
+from plait.models.attention import AttentionCall, MaskRule
 from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
+from plait.parallel.context.keys import LABEL, GatheredKeys, Keys, Pair, RingKeys
 from plait.parallel.context.tokens import SequenceShare, SharedTokens, Work
-from plait.plan.context import num_chunks, ulysses_kv_heads
-
-_LABEL = "attention"
+from plait.plan.context import TokenOrder, heads_error, ulysses_kv_heads
 
 
 @dataclass(frozen=True)
@@ -59,66 +61,43 @@ class ContextAttention:
                 hint="a plan without cp",
             )
         scores = Scores(call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, call.softcap)
-        if self.method == "ulysses":
+        order = self.share.order
+        if order.inner > 1:
             return self._by_heads(call, scores)
-        work = self.share.work(call.rule)
-        keys = _GatheredKeys(self.group, self.share)
-        return _Attention.apply(call.q, call.k, call.v, call.sinks_H, work, scores, keys)
+        keys = GatheredKeys(self.group, order) if self.method == "allgather" else RingKeys(self.group)
+        return self._computed(call.q, call.k, call.v, call.sinks_H, call.rule, scores, keys)
+
+    def _computed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_H: Tensor | None,
+        rule: MaskRule,
+        scores: Scores,
+        keys: Keys,
+    ) -> Tensor:
+        work = [self.share.work(rule, source) for source in keys.sources]
+        return _Attention.apply(q, k, v, sinks_H, work, scores, keys)
 
     def _by_heads(self, call: AttentionCall, scores: Scores) -> Tensor:
-        size, heads, kv_heads = self.group.size, call.q.shape[1], call.k.shape[1]
-        copies = ulysses_kv_heads(heads, kv_heads, size)
+        order, heads, kv_heads = self.share.order, call.q.shape[1], call.k.shape[1]
+        copies = ulysses_kv_heads(heads, kv_heads, order.inner)
         if copies is None:
-            raise PlanError(
-                "the heads do not divide over the ranks of cp",
-                given=f"{heads} heads, {kv_heads} kv heads, cp={size} cp_method=ulysses",
-                expected="a multiple of cp (and of the kv heads, if these are fewer)",
-                hint="cp_method=allgather",
-            )
+            raise heads_error(heads, kv_heads, order.inner)
         k, v = (
             t.repeat_interleave(copies // kv_heads, 1) if copies > kv_heads else t for t in (call.k, call.v)
         )
-        q, k, v = _Exchange.apply(self.group, True, call.q, k, v)
-        sinks = None if call.sinks_H is None else call.sinks_H.chunk(size)[self.group.rank]
-        work = self.share.work(call.rule, of_row=True)
-        out = _Attention.apply(q, k, v, sinks, work, scores, None)
-        return _Exchange.apply(self.group, False, out)[0]
-
-
-class _GatheredKeys:
-    """Keys and values of all tokens, from those of each rank."""
-
-    def __init__(self, group: Group, share: SequenceShare) -> None:
-        self.size = group.size
-        self._group, self._order = group, share.order
-
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, K, S, D) and (B, K, S, V), in the row's order."""
-        own = torch.cat([k, v], -1)
-        ranks = own.new_empty(self._group.size * own.numel())
-        all_gather(ranks, own.flatten(), self._group, label=_LABEL)
-        runs = ranks.view(self._group.size, *own.shape).movedim(0, 2)  # (B, K, P, n, D + V)
-        runs = runs.unflatten(3, (self._order.chunks, self._order.chunk)).flatten(2, 3)
-        row = torch.cat([runs[:, :, number] for number in self._order.in_row], 2)
-        return row[..., : k.shape[-1]], row[..., k.shape[-1] :]
-
-    def scatter(self, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Sum the gradients of all tokens over the ranks, sent in `dtype`, and return those of its own."""
-        row, size = torch.cat([dk, dv], -1), self._group.size
-        runs = row.split(self._order.chunk, 2)
-        full = torch.cat([runs[number].to(dtype) for number in self._order.by_rank], 2)
-        full = full.unflatten(2, (size, -1)).movedim(2, 0).flatten()
-        own = row.new_empty(full.numel() // size)
-        work = start_scattered_sum(full, self._group, label=_LABEL)
-        for _ in work.into(own):
-            pass
-        work.release()
-        own = own.view(*row.shape[:2], -1, row.shape[-1])
-        return own[..., : dk.shape[-1]], own[..., dk.shape[-1] :]
+        q, k, v = _Exchange.apply(self.group, order, True, call.q, k, v)
+        part = self.group.rank % order.inner
+        sinks = None if call.sinks_H is None else call.sinks_H.chunk(order.inner)[part]
+        keys = RingKeys(self.group, order.inner)
+        out = self._computed(q, k, v, sinks, call.rule, scores, keys)
+        return _Exchange.apply(self.group, order, False, out)[0]
 
 
 class _Attention(Function):
-    """Attention of blocks. `keys` None: k and v are those of all tokens."""
+    """Attention of this rank's queries. `work`: blocks for each part of the keys."""
 
     @staticmethod
     def forward(
@@ -127,28 +106,22 @@ class _Attention(Function):
         k: Tensor,
         v: Tensor,
         sinks_H: Tensor | None,
-        work: Sequence[Work],
+        work: Sequence[Sequence[Work]],
         scores: Scores,
-        keys: _GatheredKeys | None,
+        keys: Keys,
     ) -> Tensor:
         size_B, size_H, size_n, _ = q.shape
-        out = q.new_zeros(size_B, size_n, size_H, v.shape[-1]).transpose(1, 2)  # as the next layer reads it
+        out = q.new_empty(size_B, size_n, size_H, v.shape[-1]).transpose(1, 2)  # as the next layer reads it
         wide = torch.promote_types(q.dtype, torch.float32)
         lse_BHn = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
-        for heads, kv_heads in _head_groups(q, k, keys):
-            all_k, all_v = k[:, kv_heads], v[:, kv_heads]
-            if keys is not None:
-                all_k, all_v = keys.gather(all_k, all_v)
-            for at in work:
-                queries, of_keys = (at.samples, heads, at.rows), (at.samples, slice(None), at.keys)
-                block = Block(q[queries], all_k[of_keys], all_v[of_keys], at.causal, at.mask_QN)
-                part, part_lse = attend(block, scores)
-                target, target_lse = out[queries], lse_BHn[queries]
-                if at.is_first:
-                    target.copy_(part)
-                    target_lse.copy_(part_lse)
-                else:
-                    merge(target, target_lse, part, part_lse)
+        for heads, kv_heads in _head_groups(q, k, keys.copies):
+            merged = q.new_zeros(size_B, q[:, heads].shape[1], size_n, v.shape[-1], dtype=wide)
+            parts = keys.parts(k[:, kv_heads], v[:, kv_heads])
+            for (part_k, part_v), blocks in zip(parts, work, strict=True):
+                for at in blocks:
+                    result = attend(_block(at, q[:, heads], part_k, part_v), scores)
+                    merge(merged[at.queries], lse_BHn[:, heads][at.queries], *result)
+            out[:, heads] = merged
         if sinks_H is not None:
             with_sinks = torch.logaddexp(lse_BHn, sinks_H.to(wide)[:, None])
             out *= (lse_BHn - with_sinks).exp_().to(out.dtype).unsqueeze(-1)
@@ -165,24 +138,22 @@ class _Attention(Function):
         wide, keys = lse_BHn.dtype, ctx.keys
         dq = torch.zeros_like(q, dtype=wide)
         dk, dv = torch.empty_like(k, dtype=wide), torch.empty_like(v, dtype=wide)
-        for heads, kv_heads in _head_groups(q, k, keys):
-            all_k, all_v = k[:, kv_heads], v[:, kv_heads]
-            if keys is not None:
-                all_k, all_v = keys.gather(all_k, all_v)
-            of_k, of_v = torch.zeros_like(all_k, dtype=wide), torch.zeros_like(all_v, dtype=wide)
-            for at in ctx.work:
-                queries, of_keys = (at.samples, heads, at.rows), (at.samples, slice(None), at.keys)
-                block = Block(q[queries], all_k[of_keys], all_v[of_keys], at.causal, at.mask_QN)
-                gradients = attend_backward(
-                    gradient[queries], block, out[queries], lse_BHn[queries], ctx.scores
-                )
-                for sum_of, at_own, part in zip(
-                    (dq, of_k, of_v), (queries, of_keys, of_keys), gradients, strict=True
-                ):
-                    sum_of[at_own] += part
-            if keys is not None:
-                of_k, of_v = keys.scatter(of_k, of_v, k.dtype)
-            dk[:, kv_heads], dv[:, kv_heads] = of_k, of_v
+
+        def of_parts(heads: slice, kv_heads: slice) -> Iterator[Pair]:
+            parts = keys.parts(k[:, kv_heads], v[:, kv_heads])
+            for (part_k, part_v), blocks in zip(parts, ctx.work, strict=True):
+                of_k, of_v = torch.zeros_like(part_k, dtype=wide), torch.zeros_like(part_v, dtype=wide)
+                for at in blocks:
+                    block, own = _block(at, q[:, heads], part_k, part_v), at.queries
+                    results = out[:, heads][own], lse_BHn[:, heads][own]
+                    gradients = attend_backward(gradient[:, heads][own], block, *results, ctx.scores)
+                    dq[:, heads][own] += gradients[0]
+                    of_k[at.of_keys] += gradients[1]
+                    of_v[at.of_keys] += gradients[2]
+                yield of_k, of_v
+
+        for heads, kv_heads in _head_groups(q, k, keys.copies):
+            dk[:, kv_heads], dv[:, kv_heads] = keys.summed(of_parts(heads, kv_heads), k.dtype)
         of_sinks = None
         if sinks_H is not None:
             d_BHn = (gradient.to(wide) * out.to(wide)).sum(-1)
@@ -190,46 +161,66 @@ class _Attention(Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
 
 
-def _head_groups(q: Tensor, k: Tensor, keys: _GatheredKeys | None) -> list[tuple[slice, slice]]:
+def _block(at: Work, q: Tensor, k: Tensor, v: Tensor) -> Block:
+    return Block(q[at.queries], k[at.of_keys], v[at.of_keys], at.causal, at.mask_QN)
+
+
+def _head_groups(q: Tensor, k: Tensor, copies: int) -> list[tuple[slice, slice]]:
     """Slices of the heads, and of their kv heads, that are computed at the same time: so many that gathered
-    keys and values take no more memory than the rank's queries and outputs."""
+    keys and values take no more memory than the rank's queries and outputs. `copies`: of this rank's keys
+    there are as many in a part."""
     heads, kv_heads = q.shape[1], k.shape[1]
-    if keys is None:
+    if copies == 1:
         return [(slice(None), slice(None))]
-    gathered_at_once = max(1, heads // keys.size)
-    step = next(step for step in range(min(kv_heads, gathered_at_once), 0, -1) if kv_heads % step == 0)
+    at_once = max(1, heads // copies)
+    step = next(step for step in range(min(kv_heads, at_once), 0, -1) if kv_heads % step == 0)
     each = heads // kv_heads
     return [(slice(at * each, (at + step) * each), slice(at, at + step)) for at in range(0, kv_heads, step)]
 
 
 class _Exchange(Function):
-    """All-to-all of tensors (B, heads, tokens, width): all heads of this rank's tokens become all tokens of
-    this rank's heads (`to_heads`), or the reverse. In one message."""
+    """All-to-all of tensors (B, heads, tokens, width) among neighbours: all heads of this rank's tokens
+    become all tokens of this rank's heads (`to_heads`), or the reverse. In one message to each."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.to_heads = group, to_heads
-        return _exchanged(group, to_heads, tensors)
+    def forward(
+        ctx: Any, group: Group, order: TokenOrder, to_heads: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.given = group, order, not to_heads
+        return _exchanged(group, order, to_heads, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *_exchanged(ctx.group, not ctx.to_heads, gradients)
+        group, order, to_heads = ctx.given
+        return None, None, None, *_exchanged(group, order, to_heads, gradients)
 
 
-def _exchanged(group: Group, to_heads: bool, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    size = group.size
-    given, taken = (1, 2) if to_heads else (2, 1)  # the dim that ranks divide before, and after
-    parts = [t.unflatten(given, (size, -1)).movedim(given, 0) for t in tensors]
-    sent = torch.cat([part.reshape(size, -1) for part in parts], 1).flatten()
+def _exchanged(
+    group: Group, order: TokenOrder, to_heads: bool, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    size, chunks = order.inner, order.chunks
+    # Each neighbour's (B, heads, runs, tokens of a run, width): all ranks' have the same shape.
+    if to_heads:
+        parts = [t.unflatten(1, (size, -1)).unflatten(3, (chunks, -1)).movedim(1, 0) for t in tensors]
+    else:
+        parts = [t.unflatten(2, (chunks, size, -1)).movedim(3, 0) for t in tensors]
+    sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
     received = torch.empty_like(sent)
-    all_to_all(received, sent, group, label=_LABEL)
-    lengths = [part.numel() // size for part in parts]
-    from_ranks = received.view(size, -1).split(lengths, 1)
+    if size == group.size:
+        all_to_all(received.view(-1), sent.view(-1), group, label=LABEL)
+    else:
+        first = group.rank - group.rank % size
+        ins, outs = ([t.new_empty(0)] * group.size for t in (sent, received))
+        ins[first : first + size], outs[first : first + size] = sent.unbind(), received.unbind()
+        all_to_all_list(outs, ins, group, label=LABEL)
     results = []
-    for flat, part in zip(from_ranks, parts, strict=True):
-        ranks = flat.reshape(size, *part.shape[1:])  # of one rank's heads and tokens each
-        results.append(ranks.movedim(0, taken).flatten(taken, taken + 1))
+    for flat, part in zip(received.split([part[0].numel() for part in parts], 1), parts, strict=True):
+        ranks = flat.unflatten(1, part.shape[1:])
+        if to_heads:
+            results.append(ranks.movedim(0, 3).flatten(2, 4))
+        else:
+            results.append(ranks.movedim(0, 1).flatten(3, 4).flatten(1, 2))
     return tuple(results)
 
 
@@ -242,7 +233,7 @@ def share_tokens(
 ) -> SharedTokens:
     """This rank's tokens of a micro-batch. `of_tokens`: entries with tokens in dim 1. `numbering`: of a model
     that takes position ids, which the batch may leave to it. Raises ModelError."""
-    share = SequenceShare.of_batch(batch, of_tokens, group, chunks=num_chunks(method))
+    share = SequenceShare.of_batch(batch, of_tokens, group, method)
     rows = dict(batch)
     if numbering is not None and "position_ids" not in rows:
         rows["position_ids"] = numbering.positions(batch, share.order.num_tokens, share.device)

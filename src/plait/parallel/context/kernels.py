@@ -102,10 +102,10 @@ def attend_backward(
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Add to the result over some keys, in place, that over others."""
-    wide = lse.dtype
-    share = torch.sigmoid(other_lse - lse).unsqueeze(-1)
-    out.add_(((other.to(wide) - out.to(wide)) * share).to(out.dtype))
+    """Add to the result over some keys, in place, that over others; either may see none (-inf). `out`: in
+    float32 or wider, as `lse`."""
+    share = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == -torch.inf, 0.0)
+    out.lerp_(other.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, other_lse, out=lse)
 
 

@@ -11,7 +11,7 @@ ends of a row.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,10 +36,9 @@ class Work(NamedTuple):
     """A block of keys for some of a rank's queries.
 
     rows       of the rank's queries
-    keys       of the row's keys
+    keys       of the keys that are at hand
     causal     a triangle
     mask_QN    of distances; None: all
-    is_first   of the blocks of these queries
     """
 
     samples: slice
@@ -47,7 +46,16 @@ class Work(NamedTuple):
     keys: slice
     causal: bool
     mask_QN: Tensor | None
-    is_first: bool
+
+    @property
+    def queries(self) -> tuple[slice, slice, slice]:
+        """Index of tensors (B, H, tokens of queries, ...)."""
+        return self.samples, slice(None), self.rows
+
+    @property
+    def of_keys(self) -> tuple[slice, slice, slice]:
+        """Index of tensors (B, K, tokens of keys, ...)."""
+        return self.samples, slice(None), self.keys
 
 
 @dataclass(eq=False)
@@ -63,12 +71,12 @@ class SequenceShare:
     documents: Sequence[Sequence[Interval]]
     kept: Sequence[Interval]
     device: torch.device
-    _work: dict[tuple[MaskRule, bool], list[Work]] = field(default_factory=dict)
+    _work: dict[tuple[MaskRule, int | None], list[Work]] = field(default_factory=dict)
     _masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_batch(
-        cls, batch: Mapping[str, Tensor], of_tokens: Collection[str], group: Group, chunks: int
+        cls, batch: Mapping[str, Tensor], of_tokens: Collection[str], group: Group, method: str
     ) -> "SequenceShare":
         """How the tokens of complete rows are divided. `of_tokens`: entries (B, S, ...) in which they are.
         Raises ModelError for entries of different lengths, and for masks that are not padding."""
@@ -83,7 +91,7 @@ class SequenceShare:
                 hint="rows of one length, or a plan without cp",
             )
         (num_tokens,) = lengths
-        order = TokenOrder(num_tokens, group.size, chunks)
+        order = TokenOrder.of_method(method, num_tokens, group.size)
         device = batch[next(iter(shapes))].device
         rows = _documents(batch, num_tokens), _kept(batch, num_tokens)
         return cls(order, group.rank, *rows, device)
@@ -117,29 +125,32 @@ class SequenceShare:
 
         return tree_map_only(Tensor, of_all, outputs)
 
-    def work(self, rule: MaskRule, *, of_row: bool = False) -> list[Work]:
-        """The blocks of this rank's queries, or of all queries of the row, in whose order keys are."""
-        key = (rule, of_row)
-        if key not in self._work:
-            self._work[key] = list(self._blocks(rule, of_row))
-        return self._work[key]
+    def work(self, rule: MaskRule, source: int | None) -> list[Work]:
+        """The blocks of this rank's queries for the keys of `source`, in `order.of_heads`; None: of the row,
+        in its order. Every rank of `cp` has the blocks of its neighbours that exchange heads."""
+        if (rule, source) not in self._work:
+            self._work[rule, source] = list(_joined(self._blocks(rule, source)))
+        return self._work[rule, source]
 
-    def _blocks(self, rule: MaskRule, of_row: bool) -> Iterator[Work]:
-        length = self.order.padded if of_row else self.order.chunk
-        starts = (0,) if of_row else self.order.starts(self.rank)
+    def _blocks(self, rule: MaskRule, source: int | None) -> Iterator[Work]:
+        order = self.order.of_heads
+        key_starts, keys_length = (
+            ((0,), order.padded) if source is None else (order.starts(source), order.chunk)
+        )
         samples_segments: list[list[Segment]] = [[((0, self.order.num_tokens), kept)] for kept in self.kept]
         if rule.packed:
             samples_segments = [[(each, each) for each in documents] for documents in self.documents]
         for sample, row in enumerate(samples_segments):
             samples = slice(None) if len(samples_segments) == 1 else slice(sample, sample + 1)
             segments = divided(row, rule.chunk)
-            for number, start in enumerate(starts):
-                shift, queries = number * length - start, None
-                for block in blocks_of((start, start + length), segments, rule.before, rule.after):
-                    rows = slice(block.queries[0] + shift, block.queries[1] + shift)
-                    causal, mask = block.visible is Visible.CAUSAL, self._mask(block, rule)
-                    yield Work(samples, rows, slice(*block.keys), causal, mask, queries != block.queries)
-                    queries = block.queries
+            for number, start in enumerate(order.starts(self.rank // self.order.inner)):
+                for at, first in enumerate(key_starts):
+                    held = _within(segments, (first, first + keys_length))
+                    for block in blocks_of((start, start + order.chunk), held, rule.before, rule.after):
+                        rows = _shifted(block.queries, number * order.chunk - start)
+                        keys = _shifted(block.keys, at * keys_length - first)
+                        causal = block.visible is Visible.CAUSAL
+                        yield Work(samples, rows, keys, causal, self._mask(block, rule))
 
     def _mask(self, block: Block, rule: MaskRule) -> Tensor | None:
         if block.visible is not Visible.MASKED:
@@ -153,6 +164,40 @@ class SequenceShare:
             distance_QN = q_positions[:, None] - torch.arange(k, k_stop, device=self.device)
             self._masks[key] = (distance_QN < before) & (distance_QN >= -after)
         return self._masks[key]
+
+
+def _within(segments: Sequence[Segment], keys: Interval) -> list[Segment]:
+    """Segments with those of their keys that are in an interval."""
+    found = ((queries, (max(keys[0], first), min(keys[1], last))) for queries, (first, last) in segments)
+    return [segment for segment in found if segment[1][0] < segment[1][1]]
+
+
+def _shifted(interval: Interval, by: int) -> slice:
+    return slice(interval[0] + by, interval[1] + by)
+
+
+def _joined(blocks: Iterable[Work]) -> Iterator[Work]:
+    """Blocks; of two that are seen by all their queries and touch each other, one is made: kernels pay for
+    each call."""
+    last: Work | None = None
+    for block in blocks:
+        if last is None:
+            last = block
+            continue
+        both = last if _is_full(last) and _is_full(block) and last.samples == block.samples else None
+        if both and last.rows == block.rows and last.keys.stop == block.keys.start:
+            last = last._replace(keys=slice(last.keys.start, block.keys.stop))
+        elif both and last.keys == block.keys and last.rows.stop == block.rows.start:
+            last = last._replace(rows=slice(last.rows.start, block.rows.stop))
+        else:
+            yield last
+            last = block
+    if last is not None:
+        yield last
+
+
+def _is_full(block: Work) -> bool:
+    return not block.causal and block.mask_QN is None
 
 
 class SharedTokens(dict[str, Tensor]):
