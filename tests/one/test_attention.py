@@ -14,6 +14,7 @@ from transformers import (
     masking_utils,
 )
 
+from plait.comm import Group
 from plait.engine.inputs import check_targets
 from plait.engine.spec import Arguments, validate
 from plait.errors import ModelError, PlanError
@@ -103,7 +104,8 @@ def test_blocks_compute_attention_and_its_gradients(
         TokenOrder(LENGTH, 1, 2), 0, [[(0, LENGTH)]], [(0, LENGTH)], torch.device("cpu")
     )
     scores = kernels.Scores(0.3, softcap)
-    ours = attention._Attention.apply(q, k, v, sink_H, share.work(rule), scores, None)
+    work, keys = [share.work(rule, None)], attention.RingKeys(Group((0,), 0, None))
+    ours = attention._Attention.apply(q, k, v, sink_H, work, scores, keys)
     s_BHQN = q @ k.repeat_interleave(3, 1).mT * 0.3
     s_BHQN = s_BHQN if softcap is None else softcap * torch.tanh(s_BHQN / softcap)
     s_BHQN = s_BHQN.masked_fill(~_mask(rule), -torch.inf)

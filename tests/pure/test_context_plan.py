@@ -73,9 +73,10 @@ def test_ranks_have_equal_work_under_a_causal_mask(num_ranks: int) -> None:
     assert sum(work) == order.padded * (order.padded + 1) // 2
 
 
-@given(st.integers(1, 50), st.integers(1, 6), st.sampled_from([1, 2]))
-def test_every_token_is_on_one_rank(num_tokens: int, num_ranks: int, chunks: int) -> None:
-    order = TokenOrder(num_tokens, num_ranks, chunks)
+@given(st.integers(1, 50), st.integers(1, 6), st.sampled_from([1, 2]), st.integers(1, 3))
+def test_every_token_is_on_one_rank(num_tokens: int, outer: int, chunks: int, inner: int) -> None:
+    num_ranks = outer * inner
+    order = TokenOrder(num_tokens, num_ranks, chunks, inner)
     starts = [at for rank in range(num_ranks) for at in order.starts(rank)]
     assert sorted(starts) == list(range(0, order.padded, order.chunk))
     assert [starts[index] for index in order.in_row] == sorted(starts)

@@ -22,6 +22,9 @@ PLANS = (
     "cp=2 pp=2 micro=2 schedule=zb-h1",
     "cp=2 tp=2 sp=true",
     "cp=2 tp=2x2 cp_method=ulysses",
+    "cp=3 cp_method=ring zero=1 recompute=full",
+    "cp=4 cp_method=2x2 zero=3",
+    "cp=2 dp=2 tp=2 cp_method=ring pp=1",
 )
 FAMILIES = (
     "gpt2",
@@ -51,12 +54,12 @@ def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, w
     check_parity(pool, task, f"{words} precision=fp64")
 
 
-@pytest.mark.parametrize("method", ["allgather", "ulysses"])
+@pytest.mark.parametrize("method", ["allgather", "ulysses", "ring", "2x2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_train_as_in_one_process(pool: Pool, family: str, method: str) -> None:
     data = functools.partial(programs.batches, sequences=2, length=21)
     task = programs.Task(hf_models.builder(family), data, steps=2, own_loss=True)
-    check_parity(pool, task, f"cp=2 cp_method={method} precision=fp64")
+    check_parity(pool, task, f"cp={4 if method == '2x2' else 2} cp_method={method} precision=fp64")
 
 
 def packed(steps: int) -> list[dict[str, Tensor]]:
@@ -83,7 +86,16 @@ def padded(steps: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("data", [packed, padded], ids=["packed", "padded"])
-@pytest.mark.parametrize("words", ["cp=2", "cp=3 cp_method=ulysses", "cp=2 pp=2 micro=1 recompute=full"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cp=2",
+        "cp=3 cp_method=ulysses",
+        "cp=3 cp_method=ring",
+        "cp=4 cp_method=2x2",
+        "cp=2 pp=2 micro=1 recompute=full",
+    ],
+)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_documents_and_padding_are_those_of_one_process(
     pool: Pool, family: str, words: str, data: Callable[[int], list[dict[str, Tensor]]]
@@ -117,7 +129,9 @@ def _asked(words: str) -> tuple[list[float], Tensor, str]:
     return losses, logits, str(engine.probed)
 
 
-@pytest.mark.parametrize("words", ["cp=2 zero=1", "cp=2 cp_method=ulysses", "cp=2 pp=2"])
+@pytest.mark.parametrize(
+    "words", ["cp=2 zero=1", "cp=2 cp_method=ulysses", "cp=4 cp_method=2x2", "cp=2 pp=2"]
+)
 def test_evaluation_outputs_and_self_check_are_of_complete_rows(pool: Pool, words: str) -> None:
     (expected, logits, _), *_ = pool.run(_asked, 1, "dp=1")
     for losses, own, _ in pool.run(_asked, Plan.parse(words).num_ranks, words):

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.engine import inputs
 from plait.models import Numbering
 from plait.models.attention import MaskRule
-from plait.parallel.context import attention, kernels, tokens
+from plait.parallel.context import attention, kernels, keys, tokens
 from support import hf_models, programs
 from support.pool import Pool
 
@@ -33,9 +33,14 @@ def _backward_by_the_part(gradient: Tensor, block: Any, out: Tensor, lse: Tensor
     return kernels.attend_backward(gradient, block, *kernels.attend(block, scores), scores)
 
 
-def _own_gradients(self: Any, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    with mock.patch.object(attention, "start_scattered_sum", programs.MUTED["start_scattered_sum"]):
-        return _scatter(self, dk, dv, dtype)
+def _own_gradients(self: Any, gradients: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    with mock.patch.object(keys, "start_scattered_sum", programs.MUTED["start_scattered_sum"]):
+        return _summed(self, gradients, dtype)
+
+
+def _first_gradients(self: Any, gradients: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    (own, *_), _ = list(gradients), dtype
+    return own
 
 
 def _without_window(function: Any) -> MaskRule:
@@ -46,13 +51,14 @@ def _one_document(batch: Any, num_tokens: int) -> Any:
     return [[(0, num_tokens)]]
 
 
-_scatter, _read = attention._GatheredKeys.scatter, MaskRule.read
+_summed, _read = keys.GatheredKeys.summed, MaskRule.read
 _positions = Numbering.positions
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "labels shifted after division": (inputs.Inputs, "prepared", _labels_after_division),
     "positions of a rank": (Numbering, "positions", _own_positions),
     "log-sum-exp of a block": (attention, "attend_backward", _backward_by_the_part),
-    "gradients of keys not summed": (attention._GatheredKeys, "scatter", _own_gradients),
+    "gradients of keys not summed": (keys.GatheredKeys, "summed", _own_gradients),
+    "gradients of the ring not sent": (keys.RingKeys, "summed", _first_gradients),
     "no window": (MaskRule, "read", _without_window),
     "documents see each other": (tokens, "_documents", _one_document),
 }
@@ -82,7 +88,7 @@ def test_each_part_is_needed(pool: Pool, mutation: str) -> None:
     data: Callable[[int], Any] = packed if "documents" in mutation else plain
     family = "llama" if "log-sum-exp" in mutation else "mistral"
     task = programs.Task(hf_models.builder(family), data, steps=1, own_loss=True)
-    plan = "cp=2 precision=fp64"
+    plan = f"cp=2 precision=fp64 cp_method={'ring' if 'ring' in mutation else 'allgather'}"
     ours = pool.run(_train, 2, task, plan, "")[0]
     oracle = programs.one_process_task(task, ours.first_weights, 1)
     programs.assert_same(ours, oracle)
