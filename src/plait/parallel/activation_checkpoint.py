@@ -9,6 +9,10 @@ The implementation is torch's non-reentrant checkpoint. It restores the state of
 so dropout masks are equal both times and the results are those of `none`, bit for bit. A block's `forward`
 is wrapped, not its call: module hooks stay outside and do not run again.
 
+[Note: kept results]
+What takes messages of other ranks, or the square of the tokens, is worth keeping whatever is recomputed:
+attention over ranks hands its outputs and log-sum-exps to `kept`, as much memory as a block's input.
+
 [Note: state that a forward changes]
 A forward may change BatchNorm's running statistics, counters or the vectors of spectral norm. A second
 forward would change them twice, and compute with other values than the first. So a recomputation runs with
@@ -45,7 +49,8 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,27 +148,74 @@ class RecomputedForward:
     def _contexts(
         self, before: Mapping[Any, Any], *, replays: bool
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        results = _KeptResults(self.on_save)
         if not self.selective:
-            return nullcontext(), _Recomputation(before, nullcontext())
+            return results, _Recomputation(before, results)
         saved: list[_SavedProduct | None] = []
-        return _SaveMode(saved, self.on_save), _Recomputation(before, _ReplayMode(saved, replays=replays))
+        modes = _SaveMode(saved, self.on_save), _ReplayMode(saved, replays=replays)
+        return _Recomputation({}, results, modes[0]), _Recomputation(before, results, modes[1])
 
 
 class _Recomputation(AbstractContextManager[None]):
     """The context of a forward in backward, which a retained graph may enter more than once."""
 
-    def __init__(self, before: Mapping[Any, Any], mode: AbstractContextManager[Any]) -> None:
+    def __init__(self, before: Mapping[Any, Any], *modes: AbstractContextManager[Any]) -> None:
         """`before`: what the forward changed; see [Note: state that a forward changes]."""
         self._before = before
-        self._mode = mode
+        self._modes = modes
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(_put_back(self._before))
-        self._stack.enter_context(self._mode)
+        for mode in self._modes:
+            self._stack.enter_context(mode)
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+class _KeptResults(AbstractContextManager[None]):
+    """The results that a block hands to `kept`: recorded where it is entered first, returned later."""
+
+    def __init__(self, on_save: Callable[[Tensor], object] | None) -> None:
+        self._on_save = on_save
+        self._entered = self._next = 0
+        self._results: list[tuple[tuple[Tensor, int], ...]] = []  # tensors, and their versions when kept
+        self._tokens: list[Token[_KeptResults | None]] = []
+
+    def __enter__(self) -> None:
+        self._entered += 1
+        self._next = 0
+        self._tokens.append(_kept.set(self))
+
+    def __exit__(self, *error: object) -> None:
+        _kept.reset(self._tokens.pop())
+
+    def of(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        if self._entered > 1:
+            index, self._next = self._next, self._next + 1
+            found = self._results[index]
+            self._results[index] = ()  # autograd owns them from here on
+            if found and all(tensor._version == version for tensor, version in found):
+                return tuple(tensor for tensor, _ in found)
+            return compute()
+        results = compute()
+        aliases = [result.detach() for result in results]  # `results` become part of a graph
+        self._results.append(tuple((alias, alias._version) for alias in aliases))
+        if self._on_save is not None:
+            for alias in aliases:
+                self._on_save(alias)
+        return results
+
+
+_kept: ContextVar[_KeptResults | None] = ContextVar("kept results", default=None)
+
+
+def kept(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return what `compute` returns, without running it again where a block is recomputed. For the forward
+    of an autograd function: see [Note: kept results]."""
+    results = _kept.get()
+    return compute() if results is None else results.of(compute)
 
 
 class _Compared:

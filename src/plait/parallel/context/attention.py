@@ -13,7 +13,8 @@
 
 [Note: tensors kept for backward]
 The queries, keys and values of a rank, the output and its log-sum-exp: as much as without cp, for fewer
-tokens. Gathered keys and values are gathered again. They are in memory for one group of kv heads at a time.
+tokens. A block that is recomputed keeps the latter two, and does not communicate for them again. Gathered
+keys and values are gathered again. They are in memory for one group of kv heads at a time.
 
 [Note: sums of gradients]
 Outputs are merged, and gradients of keys and values are added over blocks, and over ranks, in float32 or
@@ -37,6 +38,7 @@ from plait.comm import Group, all_to_all, all_to_all_list
 from plait.errors import ModelError
 from plait.models import Numbering
 from plait.models.attention import AttentionCall, MaskRule
+from plait.parallel.activation_checkpoint import kept
 from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
 from plait.parallel.context.keys import LABEL, GatheredKeys, Keys, Pair, RingKeys
 from plait.parallel.context.tokens import SequenceShare, SharedTokens, Work
@@ -110,23 +112,7 @@ class _Attention(Function):
         scores: Scores,
         keys: Keys,
     ) -> Tensor:
-        size_B, size_H, size_n, _ = q.shape
-        out = q.new_empty(size_B, size_n, size_H, v.shape[-1]).transpose(1, 2)  # as the next layer reads it
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse_BHn = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
-        for heads, kv_heads in _head_groups(q, k, keys.copies):
-            merged = q.new_zeros(size_B, q[:, heads].shape[1], size_n, v.shape[-1], dtype=wide)
-            parts = keys.parts(k[:, kv_heads], v[:, kv_heads])
-            for (part_k, part_v), blocks in zip(parts, work, strict=True):
-                for at in blocks:
-                    result = attend(_block(at, q[:, heads], part_k, part_v), scores)
-                    merge(merged[at.queries], lse_BHn[:, heads][at.queries], *result)
-            out[:, heads] = merged
-        if sinks_H is not None:
-            with_sinks = torch.logaddexp(lse_BHn, sinks_H.to(wide)[:, None])
-            out *= (lse_BHn - with_sinks).exp_().to(out.dtype).unsqueeze(-1)
-            lse_BHn = with_sinks
-        lse_BHn.masked_fill_(lse_BHn == -torch.inf, 0.0)  # of queries that see nothing: no gradient either
+        out, lse_BHn = kept(lambda: _attended(q, k, v, sinks_H, work, scores, keys))
         ctx.save_for_backward(q, k, v, sinks_H, out, lse_BHn)
         ctx.work, ctx.scores, ctx.keys = work, scores, keys
         return out
@@ -159,6 +145,36 @@ class _Attention(Function):
             d_BHn = (gradient.to(wide) * out.to(wide)).sum(-1)
             of_sinks = -((sinks_H.to(wide)[:, None] - lse_BHn).exp() * d_BHn).sum((0, 2)).to(sinks_H.dtype)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
+
+
+def _attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks_H: Tensor | None,
+    work: Sequence[Sequence[Work]],
+    scores: Scores,
+    keys: Keys,
+) -> tuple[Tensor, ...]:
+    """The output and its log-sum-exp."""
+    size_B, size_H, size_n, _ = q.shape
+    out = q.new_empty(size_B, size_n, size_H, v.shape[-1]).transpose(1, 2)  # as the next layer reads it
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse_BHn = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+    for heads, kv_heads in _head_groups(q, k, keys.copies):
+        merged = q.new_zeros(size_B, q[:, heads].shape[1], size_n, v.shape[-1], dtype=wide)
+        parts = keys.parts(k[:, kv_heads], v[:, kv_heads])
+        for (part_k, part_v), blocks in zip(parts, work, strict=True):
+            for at in blocks:
+                result = attend(_block(at, q[:, heads], part_k, part_v), scores)
+                merge(merged[at.queries], lse_BHn[:, heads][at.queries], *result)
+        out[:, heads] = merged
+    if sinks_H is not None:
+        with_sinks = torch.logaddexp(lse_BHn, sinks_H.to(wide)[:, None])
+        out *= (lse_BHn - with_sinks).exp_().to(out.dtype).unsqueeze(-1)
+        lse_BHn = with_sinks
+    lse_BHn.masked_fill_(lse_BHn == -torch.inf, 0.0)  # of queries that see nothing: no gradient either
+    return out, lse_BHn
 
 
 def _block(at: Work, q: Tensor, k: Tensor, v: Tensor) -> Block:
