@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -19,6 +19,7 @@ from plait.engine.inputs import check_targets
 from plait.engine.spec import Arguments, validate
 from plait.errors import ModelError, PlanError
 from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatch_attention
+from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.context import attention, kernels, tokens
 from plait.plan import Plan
 from plait.plan.context import TokenOrder
@@ -120,6 +121,39 @@ def test_blocks_compute_attention_and_its_gradients(
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+def test_attention_is_computed_once_where_a_block_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = tokens.SequenceShare(
+        TokenOrder(LENGTH, 1, 1), 0, [[(0, LENGTH)]], [(0, LENGTH)], torch.device("cpu")
+    )
+    given = MaskRule(after=0), kernels.Scores(0.5), attention.RingKeys(Group((0,), 0, None))
+    num_calls = 0
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = super().forward(x).view(1, LENGTH, 2, 12).transpose(1, 2).chunk(3, -1)
+            return attention._Attention.apply(q, k, v, None, [share.work(given[0], None)], *given[1:])
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return kernels.attend(*args)
+
+    monkeypatch.setattr(attention, "attend", counted)
+    block = Block(8, 24, dtype=torch.float64)
+    x = torch.randn(1, LENGTH, 8, dtype=torch.float64)
+    expected = torch.autograd.grad(block(x).square().sum(), block.weight)[0]
+    assert num_calls == 1
+    for recompute in ("full", "selective"):
+        again = Block(8, 24, dtype=torch.float64)
+        again.load_state_dict(block.state_dict())
+        recompute_blocks([again], recompute)
+        loss = again(x).square().sum()
+        for retain in (True, False):  # a second backward computes it again
+            gradient = torch.autograd.grad(loss, again.weight, retain_graph=retain)[0]
+            assert torch.equal(gradient, expected)
+        assert num_calls == {"full": 3, "selective": 5}[recompute]
 
 
 def _refused(model: Any, plan: str, **options: Any) -> str:

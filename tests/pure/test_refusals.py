@@ -23,8 +23,8 @@ OPTIONS: dict[str, list[Any]] = {
     "chunks": [0, 0, 1, 2, 3],
     "stages": ["", "", "", "3", "3,4", "1,2,1", "2,2,2,2", "1,1,1,1,1,1"],
     "sp": [False, False, True],
-    "cp": [1, 1, 1, 2, 3],
-    "cp_method": ["auto", "auto", "allgather", "ulysses"],
+    "cp": [1, 1, 1, 2, 3, 4],
+    "cp_method": ["auto", "auto", "allgather", "ulysses", "ring", "2x2"],
     "zero": [0, 1, 2, 3],
     "shard": [0, 0, 1, 2, 3, 4],
     "micro": [1, 2, 5],
@@ -100,6 +100,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "cp_method has an effect only with several ranks of cp": lambda v: (
         v["cp"] == 1 and v["cp_method"] != "auto"
     ),
+    "the degrees of cp_method do not make cp": lambda v: v["cp_method"] == "2x2" and v["cp"] != 4,
     "attention over ranks cannot be compiled": lambda v: v["cp"] > 1 and v["compile"],
     "this schedule has a fixed number of stages per rank": lambda v: (
         v["schedule"] in FIXED and v["chunks"] not in (0, CHUNKS[v["schedule"]])

@@ -116,6 +116,8 @@ CASES = [
     ("llama", "cp=2 dp=2 zero=2 micro=2", "gloo"),
     ("gpt2", "cp=2 cp_method=ulysses tp=2 sp=true recompute=full micro=2", "host"),
     ("llama", "cp=3 pp=2 schedule=zb-h1 micro=2 zero=1 precision=bf16", "host"),
+    ("llama", "cp=4 cp_method=2x2 zero=3 recompute=full", "gloo"),
+    ("gpt2", "cp=3 cp_method=ring pp=2 micro=2 recompute=selective precision=bf16", "host"),
     ("wide", "tp=2 sp=true dp=2 zero=3 precision=fp8", "gloo"),
     ("wide", "pp=2 tp=2 sp=true schedule=zb-h1 micro=2 recompute=selective precision=fp8-rowwise", "host"),
 ]
