@@ -16,6 +16,8 @@ ranks that never called.
 """
 
 import datetime
+import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -295,9 +297,8 @@ class VirtualNCCL(PlaitGroup):
         else:
             stream.wait_stream(current_stream())
         self._num_calls += peer < 0  # messages are counted for each pair of ranks
-        native.operate(
-            stream.stream_id, f"nccl:{name}", [*reads], [*writes], self._number, self._num_calls, peer
-        )
+        number = self._num_calls if peer < 0 else _batch
+        native.operate(stream.stream_id, f"nccl:{name}", [*reads], [*writes], self._number, number, peer)
         for tensor in tensors if peer >= 0 else ():
             native.record_stream(tensor, stream.stream_id, f"nccl:{name}")
         data = None if any(map(native.is_large, tensors)) else start()
@@ -355,11 +356,31 @@ def _split(ranks: tuple[int, ...]) -> None:
         time.sleep(0.002)
 
 
+_batch = 0  # number of the messages that are one kernel of NCCL; 0: none is being made
+_batch_numbers = itertools.count(1)
+
+
+def _grouped(start: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`dist.batch_isend_irecv`, whose messages are one kernel: none waits for another."""
+
+    @functools.wraps(start)
+    def run(operations: Any) -> Any:
+        global _batch
+        _batch = next(_batch_numbers)
+        try:
+            return start(operations)
+        finally:
+            _batch = 0
+
+    return run
+
+
 def install() -> None:
     """Make the simulated NCCL torch's."""
     for module in (dist, c10d):
         module.ProcessGroupNCCL = VirtualNCCL  # type: ignore[misc, assignment]
         module.is_nccl_available = lambda: True  # type: ignore[assignment]
+    dist.batch_isend_irecv = _grouped(dist.batch_isend_irecv)  # type: ignore[assignment]
     c10d.default_pg_nccl_timeout = datetime.timedelta(minutes=10)
     c10d._NCCL_AVAILABLE = True
     torch.cuda.nccl.version = lambda: (2, 28, 3)  # type: ignore[assignment]

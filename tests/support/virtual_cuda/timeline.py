@@ -173,6 +173,7 @@ class _Graph:
         streams: dict[int, int] = defaultdict(lambda: host)
         events: dict[int, int] = {}
         num_messages: dict[tuple[object, ...], int] = defaultdict(int)
+        batches: dict[int, int] = {}  # the stream's node before the first message of a batch
         for entry in recording.log:
             kind = Kind(entry.kind)
             if kind is Kind.OP:
@@ -181,7 +182,11 @@ class _Graph:
                 host = self._add(launch_s, [host])
                 self._times[rank].launch_s += launch_s
                 ready = [streams[entry.stream], host]
-                if is_nccl:
+                if is_nccl and entry.peer >= 0 and entry.bytes:  # of a batch: none waits for another
+                    ready[0] = batches.setdefault(entry.bytes, streams[entry.stream])
+                    message = self._meet(rank, recording, entry, ready, num_messages)
+                    streams[entry.stream] = self._add(0.0, [streams[entry.stream], message])
+                elif is_nccl:
                     streams[entry.stream] = self._meet(rank, recording, entry, ready, num_messages)
                 else:
                     duration_s = self._hardware.operation_s(entry)
