@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, shown
 
-_SOFTMAX = ("eager", "sdpa", "flex_attention")
+SOFTMAX = ("eager", "sdpa", "flex_attention")
 _PREFIX = "plait_"  # before the name of the implementation that computes without a handler
 
 
@@ -199,12 +199,12 @@ def _configs(module: nn.Module) -> Iterator[Any]:
 def _registered(used: str) -> str:
     """The name of our functions that continue with those of the implementation `used`. Raises ModelError for
     a function of the user's, which may compute anything."""
-    if used not in _SOFTMAX and not used.startswith("flash_attention"):
+    if used not in SOFTMAX and not used.startswith("flash_attention"):
         raise ModelError(
-            "cp computes softmax attention, and the model has another implementation",
+            "the model has another attention than the softmax that cp computes, or that knows documents",
             given=f"attn_implementation={used}",
-            expected=", ".join(_SOFTMAX),
-            hint="model.set_attn_implementation('sdpa'), or a plan without cp",
+            expected=", ".join(SOFTMAX),
+            hint="model.set_attn_implementation('sdpa'), or a plan without cp and one document in each row",
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 
