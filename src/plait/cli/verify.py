@@ -55,6 +55,9 @@ def verify(
         typer.Option("--full/--shrink", help="Verify the full model, or a small copy: few layers, narrow."),
     ] = False,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 16,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Pack documents into rows; compare with each of them alone.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and data.")] = 0,
     device: Annotated[
         Device, typer.Option(help="Device of the ranks. Default: GPUs, if there is one for each rank.")
@@ -71,6 +74,8 @@ def verify(
     Exit code 0: they are equal; 1: they differ, or a rank died; 2: the plan is impossible.
     """
     check_outputs({"--json": json})
+    if packed and plan is None and plans is None and not num_ranks_of_all:
+        plan = "dp=1"
     _check_tolerance(tolerance)
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
     stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
@@ -86,7 +91,7 @@ def verify(
     source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full), layout)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
-    cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
+    cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance, packed) for p in selected]
     if plan is not None:
         check(cases[0])
     with temporary_folder(Path(tempfile.gettempdir()) / "plait-verify", 0o700) as folder:
