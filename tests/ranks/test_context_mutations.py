@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.engine import inputs
-from plait.models import Numbering
+from plait.models import Numbering, mask_decisions
 from plait.models.attention import MaskRule
 from plait.parallel.context import attention, kernels, tokens
 from support import hf_models, programs
@@ -42,10 +42,7 @@ def _without_window(function: Any) -> MaskRule:
     return replace(_read(function), before=None)
 
 
-def _one_document(batch: Any, num_tokens: int) -> Any:
-    return [[(0, num_tokens)]]
-
-
+_ONE_DOCUMENT = property(lambda documents: [[(0, documents.starts_BS.shape[1])]])
 _scatter, _read = attention._GatheredKeys.scatter, MaskRule.read
 _positions = Numbering.positions
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
@@ -54,7 +51,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "log-sum-exp of a block": (attention, "attend_backward", _backward_by_the_part),
     "gradients of keys not summed": (attention._GatheredKeys, "scatter", _own_gradients),
     "no window": (MaskRule, "read", _without_window),
-    "documents see each other": (tokens, "_documents", _one_document),
+    "documents see each other": (mask_decisions.Documents, "intervals", _ONE_DOCUMENT),
 }
 
 
