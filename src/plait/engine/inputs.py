@@ -174,12 +174,12 @@ class Inputs:
         self._numbering = numbering
         self._sequence, self._method = context.groups.sequence, context.plan.cp_method
         # The model, or why there is no copy of it: to be checked when the first packed rows come.
-        self._whole: nn.Module | Exception | None = None
+        self._unchecked: nn.Module | Exception | None = None
         if self._sequence.size == 1 and any(is_pretrained_model(module) for module in model.modules()):
             try:
-                self._whole = copy_to_meta(model)
+                self._unchecked = copy_to_meta(model)
             except Exception as error:  # any error of the model's attributes
-                self._whole = error
+                self._unchecked = error
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
 
     def of_step(self, batch: Batch | Sequence[Batch]) -> Sequence[Batch]:
@@ -244,16 +244,16 @@ class Inputs:
 
     def _check_documents(self) -> None:
         """Raise ModelError if documents would meet in the model. Once."""
-        if isinstance(self._whole, Exception):
+        if isinstance(self._unchecked, Exception):
             raise ModelError(
                 "documents of a row cannot be followed through a model that cannot be copied",
-                given=f"position_ids that start again; {type(self._whole).__name__}: {self._whole}",
+                given=f"position_ids that start again; {type(self._unchecked).__name__}: {self._unchecked}",
                 expected="a model for copy.deepcopy",
                 hint="one document in each row",
-            ) from self._whole
-        if self._whole is not None:
-            check_documents_apart(self._whole)
-            self._whole = None
+            ) from self._unchecked
+        if self._unchecked is not None:
+            check_documents_apart(self._unchecked)
+            self._unchecked = None
 
     def complete(self, outputs: Any, micro: Batch) -> Any:
         """A model's outputs for a micro-batch, with the tokens of all ranks. Collective."""

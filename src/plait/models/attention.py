@@ -201,10 +201,10 @@ def _registered(used: str) -> str:
     a function of the user's, which may compute anything."""
     if used not in SOFTMAX and not used.startswith("flash_attention"):
         raise ModelError(
-            "the model has another attention than the softmax that cp computes, or that knows documents",
+            "cp computes softmax attention, and the model has another implementation",
             given=f"attn_implementation={used}",
             expected=", ".join(SOFTMAX),
-            hint="model.set_attn_implementation('sdpa'), or a plan without cp and one document in each row",
+            hint="model.set_attn_implementation('sdpa'), or a plan without cp",
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 

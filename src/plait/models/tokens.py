@@ -157,8 +157,8 @@ def follow_tokens(
     model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, masks: bool = False
 ) -> TokenTrace:
     """Run the model on meta, or if that fails on the CPU, and follow the tokens of its batch. `batch`: an
-    example; None: token ids. `masks`: with masks of documents, which no handler takes. Raises ModelError if the model does not run, or has attention that cp cannot
-    divide."""
+    example; None: token ids. `masks`: with masks of documents, which no handler takes. Raises ModelError if
+    the model does not run, or has attention that cp cannot divide."""
     tokens = _length(model)
     example = _of_length(tokens, batch or token_batch(_SAMPLES, tokens))
     names = forward_names(model)

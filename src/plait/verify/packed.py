@@ -46,7 +46,7 @@ class PackedBatches:
         if step % _KINDS:
             mask = torch.ones_like(order)
             if step % _KINDS == 2:
-                mask[:, -(self.length // 4) :] = 0
+                mask[:, -max(1, self.length // 4) :] = 0
             batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, IGNORED_LABEL)}
         return batch
 
@@ -99,7 +99,7 @@ class Leak:
 
 
 def measured_leak(engine: Engine, spec: ModelSpec, samples: int) -> Leak:
-    """What changed tokens move: [Note: probe of documents]. Collective."""
+    """Measure what changed tokens move: [Note: probe of documents]. Collective."""
     largest, own = 0.0, float("inf")
     for kind in range(_KINDS):
         batch = divide(spec.make_batch(kind, samples), engine.data_ranks)[engine.data_rank]

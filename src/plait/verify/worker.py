@@ -46,7 +46,7 @@ _REFERENCE_READY = "plait: verify reference ready"
 
 @dataclass(frozen=True)
 class Case:
-    """One plan to verify. `samples`: per step, over all ranks. `packed`: its rows are packed, see packed.py."""
+    """One plan to verify. `samples`: per step, over all ranks. `packed`: see packed.py."""
 
     source: ModelSource
     plan: str
