@@ -1,7 +1,9 @@
 """Documents of packed rows: a changed token of one moves no output of another, and a row trains as its
 documents do alone; for every family, mask and mix."""
 
+import contextlib
 import functools
+import sys
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 import plait
 from plait.engine import inputs
 from plait.errors import ModelError
-from plait.models import check_documents_apart
-from plait.models.mask_decisions import Documents, documents_of
+from plait.models import check_documents_apart, mask_decisions
+from plait.models.mask_decisions import Documents, documents_apart, documents_of
 from plait.parallel.context import tokens
-from support import hf_models, programs
+from plait.verify import Outcome, Verdict
+from plait.verify.result import summary
+from support import hf_models, programs, verify_models
 from support.pool import Pool
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "gpt_neox", "phi", "mixtral", "gpt_oss")
@@ -127,6 +131,42 @@ def _leak_without_documents(*args: Any) -> tuple[float, float]:
 
     with mock.patch.object(inputs, "documents_of", one), mock.patch.object(tokens, "documents_of", one):
         return largest_leak(*args)
+
+
+def _verdict(plan: str, *, mutated: bool) -> Verdict | None:
+    with contextlib.ExitStack() as stack:
+        for module in (inputs, tokens) if mutated else ():
+            stack.enter_context(mock.patch.object(module, "documents_of", return_value=None))
+        return verify_models.verify_on_ranks(verify_models.TIED_LLAMA, plan, packed=True)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "cp=2"])
+def test_verify_proves_that_documents_are_apart_or_finds_that_they_are_not(pool: Pool, plan: str) -> None:
+    ranks = 1 if plan == "dp=1" else 2
+    right = pool.run(_verdict, ranks, plan, mutated=False)[0]
+    assert (right.outcome, right.leak) == (Outcome.SAME, 0.0)
+    assert right.max_error < 1e-12
+    assert "with each document alone" in summary(right)
+    wrong = pool.run(_verdict, ranks, plan, mutated=True)[0]
+    assert wrong.outcome is Outcome.DIFFERS
+    assert wrong.leak > 1e-4
+
+
+def test_flash_attention_is_given_the_documents_of_all_rows() -> None:
+    """The search of transformers finds them in batches of one row only."""
+    documents = documents_of(packed("padded"))
+    assert documents is not None
+
+    def attend(*_: Any, **given: Any) -> Any:
+        return given
+
+    q = torch.zeros(2, 4, 24, 8)
+    with documents_apart(documents):
+        found = mask_decisions._flash_of_documents(attend, None, q, q, q, None, max_length_q=None)
+        table = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS  # type: ignore[attr-defined]
+        assert table["flash_attention_2"].func is mask_decisions._flash_of_documents
+    assert found["cu_seq_lens_q"].tolist() == [0, 5, 6, 12, 21, 24, 35, 37, 48]
+    assert (found["cu_seq_lens_k"].dtype, found["max_length_q"]) == (torch.int32, 11)
 
 
 @pytest.mark.parametrize("plan", _PLANS)
