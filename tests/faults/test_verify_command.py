@@ -28,6 +28,14 @@ def test_a_right_plan_ends_with_code_0_and_a_full_json_report(tmp_path: Path) ->
     assert len(found["steps"]) == len(found["reference_steps"]) == 3
 
 
+def test_packed_rows_are_verified_in_one_process_or_refused_by_the_module() -> None:
+    out, _ = finish(start("verify", "--model", "llama", "--packed", "--steps", "2"))
+    assert "matches one process with each document alone: llama" in " ".join(out.split())
+    assert "0.0e+00 of a changed token reaches other documents" in " ".join(out.split())
+    _, error = finish(start("verify", "--model", "mamba", "--packed"), code=2)
+    assert "MambaMixer (backbone.layers.0.mixer): convolution" in " ".join(error.split())
+
+
 @pytest.mark.parametrize(
     ("build", "plan", "name", "suspect"),
     [

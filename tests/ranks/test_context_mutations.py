@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.engine import inputs
-from plait.models import Numbering
+from plait.models import Numbering, mask_decisions
 from plait.models.attention import MaskRule
 from plait.parallel.context import attention, kernels, keys, tokens
 from support import hf_models, programs
@@ -47,10 +47,7 @@ def _without_window(function: Any) -> MaskRule:
     return replace(_read(function), before=None)
 
 
-def _one_document(batch: Any, num_tokens: int) -> Any:
-    return [[(0, num_tokens)]]
-
-
+_ONE_DOCUMENT = property(lambda documents: [[(0, documents.starts_BS.shape[1])]])
 _summed, _read = keys.GatheredKeys.summed, MaskRule.read
 _positions = Numbering.positions
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
@@ -60,7 +57,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "gradients of keys not summed": (keys.GatheredKeys, "summed", _own_gradients),
     "gradients of the ring not sent": (keys.RingKeys, "summed", _first_gradients),
     "no window": (MaskRule, "read", _without_window),
-    "documents see each other": (tokens, "_documents", _one_document),
+    "documents see each other": (mask_decisions.Documents, "intervals", _ONE_DOCUMENT),
 }
 
 

@@ -86,6 +86,13 @@ OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "gemma3_text": {  # windows, and norms of queries and keys
+        "head_dim": 12,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
     **mixer_configs.CONFIGS,
 }
 WITH_EXPERTS = ("mixtral", "deepseek_v3")  # neither over rows nor with tokens cut

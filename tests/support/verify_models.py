@@ -40,10 +40,16 @@ TIED_LLAMA = ModelSource(config=shrink_config({"model_type": "llama", "tie_word_
 
 
 def verify_on_ranks(
-    source: ModelSource, plan: str, mutation: str = "", dtype: str = "float64", samples: int = 8
+    source: ModelSource,
+    plan: str,
+    mutation: str = "",
+    dtype: str = "float64",
+    samples: int = 8,
+    *,
+    packed: bool = False,
 ) -> Verdict | None:
     """Verify on every rank of the plan; rank 0 returns the verdict."""
-    job = Case(source, f"{plan} precision={_PRECISION[dtype]}", dtype, 3, samples, 12, 0)
+    job = Case(source, f"{plan} precision={_PRECISION[dtype]}", dtype, 3, samples, 12, 0, packed=packed)
     with MUTATIONS[mutation]() if mutation else nullcontext(), tempfile.TemporaryDirectory() as folder:
         return Verifier().run(job, connect(), Path(folder))
 

@@ -35,6 +35,12 @@ DIFFERS = 1
 _LAYERS = 4  # of a model made small, or as many as there are stages
 Dtype = Literal["float64", "float32", "bf16", "fp8", "fp8-rowwise"]
 Device = Literal["auto", "cpu", "cuda"]
+Packed = Annotated[
+    bool, typer.Option("--packed", help="Pack documents into rows; compare with each of them alone.")
+]
+Tolerance = Annotated[
+    float | None, typer.Option(min=0.0, help="Largest relative difference. Default: by dtype.")
+]
 
 
 @report_errors
@@ -55,14 +61,13 @@ def verify(
         typer.Option("--full/--shrink", help="Verify the full model, or a small copy: few layers, narrow."),
     ] = False,
     sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 16,
+    packed: Packed = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and data.")] = 0,
     device: Annotated[
         Device, typer.Option(help="Device of the ranks. Default: GPUs, if there is one for each rank.")
     ] = "auto",
     transport: Annotated[str, typer.Option(help="Transport of CPU ranks: host or gloo.")] = "auto",
-    tolerance: Annotated[
-        float | None, typer.Option(min=0.0, help="Largest relative difference. Default: by dtype.")
-    ] = None,
+    tolerance: Tolerance = None,
     json: Json = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
@@ -72,6 +77,7 @@ def verify(
     """
     check_outputs({"--json": json})
     _check_tolerance(tolerance)
+    plan = "dp=1" if packed and not (plan or plans or num_ranks_of_all) else plan
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
     stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
     from rich.console import Console
@@ -86,7 +92,7 @@ def verify(
     source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full), layout)
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
-    cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance) for p in selected]
+    cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance, packed) for p in selected]
     if plan is not None:
         check(cases[0])
     with temporary_folder(Path(tempfile.gettempdir()) / "plait-verify", 0o700) as folder:

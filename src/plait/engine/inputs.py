@@ -10,7 +10,8 @@ axis's ranks. Where entries come from:
                       leave out is decided in models/mask_decisions.py, from the values noted here
   position_ids        the data; without them the model numbers the tokens of each row
   document ids        no entry: a row is one document, or a window of the tokens regardless of documents
-                      (data/loader.py). Position ids that start again separate the documents of a row
+                      (data/loader.py). Position ids that start again separate the documents of a row, in
+                      every attention: [Note: documents of packed rows] in models/mask_decisions.py
 
 [Note: divisions of a batch]
 A batch is divided, in this order:
@@ -50,10 +51,15 @@ from plait.models import (
     IGNORED_LABEL,
     OF_TOKENS,
     Numbering,
+    PackedRows,
     Task,
     cast_entries,
+    check_documents_apart,
+    copy_to_meta,
+    documents_of,
     forward_names,
     input_embedding,
+    is_pretrained_model,
     label_keys,
     pretrained_base,
     remember_sources,
@@ -166,6 +172,13 @@ class Inputs:
         self._same_samples = context.groups.same_samples
         self._numbering = numbering
         self._sequence, self._method = context.groups.sequence, context.plan.cp_method
+        # The model, or why there is no copy of it: to be checked when the first packed rows come.
+        self._unchecked: nn.Module | Exception | None = None
+        if self._sequence.size == 1 and any(is_pretrained_model(module) for module in model.modules()):
+            try:
+                self._unchecked = copy_to_meta(model)
+            except Exception as error:  # any error of the model's attributes
+                self._unchecked = error
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
 
     def of_step(self, batch: Batch | Sequence[Batch]) -> Sequence[Batch]:
@@ -223,7 +236,23 @@ class Inputs:
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
         batch = prepared(micro, self._model, self._loss)
+        if self._sequence.size == 1 and (documents := documents_of(batch)) is not None:
+            self._check_documents()
+            return PackedRows(batch, documents)
         return own_tokens(batch, self._model, self._sequence, self._method, self._numbering)
+
+    def _check_documents(self) -> None:
+        """Raise ModelError if documents would meet in the model. Once."""
+        if isinstance(self._unchecked, Exception):
+            raise ModelError(
+                "documents of a row cannot be followed through a model that cannot be copied",
+                given=f"position_ids that start again; {type(self._unchecked).__name__}: {self._unchecked}",
+                expected="a model for copy.deepcopy",
+                hint="one document in each row",
+            ) from self._unchecked
+        if self._unchecked is not None:
+            check_documents_apart(self._unchecked)
+            self._unchecked = None
 
     def complete(self, outputs: Any, micro: Batch) -> Any:
         """A model's outputs for a micro-batch, with the tokens of all ranks. Collective."""

@@ -19,7 +19,7 @@ from plait.models.huggingface_names import (
     map_file_keys,
 )
 from plait.models.init_weights import initialize_weights, parameter_only_modules, seeded_rng
-from plait.models.mask_decisions import decided_on_cpu, remember_sources
+from plait.models.mask_decisions import PackedRows, decided_on_cpu, documents_of, remember_sources
 from plait.models.sharding.layout import with_layout
 from plait.models.sharding.plan import build_tp_plan
 from plait.models.stages.assign import DataflowCheck, plan_stages
@@ -41,7 +41,7 @@ from plait.models.task import (
     task_of,
     without_cache,
 )
-from plait.models.tokens import Numbering, check_tokens_apart, numbering_of
+from plait.models.tokens import Numbering, check_documents_apart, check_tokens_apart, numbering_of
 from plait.models.trace.modes import device_kernels
 from plait.models.trace.prepare import running_on_meta, token_batch
 from plait.models.trace.saved import BlockOutputs, activation_bytes, watch_activations
@@ -62,6 +62,7 @@ __all__ = [
     "DataflowCheck",
     "FlopFacts",
     "Numbering",
+    "PackedRows",
     "RecordedBatch",
     "SaveFormat",
     "SavedGroup",
@@ -76,6 +77,7 @@ __all__ = [
     "causal_lm_on_meta",
     "check_attends_backwards",
     "check_config_values",
+    "check_documents_apart",
     "check_forward",
     "check_integers",
     "check_tokens_apart",
@@ -84,6 +86,7 @@ __all__ = [
     "decided_on_cpu",
     "default_groups",
     "device_kernels",
+    "documents_of",
     "foreign_modules",
     "forward_inputs",
     "forward_names",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, shown
 
-_SOFTMAX = ("eager", "sdpa", "flex_attention")
+SOFTMAX = ("eager", "sdpa", "flex_attention")
 _PREFIX = "plait_"  # before the name of the implementation that computes without a handler
 
 
@@ -199,11 +199,11 @@ def _configs(module: nn.Module) -> Iterator[Any]:
 def _registered(used: str) -> str:
     """The name of our functions that continue with those of the implementation `used`. Raises ModelError for
     a function of the user's, which may compute anything."""
-    if used not in _SOFTMAX and not used.startswith("flash_attention"):
+    if used not in SOFTMAX and not used.startswith("flash_attention"):
         raise ModelError(
             "cp computes softmax attention, and the model has another implementation",
             given=f"attn_implementation={used}",
-            expected=", ".join(_SOFTMAX),
+            expected=", ".join(SOFTMAX),
             hint="model.set_attn_implementation('sdpa'), or a plan without cp",
         )
     from transformers import AttentionInterface, AttentionMaskInterface

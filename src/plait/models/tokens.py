@@ -21,7 +21,7 @@ tokens in rows together with each one's choice of experts, is taken as one opera
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatched
-from plait.models.mask_decisions import packing_nothing
+from plait.models.mask_decisions import Documents, documents_apart, packing_nothing
 from plait.models.sharding.features import BLANK, Features, copied, follow
 from plait.models.task import OF_TOKENS, forward_inputs, forward_names, pretrained_base, takes_keyword
 from plait.models.tensors import direct_tensors, storage_key
@@ -88,11 +88,13 @@ class TokenTrace:
     attentions  calls of dispatched attention
     mixed       operators on which the output depends, in order, one of each class and kind
     has_rows    the first output with tokens has them in its second dim
+    masked      classes of modules that use a mask of transformers
     """
 
     attentions: list[TracedAttention] = field(default_factory=list)
     mixed: list[Mixing] = field(default_factory=list)
     has_rows: bool = False
+    masked: set[str] = field(default_factory=set)
 
 
 def check_tokens_apart(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> TokenTrace:
@@ -116,6 +118,33 @@ def check_tokens_apart(model: nn.Module, batch: Mapping[str, Tensor] | None = No
     return trace
 
 
+def check_documents_apart(model: nn.Module) -> None:
+    """Raise ModelError for a model in which the documents of packed rows would meet: outside of attention
+    that gets its masks from transformers. Attention that a model computes itself is the product of queries
+    and keys, and of their softmax and values, in a module that uses such a mask."""
+    try:
+        trace = check_tokens_apart(model)
+    except ModelError as error:
+        base = pretrained_base(model)
+        is_own = base is not None and not getattr(base.config, "is_encoder_decoder", False)
+        trace = follow_tokens(model, masks=True) if is_own else TokenTrace()
+        if trace.masked and all(_is_masked(mixing, trace) for mixing in trace.mixed):
+            return
+        raise ModelError(
+            "documents of a row would see each other",
+            given=f"position_ids that start again; {error.fact}: {error.given}",
+            expected="a model whose tokens meet only in attention with masks of transformers",
+            hint="one document in each row",
+        ) from error
+
+
+_OF_ATTENTION = ("bmm", "baddbmm", "_softmax", "_scaled_dot_product")
+
+
+def _is_masked(mixing: Mixing, trace: TokenTrace) -> bool:
+    return mixing.kind in trace.masked and mixing.operator.startswith(_OF_ATTENTION)
+
+
 def _shown(mixing: Mixing) -> str:
     return f"{mixing.kind} ({mixing.module or 'the model'}): {mixing.operator}"
 
@@ -124,10 +153,12 @@ def _refused(fact: str, given: str, expected: str) -> ModelError:
     return ModelError(fact, given=given, expected=expected, hint="a plan without cp")
 
 
-def follow_tokens(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> TokenTrace:
+def follow_tokens(
+    model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, masks: bool = False
+) -> TokenTrace:
     """Run the model on meta, or if that fails on the CPU, and follow the tokens of its batch. `batch`: an
-    example; None: token ids. Raises ModelError if the model does not run, or has attention that cp cannot
-    divide."""
+    example; None: token ids. `masks`: with masks of documents, which no handler takes. Raises ModelError if
+    the model does not run, or has attention that cp cannot divide."""
     tokens = _length(model)
     example = _of_length(tokens, batch or token_batch(_SAMPLES, tokens))
     names = forward_names(model)
@@ -136,9 +167,9 @@ def follow_tokens(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -
         example.setdefault("position_ids", torch.arange(tokens).expand(len(ids), -1))
     attempts = [(traced, meta_like) for traced in traced_batches(model, example)]
     attempts.append((batch_with_values(model, example), zeros_like))
-    for handles, (traced, make) in itertools.product((True, False), attempts):
+    for handles, (traced, make) in itertools.product((False,) if masks else (True, False), attempts):
         try:  # without a handler if a model computes attention itself, from a mask that is dispatched
-            trace = _recorded(model, traced, make, handles=handles)
+            trace = _recorded(model, traced, make, handles=handles, masks=masks)
         except ModelError:
             raise
         except Exception as error:  # any error of the model's code without values
@@ -191,7 +222,12 @@ class _Handler:
 
 
 def _recorded(
-    model: nn.Module, batch: Mapping[str, Tensor], make: Callable[[Tensor], Tensor], *, handles: bool
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    make: Callable[[Tensor], Tensor],
+    *,
+    handles: bool,
+    masks: bool,
 ) -> ModelTrace:
     trace = ModelTrace()
 
@@ -200,7 +236,11 @@ def _recorded(
         trace.events.append(Attended(call, result))
         return result
 
-    handling = attention_by(_Handler(attend)) if handles else nullcontext()
+    handling: AbstractContextManager[None] = attention_by(_Handler(attend)) if handles else nullcontext()
+    if masks:
+        positions = batch["position_ids"].new_zeros(batch["position_ids"].shape)
+        keep = trace.masks.append
+        handling = documents_apart(Documents(positions == 0, positions, positions.device, keep))
     with prepared(model, make), without_dropout(), packing_nothing(), dispatched(model), handling:
         for module in filter(is_pretrained_model, model.modules()):  # looks for padding, to warn of it
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
@@ -218,6 +258,7 @@ class _TokenQuery:
         self._mixed: dict[tuple[str, str], Mixing] = {}  # the first one, by class and operator
         self._depends: dict[int, frozenset[Mixing]] = {}  # by storage
         self._blank: dict[int, Tensor] = {}  # memory of one value, by storage
+        self._masks = {storage_key(mask) for mask in trace.masks}  # and what is computed from them alone
         self._decided = frozenset[Mixing]()  # that decisions depend on
         self._running: list[str] = []
         self._experts: tuple[str, Features] | None = None  # that are running, and their tokens
@@ -306,6 +347,10 @@ class _TokenQuery:
         known = [tensor for tensor in tensors if id(tensor) in self._places]
         foreign = [t for t in tensors if id(t) not in self._places and self._is_long(t)]
         depends = self._dependencies(tensors)
+        if self._masks and self._running and (of_masks := self._masks & {*map(storage_key, tensors)}):
+            self.found.masked.add(type(self._modules[self._running[-1]]).__name__)
+            if len(of_masks) == len({*map(storage_key, tensors)}):
+                self._masks |= {*map(storage_key, results)}
         if call.func is _ATEN._local_scalar_dense.default:
             self._decided |= depends
         elif call.func.overloadpacket in _OF_ONE_VALUE and not self._repeats(call, [*known, *foreign]):

@@ -68,6 +68,8 @@ class Verdict:
     traffic            of rank 0 in the last step: (operation, calls, bytes)
     message            the error that refused the plan or ended the ranks, or the reason for different results
     evaluation         losses of an evaluation after the last step: of the ranks, and of the reference
+    leak               of packed rows: the largest change of a logit of one document, relative to the largest
+                       logit, when a token of another one is changed
     """
 
     model: str
@@ -84,6 +86,7 @@ class Verdict:
     traffic: tuple[tuple[str, int, int], ...] = ()
     message: str = ""
     evaluation: tuple[float, float] | None = None
+    leak: float | None = None
 
     @property
     def max_error(self) -> float:
@@ -148,6 +151,7 @@ def relative_error(actual: float, expected: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
+_ALONE = " with each document alone"
 _STYLES = {Outcome.SAME: "green", Outcome.DIFFERS: "red", Outcome.REFUSED: "yellow", Outcome.DIED: "red"}
 
 
@@ -168,8 +172,11 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 def summary(verdict: Verdict) -> str:
     """Return the verdict as a sentence."""
     case = f"{verdict.model}, {verdict.plan}, on {counted(verdict.num_ranks, 'rank')}"
+    change = f"{verdict.leak or 0:.1e} of a changed token reaches other documents"
+    of_documents = "" if verdict.leak is None else f"; {change}"
     if verdict.outcome is Outcome.SAME:
-        return f"matches one process: {case}; largest relative error {verdict.max_error:.1e}"
+        error = f"largest relative error {verdict.max_error:.1e}"
+        return f"matches one process{_ALONE if of_documents else ''}: {case}; {error}{of_documents}"
     if verdict.outcome is Outcome.REFUSED:
         return f"refused: {case}\n{verdict.message}"
     if verdict.outcome is Outcome.DIED:
@@ -179,8 +186,9 @@ def summary(verdict: Verdict) -> str:
         if verdict.suspects
         else "no simpler plan matches either"
     )
-    error = f"largest relative error {verdict.max_error:.1e}"
-    return f"does NOT match one process: {case}; {error}; {verdict.message or suspects}"
+    error = f"largest relative error {verdict.max_error:.1e}{of_documents}"
+    alone = _ALONE if of_documents else ""
+    return f"does NOT match one process{alone}: {case}; {error}; {verdict.message or suspects}"
 
 
 def summary_line(verdict: Verdict) -> str:

@@ -55,7 +55,7 @@ def train_reference(
     model: nn.Module,
     weights: Mapping[str, Tensor],
     batches: Sequence[Sequence[Sequence[Batch]]],
-    evaluated: Batch,
+    evaluated: Sequence[Batch],
     precision: Precision,
     loss: Loss | None,
     local_islands: tuple[LocalSteps, int],
@@ -179,11 +179,11 @@ def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         buffer.copy_(values[name])
 
 
-def _evaluate(model: nn.Module, batch: Batch, run: Run) -> float:
-    first = next(model.parameters())
+def _evaluate(model: nn.Module, batches: Sequence[Batch], run: Run) -> float:
+    first, names = next(model.parameters()), forward_names(model)
     with torch.no_grad():
-        total, count = run(model, on_device(batch, first.device, first.dtype, forward_names(model)))
-    return float(total) / float(count)
+        results = [run(model, on_device(batch, first.device, first.dtype, names)) for batch in batches]
+    return sum(float(total) for total, _ in results) / sum(float(count) for _, count in results)
 
 
 def _groups(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from plait.plan import AXES, Grid, Plan, Traffic, subtract_traffic
 from plait.plan.local_steps import LocalSteps
 from plait.plan.plan import FLOAT8
 from plait.verify.model_spec import ModelSource, ModelSpec, random_numbers, random_tokens
+from plait.verify.packed import PackedBatches, check_packed, documents_alone, measured_leak
 from plait.verify.result import (
     DEPENDS_ON_DIVISION,
     MAX_SHOWN,
@@ -44,7 +46,7 @@ _REFERENCE_READY = "plait: verify reference ready"
 
 @dataclass(frozen=True)
 class Case:
-    """One plan to verify. `samples`: per step, over all ranks."""
+    """One plan to verify. `samples`: per step, over all ranks. `packed`: see packed.py."""
 
     source: ModelSource
     plan: str
@@ -54,6 +56,7 @@ class Case:
     length: int
     seed: int
     tolerance: float | None = None
+    packed: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -82,7 +85,7 @@ class Case:
 
     def example(self, spec: ModelSpec, model: nn.Module) -> Mapping[str, Tensor] | None:
         """A batch to trace the model with; None: trace with token ids."""
-        has_others = spec.batch is not None or inputs_of(model)
+        has_others = (spec.batch is not None and not self.packed) or inputs_of(model)
         return _batch(self, spec, 0, model) if has_others else None
 
     @classmethod
@@ -123,6 +126,9 @@ def check(case: Case) -> tuple[ModelSpec, LayerProducts]:
             example_batch=case.example(spec, model),
         )
     )
+    if case.packed:
+        first = check_packed(model, spec, case.dtype)
+        spec = replace(spec, batch=PackedBatches(vocabulary_size(model) or 0, first, case.length, case.seed))
     return spec, LayerProducts.build(valid.plan, valid.float8)
 
 
@@ -146,6 +152,7 @@ class Verifier:
             warnings.filterwarnings("ignore", ".*CPUs have no float8 products")
             engine = _engine(case, spec, world, folder)
         weights = engine.full_parameters()
+        leak = measured_leak(engine, spec, case.samples) if case.packed else None
         if world.rank:
             world.store.wait_for(_REFERENCE_READY)  # may take longer than a step's timeout
             _train(case, spec, engine, None)
@@ -156,6 +163,11 @@ class Verifier:
         comparator = Comparator(case, expected, tolerances)
         verdict = _train(case, spec, engine, comparator)
         assert verdict is not None, "rank 0 has no verdict"
+        if leak is not None:
+            is_apart = leak.is_within(case.dtype)
+            return replace(
+                verdict, leak=leak.largest, outcome=verdict.outcome if is_apart else Outcome.DIFFERS
+            )
         division = (engine.plan.dp, engine.plan.micro)
         if verdict.outcome is Outcome.SAME or division == (islands, 1):
             return verdict
@@ -175,7 +187,7 @@ class Verifier:
         key = (case.source, case.dtype, case.seed)
         if self._key != key:  # the cache is for one source at a time
             self._key, self._weights, self._references = key, weights, {}
-        data = (case.num_steps, case.samples, case.length)
+        data = (case.num_steps, case.samples, case.length, case.packed)
         data_key = (division, products.layers.names, data, case.tolerance, case.local)
         for name, weight in weights.items():
             if not torch.equal(weight, self._weights[name]):
@@ -310,13 +322,15 @@ def _run_reference(
     model = spec.build_reference(precision.compute)
     products.convert(model)
     *batches, evaluated = [_batch(case, spec, step, model) for step in range(case.num_steps + 1)]
-    data = [[divide(share, micros) for share in divide(batch, shares)] for batch in batches]
-    trajectory = train_reference(model, weights, data, evaluated, precision, spec.loss, case.local)
+    parts = documents_alone if case.packed else partial(divide, num_parts=micros)
+    data = [[parts(share) for share in divide(batch, shares)] for batch in batches]
+    last = documents_alone(evaluated) if case.packed else [evaluated]
+    trajectory = train_reference(model, weights, data, last, precision, spec.loss, case.local)
     if case.dtype == "float64" or case.tolerance is not None:
         return trajectory, Tolerances(case.base_tolerance)
     float64 = Precision(torch.float64, torch.float64)
     in_float64 = spec.build_reference(torch.float64)
-    exact = train_reference(in_float64, weights, data, evaluated, float64, spec.loss, case.local)
+    exact = train_reference(in_float64, weights, data, last, float64, spec.loss, case.local)
     noise, step_noise = rounding_noise(trajectory, exact)
     if not math.isfinite(step_noise + sum(noise.values())):
         raise ModelError(

@@ -85,11 +85,13 @@ class ModelTrace:
     """Events of a run, in order. It keeps all tensors alive, so each has an `id` of its own.
 
     parameters, buffers   the ones that the run used, under all of their names
+    masks                 of documents, if it had such
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    masks: list[Any] = field(default_factory=list)
 
     @contextmanager
     def recording(

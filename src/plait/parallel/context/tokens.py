@@ -5,9 +5,9 @@ Every rank of `cp` has the complete rows of a micro-batch, and takes its own tok
 forward: ids, labels (which are shifted by then), padding and positions. What attention has to know of the
 other tokens, the borders of documents and of padding, is read here too; no layer reads a value on the host.
 
-Position ids that do not follow each other separate documents where transformers does so: of a model that
-passes them to its masks, without an attention mask. Then the rule of the mask is `packed`. Padding is at the
-ends of a row.
+Documents of packed rows are separated in every attention: see [Note: documents of packed rows] in
+models/mask_decisions.py. In other rows padding is at the ends; position ids that only jump forward begin a
+document where transformers says so, without an attention mask: then the rule of the mask is `packed`.
 """
 
 import itertools
@@ -25,7 +25,13 @@ from plait.comm import Group, all_gather
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL
 from plait.models.attention import Attention, MaskRule, attention_by
-from plait.models.mask_decisions import host_values, install_decisions
+from plait.models.mask_decisions import (
+    PackedRows,
+    documents_apart,
+    documents_of,
+    host_values,
+    install_decisions,
+)
 from plait.plan.context import Block, Interval, Segment, TokenOrder, Visible, blocks_of, divided
 
 _ANY = 1 << 40  # a distance of positions that none is
@@ -64,6 +70,7 @@ class SequenceShare:
 
     documents   of each sample, or of all
     kept        the tokens of each sample, or of all, that are no padding
+    is_packed   the documents are those of packed rows, in which padding is one, too
     """
 
     order: TokenOrder
@@ -71,6 +78,7 @@ class SequenceShare:
     documents: Sequence[Sequence[Interval]]
     kept: Sequence[Interval]
     device: torch.device
+    is_packed: bool = False
     _work: dict[tuple[MaskRule, int | None], list[Work]] = field(default_factory=dict)
     _masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
@@ -93,6 +101,9 @@ class SequenceShare:
         (num_tokens,) = lengths
         order = TokenOrder.of_method(method, num_tokens, group.size)
         device = batch[next(iter(shapes))].device
+        found = documents_of(batch)
+        if found is not None:
+            return cls(order, group.rank, found.intervals, [], device, is_packed=True)
         rows = _documents(batch, num_tokens), _kept(batch, num_tokens)
         return cls(order, group.rank, *rows, device)
 
@@ -138,7 +149,7 @@ class SequenceShare:
             ((0,), order.padded) if source is None else (order.starts(source), order.chunk)
         )
         samples_segments: list[list[Segment]] = [[((0, self.order.num_tokens), kept)] for kept in self.kept]
-        if rule.packed:
+        if rule.packed or self.is_packed:
             samples_segments = [[(each, each) for each in documents] for documents in self.documents]
         for sample, row in enumerate(samples_segments):
             samples = slice(None) if len(samples_segments) == 1 else slice(sample, sample + 1)
@@ -210,6 +221,8 @@ class SharedTokens(dict[str, Tensor]):
 
 def attention_of(micro: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """The context of a forward with a micro-batch."""
+    if isinstance(micro, PackedRows):
+        return documents_apart(micro.documents)
     if not isinstance(micro, SharedTokens):
         return nullcontext()
     install_decisions()
@@ -217,7 +230,7 @@ def attention_of(micro: Mapping[str, Tensor]) -> AbstractContextManager[None]:
 
 
 def _documents(batch: Mapping[str, Tensor], num_tokens: int) -> list[list[Interval]]:
-    """The documents of each sample; of one, if all have one."""
+    """The documents of each sample that jumps begin; of one sample, if all are one document."""
     positions = batch.get("position_ids")
     if positions is None or positions.ndim != 2 or positions.is_meta:
         return [[(0, num_tokens)]]
