@@ -56,8 +56,8 @@ def ulysses(folder: Path, precision: str, world: World) -> Contender:
 
 
 def no_communication(folder: Path, precision: str, world: World) -> Contender:
-    """What a rank computes, without messages: its tokens, and an equal share of one process' attention, which
-    is that of as many heads fewer. The numbers are of no use."""
+    """The work of a rank without messages: its tokens, and an equal share of one process' attention, which is
+    that of fewer heads. The numbers are of no use."""
 
     def attention(
         _: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, **__: Any
