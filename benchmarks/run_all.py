@@ -26,6 +26,8 @@ BENCHMARKS = (
     "data_parallel --ddp",
     "tensor_parallel",
     "tensor_grids",
+    "context_parallel",
+    "context_parallel --ranks=4",
     "pipeline",
     "stage_overhead",
     "local_steps",

@@ -91,7 +91,13 @@ def takes_part(contender: Contender, world: World) -> bool:
     return world.rank == 0 or not contender.alone
 
 
-def check(found: list[Contender], precision: str, batch: Batch, world: World) -> dict[str, float]:
+def check(
+    found: list[Contender],
+    precision: str,
+    batch: Batch,
+    world: World,
+    most_apart: dict[str, float] = MOST_APART,
+) -> dict[str, float]:
     """How far each contender's losses are from those of one process, on the rank where they are furthest.
     Ends the program when that is too far, or when they do not fall."""
     apart = {}
@@ -102,7 +108,7 @@ def check(found: list[Contender], precision: str, batch: Batch, world: World) ->
             right = losses
         off = (losses - right).abs().max().reshape(1)
         all_reduce(off, world.group, "max")
-        if not (bool((losses.diff() < 0).all()) and off.item() < MOST_APART[precision]):
+        if not (bool((losses.diff() < 0).all()) and off.item() < most_apart[precision]):
             sys.exit(
                 f"{contender.name} does not train as one process does in {precision}: "
                 f"{losses.tolist()}, not {right.tolist()}"

@@ -12,7 +12,6 @@ decay on norms and biases), the model's own loss, and the same batch on all rank
   gathers them, and every rank computes the whole loss.
 """
 
-import contextlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from peers import ADAMW, groups
 
 ONE_PROCESS = "torch, one process"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LossContext = Callable[[], contextlib.AbstractContextManager[None]]
+Backward = Callable[[nn.Module, Batch], Tensor]  # computes gradients; returns the loss
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,12 @@ class Contender:
 
 def one_process(folder: Path, precision: str) -> Contender:
     """Plain torch: the whole model, the whole batch, one thread."""
-    return _contender(ONE_PROCESS, _load(folder, precision), alone=True)
+    return contender(ONE_PROCESS, load(folder, precision), alone=True)
 
 
 def dtensor(folder: Path, precision: str) -> Contender:
     """torch's `parallelize_module`: heads, ffn and vocabulary are cut, the residual stream is whole."""
-    model, mesh = _load(folder, precision), _mesh()
+    model, mesh = load(folder, precision), _mesh()
     whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
     attended = PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": Replicate()},
@@ -84,20 +83,20 @@ def dtensor(folder: Path, precision: str) -> Contender:
             "lm_head": ColwiseParallel(use_local_output=False),
         },
     )
-    return _contender("torch DTensor", model, loss_parallel)
+    return contender("torch DTensor", model, _sharded_backward)
 
 
 def dtensor_layers(folder: Path, precision: str) -> Contender:
     """torch's tutorial: `parallelize_module` over the linear layers of blocks, and nothing else."""
-    model, mesh = _load(folder, precision), _mesh()
+    model, mesh = load(folder, precision), _mesh()
     for block in model.model.layers:
         parallelize_module(block, mesh, _linears(RowwiseParallel))
-    return _contender("torch DTensor, layers alone", model)
+    return contender("torch DTensor, layers alone", model)
 
 
 def dtensor_sequence(folder: Path, precision: str) -> Contender:
     """The same, with the residual stream cut over the sequence, as torchtitan has it."""
-    model, mesh = _load(folder, precision), _mesh()
+    model, mesh = load(folder, precision), _mesh()
     cut, whole = Shard(1), Replicate()
     gathered = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,))
     attended = PrepareModuleInput(
@@ -118,13 +117,13 @@ def dtensor_sequence(folder: Path, precision: str) -> Contender:
             "lm_head": ColwiseParallel(input_layouts=cut, use_local_output=False),
         },
     )
-    return _contender("torch DTensor, sequence", model, loss_parallel)
+    return contender("torch DTensor, sequence", model, _sharded_backward)
 
 
 def transformers_tp(folder: Path, precision: str) -> Contender:
     """`from_pretrained` with the model's own plan."""
     config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
-    return _contender("transformers tp", _load(folder, precision, distributed_config=config))
+    return contender("transformers tp", load(folder, precision, distributed_config=config))
 
 
 PEERS: dict[str, Callable[[Path, str], Contender]] = {
@@ -140,26 +139,26 @@ def installed(name: str) -> bool:
     return name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None
 
 
-def _contender(
-    name: str, model: nn.Module, around: LossContext = contextlib.nullcontext, *, alone: bool = False
+def backward_of_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Forward and backward of the model's own loss."""
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    found: Tensor = loss.detach()
+    return found.to_local() if isinstance(found, DTensor) else found
+
+
+def contender(
+    name: str, model: nn.Module, backward: Backward = backward_of_loss, *, alone: bool = False
 ) -> Contender:
-    """`around`: forward and backward."""
     optimizer = torch.optim.AdamW(_unmixed(groups(model)), fused=True, **ADAMW)
 
-    def backward(batch: Batch) -> Tensor:
-        with around():
-            loss = model(**batch, use_cache=False).loss
-            loss.backward()
-        found: Tensor = loss.detach()
-        return found.to_local() if isinstance(found, DTensor) else found
-
     def passes(batch: Batch) -> float:
-        loss = backward(batch)
+        loss = backward(model, batch)
         optimizer.zero_grad(set_to_none=True)
         return float(loss)
 
     def step(batch: Batch) -> float:
-        loss = backward(batch)
+        loss = backward(model, batch)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss)
@@ -167,9 +166,14 @@ def _contender(
     return Contender(name, passes, step, alone)
 
 
-def _load(folder: Path, precision: str, **options: Any) -> nn.Module:
+def load(folder: Path, precision: str, **options: Any) -> nn.Module:
     model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision], **options)
     return model.train()
+
+
+def _sharded_backward(model: nn.Module, batch: Batch) -> Tensor:
+    with loss_parallel():
+        return backward_of_loss(model, batch)
 
 
 def _mesh() -> DeviceMesh:

@@ -19,6 +19,7 @@ from support.small_device import small_device
 BENCHMARKS = ROOT / "benchmarks"
 HELPERS = {
     "common",
+    "context_peers",
     "ddp_peers",
     "llama",
     "markdown_table",
@@ -33,6 +34,7 @@ RANKS = {
     "broadcast": 3,
     "checkpoint": 2,
     "collectives": 2,
+    "context_parallel": 2,
     "data_parallel": 2,
     "pipeline": 2,
     "tensor_grids": 2,
