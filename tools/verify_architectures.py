@@ -187,7 +187,9 @@ def main() -> None:
     found = _read(table, page.read_text())
     if table.kept.exists():
         dates = json.loads(table.kept.read_text())
-        found = {kind: replace(of_kind, date=dates.get(kind, of_kind.date)) for kind, of_kind in found.items()}
+        found = {
+            kind: replace(of_kind, date=dates.get(kind, of_kind.date)) for kind, of_kind in found.items()
+        }
     empty = Found(str(datetime.date.today()))
     todo = {}
     for kind in arguments.kinds or table.kinds:
@@ -214,7 +216,9 @@ def _read(table: Table, text: str) -> dict[str, Found]:
     before, _, other = text.partition(f"\n{OTHER_HEADING}\n")
     part = other if table is OTHER else before
     dates = re.findall(r"\d{4}-\d\d-\d\d", part)
-    rows = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in part.splitlines() if line[:1] == "|"]
+    rows = [
+        [cell.strip() for cell in line[1:-1].split(" | ")] for line in part.splitlines() if line[:1] == "|"
+    ]
     num_columns = len(table.columns)
     kinds = {tuple(say(kind) for say in table.columns.values()): kind for kind in table.kinds}
     names = {[*key][-1]: kind for key, kind in kinds.items()}
@@ -225,7 +229,9 @@ def _read(table: Table, text: str) -> dict[str, Found]:
             plans = [title.strip("`") for title in row[num_columns:]]
         elif kind := kinds.get(tuple(row[:num_columns])):
             cells = zip(plans, row[num_columns:], strict=True)
-            found[kind] = Found(dates[0], {plan: cell for plan, cell in cells if plan in table.plans and cell})
+            found[kind] = Found(
+                dates[0], {plan: cell for plan, cell in cells if plan in table.plans and cell}
+            )
         elif len(row) == 3 and row[1].startswith("`"):  # of the refused plans
             reason, of_plans, models = row
             for kind in [kind for name, kind in names.items() if f", {name}, " in f", {models}, "]:
@@ -308,7 +314,10 @@ def _part(table: Table, found: dict[str, Found]) -> str:
         f"|{'---|' * len(titles)}",
     ]
     for kind, of_kind in built.items():
-        cells = [*(say(kind) for say in table.columns.values()), *(of_kind.cells.get(plan, "") for plan in table.plans)]
+        cells = [
+            *(say(kind) for say in table.columns.values()),
+            *(of_kind.cells.get(plan, "") for plan in table.plans),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     if table is CAUSAL:
         lines += ["", *(_wrapped(f"- {kinds}: {note}.", indent="  ") for kinds, note in NOTES.items())]
