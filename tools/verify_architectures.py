@@ -1,24 +1,23 @@
 """Verify every causal language model of transformers that builds small, and models of other kinds, and write
 docs/architectures.md.
 
-    python tools/verify_architectures.py docs/architectures.md causal|other [kind ...]
+    python tools/verify_architectures.py docs/architectures.md causal|other [--again] [kind ...]
 
-Writes the part of the page with one of the two tables. Needs the machine for half an hour or more (`other`: a
-quarter). The results are kept as JSON under build/, and a second call continues from them: kinds in that file
-are not run again, unless they are named. If there is no such file and kinds are named, the results of the
-others are read from the page, as far as their plans are verified, or refused for a reason in FACTS.
+Fills the empty cells of one of the two tables; with kinds, only theirs. `--again` verifies cells that are
+filled, too. All cells need the machine for an hour or more (`other`: a quarter of one). The page is written
+after every few kinds, so that a second call continues from it; their dates are kept under build/.
 """
 
+import argparse
 import datetime
 import json
 import re
-import sys
 import tempfile
 import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +33,7 @@ from plait.plan import Plan
 from plait.verify import Case, ModelSource, Outcome, Verdict, WorkerOptions, parse_source, verify
 
 PLANS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2", "pp=2 dp=2 tp=2 zero=1")
+CONTEXT_PLANS = ("cp=2", "cp=2 tp=2 pp=2 zero=1")
 TOOLS = Path(__file__).parent
 OTHER_HEADING = "## Other kinds"
 AT_ONCE = 8  # model types per start of the ranks
@@ -58,6 +58,21 @@ FACTS = {
     "lstm": "nn.LSTM is one module that runs all layers: it has no blocks, nor linear layers in them",
 }
 
+# Cells of plans that are refused for a reason that many kinds share, by a part of its text.
+SHORT = {
+    "the model does not leave attention to transformers' AttentionInterface": "own attention",
+    "the model mixes the tokens of a sequence outside of attention": "mixes tokens",
+    "a layer's attention is not one that cp divides": "special attention",
+    "the model has an attention mask that follows from more than positions": "special mask",
+    "cp computes softmax attention": "no softmax",
+    "an encoder-decoder has two sequences": "encoder-decoder",
+    "the model's output has no row for each token": "no row per token",
+    "the model numbers tokens in a way of its own": "own positions",
+    "the model does not run": "does not run on meta",
+    "the loss of this model's task is no sum over tokens": "loss",
+    "the heads do not divide over the ranks of cp": "heads",
+}
+
 NOTES = {
     "git": "with an image in each sample: its own loss leaves out an image's positions",
     "mllama": "with the vision model's output: without it, cross-attention blocks are not called",
@@ -69,26 +84,25 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Found:
-    """The results of a model type in the order of PLANS and their date, or why it cannot be built small.
+    """The results of a model type by plan and their date, or why it cannot be built small.
 
     cells       the largest differences, or outcomes
-    errors      of plans that are not verified: the outcome's reason, by plan
+    errors      of plans that are not verified: the outcome's reason
     """
 
     date: str
-    cells: list[str] = field(default_factory=list)
+    cells: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     reason: str = ""
 
-    @property
-    def is_whole(self) -> bool:
-        return not self.errors
+    def is_verified(self, plans: Iterable[str]) -> bool:
+        return all(self.cells.get(plan) for plan in plans) and not self.errors.keys() & {*plans}
 
-    @classmethod
-    def of(cls, date: str, kind: str, verdicts: Sequence[Verdict]) -> "Found":
-        pairs = zip(PLANS, verdicts, strict=True)
-        errors = {plan: _reason(kind, v) for plan, v in pairs if v.outcome is not Outcome.SAME}
-        return cls(date, [_cell(verdict) for verdict in verdicts], errors)
+    def updated(self, date: str, kind: str, verdicts: Mapping[str, Verdict]) -> "Found":
+        """These results, with those of some plans replaced."""
+        errors = {plan: reason for plan, reason in self.errors.items() if plan not in verdicts}
+        errors |= {plan: _reason(kind, v) for plan, v in verdicts.items() if v.outcome is not Outcome.SAME}
+        return Found(date, self.cells | {plan: _cell(v) for plan, v in verdicts.items()}, errors)
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,7 @@ class Table:
     columns     titles of the first columns, and what they say about a kind
     source      the model of a kind, or ModelError
     options     what plans of a kind need
+    plans       in the order of their columns
     """
 
     name: str
@@ -107,6 +122,7 @@ class Table:
     columns: Mapping[str, Callable[[str], str]]
     source: Callable[[str], ModelSource]
     options: Callable[[str], str]
+    plans: Sequence[str] = PLANS
 
     @property
     def kept(self) -> Path:
@@ -127,7 +143,8 @@ Results of `plait verify` on {{date}} for the causal language models of transfor
 {_MADE_SMALL}
 
 {{built}} of {{asked}} model types build small and run. **{{whole}} are verified under all {len(PLANS)}
-plans**; [another table](#refused-plans) says why the others are not. This page is written by
+plans without `cp`**, {{context}}; [another table](#refused-plans) says why the others are
+not. An empty cell: not run. This page is written by
 `python tools/verify_architectures.py docs/architectures.md causal`, and
 [the part on other kinds](#other-kinds) with `other`.""",
     sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
@@ -138,6 +155,7 @@ plans**; [another table](#refused-plans) says why the others are not. This page 
         else parse_source(kind, layers=LAYERS)
     ),
     lambda _: "",
+    (*PLANS, *CONTEXT_PLANS),
 )
 OTHER = Table(
     "other",
@@ -158,63 +176,93 @@ The loss is the model's own where it has one. Plans of models with BatchNorm hav
 
 
 def main() -> None:
-    page, table = Path(sys.argv[1]), {"causal": CAUSAL, "other": OTHER}[sys.argv[2]]
-    named = sys.argv[3:]
+    parser = argparse.ArgumentParser(description="See the top of this file.")
+    parser.add_argument("page", type=Path)
+    parser.add_argument("table", choices=[CAUSAL.name, OTHER.name])
+    parser.add_argument("kinds", nargs="*")
+    parser.add_argument("--again", action="store_true")
+    arguments = parser.parse_args()
+    page, table = arguments.page, {"causal": CAUSAL, "other": OTHER}[arguments.table]
     warnings.simplefilter("ignore")  # raised by the families themselves
-    is_continued = table.kept.exists()
-    if is_continued:
-        found = {kind: Found(**values) for kind, values in json.loads(table.kept.read_text()).items()}
-    else:
-        found = _read(table, page.read_text()) if named else {}
-    missing = [kind for kind in table.kinds if kind not in found]
-    left = named if named and is_continued else [*dict.fromkeys([*named, *missing])]
+    found = _read(table, page.read_text())
+    if table.kept.exists():
+        dates = json.loads(table.kept.read_text())
+        found = {
+            kind: replace(of_kind, date=dates.get(kind, of_kind.date)) for kind, of_kind in found.items()
+        }
+    empty = Found(str(datetime.date.today()))
+    todo = {}
+    for kind in arguments.kinds or table.kinds:
+        cells = {} if arguments.again else found.get(kind, empty).cells
+        if left := [plan for plan in table.plans if not cells.get(plan)]:
+            todo[kind] = left
     table.kept.parent.mkdir(exist_ok=True)
-    for start in range(0, len(left), AT_ONCE):
-        found |= _verified(table, left[start : start + AT_ONCE])
-        write_json(table.kept, {kind: vars(of_kind) for kind, of_kind in found.items()})
-    part = _part(table, {kind: found[kind] for kind in table.kinds if kind in found})
+    for start in range(0, max(len(todo), 1), AT_ONCE):
+        some = {kind: todo[kind] for kind in [*todo][start : start + AT_ONCE]}
+        found |= _verified(table, some, {kind: found.get(kind, empty) for kind in some})
+        write_json(table.kept, {kind: of_kind.date for kind, of_kind in found.items()})
+        _write(page, table, {kind: found[kind] for kind in table.kinds if kind in found})
+
+
+def _write(page: Path, table: Table, found: dict[str, Found]) -> None:
+    part = _part(table, found)
     before, _, other = page.read_text().partition(f"\n{OTHER_HEADING}\n")
     parts = [part, f"{OTHER_HEADING}\n{other}"] if table is CAUSAL else [before, part]
     page.write_text("\n".join(parts))
 
 
 def _read(table: Table, text: str) -> dict[str, Found]:
-    """Return the results in a table of the page, except those whose errors are not facts."""
+    """Return the results in a table of the page, by the titles of its columns."""
     before, _, other = text.partition(f"\n{OTHER_HEADING}\n")
     part = other if table is OTHER else before
     dates = re.findall(r"\d{4}-\d\d-\d\d", part)
-    kinds = {" | ".join(say(kind) for say in table.columns.values()): kind for kind in table.kinds}
-    rows = [line.strip("| ").rsplit(" | ", len(PLANS)) for line in part.splitlines()]
-    found = {}
-    for columns, *cells in rows:
-        kind = kinds.get(columns, "")
-        refused = [plan for plan, cell in zip(PLANS, cells, strict=False) if cell == Outcome.REFUSED.value]
-        known = all(re.fullmatch(r"~?\de[-+]\d+|refused", cell) for cell in cells)
-        if kind and known and (kind in FACTS or not refused):
-            found[kind] = Found(dates[0], cells, dict.fromkeys(refused, FACTS.get(kind, "")))
+    rows = [
+        [cell.strip() for cell in line[1:-1].split(" | ")] for line in part.splitlines() if line[:1] == "|"
+    ]
+    num_columns = len(table.columns)
+    kinds = {tuple(say(kind) for say in table.columns.values()): kind for kind in table.kinds}
+    names = {[*key][-1]: kind for key, kind in kinds.items()}
+    plans: list[str] = []
+    found: dict[str, Found] = {}
+    for row in rows:
+        if row[:num_columns] == [*table.columns]:
+            plans = [title.strip("`") for title in row[num_columns:]]
+        elif kind := kinds.get(tuple(row[:num_columns])):
+            cells = zip(plans, row[num_columns:], strict=True)
+            found[kind] = Found(
+                dates[0], {plan: cell for plan, cell in cells if plan in table.plans and cell}
+            )
+        elif len(row) == 3 and row[1].startswith("`"):  # of the refused plans
+            reason, of_plans, models = row
+            for kind in [kind for name, kind in names.items() if f", {name}, " in f", {models}, "]:
+                found[kind].errors.update({plan.strip("`"): reason for plan in of_plans.split(", ")})
+        elif len(row) == 2 and row[0] != "reason" and found:  # of types that cannot be built
+            found |= {kind: Found(dates[0], reason=row[0]) for kind in row[1].split(", ") if kind in names}
     return found
 
 
-def _verified(table: Table, kinds: Sequence[str]) -> dict[str, Found]:
-    today, sources, found = str(datetime.date.today()), {}, {}
-    for kind in kinds:
+def _verified(
+    table: Table, todo: Mapping[str, Sequence[str]], before: Mapping[str, Found]
+) -> dict[str, Found]:
+    """The results of kinds, with those of the given plans."""
+    today, found = str(datetime.date.today()), {}
+    sources: dict[str, ModelSource] = {}
+    for kind in todo:
         try:
             sources[kind] = table.source(kind)
         except ModelError as error:
             reason = FACTS.get(kind) or _cause(error).removeprefix(f"{kind}: ")
             found[kind] = Found(today, reason=reason.format(transformers=transformers.__version__))
-    jobs = [
-        _job(source, f"{plan} {table.options(kind)}", None)
-        for kind, source in sources.items()
-        for plan in PLANS
-    ]
+    asked = [(kind, plan) for kind in sources for plan in todo[kind]]
+    jobs = [_job(sources[kind], f"{plan} {table.options(kind)}", None) for kind, plan in asked]
     verdicts = _run(jobs)
     again = [n for n, verdict in enumerate(verdicts) if verdict.outcome is Outcome.DIFFERS]
     for number, verdict in zip(again, _run([_rough(jobs[n]) for n in again]), strict=True):
         if verdict.outcome is Outcome.SAME:
             verdicts[number] = verdict
-    for number, kind in enumerate(sources):
-        found[kind] = Found.of(today, kind, verdicts[number * len(PLANS) : (number + 1) * len(PLANS)])
+    for kind in sources:
+        of_kind = {plan: v for (other, plan), v in zip(asked, verdicts, strict=True) if other == kind}
+        found[kind] = before[kind].updated(today, kind, of_kind)
     return found
 
 
@@ -243,7 +291,7 @@ def _run(jobs: list[Case]) -> list[Verdict]:
 
 def _part(table: Table, found: dict[str, Found]) -> str:
     built = {kind: of_kind for kind, of_kind in found.items() if of_kind.cells}
-    titles = [*table.columns, *(f"`{plan}`" for plan in PLANS)]
+    titles = [*table.columns, *(f"`{plan}`" for plan in table.plans)]
     lines = [
         table.heading,
         "",
@@ -255,14 +303,21 @@ def _part(table: Table, found: dict[str, Found]) -> str:
             cpu=machine()["cpu"],
             built=len(built),
             asked=len(found),
-            whole=sum(of_kind.is_whole for of_kind in built.values()),
+            whole=sum(of_kind.is_verified(PLANS) for of_kind in built.values()),
+            context=" and ".join(
+                f"{sum(of_kind.is_verified([plan]) for of_kind in built.values())} under `{plan}`"
+                for plan in CONTEXT_PLANS
+            ),
         ),
         "",
         f"| {' | '.join(titles)} |",
         f"|{'---|' * len(titles)}",
     ]
     for kind, of_kind in built.items():
-        cells = [*(say(kind) for say in table.columns.values()), *of_kind.cells]
+        cells = [
+            *(say(kind) for say in table.columns.values()),
+            *(of_kind.cells.get(plan, "") for plan in table.plans),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     if table is CAUSAL:
         lines += ["", *(_wrapped(f"- {kinds}: {note}.", indent="  ") for kinds, note in NOTES.items())]
@@ -285,20 +340,18 @@ def _wrapped(text: str, indent: str = "", **values: object) -> str:
 
 def _errors(table: Table, built: dict[str, Found]) -> list[str]:
     name = [*table.columns.values()][-1]
-    errors = [
-        (reason, f"`{plan}`", name(kind))
-        for kind, of_kind in built.items()
-        for plan, reason in of_kind.errors.items()
-    ]
+    errors: dict[tuple[str, str], list[str]] = {}  # models, by reason and plans
+    for kind, of_kind in built.items():
+        for reason in dict.fromkeys(of_kind.errors.values()):
+            plans = ", ".join(f"`{plan}`" for plan in table.plans if of_kind.errors.get(plan) == reason)
+            errors.setdefault((reason, plans), []).append(name(kind))
     if not errors:
         return []
     level = "#" * (table.heading.count("#") + 1)
     title = "Refused plans" if table is CAUSAL else "Refused plans of other kinds"
     lines = ["", f"{level} {title}", "", "| reason | plans | models |", "|---|---|---|"]
-    for reason in _by_frequency(reason for reason, _, _ in errors):
-        plans = sorted({plan for other, plan, _ in errors if other == reason})
-        kinds = sorted({kind for other, _, kind in errors if other == reason})
-        lines.append(f"| {reason} | {', '.join(plans)} | {', '.join(kinds)} |")
+    for (reason, plans), models in sorted(errors.items(), key=lambda row: -len(row[1])):
+        lines.append(f"| {reason} | {plans} | {', '.join(models)} |")
     return lines
 
 
@@ -309,13 +362,20 @@ def _by_frequency(values: Iterable[str]) -> list[str]:
 def _cell(verdict: Verdict) -> str:
     if verdict.outcome is Outcome.SAME:
         return f"{'~' if verdict.tolerance > 1e-9 else ''}{verdict.max_error:.0e}"
-    return verdict.outcome.value
+    short = _short(verdict)
+    return f"{verdict.outcome.value}: {short}" if short else verdict.outcome.value
+
+
+def _short(verdict: Verdict) -> str:
+    if verdict.outcome is not Outcome.REFUSED:
+        return ""
+    return next((short for text, short in SHORT.items() if text in verdict.message), "")
 
 
 def _reason(kind: str, verdict: Verdict) -> str:
     """Return the fact about the model, or the error without details of the model, to group those that share
     it."""
-    if verdict.outcome is Outcome.REFUSED and kind in FACTS:
+    if verdict.outcome is Outcome.REFUSED and kind in FACTS and not _short(verdict):
         return FACTS[kind]
     if verdict.outcome is Outcome.DIFFERS:
         return f"differs by {verdict.max_error:.0e}; farthest: {verdict.worst_parameters[0].name}"

@@ -59,6 +59,7 @@ def test_a_recipe_for_gpus_fits_them_and_divides_its_batch(name: str) -> None:
 def test_every_recipe_runs_in_its_smallest_form(here: Path, name: str) -> None:
     small = {"run.steps": 2, "run.batch": 4, "schedule.warmup": 1, "model.config.num_hidden_layers": 1}
     small |= {"schedule.decay": 1, "batch_ramp.start": 2, "batch_ramp.step": 2} if name == "pretrain" else {}
+    small |= {"run.batch": 2, "data.sequence": 256} if name == "long" else {}
     run, out = train(name, here / f"small-{name}", **small)
     assert (run / "export" / "config.json").is_file()
     assert "perplexity" in out
@@ -72,12 +73,13 @@ def test_every_recipe_runs_in_its_smallest_form(here: Path, name: str) -> None:
     [
         ("pretrain", ("dp=2", "dp=1 micro=2"), {"batch_ramp.tokens": 6144}),
         ("documents", ("dp=2 micro=2 precision=fp32", "dp=4 precision=fp32"), {"loss_scale": ""}),
+        ("long", ("cp=2", "dp=2 micro=2"), {"data.sequence": 128, "run.batch": 8}),
     ],
 )
 def test_a_run_resumed_under_another_plan_has_the_same_samples_in_the_same_batches(
     here: Path, name: str, plans: tuple[str, str], changes: dict[str, Any]
 ) -> None:
-    """Over a ramp, and over documents in groups of similar length."""
+    """Over a ramp, over documents in groups of similar length, and over packed ones."""
     changes |= {"run.steps": 8, "schedule.warmup": 0, "run.checkpoint_every": 4, "run.log_every": 1}
     if name == "pretrain":
         changes |= {"schedule.decay": 2, "optimizer.groups": '[{match="*.mlp.*", lr=0.0}]'}

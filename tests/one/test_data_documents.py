@@ -1,4 +1,4 @@
-"""Samples that are documents: their boundaries, padding, and orders that group them by length."""
+"""Samples that know their documents: boundaries, padding, packed rows, and orders that group by length."""
 
 import itertools
 import json
@@ -18,8 +18,8 @@ from plait.data import sources
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, TokenStream
-from plait.data.documents import Documents, check_documents
-from plait.data.loader import Batches
+from plait.data.documents import Documents, PackedDocuments, check_documents
+from plait.data.loader import Batches, Windows
 from plait.data.sampler import BatchSizes, LengthGroups, SampleOrder
 from plait.data.tokenizer import read_tokenizer
 from plait.errors import DataError
@@ -125,6 +125,25 @@ def test_shares_of_ranks_and_micro_batches_are_those_of_the_global_batch(tmp_pat
 
     assert documents(1, None) == documents(2, 2) == documents(4, 1) == documents(1, 4)
     assert isinstance(Batches(samples, order, BatchSizes(8), micro=1)[0], list)
+
+
+def test_positions_of_packed_documents_start_again_after_each_end(tmp_path: Path) -> None:
+    """Document n has n tokens and the end, 0: the second row begins within the fourth document."""
+    ids = [token for n in range(1, 6) for token in [10 + n] * n + [0]]
+    np.array(ids, dtype="<u2").tofile(tmp_path / "a")
+    stream = TokenStream("training", [(tmp_path / "a", len(ids))], "uint16")
+    samples = pickle.loads(pickle.dumps(PackedDocuments(Windows(stream, 10), 0)))
+    assert len(samples) == 2
+    batch = samples.batch(np.arange(2))
+    assert batch["input_ids"].tolist() == [ids[:10], ids[9:19]]
+    assert batch["position_ids"].tolist() == [
+        [0, 1, 0, 1, 2, 0, 1, 2, 3, 0],
+        [0, 1, 2, 3, 4, 0, 1, 2, 3, 4],
+    ]
+    assert batch["labels"].tolist() == [
+        [11, 0, -100, 12, 0, -100, 13, 13, 0, -100],
+        [14, 14, 14, 14, 0, -100, 15, 15, 15, 15],
+    ]
 
 
 def test_labels_of_another_length_than_the_tokens_are_an_error() -> None:

@@ -11,5 +11,5 @@ build.py      all shards -> a directory of tokens; restartable
 dataset.py    a checked directory of tokens, as two streams
 sampler.py    sample order: a pure function of (seed, epoch, sample number)
 loader.py     samples and their order as a torch DataLoader
-documents.py  samples of one document each, of unequal length, as padded batches
+documents.py  samples that know where documents begin: one each, padded, or several packed into a row
 """

@@ -44,8 +44,9 @@ class DataConfig(BaseModel):
 
     `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
     `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `samples`: `windows` of `sequence`
-    tokens each, across documents, or `documents`, each truncated to `sequence` tokens and padded to a
-    multiple of `pad_to_multiple_of`; `group_by_length` batches are sorted by length together (0: none).
+    tokens each, across documents; `packed`, the same with documents separated; or `documents`, each truncated
+    to `sequence` tokens and padded to a multiple of `pad_to_multiple_of`; `group_by_length` batches are
+    sorted by length together (0: none).
     `errors`: `raise` at files and rows that are not text, or `skip` them.
     `validation` is a fraction of the documents. `workers` load batches; `build_workers` tokenize (0: this
     process; None: one per core if the corpus is large enough). `verify` hashes the token files at start.
@@ -58,7 +59,7 @@ class DataConfig(BaseModel):
     text_key: str = "text"
     errors: Literal["raise", "skip"] = "raise"
     sequence: int = Field(ge=2, le=MAX_COUNT)
-    samples: Literal["windows", "documents"] = "windows"
+    samples: Literal["windows", "packed", "documents"] = "windows"
     pad_to_multiple_of: int = Field(default=1, ge=1, le=MAX_COUNT)
     group_by_length: int = Field(default=0, ge=0, le=MAX_COUNT)
     order: Literal["random", "sequential"] = "random"

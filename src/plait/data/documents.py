@@ -1,4 +1,4 @@
-"""Samples of unequal length: one document each, and batches of them.
+"""Samples that know where documents begin: one document each, of unequal length, or rows of several.
 
 [Note: padding]
 Samples are padded on the right. In causal attention no position depends on later ones, so padding changes no
@@ -9,6 +9,12 @@ which losses ignore.
 Token files contain documents one after the other, each with its end token. If this token is a special one,
 the tokenizer never produces it from text; an ordinary one may also occur inside documents. The index records
 the number of documents, so the end tokens are counted before a run.
+
+[Note: packed documents]
+A row of packed documents is a window of the stream, so no position holds padding. Its position ids start
+again at 0 after each end token, which is what separates documents in attention: see engine/inputs.py. The
+first token of a document is no target, as nothing of its document precedes it. A document that continues in
+the next window starts again there, with that window's first token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from plait.data.dataset import TokenStore, TokenStream
-from plait.data.loader import Batch
+from plait.data.loader import Batch, Windows
 from plait.data.sampler import Int64s
 from plait.errors import DataError
 from plait.models import IGNORED_LABEL
@@ -97,6 +103,27 @@ class Documents:
         """The documents with these indices, padded: see `PaddingCollator`."""
         rows = zip(self._starts[indices].tolist(), self.lengths[indices].tolist(), strict=True)
         return self._collator([torch.from_numpy(self._stream.read(*row)) for row in rows])
+
+
+class PackedDocuments:
+    """Windows of a stream as rows of separate documents: see [Note: packed documents]."""
+
+    def __init__(self, windows: Windows, end_of_document: int) -> None:
+        self.name = windows.name
+        self._windows = windows
+        self._end = end_of_document
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def batch(self, indices: Int64s) -> Batch:
+        """{"input_ids", "labels", "position_ids"}: (b, S) int64."""
+        ids_BS = self._windows.batch(indices)["input_ids"]
+        begins_BS = pad(ids_BS[:, :-1] == self._end, (1, 0))
+        columns_S = torch.arange(ids_BS.shape[1])
+        first_BS = torch.where(begins_BS, columns_S, 0).cummax(1).values
+        labels_BS = ids_BS.masked_fill(begins_BS, IGNORED_LABEL)
+        return {"input_ids": ids_BS, "labels": labels_BS, "position_ids": columns_S - first_BS}
 
 
 def check_documents(store: TokenStore) -> None:

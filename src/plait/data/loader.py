@@ -18,7 +18,7 @@ Batch = dict[str, Tensor]
 
 
 class Samples(Protocol):
-    """The samples of one split: `Windows` or `Documents`. Pickled for each worker process.
+    """The samples of one split: `Windows`, `PackedDocuments` or `Documents`. Pickled for each worker process.
 
     name    of the samples in messages, e.g. "training sequences of 9 tokens"
     """

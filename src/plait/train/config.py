@@ -299,10 +299,10 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     recipe.loss_scale.scaling()
     for key in ("pad_to_multiple_of", "group_by_length"):
         value = getattr(recipe.data, key)
-        if recipe.data.samples == "windows" and value != DataConfig.model_fields[key].default:
+        if recipe.data.samples != "documents" and value != DataConfig.model_fields[key].default:
             raise ConfigError(
-                f"data.{key} has no effect on windows, which all have data.sequence tokens",
-                given=f"data.{key} = {value}, data.samples = 'windows'",
+                f"data.{key} has no effect on samples that all have data.sequence tokens",
+                given=f"data.{key} = {value}, data.samples = {recipe.data.samples!r}",
                 expected="samples of different lengths",
                 hint="data.samples = 'documents'",
             )

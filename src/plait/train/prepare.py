@@ -18,7 +18,7 @@ from plait.comm import World
 from plait.data.build import build
 from plait.data.config import INDEX, DataConfig
 from plait.data.dataset import TokenStore, TokenStream, open_store
-from plait.data.documents import Documents, PaddingCollator, check_documents
+from plait.data.documents import Documents, PackedDocuments, PaddingCollator, check_documents
 from plait.data.loader import Batch, Batches, Samples, Windows, check_samples, loader
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
 from plait.data.tokenizer import read_tokenizer
@@ -136,12 +136,13 @@ class ResolvedRun:
 
     def _samples(self, stream: TokenStream) -> tuple[Samples, Order]:
         data, batch = self.recipe.data, self.recipe.run.batch
-        samples: Windows | Documents
-        if data.samples == "windows":
-            samples = Windows(stream, data.sequence)
-        else:
-            end = self.store.index.end_of_document
+        end = self.store.index.end_of_document
+        samples: Windows | PackedDocuments | Documents
+        if data.samples == "documents":
             samples = Documents(stream, end, PaddingCollator(end, data.pad_to_multiple_of, data.sequence))
+        else:
+            samples = Windows(stream, data.sequence)
+            samples = PackedDocuments(samples, end) if data.samples == "packed" else samples
         check_samples(samples, batch)
         order = SampleOrder(len(samples), self.recipe.run.seed, data.order)
         if isinstance(samples, Documents) and data.group_by_length:
@@ -151,7 +152,7 @@ class ResolvedRun:
 
     def check_samples(self) -> None:
         """Raise DataError unless there are samples for every batch."""
-        if self.recipe.data.samples == "documents":
+        if self.recipe.data.samples != "windows":
             check_documents(self.store)
         _ = self.train_samples, self.validation_samples if self.recipe.run.evaluate_every else None
 
@@ -162,7 +163,7 @@ class ResolvedRun:
 
 
 def _document_facts(data: DataConfig) -> dict[str, object]:
-    return {"kind": "documents", "group_by_length": data.group_by_length}
+    return {"kind": data.samples, "group_by_length": data.group_by_length}
 
 
 def prepare(
