@@ -19,6 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
+
+from plait.errors import PlanError
+from plait.plan.sharding import split_heads
 
 METHODS = ("auto", "allgather", "ulysses")  # values of `cp_method`
 Interval = tuple[int, int]  # start and stop
@@ -155,13 +159,72 @@ def ulysses_kv_heads(heads: int, kv_heads: int, num_ranks: int) -> int | None:
     return copies if heads % num_ranks == 0 and heads % copies == 0 else None
 
 
+def gathered_kv_heads(heads: int, kv_heads: int, num_ranks: int) -> int:
+    """Kv heads whose keys and values `allgather` gathers at once: so many that these take no more memory than
+    the rank's queries and outputs."""
+    most = min(kv_heads, max(1, heads // num_ranks))
+    return next(step for step in range(most, 0, -1) if kv_heads % step == 0)
+
+
+class AttentionMessages(NamedTuple):
+    """Collectives of an attention over the ranks of cp: calls in a forward and in its backward, and elements
+    of the full tensor of one, for each of a rank's tokens."""
+
+    op: str
+    forward: int
+    backward: int
+    elements: float
+
+
+def attention_messages(
+    method: str, heads: int, kv_heads: int, width: int, num_ranks: int
+) -> list[AttentionMessages]:
+    """The collectives of an attention. `width`: of a key and a value. Raises PlanError if the heads do not
+    divide."""
+    if method == "allgather":
+        at_once = gathered_kv_heads(heads, kv_heads, num_ranks)
+        calls, full = kv_heads // at_once, num_ranks * at_once * width
+        gathers = AttentionMessages("all-gather", calls, calls, full)
+        return [gathers, AttentionMessages("reduce-scatter", 0, calls, full)]
+    copies = ulysses_kv_heads(heads, kv_heads, num_ranks)
+    if copies is None:
+        raise PlanError(
+            "the heads do not divide over the ranks of cp",
+            given=f"{heads} heads and {kv_heads} kv heads on each column of tp, cp={num_ranks}",
+            expected="heads that are a multiple of cp (and of the kv heads, if these are fewer)",
+            hint="cp_method=allgather",
+        )
+    # Queries, keys and values to heads, and outputs to tokens; the reverse in backward. Of mean size.
+    return [AttentionMessages("all-to-all", 2, 2, (heads + copies) * width / 2)]
+
+
 def received_elements(method: str, heads: int, kv_heads: int, width: int, num_ranks: int) -> float | None:
     """Elements that a rank receives for each of its tokens, in forward and backward of an attention; None:
     the heads do not divide. `width`: of a key and a value."""
-    if method == "allgather":
-        return 3.0 * (num_ranks - 1) * kv_heads * width  # gathered twice, and their gradients
-    copies = ulysses_kv_heads(heads, kv_heads, num_ranks)
-    return None if copies is None else 2 * (num_ranks - 1) / num_ranks * (heads + copies) * width
+    if method == "ulysses" and ulysses_kv_heads(heads, kv_heads, num_ranks) is None:
+        return None
+    messages = attention_messages(method, heads, kv_heads, width, num_ranks)
+    total = sum((each.forward + each.backward) * each.elements for each in messages)
+    return (num_ranks - 1) * total / num_ranks
+
+
+def heads_of_columns(heads: int, kv_heads: int, columns: int) -> list[tuple[int, int]]:
+    """Heads and kv heads of an attention on each column of `tp`."""
+    if heads < columns or heads % kv_heads:
+        return [(heads, kv_heads)]  # gathered, or refused by the tensor plan
+    split = split_heads(heads, kv_heads, columns)
+    pairs = zip(split.queries, split.keys, strict=True)
+    return [(q_stop - q, k_stop - k) for (q, q_stop), (k, k_stop) in pairs]
+
+
+def method_of(method: str, attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
+    """The method of a plan with this `cp_method` for attentions of (heads, kv heads, width) on each rank.
+    Raises PlanError if their heads do not divide."""
+    if method == "auto":
+        return method_that_sends_least(attentions, num_ranks)
+    for each in attentions:
+        attention_messages(method, *each, num_ranks)
+    return method
 
 
 def method_that_sends_least(attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:

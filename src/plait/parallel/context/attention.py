@@ -36,7 +36,7 @@ from plait.models import Numbering
 from plait.models.attention import AttentionCall
 from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
 from plait.parallel.context.tokens import SequenceShare, SharedTokens, Work
-from plait.plan.context import num_chunks, ulysses_kv_heads
+from plait.plan.context import gathered_kv_heads, num_chunks, ulysses_kv_heads
 
 _LABEL = "attention"
 
@@ -191,14 +191,11 @@ class _Attention(Function):
 
 
 def _head_groups(q: Tensor, k: Tensor, keys: _GatheredKeys | None) -> list[tuple[slice, slice]]:
-    """Slices of the heads, and of their kv heads, that are computed at the same time: so many that gathered
-    keys and values take no more memory than the rank's queries and outputs."""
+    """Slices of the heads, and of their kv heads, that are computed at the same time."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if keys is None:
         return [(slice(None), slice(None))]
-    gathered_at_once = max(1, heads // keys.size)
-    step = next(step for step in range(min(kv_heads, gathered_at_once), 0, -1) if kv_heads % step == 0)
-    each = heads // kv_heads
+    step, each = gathered_kv_heads(heads, kv_heads, keys.size), heads // kv_heads
     return [(slice(at * each, (at + step) * each), slice(at, at + step)) for at in range(0, kv_heads, step)]
 
 
