@@ -19,6 +19,7 @@ from plait.engine.inputs import check_targets
 from plait.engine.spec import Arguments, validate
 from plait.errors import ModelError, PlanError
 from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatch_attention
+from plait.models.mask_decisions import install_decisions
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.context import attention, kernels, tokens
 from plait.plan import Plan
@@ -70,10 +71,11 @@ def test_a_handler_computes_attention_and_without_one_transformers_does() -> Non
     ids, saved = torch.arange(LENGTH)[None], model.config.to_dict()
     expected = model(ids, use_cache=False).logits
     dispatch_attention(model)
+    install_decisions()  # as every step has it
     recorder = _Recorder()
     with attention_by(recorder):
         model(ids, use_cache=False)
-    assert recorder.rules == [MaskRule(before=8, after=0), MaskRule(after=0)]
+    assert recorder.rules == [MaskRule(before=8, after=0, packed=True), MaskRule(after=0, packed=True)]
     assert torch.equal(model(ids, use_cache=False).logits, expected)
     assert model.config.to_dict() == saved
 

@@ -180,8 +180,7 @@ def test_models_have_their_published_sizes(name: str) -> None:
     ("words", "fact"),
     [
         (("--plan", "dp=4 ep=8"), "expert parallelism is not implemented yet"),
-        (("--plan", "dp=4 cp=2"), "the planner does not know the time of context parallelism"),
-        (("--pin", "cp=2"), "the planner does not know the time of context parallelism"),
+        (("--pin", "cp=3 tp=8"), "no plan of 8 devices has the pinned values"),
     ],
 )
 def test_parallelism_that_is_missing_is_named(config: str, words: tuple[str, str], fact: str) -> None:
@@ -209,7 +208,7 @@ def test_an_answer_says_what_the_planner_does_not_know(config: str) -> None:
     work = ("--cluster", "dgx-a100:8", "--batch-tokens", "1M", "--seq", "32768", "--top", "1")
     code, text = run("--model", "mixtral-8x7b", *work, "--pin", "tp=16 pp=1 zero=3 recompute=full")
     assert code == 0, text
-    for words in ("not calibrated", "Context parallelism is not implemented yet", "(tp across hosts)"):
+    for words in ("not calibrated", "(tp across hosts)"):
         assert words in text
     code, text = run("--model", config, *WORK, "--pin", "tp=2 pp=1")
-    assert not any(words in text for words in ("calibrated", "Context", "across"))
+    assert not any(words in text for words in ("calibrated", "across"))

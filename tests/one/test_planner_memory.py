@@ -11,10 +11,10 @@ from plait.estimate.explain import explain
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 from plait.plan.comm_log import sum_traffic
-from plait.plan.events import ring_bytes
+from plait.plan.events import ring_bytes, step_events, sum_events
 from plait.planner import ModelShape, Software, Workload, cluster, estimate_step
 from plait.planner.memory import kept_bytes
-from plait.planner.traffic import sent_bytes
+from plait.planner.traffic import rank_facts, sent_bytes
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 4096, "hidden_size": 512}
 LLAMA |= {
@@ -27,7 +27,7 @@ GPT: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 512, 
 GPT |= {"n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}
 SEQUENCES, LENGTH = 2, 512
 # Relative differences: what recomputation gathers again, and the last block's gather under sp, are left out.
-TRAFFIC = {"pp": 1e-4, "replicate": 1e-4, "shard": 0.08, "row": 0.11, "col": 0.19}
+TRAFFIC = {"pp": 1e-4, "replicate": 1e-4, "shard": 0.08, "cp": 1e-4, "row": 0.11, "col": 0.19}
 STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime", "host")
 
 
@@ -43,6 +43,10 @@ STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime"
         (LLAMA, "pp=4 dp=2 micro=8", 0.015),
         (LLAMA, "pp=2 micro=4 schedule=zb-h1", 0.015),
         (LLAMA, "pp=2 micro=4 schedule=zbv", 0.015),
+        (LLAMA, "cp=4 zero=1", 0.015),
+        (LLAMA, "cp=4 cp_method=ulysses", 0.015),
+        (LLAMA, "dp=2 cp=2 tp=2 sp=true zero=3 recompute=full", 0.07),
+        (LLAMA, "pp=2 cp=2 micro=4 recompute=selective", 0.06),
         (LLAMA, "dp=2 zero=1 offload=cpu recompute=selective", 0.01),
         (GPT, "dp=8 zero=1", 0.02),
         (GPT, "pp=2 tp=2 micro=4 schedule=interleaved", 0.05),
@@ -71,3 +75,30 @@ def test_the_planner_and_explain_count_the_same_bytes(
     theirs = max((ranks.memory for ranks in explained.rank_classes), key=lambda use: use.total)
     for name in STATES:
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.005), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "every=2", "full"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cp=2",
+        "cp=4",
+        "cp=8 cp_method=ring",
+        "cp=4 cp_method=allgather",
+        "cp=4 cp_method=ulysses",
+        "cp=4 cp_method=2x2",
+        "cp=2 tp=4",
+    ],
+)
+def test_the_messages_of_attention_are_those_of_explain_to_the_byte(text: str, recompute: str) -> None:
+    """Calls and bytes of each operation, of gradients and of what is recomputed too."""
+    plan = Plan.parse(f"{text} micro=3 precision=bf16 recompute={recompute}")
+    ids = torch.zeros((SEQUENCES, LENGTH), dtype=torch.long, device="meta")
+    node = HypotheticalRanks("nccl", plan.num_ranks, torch.device("cuda"))
+    explained = explain(Arguments(causal_lm_on_meta(LLAMA), plan), {"input_ids": ids, "labels": ids}, node)
+    facts = rank_facts(ModelShape.from_config(LLAMA), plan, Workload(LENGTH, 3 * SEQUENCES), 0)
+    events = [event for event in step_events(facts) if event.strand == "layers"]
+    [ranks, *_] = explained.rank_classes
+    theirs = {key: count for key, count in ranks.traffic["layers"].items() if key.axes == ("cp",)}
+    assert theirs
+    assert {key: count for key, count in sum_events(events).items() if key.axes == ("cp",)} == theirs

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -19,7 +20,7 @@ from plait.planner.best_first import Field, Search
 from plait.planner.bounds import EstimateCache
 from plait.planner.plan_families import PlanFamily
 from plait.planner.search import parts
-from plait.planner.space import Decided, Space, read_pins
+from plait.planner.space import LEAST_TOKENS, Decided, Space, read_pins
 from plait.planner.step_estimate import StepEstimate
 
 SMALL = ModelShape.parse("layers=4 hidden=1024 heads=8 kv_heads=2 ffn=2816 vocab=32000 gated=true")
@@ -32,36 +33,38 @@ def small_cluster(devices: int, memory_gib: float = 80) -> Cluster:
 
 
 def fields(model: ModelShape, machine: Cluster, work: Workload, pins: str = "") -> list[Field]:
-    space = Space(model, machine.num_devices, work.batch, read_pins(pins))
+    space = Space(model, machine.num_devices, work.batch, read_pins(pins), sequence=work.sequence)
     return [Field(machine, space, EstimateCache(model, machine, work, Software()))]
 
 
 @pytest.mark.parametrize(
-    ("devices", "batch", "memory_gib", "pins"),
+    ("devices", "batch", "sequence", "memory_gib", "pins"),
     [
-        (4, 4, 80, "offload=none"),
-        (4, 4, 2.3, "recompute=none"),
-        (8, 8, 2.3, "pp=2 sp=false zero=1"),
-        (8, 8, 2.3, "tp=2 sp=true zero=3"),
-        pytest.param(4, 4, 80, "", marks=pytest.mark.sweep),
-        pytest.param(4, 4, 2.3, "", marks=pytest.mark.sweep),
-        pytest.param(8, 8, 2.3, "pp=2 sp=false", marks=pytest.mark.sweep),
-        pytest.param(8, 8, 2.3, "tp=2 sp=true", marks=pytest.mark.sweep),
+        (4, 4, 1024, 80, "offload=none"),
+        (4, 4, 1024, 2.3, "recompute=none"),
+        (8, 8, 1024, 2.3, "pp=2 sp=false zero=1"),
+        (8, 8, 1024, 2.3, "tp=2 sp=true zero=3"),
+        (4, 2, 32768, 12, "offload=none sp=false"),
+        (8, 1, 32768, 6, "pp=2 zero=1"),
+        pytest.param(4, 4, 1024, 80, "", marks=pytest.mark.sweep),
+        pytest.param(4, 4, 1024, 2.3, "", marks=pytest.mark.sweep),
+        pytest.param(4, 4, 32768, 12, "", marks=pytest.mark.sweep),
+        pytest.param(8, 8, 1024, 2.3, "pp=2 sp=false", marks=pytest.mark.sweep),
+        pytest.param(8, 8, 1024, 2.3, "tp=2 sp=true", marks=pytest.mark.sweep),
     ],
 )
 def test_the_best_plans_are_those_of_an_exhaustive_search(
-    devices: int, batch: int, memory_gib: float, pins: str
+    devices: int, batch: int, sequence: int, memory_gib: float, pins: str
 ) -> None:
     """Search all plans of 4 devices, of which some do not fit, and parts of the plans of 8."""
-    machine, work = small_cluster(devices, memory_gib), Workload(1024, batch)
-    estimates = [
-        estimate_step(SMALL, plan, machine, work)
-        for plan in Space(SMALL, devices, batch, read_pins(pins)).plans()
-    ]
+    machine, work = small_cluster(devices, memory_gib), Workload(sequence, batch)
+    [at] = fields(SMALL, machine, work, pins)
+    estimates = [estimate_step(SMALL, plan, machine, work) for plan in at.space.plans()]
     fitting = [each for each in estimates if each.memory_high_bytes <= machine.device.memory_bytes]
     assert len(estimates) > 100
     assert len(fitting) > 10
     assert (len(fitting) < len(estimates)) == (memory_gib < 80)
+    assert any(each.plan.cp > 1 for each in fitting) == (sequence > 1024)
     expected = sorted(fitting, key=lambda each: (each.step_s, str(each.plan)))[:10]
     found = islice(Search().fastest(fields(SMALL, machine, work, pins)), 10)
     assert [str(each.plan) for _, each in found] == [str(each.plan) for each in expected]
@@ -70,10 +73,11 @@ def test_the_best_plans_are_those_of_an_exhaustive_search(
     assert smallest[1] == min(each.memory_high_bytes for each in estimates)
 
 
-def test_bounds_are_below_prices() -> None:
-    machine, work = cluster("dgx-h100:8"), Workload(2048, 128)
+@pytest.mark.parametrize("work", [Workload(2048, 128), Workload(65536, 16)])
+def test_bounds_are_below_prices(work: Workload) -> None:
+    machine = cluster("dgx-h100:8")
     estimates = EstimateCache(SEVEN_B, machine, work, Software())
-    space, draw = Space(SEVEN_B, 64, work.batch), random.Random(5)
+    space, draw = Space(SEVEN_B, 64, work.batch, sequence=work.sequence), random.Random(5)
     for _ in range(60):
         plan, path = Plan(), list[tuple[Plan, Decided]]()
         for level in (
@@ -100,6 +104,34 @@ def test_degrees_multiply_to_the_devices_and_pins_hold() -> None:
     assert plans
     assert all(plan.num_ranks == 24 and plan.zero == 1 and plan.tp == "2" for plan in plans)
     assert len(set(plans)) == len(plans)
+
+
+def test_only_long_sequences_are_divided_over_ranks() -> None:
+    """Ranks of cp have LEAST_TOKENS each; a pin is for any sequence."""
+
+    def degrees(sequence: int, pins: str = "") -> set[int]:
+        space = Space(SEVEN_B, 24, 24, read_pins(pins), sequence=sequence)
+        return {plan.cp for plan in space.expand(Plan(), Decided.NOTHING)}
+
+    assert degrees(2 * LEAST_TOKENS - 1) == {1}
+    assert degrees(2 * LEAST_TOKENS) == {1, 2}
+    assert degrees(8 * LEAST_TOKENS) == {1, 2, 3, 4, 6, 8}
+    assert degrees(512, "cp=3") == {3}
+    assert degrees(512, "cp=3 cp_method=ulysses tp=1") == set()
+
+
+@pytest.mark.parametrize(("devices", "sequence"), [(8, 1 << 17), (32, 1 << 20)])
+def test_sequences_that_do_not_fit_one_rank_are_divided(devices: int, sequence: int) -> None:
+    """The best plan is no slower than the best without cp, if there is one; families say why."""
+    machine, work = cluster(f"h100:{devices}"), Workload(sequence, 4)
+    found = search(SEVEN_B, machine, work, top=1, pins="offload=none")
+    [best] = found.best
+    assert best.plan.cp > 1
+    assert best.estimate.memory_high_bytes < machine.device.memory_bytes
+    assert "cp=1" in {family.name for family in found.families}
+    with suppress(PlanError):  # none fits
+        [without] = search(SEVEN_B, machine, work, top=1, pins="offload=none cp=1").best
+        assert best.estimate.step_s < without.estimate.step_s
 
 
 def test_a_larger_cluster_is_not_slower() -> None:

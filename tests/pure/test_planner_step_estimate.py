@@ -21,7 +21,7 @@ from plait.planner.constants import DEFAULT, PRIOR, Constants
 from plait.planner.memory import rank_memory
 from plait.planner.model_shape import ModelShape
 from plait.planner.search import search
-from plait.planner.step_estimate import Software, Workload, estimate_step, stage_seconds
+from plait.planner.step_estimate import Software, StepEstimate, Workload, estimate_step, stage_seconds
 from plait.planner.workload import PLAIT
 from planner_lab.runs import read_runs
 from planner_lab.score import ScoredRun, estimate_all, fit_without, score_runs
@@ -304,3 +304,82 @@ def test_servers_are_priced_by_the_links_that_carry_most() -> None:
     assert seconds["server=colocated"] == pytest.approx(0.75 * by_one, rel=1e-3)
     with pytest.raises(PlanError, match="sync=all"):
         estimate_step(MODEL, Plan.parse("dp=4 servers=2 sync=async precision=bf16"), machines, work)
+
+
+LONG = Workload(sequence=131_072, batch=8)
+
+
+def long_step(text: str, software: Software = PLAIT, work: Workload = LONG) -> StepEstimate:
+    plan = Plan.parse(f"{text} precision=bf16 recompute=full")
+    return estimate_step(MODEL, plan, cluster("dgx-h100:1"), work, software)
+
+
+def test_ranks_of_cp_compute_equal_parts_of_the_sequences() -> None:
+    """As much as data ranks, each of which has an eighth of the sequences."""
+    by_tokens, by_samples = long_step("cp=8 micro=8 zero=1"), long_step("dp=8 zero=1")
+    for part in ("compute", "recompute"):
+        assert by_tokens.parts[part] == pytest.approx(by_samples.parts[part], rel=0.01), part
+    assert sum(by_tokens.parts.values()) == pytest.approx(by_tokens.step_s)
+    assert "attention communication" not in by_samples.parts
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_ranks_of_cp_hold_parts_of_the_states_and_of_the_activations(zero: int, fused: bool) -> None:
+    """States as data ranks do; of the activations those of their tokens, gathered keys and values, and what
+    recomputed blocks keep of attention."""
+    software = Software(fused_attention=fused)
+    by_tokens, by_samples = (
+        long_step(f"{text} zero={zero}", software).memory for text in ("cp=8 micro=8", "dp=8")
+    )
+    for name in ("parameters", "gradients", "master", "optimizer"):
+        of_rank, of_data_rank = getattr(by_tokens, name), getattr(by_samples, name)
+        assert of_rank == of_data_rank, name
+    assert by_tokens.activations is not None
+    assert by_samples.activations is not None
+    assert 1 < 8 * by_tokens.activations / by_samples.activations < 1.3
+
+
+@pytest.mark.parametrize(("cp", "method"), [(2, "allgather"), (8, "ulysses"), (8, "allgather"), (8, "ring")])
+def test_attention_communicates_for_as_long_as_its_bytes_take(cp: int, method: str) -> None:
+    """Formulas of docs/context.md; where a block is recomputed, ulysses exchanges once more."""
+    machines = replace(cluster("dgx-h100:1"), constants=replace(DEFAULT, collective_s=0.0, hop_s=0.0))
+    plan = Plan.parse(f"dp={8 // cp} cp={cp} cp_method={method} micro={cp} precision=bf16 recompute=full")
+    found = estimate_step(MODEL, plan, machines, LONG)
+    width = 2 * MODEL.head_dim
+    exchanged = method == "ulysses"
+    forward = (cp - 1) / cp * (32 + 8) * width if exchanged else (cp - 1) * 8 * width
+    passes = 3  # forward, backward, and again; or keys twice, and their gradients
+    num_bytes = 2 * forward * passes * MODEL.layers * LONG.tokens / 8
+    seconds = num_bytes / Links.of(machines, machines.constants).link
+    assert found.parts["attention communication"] == pytest.approx(seconds)
+
+
+def test_a_method_that_is_not_named_is_the_one_that_sends_less() -> None:
+    for cp, least in ((2, "allgather"), (8, "ulysses")):
+        texts = (f"dp={8 // cp} cp={cp} micro={cp}{method}" for method in ("", f" cp_method={least}"))
+        auto, named = (long_step(text) for text in texts)
+        assert (auto.step_s, auto.memory_high_bytes) == (named.step_s, named.memory_high_bytes)
+    with pytest.raises(PlanError, match="heads do not divide"):
+        estimate_step(MODEL, Plan.parse("cp=3 cp_method=ulysses"), cluster("dgx-h100:1"), LONG)
+
+
+def test_an_all_to_all_between_hosts_passes_nothing_on() -> None:
+    """Each of 8 ranks of a host sends half of its bytes to the other host; a ring passes on what they all
+    need once."""
+    links = Links.of(cluster("dgx-h100:2"), DEFAULT)
+    slow = links._replace(collective_s=0.0, hop_s=0.0, network_hop_s=0.0, link=links.network)
+    group = Group(16, 1, 16)
+    assert collective_s("all-to-all", slow, group, 1e9) == pytest.approx(8 * 0.5e9 / links.network)
+    assert collective_s("all-gather", slow, group, 1e9) == pytest.approx(15 / 16 * 1e9 / links.network)
+
+
+def test_ranks_of_cp_share_the_network_of_their_hosts() -> None:
+    """Groups of four within hosts are faster than groups of four with ranks on two."""
+    machines = cluster("dgx-h100:2")
+    within, across = (
+        estimate_step(MODEL, Plan.parse(f"{text} cp=4 precision=bf16"), machines, LONG).parts
+        for text in ("dp=4 micro=2", "tp=4 micro=8")
+    )
+    seconds = "attention communication"
+    assert across[seconds] > 2 * within[seconds]

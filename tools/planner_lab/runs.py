@@ -106,9 +106,8 @@ def _float(row: Mapping[str, str], key: str) -> float | None:
 
 
 def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
-    for key, name in (("cp", "context parallel"), ("ep", "expert parallel")):
-        if _int(row, key, 1) > 1:
-            raise ValueError(f"{name} ({key}={row[key]}) is not priced")
+    if _int(row, "ep", 1) > 1:
+        raise ValueError(f"expert parallel (ep={row['ep']}) is not priced")
     if "moe" in row.get("model_name", "").lower() or _int(row, "experts", 0):
         raise ValueError("models of experts are not priced: the columns do not give them")
     text = row.get("precision", "").lower()
@@ -187,10 +186,10 @@ def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
 def _plans(
     row: Mapping[str, str], precision: str, zero: int, ranks: int, work: Workload, notes: str
 ) -> tuple[Plan, ...]:
-    tp, pp = _int(row, "tp", 1), _int(row, "pp", 1)
-    dp = _int(row, "dp", max(1, ranks // (tp * pp)))
-    if tp * pp * dp != ranks:
-        raise ValueError(f"tp x pp x dp = {tp} x {pp} x {dp} is not {ranks} devices")
+    tp, pp, cp = (_int(row, key, 1) for key in ("tp", "pp", "cp"))
+    dp = _int(row, "dp", max(1, ranks // (tp * pp * cp)))
+    if tp * pp * cp * dp != ranks:
+        raise ValueError(f"tp x pp x cp x dp = {tp} x {pp} x {cp} x {dp} is not {ranks} devices")
     layers = _int(row, "layers")
     dividing = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else []
     open_chunks = dividing or [1]
@@ -222,7 +221,7 @@ def _plans(
                 Plan(
                     dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved"
                     else 0, sp=tp > 1 and row.get("seq_parallel", "").lower() in ("y", "yes", "true", "1"),
-                    zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
+                    cp=cp, zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
                     accumulate="auto" if zero == 3 or zero < 2 else "unsharded",
                     reduce=row.get("reduce") or "fp32",
                 )

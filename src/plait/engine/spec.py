@@ -28,11 +28,10 @@ from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
-from plait.plan.context import heads_degree, heads_error, method_that_sends_least, ulysses_kv_heads
+from plait.plan.context import heads_of_columns, method_of
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
-from plait.plan.sharding import split_heads
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,12 +197,7 @@ def _with_method(plan: Plan, given: Arguments) -> Plan:
         )
     trace = check_tokens_apart(given.model, given.example)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
-    method = method_that_sends_least(own, plan.cp) if plan.cp_method == "auto" else plan.cp_method
-    inner = heads_degree(method, plan.cp)
-    for heads, kv_heads, _ in own:
-        if ulysses_kv_heads(heads, kv_heads, inner) is None:
-            raise heads_error(heads, kv_heads, inner)
-    return replace(plan, cp_method=method)
+    return replace(plan, cp_method=method_of(plan.cp_method, own, plan.cp))
 
 
 # Tasks whose losses are sums over the tokens of a row.
@@ -213,11 +207,7 @@ _OF_TOKENS = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
 def _heads_of_columns(attention: TracedAttention, plan: Plan) -> list[tuple[int, int, int]]:
     """(heads, kv heads, width of a key and a value) of an attention on each column of `tp`."""
     width = sum(attention.head_sizes)
-    if attention.heads < plan.cols or attention.heads % attention.kv_heads:
-        return [(attention.heads, attention.kv_heads, width)]  # gathered, or refused by the tensor plan
-    split = split_heads(attention.heads, attention.kv_heads, plan.cols)
-    pairs = zip(split.queries, split.keys, strict=True)
-    return [(q_stop - q, k_stop - k, width) for (q, q_stop), (k, k_stop) in pairs]
+    return [(*heads, width) for heads in heads_of_columns(attention.heads, attention.kv_heads, plan.cols)]
 
 
 def _check_device(plan: Plan, device: torch.device) -> None:

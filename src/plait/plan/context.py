@@ -21,8 +21,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from plait.errors import PlanError
+from plait.plan.sharding import split_heads
 
 METHODS = ("auto", "allgather", "ulysses", "ring")  # values of `cp_method`, and RxU
 CP_METHOD = re.compile(rf"{'|'.join(METHODS)}|([1-9][0-9]{{0,5}})x([1-9][0-9]{{0,5}})")
@@ -188,15 +190,79 @@ def heads_error(heads: int, kv_heads: int, num_ranks: int) -> PlanError:
     )
 
 
+def gathered_kv_heads(heads: int, kv_heads: int, num_ranks: int) -> int:
+    """Kv heads whose keys and values `allgather` gathers at once: so many that these take no more memory than
+    the rank's queries and outputs."""
+    most = min(kv_heads, max(1, heads // num_ranks))
+    return next(step for step in range(most, 0, -1) if kv_heads % step == 0)
+
+
+class AttentionMessages(NamedTuple):
+    """Communication of an attention over the ranks of cp: calls in a forward, where a block is recomputed,
+    and in backward. For each of a rank's tokens: elements that a call logs, and those that it receives."""
+
+    op: str
+    forward: int
+    again: int
+    backward: int
+    elements: float
+    received: float
+
+
+def attention_messages(
+    method: str, heads: int, kv_heads: int, width: int, num_ranks: int
+) -> list[AttentionMessages]:
+    """The messages of an attention. `width`: of a key and a value. Raises PlanError if the heads do not
+    divide."""
+    others = (num_ranks - 1) / num_ranks
+    if method == "allgather":
+        at_once = gathered_kv_heads(heads, kv_heads, num_ranks)
+        calls, full = kv_heads // at_once, float(num_ranks * at_once * width)
+        gathers = AttentionMessages("all-gather", calls, 0, calls, full, others * full)
+        return [gathers, AttentionMessages("reduce-scatter", 0, 0, calls, full, others * full)]
+    inner = heads_degree(method, num_ranks)
+    outer, copies = num_ranks // inner, ulysses_kv_heads(heads, kv_heads, inner)
+    if copies is None:
+        raise heads_error(heads, kv_heads, inner)
+    found = []
+    if inner > 1:
+        # Queries, keys and values to heads, and outputs to tokens; the reverse in backward. Of mean size.
+        full = (heads + copies) * width / 2
+        received = (inner - 1) / inner * full
+        logged = full if outer == 1 else received
+        found.append(AttentionMessages("all-to-all", 2, 2, 2, logged, received))
+    if outer > 1:  # keys and values; in backward their gradients, too
+        keys = float(copies * width)
+        found.append(AttentionMessages("all-to-all", outer - 1, 0, 2 * (outer - 1), keys, keys))
+    return found
+
+
 def received_elements(method: str, heads: int, kv_heads: int, width: int, num_ranks: int) -> float | None:
     """Elements that a rank receives for each of its tokens, in forward and backward of an attention; None:
     the heads do not divide. `width`: of a key and a value."""
-    inner = heads_degree(method, num_ranks)
-    copies = ulysses_kv_heads(heads, kv_heads, inner)
-    if copies is None:
+    if ulysses_kv_heads(heads, kv_heads, heads_degree(method, num_ranks)) is None:
         return None
-    exchanged = 2 * (inner - 1) / inner * (heads + copies)
-    return (exchanged + 3 * (num_ranks // inner - 1) * copies) * width  # keys twice, and their gradients
+    messages = attention_messages(method, heads, kv_heads, width, num_ranks)
+    return sum((each.forward + each.backward) * each.received for each in messages)
+
+
+def heads_of_columns(heads: int, kv_heads: int, columns: int) -> list[tuple[int, int]]:
+    """Heads and kv heads of an attention on each column of `tp`."""
+    if heads < columns or heads % kv_heads:
+        return [(heads, kv_heads)]  # gathered, or refused by the tensor plan
+    split = split_heads(heads, kv_heads, columns)
+    pairs = zip(split.queries, split.keys, strict=True)
+    return [(q_stop - q, k_stop - k) for (q, q_stop), (k, k_stop) in pairs]
+
+
+def method_of(method: str, attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
+    """The method of a plan with this `cp_method` for attentions of (heads, kv heads, width) on each rank.
+    Raises PlanError if their heads do not divide."""
+    if method == "auto":
+        return method_that_sends_least(attentions, num_ranks)
+    for attention in attentions:
+        attention_messages(method, *attention, num_ranks)
+    return method
 
 
 def method_that_sends_least(attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:

@@ -103,7 +103,7 @@ class EstimateCache:
 
     def _total_s(self, plan: Plan, sp: bool) -> float:
         """Seconds of one micro-batch on all stages together, which does not depend on the stages."""
-        key = (plan.tp, plan.dp * plan.micro, sp, plan.recompute)
+        key = (plan.tp, plan.cp, plan.cp_method, plan.dp * plan.micro, sp, plan.recompute)
         if key not in self._totals:
             stages = self._stages(replace(plan, sp=sp))
             self._totals[key] = sum(stage.forward + stage.backward + stage.weight for stage in stages)

@@ -106,7 +106,9 @@ def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> flo
     between = 0.0
     if domains > 1:
         sharing = min(links.domain, group.ranks) / local
-        between = share * num_bytes * sharing / network(links, domains * group.stride)
+        # An all-to-all passes nothing on: each member sends to every member of the other domains.
+        crossing = local * (group.degree - local) / group.degree if kind == "all-to-all" else share
+        between = crossing * num_bytes * sharing / network(links, domains * group.stride)
         # A ring of few domains, a tree of many.
         hops += min(domains - 1, 2 * math.log2(domains)) * links.network_hop_s
     return links.collective_s + passes * (max(inside, between) + hops)

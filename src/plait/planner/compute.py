@@ -34,8 +34,8 @@ from plait.plan.devices import Device
 from plait.plan.host_profile import OPERATORS
 from plait.plan.memory import COMPUTE_BYTES
 from plait.planner.constants import Constants
-from plait.planner.model_shape import ModelShape
-from plait.planner.workload import Software
+from plait.planner.model_shape import ModelShape, attention_method
+from plait.planner.workload import Software, tokens_of_rank
 
 
 class Rates(NamedTuple):
@@ -94,21 +94,26 @@ class BlockWork(NamedTuple):
     cols: int
     sp: bool
     batch: int  # sequences of a micro-batch
-    sequence: int
+    sequence: int  # tokens of a complete one
     fused_attention: bool
     compiled: bool
     overlaps: bool  # collectives of the backward run during products
     ranks: int  # of the job
+    cp: int
+    cp_method: str  # not `auto`
 
     @classmethod
-    def of(cls, plan: Plan, batch: int, sequence: int, software: Software, *, overlaps: bool) -> "BlockWork":
+    def of(
+        cls, model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software, *, overlaps: bool
+    ) -> "BlockWork":
         parts = plan.rows, plan.cols, plan.sp
         fused = software.fused_attention
-        return cls(*parts, batch, sequence, fused, plan.compile, overlaps, plan.num_ranks)
+        context = plan.cp, attention_method(model, plan.cols, plan.cp, plan.cp_method) if plan.cp > 1 else ""
+        return cls(*parts, batch, sequence, fused, plan.compile, overlaps, plan.num_ranks, *context)
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.sequence
+        return self.batch * tokens_of_rank(self.sequence, self.cp)
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,7 @@ def _attention(
     part: BlockWork, heads: int, d: int, rates: Rates, constants: Constants
 ) -> tuple[float, float]:
     """Forward and backward of scores, softmax and values."""
-    scores = float(part.batch) * heads * part.sequence * part.sequence
+    scores = float(part.tokens) * heads * part.sequence  # ranks of cp have equal parts of a triangle
     if rates.operator_rates:
         forward, backward = (
             rates.operator_s("attention" + suffix, scores * d, part.sequence) for suffix in ("", " backward")
@@ -232,8 +237,8 @@ def _attention(
         vector = scores * constants.softmax_sm_s / rates.num_sms
         return products + vector, 2.5 * products + 2 * vector
     slowdown = constants.unaligned_slowdown if d % 8 else 1.0
-    batch, s = part.batch * heads, part.sequence
-    one = product_s(rates, constants, batch * s, s, d) + product_s(rates, constants, batch * s, d, s)
+    queries, s = part.tokens * heads, part.sequence
+    one = product_s(rates, constants, queries, s, d) + product_s(rates, constants, queries, d, s)
     per_byte = scores / rates.memory_bytes_per_s * rates.itemsize / 2
     # Bytes per score: softmax and dropout of the forward, read and written; their backward.
     return one * slowdown + 9 * per_byte, 2 * one * slowdown + 11 * per_byte

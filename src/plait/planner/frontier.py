@@ -31,7 +31,8 @@ def alternatives(
     plan's cluster."""
     best = found.best[0]
     cluster, work = best.cluster, best.work
-    space = Space(best.model, cluster.num_devices, work.batch, read_pins(pins))
+    own = read_pins(pins)
+    space = Space(best.model, cluster.num_devices, work.batch, own, sequence=work.sequence)
     at = Field(cluster, space, EstimateCache(best.model, cluster, work, PLAIT), headroom=headroom)
     known = [each.estimate for each in found.best if each.cluster == cluster]
     others = _of_degrees(at, report) if of_degrees else ()

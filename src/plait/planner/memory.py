@@ -19,15 +19,16 @@ from itertools import accumulate, chain
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
 from plait.plan.compression import full_grad_dtype
+from plait.plan.context import gathered_kv_heads, ulysses_kv_heads
 from plait.plan.layout import RANGE_ALIGNMENT, Layout, ParamShard, UnitLayout
-from plait.plan.memory import COMPUTE_BYTES, model_state_bytes, server_memory, worker_memory
+from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes, server_memory, worker_memory
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
-from plait.planner.model_shape import ModelShape
+from plait.planner.model_shape import ModelShape, attention_method
 from plait.planner.space import SHARDING, with_defaults
 from plait.planner.stages import block_counts
-from plait.planner.workload import Software, Workload
+from plait.planner.workload import Software, Workload, tokens_of_rank
 
 
 def peak_memory(
@@ -103,12 +104,32 @@ without_sharding = with_defaults(*SHARDING)  # activations do not depend on it
 def _activation_bytes(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software
 ) -> float:
-    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
+    tokens = batch * tokens_of_rank(sequence, plan.cp) * COMPUTE_BYTES[plan.precision] / 2
     num_bytes = kept_bytes(model, plan, rank, batch, sequence, software)
     if stages_of(plan.schedule, plan.pp, plan.num_chunks)[-1] == rank:  # the gradient of the logits
         num_bytes += tokens * 2 * model.vocab / plan.cols
     # One recomputed block, or its largest gradients.
-    return num_bytes + tokens * block_activation_bytes(model, plan, "none", sequence, software)
+    num_bytes += tokens * block_activation_bytes(model, plan, "none", sequence, software)
+    return num_bytes + batch * sequence * _gathered_bytes(model, plan)
+
+
+def _exchanged_bytes(model: ModelShape, plan: Plan) -> float:
+    """Bytes that one token keeps, on all columns, because heads were exchanged for tokens: outputs before and
+    after it, and copies of kv heads."""
+    if plan.cp == 1 or attention_method(model, plan.cols, plan.cp, plan.cp_method) != "ulysses":
+        return 0.0
+    copies = ulysses_kv_heads(*model.heads_of_column(plan.cols)[:2], plan.cp) or 0
+    return 2.0 * model.attention_width + 4.0 * max(0, copies * plan.cols - model.kv_heads) * model.head_dim
+
+
+def _gathered_bytes(model: ModelShape, plan: Plan) -> float:
+    """Bytes of a token's keys and values, in the backward of an attention that gathers those of all ranks: in
+    the row's order, sent and received; and their gradients, wide, by kind and together."""
+    if plan.cp == 1 or attention_method(model, plan.cols, plan.cp, plan.cp_method) != "allgather":
+        return 0.0
+    heads, kv_heads, width = model.heads_of_column(plan.cols)
+    elements = gathered_kv_heads(heads, kv_heads, plan.cp) * width
+    return elements * (3.0 * COMPUTE_BYTES[plan.precision] + 2.0 * MASTER_BYTES[plan.precision])
 
 
 def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> tuple[Layout, ...]:
@@ -160,7 +181,7 @@ def micro_bytes(
     """Bytes that each stage keeps of a micro-batch from its forward to its backward, and from that to the
     weight gradients if they are split off."""
     counts = block_counts(model, plan, software)
-    tokens = batch * sequence * COMPUTE_BYTES[plan.precision] / 2
+    tokens = batch * tokens_of_rank(sequence, plan.cp) * COMPUTE_BYTES[plan.precision] / 2
     policy, _, every = plan.recompute.partition("=")
     kinds = ("full", "none") if every else (policy, policy)
     one, other = (block_activation_bytes(model, plan, kind, sequence, software) for kind in kinds)
@@ -237,20 +258,25 @@ def block_activation_bytes(
     """Bytes that one token keeps for one block, with 2-byte elements. See [Note: activations of a block]."""
     h, cols = model.hidden / plan.rows, plan.cols
     across = cols if plan.sp else 1  # what the residual stream is sharded over
+    # What recomputed blocks keep of attention over ranks: outputs, and a float32 log-sum-exp of each head.
+    results = (2.0 * model.attention_width + 4.0 * model.heads) / cols if plan.cp > 1 else 0.0
     if recompute == "full":
-        return 2 * h / across
+        return 2 * h / across + results
     kv = 4.0 * model.kv_heads * model.head_dim
     gated = model.mlp_matrices == 3
     if software.eager and recompute == "selective":  # the results of products
         return (
             6 * h / across
             + (2.0 * model.attention_width + kv + 2.0 * (model.mlp_matrices - 1) * model.active_ffn) / cols
+            + results
         )
     if software.eager:
         heads = 4.0 * model.attention_width + 4.0 * model.heads  # and float32 sums of softmax
+        heads += _exchanged_bytes(model, plan)
         return _NORMS[gated] * h / across + (heads + kv + _ACTIVATIONS[gated] * model.active_ffn) / cols
     residual = (8 if software.fused_attention else 10) * h / across
     inside = 4.0 * model.attention_width + kv + 2.0 * model.mlp_matrices * model.active_ffn
+    inside += _exchanged_bytes(model, plan)
     if not software.fused_attention and recompute != "selective":
         inside += 5.0 * model.heads * sequence
     return residual + inside / cols

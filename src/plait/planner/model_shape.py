@@ -4,12 +4,13 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, nearest, shown
 from plait.fileio import parse_json, parse_toml, read_text
+from plait.plan.context import heads_of_columns, method_of
 from plait.plan.cost_model import training_flops_per_token
 
 # Names of the same figure in the config.json of different families. The first that is present counts.
@@ -209,6 +210,10 @@ class ModelShape:
         attention = self.hidden * (self.qkv_width + self.attention_width)
         return attention + self.mlp_matrices * self.hidden * self.active_ffn + self.hidden * self.experts
 
+    def heads_of_column(self, columns: int) -> tuple[int, int, int]:
+        """Heads, kv heads, and the width of a key and a value on the first column of `tp`."""
+        return (*heads_of_columns(self.heads, self.kv_heads, columns)[0], 2 * self.head_dim)
+
     def training_flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of forward and backward, recomputation not counted."""
         return training_flops_per_token(
@@ -218,6 +223,14 @@ class ModelShape:
             sequence=sequence,
             causal=causal,
         )
+
+
+@lru_cache(maxsize=1 << 10)
+def attention_method(model: ModelShape, columns: int, cp: int, cp_method: str) -> str:
+    """How attention reaches the tokens of other ranks in a plan with these keys. Raises PlanError if the
+    heads do not divide."""
+    heads = heads_of_columns(model.heads, model.kv_heads, columns)
+    return method_of(cp_method, [(*each, 2 * model.head_dim) for each in heads], cp)
 
 
 def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[str, Any], str]:

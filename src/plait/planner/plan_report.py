@@ -39,7 +39,6 @@ _FOOT = (
     "memory: of the fullest rank, upper end. exposed: waiting for communication."
 )
 _NEARLY = 1.03  # times the best plan's step
-_LONG = 1 << 15  # tokens of a sequence
 _NEAR = "\n~: the interval overlaps with the first plan's"
 _MOST_ACTIONS, _MOST_OF_PAGE = 20_000, 80_000  # in a timeline, and in all of a page
 COLORS = {"exposed": "#e07b39", "hidden": "#f0c24b", "optimizer": "#8e6bd1", "rest": "#8a93a0"}
@@ -105,16 +104,13 @@ def _limits(found: SearchResult) -> Iterator[str]:
             "Experts: not calibrated by any published run; plait has no expert parallelism yet; tokens are "
             "assumed to be spread evenly."
         )
-    if first.work.sequence >= _LONG:
-        yield (
-            "Context parallelism is not implemented yet: published trainings on sequences of this length use "
-            "it, and keep a higher MFU than any plan above."
-        )
 
 
 def _across_hosts(ranked: RankedPlan) -> str:
-    ranks = ranked.plan.rows * ranked.plan.cols
-    return "  (tp across hosts)" if ranks > ranked.cluster.domain_size else ""
+    ranks, domain = ranked.plan.rows * ranked.plan.cols, ranked.cluster.domain_size
+    if ranks > domain:
+        return "  (tp across hosts)"
+    return "  (cp across hosts)" if ranked.plan.cp > 1 and ranks * ranked.plan.cp > domain else ""
 
 
 def estimate_tables(ranked: RankedPlan) -> Iterator[RenderableType]:

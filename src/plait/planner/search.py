@@ -22,7 +22,7 @@ from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
 HEADROOM = 0.05
-_kind = attrgetter("pp", "tp", "sp", "recompute", "schedule")
+_kind = attrgetter("pp", "tp", "cp", "sp", "recompute", "schedule")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
@@ -87,11 +87,11 @@ def search(
         )
     limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
     pinned = read_pins(pins)
-    check_is_priced(pinned.get("precision", DEFAULT_PRECISION), cluster.device, pinned.get("cp", 1))
+    check_is_priced(pinned.get("precision", DEFAULT_PRECISION), cluster.device)
     end_s = time.process_time() + seconds
 
     def field(of: Cluster) -> Field:
-        space = Space(model, of.num_devices, work.batch, pinned)
+        space = Space(model, of.num_devices, work.batch, pinned, sequence=work.sequence)
         cache = EstimateCache(model, of, work, software)
         return Field(of, space, cache, _weight(objective, of), limit_s, headroom)
 
@@ -191,7 +191,7 @@ def _what_fits(at: Field, work: Workload, software: Software) -> str:
 
     def fits(pins: dict[str, Any], times: int) -> bool:
         cluster = replace(at.cluster, num_hosts=times * at.cluster.num_hosts)
-        space = Space(model, cluster.num_devices, work.batch, pins)
+        space = Space(model, cluster.num_devices, work.batch, pins, sequence=work.sequence)
         least = Search().smallest(Field(cluster, space, EstimateCache(model, cluster, work, software)))
         return least is not None and least[1] <= at.capacity_bytes
 

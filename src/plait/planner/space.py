@@ -1,10 +1,12 @@
 """The plans that are searched: all plans of N devices that the product runs, as its own checks decide.
 
 [Note: searched keys]
-Keys that change time or memory, and not the numbers: `pp`, `tp`, `dp`, `micro`, `sp`, `recompute`,
+Keys that change time or memory, and not the numbers: `pp`, `tp`, `cp`, `dp`, `micro`, `sp`, `recompute`,
 `schedule`, `chunks`, `zero`, `shard`, `accumulate`, `reshard` and `offload`. All others have their defaults
 or pinned values. Ranks are placed in the one order of axes that the product has (`plan.grid.AXES`): which
 axis crosses hosts follows from the degrees, and `shard` decides which part of dp stays within hosts.
+A rank of `cp` has at least LEAST_TOKENS of a sequence: with half of it, plans of an 8B model for sequences of
+16,384 tokens and more are at most 1 % faster.
 
 Not searched, but can be pinned: `recompute=every=k`, `offload=disk`, more than MAX_CHUNKS chunks, and
 `gpipe` and `bfs` without zero=3, which take the time of `1f1b` and `interleaved` and keep the activations
@@ -24,9 +26,10 @@ from plait.plan.plan import MAX_NUMBER, canonical_tp, check_choices, check_type,
 from plait.plan.schedule.action import MAX_ACTIONS, too_large
 from plait.plan.schedule.generators import GENERATORS, Generator
 from plait.plan.sharding import split_heads, split_width
-from plait.planner.model_shape import ModelShape
+from plait.planner.model_shape import ModelShape, attention_method
 
 MAX_CHUNKS = 8
+LEAST_TOKENS = 8192  # of a sequence on each rank of cp
 DEFAULT_PRECISION = "bf16"
 _MOST_TRIED, _MOST_SHOWN = 2000, 6  # plans, and values, of a hint
 
@@ -35,7 +38,7 @@ class Decided(IntEnum):
     """How much of a plan is decided. The keys of later levels have their defaults."""
 
     NOTHING = 0
-    DEGREES = 1  # pp, tp, dp, micro
+    DEGREES = 1  # pp, tp, cp, dp, micro
     COMPUTATION = 2  # sp, recompute
     SCHEDULE = 3  # schedule, chunks
     SIMULATED = 4  # nothing more: the schedule's time is not bounded any more, but simulated
@@ -51,9 +54,9 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "offload": ("none", "cpu"),
 }
-SEARCHED = ("pp", "tp", "dp", "micro", "sp", "recompute", "schedule", "chunks")
+SEARCHED = ("pp", "tp", "cp", "cp_method", "dp", "micro", "sp", "recompute", "schedule", "chunks")
 DECIDED_AT = {
-    **dict.fromkeys(("pp", "tp"), Decided.DEGREES),
+    **dict.fromkeys(("pp", "tp", "cp"), Decided.DEGREES),
     **dict.fromkeys(("sp", "recompute"), Decided.COMPUTATION),
     "schedule": Decided.SCHEDULE,
     **dict.fromkeys(("zero", "offload"), Decided.STATES),
@@ -110,6 +113,7 @@ class Space:
 
     pins     values that all plans have
     only     by key, the values to which the search is restricted
+    sequence tokens of each sequence; 0: cp is not searched
     """
 
     model: ModelShape
@@ -117,6 +121,7 @@ class Space:
     batch: int
     pins: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    sequence: int = 0
     refusals: Refusals = field(default_factory=Refusals)
     known: dict[tuple[Plan, Decided], list[Plan]] = field(default_factory=dict, repr=False)
 
@@ -158,25 +163,43 @@ class Space:
 
     def _degrees(self, _: Plan) -> Iterator[dict[str, Any]]:
         precision = self.pins.get("precision", DEFAULT_PRECISION)
+        for keys in self.all_degrees():
+            for micro in self._micros(keys["dp"]):
+                yield keys | {"micro": micro, "precision": precision}
+
+    def all_degrees(self) -> Iterator[dict[str, Any]]:
+        """Yield the values of dp, tp, pp and cp that the model and the devices allow."""
+        most = max(1, self.sequence // LEAST_TOKENS)  # ranks of cp
+        context = self.values("cp", [cp for cp in divisors(self.num_devices) if cp <= most])
         for pp in self.values("pp", divisors(self.num_devices)):
             if pp > self.model.layers:
                 self.refusals.add(_too_many_stages(self.model, pp, 1), by="stages")
                 continue
             for tp in self.values("tp", _grids(self.num_devices // pp)):
-                dp = self.data_ranks(pp, tp)
-                for micro in self._micros(dp) if dp else ():
-                    yield {"dp": dp, "tp": tp, "pp": pp, "micro": micro, "precision": precision}
+                for cp in context:
+                    dp = self._data_ranks(pp, tp, cp)
+                    if dp:
+                        method = self.pins.get("cp_method", "auto")
+                        yield {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "cp_method": method}
 
-    def data_ranks(self, pp: int, tp: str) -> int:
+    def _data_ranks(self, pp: int, tp: str, cp: int) -> int:
         """`dp` for the other degrees; 0 if the model or the devices do not allow them."""
         grid = Plan(tp=tp)
+        others = pp * grid.rows * grid.cols * cp
+        if cp > 1 and self.num_devices % others and "cp" not in self.pins:
+            return 0
         error = grid_error(self.model, grid.rows, grid.cols)
         if error is not None:
             self.refusals.add(error, by=f"tp {error.fact.partition(' into ')[0].partition(' over ')[0]}")
             return 0
-        dp = self.num_devices // (pp * grid.rows * grid.cols)
-        if pp * grid.rows * grid.cols * self.pins.get("dp", dp) != self.num_devices:
-            given = f"pp={pp} tp={tp}" + (f" dp={self.pins['dp']}" if "dp" in self.pins else "")
+        error = context_error(self.model, grid.cols, cp, self.pins.get("cp_method", "auto"))
+        if error is not None:
+            self.refusals.add(error)
+            return 0
+        dp = self.num_devices // others
+        if others * self.pins.get("dp", dp) != self.num_devices:
+            given = f"pp={pp} tp={tp}" + f" cp={cp}" * (cp > 1)
+            given += f" dp={self.pins['dp']}" if "dp" in self.pins else ""
             self.refusals.add(_not_a_divisor(given, self.num_devices), by="devices")
             return 0
         return dp
@@ -214,7 +237,7 @@ class Space:
 
     def _states(self, plan: Plan) -> Iterator[dict[str, Any]]:
         all_forwards_first = plan.schedule in ("gpipe", "bfs") and "schedule" not in self.pins
-        for zero in self.values("zero", VALUES["zero"] if plan.dp > 1 else (0,)):
+        for zero in self.values("zero", VALUES["zero"] if plan.token_ranks > 1 else (0,)):
             if zero == 3 or not all_forwards_first:
                 yield from (
                     {"zero": zero, "offload": value} for value in self.values("offload", VALUES["offload"])
@@ -296,6 +319,17 @@ def grid_error(model: ModelShape, rows: int, cols: int) -> PlanError | None:
     return None
 
 
+@cache
+def context_error(model: ModelShape, cols: int, cp: int, cp_method: str) -> PlanError | None:
+    """The reason why the heads of a column cannot be divided over the ranks of cp, or None."""
+    try:
+        if cp > 1:
+            attention_method(model, cols, cp, cp_method)
+    except PlanError as error:
+        return error
+    return None
+
+
 def _not_a_divisor(given: str, num_devices: int) -> PlanError:
     return PlanError(
         f"the degrees do not multiply to {num_devices:,} devices",
@@ -340,13 +374,7 @@ def no_plan_error(space: Space) -> PlanError:
 def _nearest_batch(space: Space) -> int | None:
     """The nearest batch that some plan divides; None if it is the given one, or there is none."""
     other = replace(space, batch=MAX_NUMBER, refusals=Refusals())
-    shares = {
-        dp * space.pins.get("micro", 1)
-        for pp in other.values("pp", divisors(space.num_devices))
-        if pp <= space.model.layers
-        for tp in other.values("tp", _grids(space.num_devices // pp))
-        if (dp := other.data_ranks(pp, tp))
-    }
+    shares = {keys["dp"] * space.pins.get("micro", 1) for keys in other.all_degrees()}
     batches = {max(1, round(space.batch / share)) * share for share in shares}
     best = min(batches, key=lambda batch: (abs(batch - space.batch), batch), default=None)
     return None if best == space.batch else best

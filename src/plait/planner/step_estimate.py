@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
-from plait.plan.axes import FEATURES, HIDDEN, Axes
+from plait.plan.axes import FEATURES, HIDDEN, SEQUENCE, Axes
 from plait.plan.compression import Factors
+from plait.plan.context import attention_messages
 from plait.plan.devices import Device
 from plait.plan.events import Collective, During, TransportFacts, UnitMessages, UnitSizes, unit_events
 from plait.plan.grid import Grid
@@ -36,7 +37,7 @@ from plait.planner.memory import fullest_process, peak_memory, rank_layouts, sta
 from plait.planner.model_shape import ModelShape
 from plait.planner.space import with_defaults
 from plait.planner.stages import block_counts
-from plait.planner.workload import PLAIT, Software, Workload
+from plait.planner.workload import PLAIT, Software, Workload, tokens_of_rank
 
 __all__ = ["Software", "StageSeconds", "StepEstimate", "Workload", "estimate_step", "stage_seconds"]
 
@@ -44,9 +45,9 @@ __all__ = ["Software", "StageSeconds", "StepEstimate", "Workload", "estimate_ste
 @dataclass(frozen=True)
 class StepEstimate:
     """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute,
-    recompute, bubble, tensor communication, data communication, pipeline communication, optimizer, ...):
-    exposed time only, they add up to `step_s`. `hidden`: seconds of communication during computation, by the
-    same names."""
+    recompute, bubble, tensor communication, data communication, pipeline communication, optimizer, ..., and
+    with cp attention communication): exposed time only, they add up to `step_s`. `hidden`: seconds of
+    communication during computation, by the same names."""
 
     plan: Plan
     step_s: float
@@ -65,6 +66,7 @@ class StageSeconds(NamedTuple):
     backward    of the input, with what is recomputed
     recompute   computed again in the backward
     tensor      communication inside layers, and its part in the forward
+    attention   of it, that over the ranks of cp
     """
 
     forward: float
@@ -73,6 +75,7 @@ class StageSeconds(NamedTuple):
     recompute: float
     tensor: float
     tensor_forward: float
+    attention: float
 
 
 _SPREAD = 0.16  # of an interval: more than 80 of 100 published steps are within theirs
@@ -178,7 +181,7 @@ def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) ->
 
 def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> int:
     """Bytes of a micro-batch's output that a rank of a stage sends to the next one."""
-    numel = batch * sequence * model.hidden // plan.rows
+    numel = batch * tokens_of_rank(sequence, plan.cp) * model.hidden // plan.rows
     return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
 
 
@@ -195,9 +198,11 @@ def _busy_parts(
     """Split the seconds in which a rank's actions run."""
     parts = {
         "recompute": plan.micro * sum(stage.recompute for stage in stages),
-        "tensor communication": plan.micro * sum(stage.tensor for stage in stages),
+        "tensor communication": plan.micro * sum(stage.tensor - stage.attention for stage in stages),
         "data communication": plan.micro * sum(gather.exposed for gather in gathers),
     }
+    if plan.cp > 1:
+        parts["attention communication"] = plan.micro * sum(stage.attention for stage in stages)
     return {"compute": busy_s - sum(parts.values()), **parts}
 
 
@@ -212,7 +217,7 @@ def check(
             expected=f"at most {cluster.num_devices} ranks",
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
-    check_is_priced(plan.precision, cluster.device, plan.cp)
+    check_is_priced(plan.precision, cluster.device)
     if plan.sync != "all":
         raise PlanError(
             "the planner can price parameter servers only with sync=all",
@@ -231,22 +236,15 @@ def check(
     block_counts(model, plan, software)
 
 
-def check_is_priced(precision: str, device: Device, cp: int) -> None:
-    """Raise PlanError for a precision that the device does not have, for context parallelism, and for float8:
-    no published step shows what the casts around its products take."""
+def check_is_priced(precision: str, device: Device) -> None:
+    """Raise PlanError for a precision that the device does not have, and for float8: no published step shows
+    what the casts around its products take."""
     if precision in FLOAT8:
         raise PlanError(
             "products in float8 are not priced",
             given=f"precision={precision}",
             expected=" or ".join(name for name in PRECISIONS if name not in FLOAT8),
             hint="precision=bf16, and measure steps of both",
-        )
-    if cp > 1:
-        raise PlanError(
-            "the planner does not know the time of context parallelism",
-            given=f"cp={cp}",
-            expected="complete sequences on each rank",
-            hint="no cp; `plait explain` shows its bytes and memory",
         )
     device.check_precision(precision)
 
@@ -262,10 +260,13 @@ def _stage_seconds(
     constants: Constants,
 ) -> tuple[StageSeconds, ...]:
     block = block_seconds(model, part, rates, constants)
-    across, across_back = _block_tensor_s(model, part, links, rates, block, constants)
+    tensor, tensor_back, attention, attention_again, attention_back = _block_tensor_s(
+        model, part, links, rates, block, constants
+    )
     share = recomputed_share(recompute)
     again = block.selective if recompute == "selective" else share * block.forward
-    across_back += share * across
+    attention_back += recomputed_attentions(recompute) * attention_again
+    across, across_back = tensor + attention, tensor_back + share * tensor + attention_back
     head = head_seconds(model, part, rates, constants)
     embedding = embedding_seconds(model, part, rates)
     collectives = sum(each.forward for each in block_collectives(model, part, rates.itemsize))
@@ -285,6 +286,7 @@ def _stage_seconds(
                 blocks * again,
                 blocks * (across + across_back),
                 blocks * across,
+                blocks * (attention + attention_back),
             )
         stages.append(kinds[key])
     return tuple(stages)
@@ -305,7 +307,7 @@ def stage_seconds(
     counts = block_counts(model, plan, software)
     generator = GENERATORS.get(plan.schedule)
     overlaps = software.overlaps_tensor and not (generator is not None and generator.splits)
-    part = BlockWork.of(plan, batch, work.sequence, software, overlaps=overlaps)
+    part = BlockWork.of(model, plan, batch, work.sequence, software, overlaps=overlaps)
     return _stage_seconds(model, counts, part, plan.recompute, rates, links, constants)
 
 
@@ -316,47 +318,72 @@ def recomputed_share(recompute: str) -> float:
     return float(recompute == "full")
 
 
+def recomputed_attentions(recompute: str) -> float:
+    """Share of the blocks whose attention is recomputed. Over the ranks of cp its results are kept, and some
+    messages are repeated."""
+    return 1.0 if recompute == "selective" else recomputed_share(recompute)
+
+
 class BlockCollective(NamedTuple):
-    """A collective of a block: calls in a forward and in a backward, and bytes of the full tensor of one."""
+    """A collective of a block: calls in a forward and in a backward, and bytes of the full tensor of one.
+    `again`: calls where a block is recomputed; `received`: bytes that others send (of attention)."""
 
     axis: str
     op: str
     forward: int
     backward: int
     num_bytes: float
+    again: int
+    received: float = 0.0
 
 
 def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list[BlockCollective]:
-    """The collectives of a block that is sharded. With sequence parallelism, a reduce-scatter and an
-    all-gather for every all-reduce, and backward gathers the inputs again; both count as all-gathers."""
+    """The collectives of a block that is sharded, and of attention over the ranks of cp. With sequence
+    parallelism, a reduce-scatter and an all-gather for every all-reduce, and backward gathers the inputs
+    again; both count as all-gathers."""
     tokens, found = part.tokens * itemsize, []
     if part.cols > 1:
         hidden = tokens * model.hidden / part.rows
         calls = ("all-gather", 4, 6) if part.sp else ("all-reduce", 2, 2)
-        found.append(BlockCollective(FEATURES, *calls, hidden))
+        found.append(BlockCollective(FEATURES, *calls, hidden, calls[1]))
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-        found.append(BlockCollective(HIDDEN, "all-reduce", 2, 2, tokens * inside / part.cols / 2))
+        found.append(BlockCollective(HIDDEN, "all-reduce", 2, 2, tokens * inside / part.cols / 2, 2))
+    if part.cp > 1:
+        heads, [axis] = model.heads_of_column(part.cols), SEQUENCE
+        for each in attention_messages(part.cp_method, *heads, part.cp):
+            sizes = tokens * each.elements, each.again, tokens * each.received
+            found.append(BlockCollective(axis, each.op, each.forward, each.backward, *sizes))
     return found
 
 
 def _block_tensor_s(
     model: ModelShape, part: BlockWork, links: Links, rates: Rates, block: Seconds, constants: Constants
-) -> tuple[float, float]:
-    """Exposed seconds of one block's collectives in a forward and in a backward, which has as many.
+) -> tuple[float, float, float, float, float]:
+    """Exposed seconds of one block's collectives in a forward and in a backward: those inside layers that are
+    sharded, of which a backward has as many, and those of attention over the ranks of cp, in a forward, in a
+    recomputed one, and in a backward. Nothing hides them, which is too slow for rings.
 
     Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
     gathered again during the products of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
     groups = {FEATURES: Group(part.cols, 1, part.ranks), HIDDEN: Group(part.rows, part.cols, part.ranks)}
-    seconds = dict.fromkeys(groups, 0.0)
-    for axis, op, calls, _, num_bytes in block_collectives(model, part, rates.itemsize):
-        kind = "foreign all-reduce" if op == "all-reduce" else op
-        seconds[axis] = calls * collective_s(kind, links, groups[axis], num_bytes)
+    over_tokens = Group(part.cp, part.rows * part.cols, part.ranks)
+    seconds, attention, attention_again, attention_back = dict.fromkeys(groups, 0.0), 0.0, 0.0, 0.0
+    for each in block_collectives(model, part, rates.itemsize):
+        kind = "foreign all-reduce" if each.op == "all-reduce" else each.op
+        if each.axis in SEQUENCE:
+            full = each.received * part.cp / (part.cp - 1)  # as of a call over all ranks of cp
+            once = collective_s(kind, links, over_tokens, full)
+            attention += each.forward * once
+            attention_again += each.again * once
+            attention_back += each.backward * once
+            continue
+        seconds[each.axis] = each.forward * collective_s(kind, links, groups[each.axis], each.num_bytes)
     forward = backward = seconds[FEATURES]
     if part.overlaps:
         during = block.shared_weight + (block.shared_input if part.sp else 0.0)
         backward = _overlap(during, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
-    return forward + seconds[HIDDEN], backward + seconds[HIDDEN]
+    return forward + seconds[HIDDEN], backward + seconds[HIDDEN], attention, attention_again, attention_back
 
 
 class Overlapped(NamedTuple):
@@ -387,7 +414,7 @@ def stage_gathers(
 ) -> list[Overlapped]:
     """Seconds that a micro-batch's all-gathers of parameters, and reductions of gradients, add to each
     stage."""
-    if plan.zero < 2 or plan.data_ranks == 1:
+    if plan.zero < 2 or plan.token_ranks == 1:
         return [Overlapped(0.0, 0.0)] * len(stages)
     price = unit_prices(plan, links)
     if not price.of_micros:
@@ -420,7 +447,9 @@ def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
     return _unit_prices(_without_computation(plan), links)
 
 
-_without_computation = with_defaults("schedule", "chunks", "stages", "sp", "recompute", "compile")
+_without_computation = with_defaults(
+    "schedule", "chunks", "stages", "sp", "cp_method", "recompute", "compile"
+)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -502,7 +531,7 @@ def step_reductions(
         push, pull = server_exchange_s(plan, links, layouts[0].numel)
         exposed, hidden = overlap(sum(s.backward + s.weight for s in stages), push)
         return [Overlapped(exposed + pull, hidden)]
-    if plan.data_ranks == 1:
+    if plan.token_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
     of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), unit_prices(plan, links)
     seconds: dict[int, tuple[float, float]] = {}  # of many ranks with the same number of parameters

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from plait.plan import AXES, CommCount, CommKey, Grid, Layout, Plan
-from plait.plan.axes import FEATURES, STAGES, TENSOR, TOKENS
+from plait.plan.axes import FEATURES, SEQUENCE, STAGES, TENSOR, TOKENS
 from plait.plan.events import Event, RankFacts, StageFacts, ring_bytes, step_events, sum_events
 from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.schedule.load import load_schedule
@@ -15,7 +15,13 @@ from plait.planner.compute import BlockWork
 from plait.planner.memory import stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import block_counts
-from plait.planner.step_estimate import block_collectives, message_bytes, messages_of, recomputed_share
+from plait.planner.step_estimate import (
+    block_collectives,
+    message_bytes,
+    messages_of,
+    recomputed_attentions,
+    recomputed_share,
+)
 from plait.planner.workload import PLAIT, Workload
 
 
@@ -90,19 +96,23 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
     grid, batch = Grid.from_plan(plan), work.batch // (plan.data_ranks * plan.micro)
     counts = block_counts(model, plan, PLAIT)
     message = (message_bytes(model, plan, batch, work.sequence),)
-    part = BlockWork.of(plan, batch, work.sequence, PLAIT, overlaps=True)
+    part = BlockWork.of(model, plan, batch, work.sequence, PLAIT, overlaps=True)
     collectives = block_collectives(model, part, COMPUTE_BYTES[plan.precision])
-    share, last = recomputed_share(plan.recompute), len(counts) - 1
+    share, of_attention = recomputed_share(plan.recompute), recomputed_attentions(plan.recompute)
+    last = len(counts) - 1
 
     def facts(stage: int, blocks: int) -> StageFacts:
         sizes = plan.rows, plan.cols, plan.shard_degree, blocks
         layout = Layout(stage_units(model, *sizes, stage == 0, stage == last))
-        traffic = {}
-        for axis, op, forward, backward, num_bytes in collectives:
-            calls = blocks * ((1 + share) * forward + backward)
+        traffic: dict[CommKey, CommCount] = {}
+        for axis, op, forward, backward, num_bytes, again, _ in collectives:
+            recomputed = of_attention if axis in SEQUENCE else share
+            calls = blocks * (forward + recomputed * again + backward)
             if axis == FEATURES:  # of the embedding's output, and of the gradient of the head's input
                 calls += (1 if op == "all-reduce" else 2) * ((stage == 0) + (stage == last))
-            traffic[CommKey((axis,), "", op)] = CommCount(round(calls), round(calls * num_bytes))
+            count = CommCount(round(calls), round(calls * num_bytes))
+            key = CommKey((axis,), "", op)
+            traffic[key] = traffic.get(key, CommCount()) + count
         return StageFacts(layout, traffic, output=message, gradient=message)
 
     schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks)

@@ -39,3 +39,8 @@ class Software:
 
 
 PLAIT = Software()  # of this product
+
+
+def tokens_of_rank(sequence: int, cp: int) -> int:
+    """Tokens of a sequence on each rank of `cp`; a sequence that does not divide is filled up."""
+    return -(-sequence // cp)

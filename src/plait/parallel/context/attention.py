@@ -42,7 +42,7 @@ from plait.parallel.activation_checkpoint import kept
 from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
 from plait.parallel.context.keys import LABEL, GatheredKeys, Keys, Pair, RingKeys
 from plait.parallel.context.tokens import SequenceShare, SharedTokens, Work
-from plait.plan.context import TokenOrder, heads_error, ulysses_kv_heads
+from plait.plan.context import TokenOrder, gathered_kv_heads, heads_error, ulysses_kv_heads
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,7 @@ def _head_groups(q: Tensor, k: Tensor, copies: int) -> list[tuple[slice, slice]]
     heads, kv_heads = q.shape[1], k.shape[1]
     if copies == 1:
         return [(slice(None), slice(None))]
-    at_once = max(1, heads // copies)
-    step = next(step for step in range(min(kv_heads, at_once), 0, -1) if kv_heads % step == 0)
-    each = heads // kv_heads
+    step, each = gathered_kv_heads(heads, kv_heads, copies), heads // kv_heads
     return [(slice(at * each, (at + step) * each), slice(at, at + step)) for at in range(0, kv_heads, step)]
 
 
