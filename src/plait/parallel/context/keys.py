@@ -30,7 +30,7 @@ class Keys(Protocol):
 
     @property
     def sources(self) -> tuple[int | None, ...]:
-        """Of each part, the rank in `TokenOrder.of_heads` whose tokens it has; None: those of the row."""
+        """The rank in `TokenOrder.of_heads` whose tokens each part has; None: those of the row."""
 
     @property
     def copies(self) -> int:
