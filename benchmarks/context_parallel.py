@@ -64,6 +64,9 @@ Step = Callable[[Batch], float]
 Clocks = list[tuple[float, float]]  # seconds of the processor, and of communication, of each step
 
 
+KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
 class Pairs(TorchDispatchMode):
     """Counts the pairs of queries and keys whose scores torch's kernel of the CPU computes in forward."""
 
@@ -75,8 +78,7 @@ class Pairs(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        if function is kernel and not args[0].is_meta:
+        if function.name() == KERNEL and not args[0].is_meta:
             (batch, heads, queries, _), keys = args[0].shape, args[1].shape[2]
             is_causal = args[4] if len(args) > 4 else kwargs.get("is_causal", False)
             of_head = queries * (queries + 1) // 2 if is_causal else queries * keys
