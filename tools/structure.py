@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 13550,
     "plan": 6510,
-    "planner": 4280,
+    "planner": 4290,
     "server": 2250,
     "train": 4850,
     "verify": 1730,

@@ -216,7 +216,7 @@ def _install(functions: Any, names: Collection[str], replacement: Callable[..., 
 
 def _mask_of_documents(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`make`: of transformers, whose keywords alone describe the mask."""
-    documents = _documents.get()
+    documents = _documents.get(None)
     size = None if documents is None else documents.starts_BS.shape[1]
     if documents is None or not kwargs["q_length"] == kwargs["kv_length"] == size:
         return make(*args, **kwargs)
@@ -231,7 +231,7 @@ def _mask_of_documents(make: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 def _flash_of_documents(attend: Callable[..., Any], module: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`attend`: of transformers, for queries (B, H, S, D)."""
-    documents = _documents.get()
+    documents = _documents.get(None)
     if documents is None or q.shape[2] != documents.starts_BS.shape[1]:
         return attend(module, q, *args, **kwargs)
     return attend(module, q, *args, **{**kwargs, **documents.of_flash_attention})
@@ -241,7 +241,7 @@ def _wrap_search(search: Callable[..., Tensor | None]) -> Callable[..., Any]:
     """`search`: for rows of several sequences."""
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        if _packs_nothing.get(False) or _documents.get() is not None:
+        if _packs_nothing.get(False) or _documents.get(None) is not None:
             return None
         if is_handled():  # a handler knows the documents: `MaskRule.packed` is what it asks for
             return position_ids

@@ -214,7 +214,7 @@ _kept: ContextVar[_KeptResults | None] = ContextVar("kept results", default=None
 def kept(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Return what `compute` returns, without running it again where a block is recomputed. For the forward
     of an autograd function: see [Note: kept results]."""
-    results = _kept.get()
+    results = _kept.get(None)
     return compute() if results is None else results.of(compute)
 
 

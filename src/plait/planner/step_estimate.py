@@ -357,6 +357,12 @@ def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list
     return found
 
 
+_KINDS_IN_LAYERS = {
+    "all-reduce": "foreign all-reduce",
+    "all-to-all": "exchange of heads",
+}  # of layers' collectives
+
+
 def _block_tensor_s(
     model: ModelShape, part: BlockWork, links: Links, rates: Rates, block: Seconds, constants: Constants
 ) -> tuple[float, float, float, float, float]:
@@ -370,7 +376,7 @@ def _block_tensor_s(
     over_tokens = Group(part.cp, part.rows * part.cols, part.ranks)
     seconds, attention, attention_again, attention_back = dict.fromkeys(groups, 0.0), 0.0, 0.0, 0.0
     for each in block_collectives(model, part, rates.itemsize):
-        kind = "foreign all-reduce" if each.op == "all-reduce" else each.op
+        kind = _KINDS_IN_LAYERS.get(each.op, each.op)
         if each.axis in SEQUENCE:
             full = each.received * part.cp / (part.cp - 1)  # as of a call over all ranks of cp
             once = collective_s(kind, links, over_tokens, full)
