@@ -45,6 +45,8 @@ STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime"
         (LLAMA, "pp=2 micro=4 schedule=zbv", 0.015),
         (LLAMA, "cp=4 zero=1", 0.015),
         (LLAMA, "cp=4 cp_method=ulysses", 0.015),
+        (LLAMA, "cp=4 cp_method=2x2", 0.015),
+        (LLAMA, "cp=4 cp_method=ring", 0.015),
         (LLAMA, "dp=2 cp=2 tp=2 sp=true zero=3 recompute=full", 0.07),
         (LLAMA, "pp=2 cp=2 micro=4 recompute=selective", 0.06),
         (LLAMA, "dp=2 zero=1 offload=cpu recompute=selective", 0.01),

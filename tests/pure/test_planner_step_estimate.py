@@ -355,6 +355,16 @@ def test_attention_communicates_for_as_long_as_its_bytes_take(cp: int, method: s
     assert found.parts["attention communication"] == pytest.approx(seconds)
 
 
+def test_rings_of_neighbours_send_less_between_hosts() -> None:
+    """Heads are exchanged inside a host; between hosts, keys of an eighth of the heads go around."""
+    machines, work = cluster("dgx-h100:2"), replace(LONG, batch=1)
+    times = {}
+    for method in ("2x8", "ring", "ulysses"):
+        plan = Plan.parse(f"cp=16 cp_method={method} precision=bf16")
+        times[method] = estimate_step(MODEL, plan, machines, work).parts["attention communication"]
+    assert times["2x8"] < min(times["ring"], times["ulysses"])
+
+
 def test_a_method_that_is_not_named_is_the_one_that_sends_less() -> None:
     for cp, least in ((2, "allgather"), (8, "ulysses")):
         texts = (f"dp={8 // cp} cp={cp} micro={cp}{method}" for method in ("", f" cp_method={least}"))

@@ -199,7 +199,8 @@ def gathered_kv_heads(heads: int, kv_heads: int, num_ranks: int) -> int:
 
 class AttentionMessages(NamedTuple):
     """Communication of an attention over the ranks of cp: calls in a forward, where a block is recomputed,
-    and in backward. For each of a rank's tokens: elements that a call logs, and those that it receives."""
+    and in backward. For each of a rank's tokens: elements that a call logs, and those that it receives.
+    `ranks`, so many places `apart`, take part."""
 
     op: str
     forward: int
@@ -207,6 +208,8 @@ class AttentionMessages(NamedTuple):
     backward: int
     elements: float
     received: float
+    ranks: int
+    apart: int = 1
 
 
 def attention_messages(
@@ -217,9 +220,10 @@ def attention_messages(
     others = (num_ranks - 1) / num_ranks
     if method == "allgather":
         at_once = gathered_kv_heads(heads, kv_heads, num_ranks)
-        calls, full = kv_heads // at_once, float(num_ranks * at_once * width)
-        gathers = AttentionMessages("all-gather", calls, 0, calls, full, others * full)
-        return [gathers, AttentionMessages("reduce-scatter", 0, 0, calls, full, others * full)]
+        num_calls, full = kv_heads // at_once, float(num_ranks * at_once * width)
+        sizes = full, others * full, num_ranks
+        gathers = AttentionMessages("all-gather", num_calls, 0, num_calls, *sizes)
+        return [gathers, AttentionMessages("reduce-scatter", 0, 0, num_calls, *sizes)]
     inner = heads_degree(method, num_ranks)
     outer, copies = num_ranks // inner, ulysses_kv_heads(heads, kv_heads, inner)
     if copies is None:
@@ -230,10 +234,11 @@ def attention_messages(
         full = (heads + copies) * width / 2
         received = (inner - 1) / inner * full
         logged = full if outer == 1 else received
-        found.append(AttentionMessages("all-to-all", 2, 2, 2, logged, received))
+        found.append(AttentionMessages("all-to-all", 2, 2, 2, logged, received, inner))
     if outer > 1:  # keys and values; in backward their gradients, too
         keys = float(copies * width)
-        found.append(AttentionMessages("all-to-all", outer - 1, 0, 2 * (outer - 1), keys, keys))
+        calls = outer - 1, 0, 2 * (outer - 1)
+        found.append(AttentionMessages("all-to-all", *calls, keys, keys, outer, inner))
     return found
 
 

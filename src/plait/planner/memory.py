@@ -19,7 +19,7 @@ from itertools import accumulate, chain
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
 from plait.plan.compression import full_grad_dtype
-from plait.plan.context import gathered_kv_heads, ulysses_kv_heads
+from plait.plan.context import gathered_kv_heads, heads_degree, ulysses_kv_heads
 from plait.plan.layout import RANGE_ALIGNMENT, Layout, ParamShard, UnitLayout
 from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes, server_memory, worker_memory
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
@@ -116,9 +116,11 @@ def _activation_bytes(
 def _exchanged_bytes(model: ModelShape, plan: Plan) -> float:
     """Bytes that one token keeps, on all columns, because heads were exchanged for tokens: outputs before and
     after it, and copies of kv heads."""
-    if plan.cp == 1 or attention_method(model, plan.cols, plan.cp, plan.cp_method) != "ulysses":
+    method = attention_method(model, plan.cols, plan.cp, plan.cp_method) if plan.cp > 1 else "allgather"
+    inner = heads_degree(method, plan.cp)
+    if inner == 1:
         return 0.0
-    copies = ulysses_kv_heads(*model.heads_of_column(plan.cols)[:2], plan.cp) or 0
+    copies = ulysses_kv_heads(*model.heads_of_column(plan.cols)[:2], inner) or 0
     return 2.0 * model.attention_width + 4.0 * max(0, copies * plan.cols - model.kv_heads) * model.head_dim
 
 

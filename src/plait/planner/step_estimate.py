@@ -10,7 +10,7 @@ from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from plait.plan.axes import FEATURES, HIDDEN, SEQUENCE, Axes
 from plait.plan.compression import Factors
-from plait.plan.context import attention_messages
+from plait.plan.context import AttentionMessages, attention_messages, heads_degree
 from plait.plan.devices import Device
 from plait.plan.events import Collective, During, TransportFacts, UnitMessages, UnitSizes, unit_events
 from plait.plan.grid import Grid
@@ -326,7 +326,7 @@ def recomputed_attentions(recompute: str) -> float:
 
 class BlockCollective(NamedTuple):
     """A collective of a block: calls in a forward and in a backward, and bytes of the full tensor of one.
-    `again`: calls where a block is recomputed; `received`: bytes that others send (of attention)."""
+    `again`: calls where a block is recomputed."""
 
     axis: str
     op: str
@@ -334,7 +334,6 @@ class BlockCollective(NamedTuple):
     backward: int
     num_bytes: float
     again: int
-    received: float = 0.0
 
 
 def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list[BlockCollective]:
@@ -349,18 +348,25 @@ def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
         found.append(BlockCollective(HIDDEN, "all-reduce", 2, 2, tokens * inside / part.cols / 2, 2))
-    if part.cp > 1:
-        heads, [axis] = model.heads_of_column(part.cols), SEQUENCE
-        for each in attention_messages(part.cp_method, *heads, part.cp):
-            sizes = tokens * each.elements, each.again, tokens * each.received
-            found.append(BlockCollective(axis, each.op, each.forward, each.backward, *sizes))
+    [axis] = SEQUENCE
+    for each in _attention_messages(model, part):
+        num_bytes = tokens * each.elements
+        found.append(BlockCollective(axis, each.op, each.forward, each.backward, num_bytes, each.again))
     return found
 
 
-_KINDS_IN_LAYERS = {
-    "all-reduce": "foreign all-reduce",
-    "all-to-all": "exchange of heads",
-}  # of layers' collectives
+def _attention_messages(model: ModelShape, part: BlockWork) -> list[AttentionMessages]:
+    if part.cp == 1:
+        return []
+    return attention_messages(part.cp_method, *model.heads_of_column(part.cols), part.cp)
+
+
+def _kind(message: AttentionMessages, part: BlockWork) -> str:
+    """The kind of collective whose price a message has: a ring passes on what a gather does."""
+    if message.op != "all-to-all":
+        return message.op
+    is_ring = message.ranks * heads_degree(part.cp_method, part.cp) == part.cp
+    return "all-gather" if is_ring else "exchange of heads"
 
 
 def _block_tensor_s(
@@ -373,18 +379,18 @@ def _block_tensor_s(
     Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
     gathered again during the products of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
     groups = {FEATURES: Group(part.cols, 1, part.ranks), HIDDEN: Group(part.rows, part.cols, part.ranks)}
-    over_tokens = Group(part.cp, part.rows * part.cols, part.ranks)
     seconds, attention, attention_again, attention_back = dict.fromkeys(groups, 0.0), 0.0, 0.0, 0.0
     for each in block_collectives(model, part, rates.itemsize):
-        kind = _KINDS_IN_LAYERS.get(each.op, each.op)
-        if each.axis in SEQUENCE:
-            full = each.received * part.cp / (part.cp - 1)  # as of a call over all ranks of cp
-            once = collective_s(kind, links, over_tokens, full)
-            attention += each.forward * once
-            attention_again += each.again * once
-            attention_back += each.backward * once
-            continue
-        seconds[each.axis] = each.forward * collective_s(kind, links, groups[each.axis], each.num_bytes)
+        if each.axis not in SEQUENCE:
+            kind = "foreign all-reduce" if each.op == "all-reduce" else each.op
+            seconds[each.axis] = each.forward * collective_s(kind, links, groups[each.axis], each.num_bytes)
+    for message in _attention_messages(model, part):
+        group = Group(message.ranks, message.apart * part.rows * part.cols, part.ranks)
+        full = part.tokens * rates.itemsize * message.received * message.ranks / (message.ranks - 1)
+        once = collective_s(_kind(message, part), links, group, full)
+        attention += message.forward * once
+        attention_again += message.again * once
+        attention_back += message.backward * once
     forward = backward = seconds[FEATURES]
     if part.overlaps:
         during = block.shared_weight + (block.shared_input if part.sp else 0.0)

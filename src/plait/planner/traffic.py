@@ -105,7 +105,7 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
         sizes = plan.rows, plan.cols, plan.shard_degree, blocks
         layout = Layout(stage_units(model, *sizes, stage == 0, stage == last))
         traffic: dict[CommKey, CommCount] = {}
-        for axis, op, forward, backward, num_bytes, again, _ in collectives:
+        for axis, op, forward, backward, num_bytes, again in collectives:
             recomputed = of_attention if axis in SEQUENCE else share
             calls = blocks * (forward + recomputed * again + backward)
             if axis == FEATURES:  # of the embedding's output, and of the gradient of the head's input
