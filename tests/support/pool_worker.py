@@ -110,6 +110,8 @@ def _leave(environ: dict[str, str], cwd: Path) -> None:
         threading.Thread(target=groups.clear).start()
     # Counter in process group names: ranks with different counts would wait for one another.
     dist.distributed_c10d._world.group_count = 0
+    if "torch._dynamo" in sys.modules:  # its limit of compilations per function is one of the process
+        sys.modules["torch._dynamo"].reset()
     gc.collect()
     os.environ.clear()
     os.environ.update(environ)
