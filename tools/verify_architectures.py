@@ -122,7 +122,7 @@ class Table:
     columns: Mapping[str, Callable[[str], str]]
     source: Callable[[str], ModelSource]
     options: Callable[[str], str]
-    plans: Sequence[str] = PLANS
+    plans: Sequence[str] = (*PLANS, *CONTEXT_PLANS)
 
     @property
     def kept(self) -> Path:
@@ -155,7 +155,6 @@ not. An empty cell: not run. This page is written by
         else parse_source(kind, layers=LAYERS)
     ),
     lambda _: "",
-    (*PLANS, *CONTEXT_PLANS),
 )
 OTHER = Table(
     "other",
@@ -167,7 +166,7 @@ has two layers (in each half, tower or stage), and is
 {_MADE_SMALL}
 The loss is the model's own where it has one. Plans of models with BatchNorm have `sync_batchnorm=true`.
 
-**{{whole}} of {{built}} are verified under all {len(PLANS)} plans.**""",
+**{{whole}} of {{built}} are verified under all {len(PLANS)} plans without `cp`**, {{context}}.""",
     list(OTHER_KINDS),
     {"kind": lambda kind: OTHER_KINDS[kind].group, "model": lambda kind: OTHER_KINDS[kind].label},
     lambda kind: ModelSource(build=f"other_kinds:{kind}", folder=str(TOOLS)),
