@@ -200,7 +200,7 @@ def test_a_target_of_a_token_that_sees_nothing_is_refused_where_it_counts() -> N
 
 
 class _Flash:
-    """Stands for ATen where FlashAttention has no device to run on: `_plain`, with one factor on the log-sum-exp."""
+    """Stand-in for ATen, without a device that has FlashAttention: `_plain`, with a factor on log-sum-exps."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
