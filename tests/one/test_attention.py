@@ -200,7 +200,7 @@ def test_a_target_of_a_token_that_sees_nothing_is_refused_where_it_counts() -> N
 
 
 class _Flash:
-    """Stand-in for ATen, without a device that has FlashAttention: `_plain`, with a factor on log-sum-exps."""
+    """Stand-in for ATen, with no device that has FlashAttention: a factor changes log-sum-exps."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
