@@ -126,8 +126,10 @@ def _is_fused(q: Tensor, scores: Scores) -> bool:
 
 
 def _one_size(*tensors: Tensor, multiple: int = 1) -> list[Tensor]:
+    """Tensors as fused kernels read them: of one head size, whose elements are neighbours in memory."""
     size = -(-max(tensor.shape[-1] for tensor in tensors) // multiple) * multiple
-    return [F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in tensors]
+    full = [F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in tensors]
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in full]
 
 
 def _is_flash(block: Block, scores: Scores) -> bool:
