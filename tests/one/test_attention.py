@@ -241,3 +241,22 @@ def test_flash_attention_has_one_head_size() -> None:
     assert (out.shape, lse_BHQ.shape, lse_BHQ.dtype) == ((2, 4, 64, 12), (2, 4, 64), torch.float32)
     gradients = kernels._flash_backward(torch.empty_like(out), block, out, lse_BHQ, 0.3)
     assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in (q, k, v)]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_elements_of_a_head_may_be_apart_in_memory(which: int) -> None:
+    """Queries, keys, values and gradients; two head sizes would have them copied."""
+    generator = torch.Generator().manual_seed(1)
+    given = [
+        torch.randn(2, heads, LENGTH, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
+    ]
+
+    def results(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+        block, scores = kernels.Block(q, k, v, causal=True), kernels.Scores(0.3)
+        out, lse_BHQ = kernels.attend(block, scores)
+        return [out, lse_BHQ, *kernels.attend_backward(gradient, block, out, lse_BHQ, scores)]
+
+    expected = results(*given)
+    given[which] = given[which].mT.contiguous().mT
+    for ours, theirs in zip(results(*given), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
