@@ -12,6 +12,7 @@ from hardware import Json, selected
 from llama import TOY
 from plait.__main__ import main as plait_main
 from plait.comm.launch import fork_ranks
+from plait.parallel.context.kernels import Block, Scores, attend, attend_backward
 from plait.verify import runner
 from plait.verify.model_spec import parse_source
 from plait.verify.result import Verdict
@@ -20,6 +21,7 @@ from training import batch_of, engine_of
 
 _LENGTH, _LAYERS, _STEPS = 16, 4, 3
 _LOSSES, _LOSS_TOLERANCE = 20, 2e-2
+_BLOCK_TOLERANCE = 5e-2
 
 
 def verify(device: str, model: str, dtype: str, plans: list[str]) -> Json:
@@ -71,3 +73,29 @@ def losses(device: str, precision: str, reference: str) -> Json:
     row = {"largest_error": apart, "skipped": skipped, "first": found[0], "last": found[-1]}
     is_wrong = not apart < _LOSS_TOLERANCE or not row["last"] < row["first"]
     return {"rows": [row], "problem": f"{precision} does not train as {reference} does" if is_wrong else None}
+
+
+def attention(device: str, dtype: str, head_size: int) -> Json:
+    """Attention of a block of keys, as ranks of `cp` compute it, and its backward, next to float32."""
+    generator = torch.Generator().manual_seed(0)
+    q, gradient, k, v = (
+        torch.randn(2, heads, _LENGTH * 64, head_size, generator=generator).to(selected(device))
+        for heads in (8, 8, 2, 2)
+    )
+    rows = []
+    for causal in (False, True):
+        results = []
+        for of in (torch.float32, getattr(torch, dtype)):
+            block = Block(*(tensor.to(of) for tensor in (q, k, v)), causal)
+            out, lse = attend(block, scores := Scores(head_size**-0.5))
+            of_keys = attend_backward(
+                gradient.to(of), block, out, lse + 0.5, scores
+            )  # as if there were others
+            results.append((out, lse, *of_keys))
+        apart = [
+            ((narrow - wide).abs().max() / wide.abs().max()).item()
+            for wide, narrow in zip(*results, strict=True)
+        ]
+        rows.append({"causal": causal, "largest_error": max(apart)})
+    is_wrong = not max(row["largest_error"] for row in rows) < _BLOCK_TOLERANCE
+    return {"rows": rows, "problem": f"{dtype} differs from float32" if is_wrong else None}

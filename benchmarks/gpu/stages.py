@@ -98,7 +98,8 @@ _PARITY = {
     "zero=3 micro=4 accumulate=sharded; micro=4; recompute=full; zero=3 recompute=selective; "
     "recompute=every=2 micro=2; offload=cpu; offload=cpu zero=2 recompute=full; offload=cpu zero=3 micro=2",
     2: "dp=2; dp=2 zero=1; dp=2 zero=2 micro=2; dp=2 zero=3; dp=2 zero=3 micro=2 recompute=full; "
-    "dp=2 zero=3 offload=cpu; tp=2; tp=2 sp=true; tp=2x1; pp=2 micro=4; pp=2 micro=4 schedule=zb-h1",
+    "dp=2 zero=3 offload=cpu; tp=2; tp=2 sp=true; tp=2x1; pp=2 micro=4; pp=2 micro=4 schedule=zb-h1; "
+    "cp=2 micro=2; cp=2 cp_method=ring recompute=full; cp=2 cp_method=ulysses zero=2",
     4: "dp=4 shard=2 zero=3; dp=2 tp=2 zero=3 sp=true; pp=2 dp=2 zero=1 micro=4; tp=2x2; pp=4 micro=8",
     8: "dp=2 tp=2 pp=2 zero=1 micro=4; dp=4 tp=2 zero=3; pp=4 dp=2 micro=8",
 }
@@ -119,6 +120,9 @@ def parity(machine: Machine) -> Iterator[Case]:
     for precision, reference in (("fp16", "fp32"), ("fp8", "bf16"), ("fp8-rowwise", "bf16")):
         arguments = {**machine.device, "precision": precision, "reference": reference}
         yield Case(precision, "parity.losses", arguments)
+    for dtype, head_size in (("bfloat16", 128), ("bfloat16", 80), ("float16", 64)):
+        arguments = {**machine.device, "dtype": dtype, "head_size": head_size}
+        yield Case(f"attention of {dtype}, size {head_size}", "parity.attention", arguments)
 
 
 _MEMORY = (

@@ -197,3 +197,66 @@ def test_a_target_of_a_token_that_sees_nothing_is_refused_where_it_counts() -> N
         check_targets(batch)
     batch["labels"][0, 1] = -100
     check_targets(batch)
+
+
+class _Flash:
+    """Stand-in for ATen, with no device that has FlashAttention: a factor changes log-sum-exps."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def _scaled_dot_product_flash_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        assert dropout == 0.0
+        out, lse = kernels._plain(kernels.Block(q, k, v, causal), kernels.Scores(scale))
+        return out, lse * self._factor
+
+    def _scaled_dot_product_flash_attention_backward(self, *args: Any, scale: float) -> Any:
+        gradient, q, k, v, out, lse = args[:6]
+        return kernels._plain_backward(
+            gradient, kernels.Block(q, k, v, args[11]), out, lse, kernels.Scores(scale)
+        )
+
+
+def test_flash_attention_is_used_only_if_its_results_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.device("cpu"), torch.bfloat16
+    monkeypatch.setattr(kernels, "_ATEN", _Flash(1.0))
+    assert kernels._flash_is_right(*given, 20)
+    monkeypatch.setattr(kernels, "_ATEN", _Flash(1.1))
+    with pytest.warns(
+        UserWarning, match=r"without FlashAttention, and takes longer: its results differ by 1\.0"
+    ):
+        assert not kernels._flash_is_right(*given, 28)
+
+
+def test_flash_attention_has_one_head_size() -> None:
+    """On the meta device: ATen's own shapes of results."""
+    q, k, v = (
+        torch.empty(2, heads, tokens, size, device="meta", dtype=torch.bfloat16)
+        for heads, tokens, size in ((4, 64, 20), (2, 96, 20), (2, 96, 12))
+    )
+    block = kernels.Block(q, k, v)
+    out, lse_BHQ = kernels._flash(block, 0.3)
+    assert (out.shape, lse_BHQ.shape, lse_BHQ.dtype) == ((2, 4, 64, 12), (2, 4, 64), torch.float32)
+    gradients = kernels._flash_backward(torch.empty_like(out), block, out, lse_BHQ, 0.3)
+    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in (q, k, v)]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_elements_of_a_head_may_be_apart_in_memory(which: int) -> None:
+    """Queries, keys, values and gradients; two head sizes would have them copied."""
+    generator = torch.Generator().manual_seed(1)
+    given = [
+        torch.randn(2, heads, LENGTH, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
+    ]
+
+    def results(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+        block, scores = kernels.Block(q, k, v, causal=True), kernels.Scores(0.3)
+        out, lse_BHQ = kernels.attend(block, scores)
+        return [out, lse_BHQ, *kernels.attend_backward(gradient, block, out, lse_BHQ, scores)]
+
+    expected = results(*given)
+    given[which] = given[which].mT.contiguous().mT
+    for ours, theirs in zip(results(*given), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -9,10 +9,17 @@ apart, each from the full output and the full log-sum-exp, and those of the quer
 2307.08691, section 3.1; Liu et al. 2310.01889).
 
 The fused kernel of the CPU computes both, in all dtypes, with fewer kv heads, and a log-sum-exp of float32 or
-wider. It supports one head size: the narrower tensors are filled up with zeros. Scores with a soft cap, and
-other devices, are computed by `_plain` in tiles of queries, so that scores of a tile alone are in memory.
+wider. FlashAttention computes them on GPUs, in 16 bits and without a mask. Both support one head size: the
+narrower tensors are filled up with zeros. Everything else is computed by `_plain` in tiles of queries, of
+which scores are in memory.
+
+[Note: FlashAttention is compared first]
+torch gives the log-sum-exp, and the backward of a part, only by functions of ATen that it does not document.
+So a process compares them with `_plain` before it uses them: once for each dtype and head size.
 """
 
+import functools
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +30,8 @@ from torch import Tensor
 
 _ATEN = torch.ops.aten
 _TILE = 256  # queries whose scores are in memory at the same time
+_FLASH_SIZE = 256  # the largest head size of FlashAttention
+_FLASH_TOLERANCE = 0.05  # of the largest result: bfloat16 has 8 bits
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,10 @@ class Block(NamedTuple):
 def attend(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, Q, V) and the log-sum-exp (B, H, Q) over these keys: -inf of a query that sees
     none."""
+    if _is_flash(block, scores):
+        return _flash(block, scores.scale)
     if not _is_fused(block.q, scores):
-        parts = list(_plain(block, scores))
-        return torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 2)
+        return _plain(block, scores)
     (q, k, v), width = _one_size(block.q, block.k, block.v), block.v.shape[-1]
     out, lse_BHQ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, block.causal, attn_mask=block.additive_mask, scale=scores.scale
@@ -90,6 +100,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through these keys: see [Note: backward of a part]. `out` and
     `lse_BHQ` are over all keys."""
+    if _is_flash(block, scores):
+        return _flash_backward(gradient, block, out, lse_BHQ, scores.scale)
     if not _is_fused(block.q, scores):
         return _plain_backward(gradient, block, out, lse_BHQ, scores)
     sizes = [tensor.shape[-1] for tensor in (block.q, block.k, block.v)]
@@ -113,12 +125,78 @@ def _is_fused(q: Tensor, scores: Scores) -> bool:
     return q.device.type in ("cpu", "meta") and scores.softcap is None
 
 
-def _one_size(*tensors: Tensor) -> list[Tensor]:
-    size = max(tensor.shape[-1] for tensor in tensors)
-    return [F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in tensors]
+def _one_size(*tensors: Tensor, multiple: int = 1) -> list[Tensor]:
+    """Tensors as fused kernels read them: of one head size, whose elements are neighbours in memory."""
+    size = -(-max(tensor.shape[-1] for tensor in tensors) // multiple) * multiple
+    full = [F.pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in tensors]
+    return [t if t.stride(-1) == 1 else t.contiguous() for t in full]
 
 
-def _plain(block: Block, scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
+def _is_flash(block: Block, scores: Scores) -> bool:
+    q, size = block.q, max(block.q.shape[-1], block.v.shape[-1])
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or size > _FLASH_SIZE:
+        return False
+    return scores.softcap is None and block.mask_QN is None and _flash_is_right(q.device, q.dtype, size)
+
+
+def _flash(block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = _one_size(block.q, block.k, block.v, multiple=8)
+    out, lse_BHQ = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, scale=scale)[:2]
+    return out[..., : block.v.shape[-1]], lse_BHQ
+
+
+def _flash_backward(
+    gradient: Tensor, block: Block, out: Tensor, lse_BHQ: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = [tensor.shape[-1] for tensor in (block.q, block.k, block.v)]
+    q, k, v, gradient, out = _one_size(block.q, block.k, block.v, gradient, out, multiple=8)
+    lengths, seed = (q.shape[2], k.shape[2]), torch.empty(0, dtype=torch.int64, device=q.device)
+    gradients = _ATEN._scaled_dot_product_flash_attention_backward(
+        gradient.contiguous(), q, k, v, out, lse_BHQ.contiguous(), None, None, *lengths, 0.0, block.causal,
+        seed, seed, scale=scale,
+    )  # fmt: skip
+    dq, dk, dv = (of[..., :size] for of, size in zip(gradients, sizes, strict=True))
+    return dq, dk, dv
+
+
+@functools.cache
+def _flash_is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """See [Note: FlashAttention is compared first]. Synchronises with the device, in the first step."""
+    generator, scores = torch.Generator().manual_seed(0), Scores(size**-0.5)
+    q, gradient, k, v = (
+        torch.randn(1, heads, 64, size, generator=generator).to(device, dtype) for heads in (4, 4, 2, 2)
+    )
+    for causal in (False, True):
+        block = Block(q, k, v, causal)
+        out, lse_BHQ = _plain(block, scores)
+        given = gradient, block, out, lse_BHQ + 0.5  # as if there were other keys
+        expected = (out, lse_BHQ, *_plain_backward(*given, scores))
+        try:
+            found = (*_flash(block, scores.scale), *_flash_backward(*given, scores.scale))
+        except NotImplementedError:  # a torch without it
+            return False
+        except RuntimeError as error:
+            _warn_of_slow_attention(f"{error}".partition("\n")[0])
+            return False
+        apart = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)]
+        if not max(apart) < _FLASH_TOLERANCE:
+            _warn_of_slow_attention(f"its results differ by {max(apart):.1e}")
+            return False
+    return True
+
+
+def _warn_of_slow_attention(reason: str) -> None:
+    warnings.warn(
+        f"attention over ranks is computed without FlashAttention, and takes longer: {reason}", stacklevel=2
+    )
+
+
+def _plain(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
+    parts = list(_plain_tiles(block, scores))
+    return torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 2)
+
+
+def _plain_tiles(block: Block, scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
     groups = block.q.shape[1] // block.k.shape[1]
     k, v = block.k.repeat_interleave(groups, 1), block.v.repeat_interleave(groups, 1)
     for rows, mask in block.tiles():
