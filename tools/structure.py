@@ -56,7 +56,7 @@ BUDGETS = {
     "optim": 1460,
     "pages": 275,
     "parallel": 13550,
-    "plan": 6520,
+    "plan": 6550,
     "planner": 4300,
     "server": 2250,
     "train": 4850,

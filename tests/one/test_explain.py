@@ -1,10 +1,15 @@
 """Plans explained by one process that starts no rank."""
 
 import io
+import runpy
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import matplotlib
 import pytest
 import torch
 from rich.console import Console
@@ -23,6 +28,7 @@ from plait.plan.memory import format_bytes
 from plait.plan.schedule import Durations, make_schedule, simulate
 from plait.train.explain_recipe import format_ranks, traffic_table
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SHAPE = (2, 8)
 
@@ -233,6 +239,22 @@ def test_servers_are_explained_next_to_a_ring() -> None:
     workers, servers = islands.rank_classes
     assert workers.memory.total == alone.rank_classes[0].memory.total + pulled, "with the global weights"
     assert servers.memory.total == 3 * (pulled // 2), "weights, the sum of changes, and momentum"
+
+
+def test_activations_over_lengths_are_drawn_and_halve_with_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The picture of docs/context.md, for a small model."""
+    words = [str(ROOT / "tools" / "plot_context_memory.py"), "--smallest", str(tmp_path / "memory.svg")]
+    with mock.patch.object(sys, "argv", words), matplotlib.rc_context({"svg.fonttype": "none"}):
+        runpy.run_path(words[0], run_name="__main__")
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    of_degree = [[float(cell) for cell in line.strip("|").split("|")[1:]] for line in lines]
+    assert all(long == pytest.approx(4 * short, rel=0.01) for short, long in of_degree)
+    _, two, four, eight = (short for short, _ in of_degree)
+    assert (four, eight) == (pytest.approx(two / 2, rel=0.01), pytest.approx(two / 4, rel=0.01))
+    drawn = (tmp_path / "memory.svg").read_text()
+    assert all(f">{label}<" in drawn for label in ("cp=1", "cp=8", "memory of an H100"))
 
 
 def test_the_table_of_traffic_has_the_exchanges_of_local_steps_and_their_share_of_a_step() -> None:

@@ -73,7 +73,45 @@ def test_ranks_have_equal_work_under_a_causal_mask(num_ranks: int) -> None:
     assert sum(work) == order.padded * (order.padded + 1) // 2
 
 
-@given(st.integers(1, 50), st.integers(1, 6), st.sampled_from([1, 2]), st.integers(1, 3))
+DOCUMENTS = (
+    0,
+    9000,
+    9700,
+    10100,
+    17000,
+    17900,
+    30000,
+    32768,
+)  # starts in a row of 32,768 tokens, and its end
+
+
+@pytest.mark.parametrize(("num_ranks", "method"), [(2, "allgather"), (4, "ring"), (4, "2x2")])
+def test_ranks_have_nearly_equal_work_for_documents_of_a_row(num_ranks: int, method: str) -> None:
+    """Counted block by block. One document needs no more runs, and no order has other numbers of tokens."""
+    order = TokenOrder.of_method(method, 32768, num_ranks)
+    documents = [*pairwise(DOCUMENTS)]
+    balanced = order.balanced([documents])
+    rows = [(each, each) for each in documents]
+
+    def largest_over_mean(order: TokenOrder) -> float:
+        order, work = order.of_heads, []
+        for rank in range(order.num_ranks):
+            runs = [(at, at + order.chunk) for at in order.starts(rank)]
+            work.append(num_pairs([block for run in runs for block in blocks_of(run, rows, None, 0)]))
+        return order.num_ranks * max(work) / sum(work)
+
+    assert largest_over_mean(order) > 1.15
+    assert largest_over_mean(balanced) < 1.05
+    assert (balanced.padded, balanced.per_rank) == (order.padded, order.per_rank)
+    assert order.balanced([[(0, 32768)]]) == order
+
+
+def test_short_rows_and_complete_rows_of_heads_keep_their_runs() -> None:
+    for order in (TokenOrder(1024, 4, 2), TokenOrder.of_method("ulysses", 32768, 4), TokenOrder(32760, 4, 2)):
+        assert order.balanced([[(0, 700), (700, order.num_tokens)]]) == order
+
+
+@given(st.integers(1, 50), st.integers(1, 6), st.sampled_from([1, 2, 4, 16]), st.integers(1, 3))
 def test_every_token_is_on_one_rank(num_tokens: int, outer: int, chunks: int, inner: int) -> None:
     num_ranks = outer * inner
     order = TokenOrder(num_tokens, num_ranks, chunks, inner)

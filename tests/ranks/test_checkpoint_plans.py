@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,18 @@ PLANS = (
     "pp=3 schedule=zb-h1 dp=2 zero=1 micro=2",
     "pp=2 tp=2 dp=2 zero=1 schedule=1f1b micro=2",
     "pp=2 schedule=zbv dp=4 zero=3 shard=2 micro=3",
+    "cp=2 micro=2",
+    "cp=4 zero=1 micro=2",
+    "cp=2 tp=2 zero=2 cp_method=ulysses micro=2",
+    "cp=3 dp=2 zero=3 shard=1 cp_method=ring micro=3",
+    "cp=2 pp=2 dp=2 zero=1 schedule=1f1b micro=2",
 )
 
 
 def task_of(model: str) -> programs.Task:
-    return pipeline_plans.task(model, LAYERS, SEQUENCES, STEPS)
+    """With the loss of plait for models of transformers: `cp` divides this one only."""
+    task = pipeline_plans.task(model, LAYERS, SEQUENCES, STEPS)
+    return replace(task, own_loss=model == "tied_llama")
 
 
 def _fp64(words: str) -> str:
@@ -98,7 +106,8 @@ def check_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "steps_back"),
     [
-        *((words, (0, 1, 4, 7, 10)) for words in PLANS),
+        *((words, (0, 1, 4, 7, 10)) for words in PLANS if not words.startswith("cp=")),
+        *((words, (0, 1, 4, 7, 10, at)) for at, words in enumerate(PLANS) if words.startswith("cp=")),
         *(pytest.param(words, tuple(range(len(PLANS))), marks=pytest.mark.sweep) for words in PLANS),
     ],
 )
@@ -106,7 +115,7 @@ def test_a_checkpoint_of_any_plan_goes_on_under_this_one(
     pool: Pool, saved: Any, words: str, steps_back: tuple[int, ...]
 ) -> None:
     """To 1e-9 of one process that never stopped, to the bit of itself. From as many plans in the circle, so
-    that each strand goes on from each other; the sweep has all ordered pairs."""
+    that each strand goes on from each other, and `cp` from one process; the sweep has all ordered pairs."""
     alone = saved("tied_llama", PLANS[0])[1]
     sources = [PLANS[PLANS.index(words) - back] for back in steps_back]
     checkpoints = [saved("tied_llama", source)[0] for source in sources]
@@ -177,9 +186,9 @@ def _load_counting(model: str, plan: str, checkpoint: Path) -> tuple[int, int]:
         return reader.bytes_read - headers, needed
 
 
-@pytest.mark.parametrize("words", [PLANS[4], PLANS[6], PLANS[7], PLANS[10]])
+@pytest.mark.parametrize("words", [PLANS[4], PLANS[6], PLANS[7], PLANS[10], PLANS[13]])
 def test_a_rank_reads_only_the_bytes_it_needs(pool: Pool, saved: Any, words: str) -> None:
-    for source in (PLANS[0], PLANS[3], PLANS[6], PLANS[8]):
+    for source in (PLANS[0], PLANS[3], PLANS[6], PLANS[8], PLANS[15]):
         ranks = pool.run(
             _load_counting, ranks_of(words), "tied_llama", _fp64(words), saved("tied_llama", source)[0]
         )
@@ -216,7 +225,7 @@ def _damaged(model: str, plan: str, checkpoint: Path, good: Path) -> Any:
     return message, refused, engine.step(batch).loss
 
 
-@pytest.mark.parametrize("words", [PLANS[0], PLANS[3], PLANS[6], PLANS[7], PLANS[10], PLANS[11]])
+@pytest.mark.parametrize("words", [PLANS[0], PLANS[3], PLANS[6], PLANS[7], PLANS[10], PLANS[11], PLANS[13]])
 def test_damage_found_by_one_reader_is_raised_on_all_ranks(
     pool: Pool, saved: Any, tmp_path: Path, words: str
 ) -> None:

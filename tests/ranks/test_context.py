@@ -1,14 +1,16 @@
 """Context parallelism: the one-process program's numbers, for every method, mask and mix."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from plait.plan import Plan
+from plait.plan import Plan, context
+from plait.plan.context import Interval, TokenOrder
 from support import hf_models, pipeline_plans, programs
 from support.pool import Pool
 
@@ -62,14 +64,56 @@ def test_families_train_as_in_one_process(pool: Pool, family: str, method: str) 
     check_parity(pool, task, f"cp={4 if method == '2x2' else 2} cp_method={method} precision=fp64")
 
 
-def packed(steps: int) -> list[dict[str, Tensor]]:
+LENGTHS = ((5, 1, 6, 9, 3), (24,), (11, 2, 11))
+UNEVEN = ((5, 30, 13), (36, 12), (48,))  # of different work for ranks that have two runs
+
+
+def packed(steps: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> list[dict[str, Tensor]]:
     """Rows of documents: boundaries inside runs and between them, a document of one token, one row of one."""
-    found = programs.batches(steps, sequences=3, length=24)
-    lengths = ([5, 1, 6, 9, 3], [24], [11, 2, 11])
+    found = programs.batches(steps, sequences=3, length=sum(lengths[0]))
     for batch in found:
         rows = [torch.cat([torch.arange(length) for length in row]) for row in lengths]
         batch["position_ids"] = torch.stack(rows)
     return found
+
+
+def _in_short_runs(task: programs.Task, plan: str) -> tuple[programs.Trace, Tensor, set[int]]:
+    """Training, the logits before it, and the numbers of runs of a rank, where runs may have two tokens."""
+    chunks, balanced = set(), TokenOrder.balanced
+
+    def counted(order: TokenOrder, rows: Sequence[Sequence[Interval]]) -> TokenOrder:
+        found = balanced(order, rows)
+        chunks.add(found.chunks)
+        return found
+
+    with mock.patch.object(context, "SHORTEST", 2), mock.patch.object(TokenOrder, "balanced", counted):
+        engine = programs.engine_of(task, plan)
+        share = programs.share_of(task.data(1)[0], engine)
+        logits = engine.outputs(share, lambda outputs: outputs.logits)
+        return programs.train_task(task, plan), logits, chunks
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "cp=2 cp_method=allgather",
+        "cp=3 cp_method=ring",
+        "cp=4 cp_method=2x2",
+        "cp=2 pp=2 micro=3 recompute=full",
+    ],
+)
+def test_documents_in_many_runs_train_as_in_one_process(pool: Pool, family: str, words: str) -> None:
+    """The number of runs that balances documents differs between micro-batches."""
+    data = functools.partial(packed, lengths=UNEVEN)
+    task = programs.Task(hf_models.builder(family), data, steps=2, own_loss=True)
+    plan = Plan.parse(f"{words} precision=fp64")
+    ours, logits, chunks = pool.run(_in_short_runs, plan.num_ranks, task, str(plan))[0]
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
+    expected = pool.run(_in_short_runs, 1, task, "dp=1 precision=fp64")[0][1]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
+    assert max(chunks) > 2
+    assert plan.pp == 1 or len(chunks) > 1
 
 
 def padded(steps: int) -> list[dict[str, Tensor]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from support import local_steps, programs
 from support.pool import Pool
@@ -35,15 +36,33 @@ def test_averaging_after_every_sgd_step_equals_synchronous_data_parallelism(pool
         f"dp=4 zero=2 shard=2 local_steps=2 tp=2 {DILOCO}",
         f"dp=4 zero=3 shard=2 local_steps=3 micro=3 {DILOCO}",
         f"dp=2 pp=2 local_steps=2 micro=2 offload=cpu {DILOCO}",
+        f"cp=2 dp=2 local_steps=3 {DILOCO}",
+        f"cp=3 dp=2 zero=3 shard=1 local_steps=2 cp_method=ring recompute=full {DILOCO}",
+        f"cp=2 dp=4 zero=1 shard=2 local_steps=3 cp_method=ulysses {DILOCO}",
     ],
 )
 def test_islands_train_as_in_a_simulation(pool: Pool, words: str) -> None:
     plan = Plan.parse(f"{words} precision=fp64")
-    task = local_steps.task(programs.tied_llama)
+    task = local_steps.task(programs.tied_llama, own_loss=plan.cp > 1)
     trace = pool.run(local_steps.train, plan.num_ranks, task, str(plan))[0]
     local_steps.check(trace, task, plan)
     assert len(trace.drifts) == local_steps.STEPS // plan.local_steps
     assert all(0.1 < drift < 10 for drift in trace.drifts)
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        ("cp=4 local_steps=2", "local_steps needs at least two islands"),
+        ("cp=2 dp=2 zero=1 local_steps=2", "local_steps needs at least two islands"),
+        ("cp=4 zero=1 shard=2 local_steps=2", "shard does not divide dp"),
+    ],
+)
+def test_an_island_of_a_part_of_the_ranks_of_cp_is_refused(words: str, fact: str) -> None:
+    """Islands are replicas along `dp`, so each has complete rows."""
+    with pytest.raises(PlanError) as raised:
+        Plan.parse(words)
+    assert raised.value.fact == fact
 
 
 @pytest.mark.parametrize(

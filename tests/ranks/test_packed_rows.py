@@ -18,6 +18,7 @@ from plait.errors import ModelError
 from plait.models import check_documents_apart, mask_decisions
 from plait.models.mask_decisions import Documents, documents_apart, documents_of
 from plait.parallel.context import tokens
+from plait.plan import Plan
 from plait.verify import Outcome, Verdict
 from plait.verify.result import summary
 from support import hf_models, programs, verify_models
@@ -175,12 +176,23 @@ def test_the_probe_finds_documents_that_see_each_other(pool: Pool, plan: str) ->
         assert leak > 1e-4
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("family", "plan"), [("llama", "dp=1"), ("opt", "dp=1"), ("gemma2", "cp=2")])
+_METHODS = ("cp=2 cp_method=allgather", "cp=3 cp_method=ring", "cp=2 cp_method=ulysses", "cp=4 cp_method=2x2")
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "mask"),
+    [
+        *((family, "dp=1", mask) for family in ("llama", "opt") for mask in MASKS),
+        *(("gemma2", "cp=2", mask) for mask in MASKS),
+        *(("llama", plan, mask) for plan, mask in zip(_METHODS, MASKS * 2, strict=False)),
+        *(("gpt_oss", plan, mask) for plan, mask in zip(_METHODS, MASKS[1:] * 2, strict=True)),
+    ],
+)
 def test_a_packed_row_trains_as_its_documents_alone(pool: Pool, family: str, plan: str, mask: str) -> None:
-    build = hf_models.builder(family)
+    """Losses, gradients and weights, under every method of `cp`."""
+    build, ranks = hf_models.builder(family), Plan.parse(plan).num_ranks
     task = programs.Task(build, functools.partial(_data, mask), steps=2, own_loss=True)
-    ours = pool.run(programs.train_task, 1 if plan == "dp=1" else 2, task, f"{plan} precision=fp64")[0]
+    ours = pool.run(programs.train_task, ranks, task, f"{plan} precision=fp64")[0]
     of_documents = programs.Task(build, functools.partial(alone, mask=mask), steps=2, own_loss=True)
     programs.assert_same(ours, programs.one_process_task(of_documents, ours.first_weights, 1))
 

@@ -109,7 +109,7 @@ def simulate(
 ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], list[float]]:
     """Return the weights of each island, the global ones, and the losses of the first island. `part_of`: the
     part in which a parameter is exchanged."""
-    islands = [_Island(task, first, plan.micro * plan.shard_degree) for _ in range(plan.num_islands)]
+    islands = [_Island(task, first, plan.micro * plan.data_shards) for _ in range(plan.num_islands)]
     outer, losses = _Outer(plan, first), []
     steps, parts = plan.local_steps, plan.exchange_parts
     delay = steps // parts if parts > 1 else 0

@@ -5,7 +5,9 @@ Under a causal mask a query sees the keys before it, so the last of P equal part
 as long as the first. With `chunks = 2` a rank has chunks r and 2P - 1 - r of 2P (zig-zag), which together
 have the same work on every rank. Where each rank has all tokens of some heads instead (Ulysses), it has one
 chunk. With both, the ranks that exchange heads (`inner` neighbours) divide the chunks of one rank of the
-ring. Outside of attention the order does not matter: positions are numbered before a row is divided.
+ring. Documents of a packed row are not balanced by two chunks: each rank has those of 1/C of the row, one
+part after another, and C is doubled until work is even, or chunks are short. Outside of attention the order
+does not matter: positions are numbered before a row is divided.
 
 [Note: blocks of a mask]
 A query sees the keys of its own document, or chunk of it, and of these the ones within a distance; padding
@@ -15,10 +17,11 @@ which need a mask of distances. Blocks that no query sees are not made. Windows 
 computed with one mask for each tile of queries: kernels pay for each call.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -31,6 +34,8 @@ CP_METHOD = re.compile(rf"{'|'.join(METHODS)}|([1-9][0-9]{{0,5}})x([1-9][0-9]{{0
 Interval = tuple[int, int]  # start and stop
 Segment = tuple[Interval, Interval]  # queries, and the keys that they may see
 TILE = 256  # queries of a block with a mask
+SHORTEST = 256  # tokens of a run that is made to balance documents: kernels pay for each call
+EVEN = 1.05  # most work of a rank, of the mean
 
 
 def heads_degree(method: str, num_ranks: int) -> int:
@@ -98,9 +103,40 @@ class TokenOrder:
 
     def starts(self, rank: int) -> tuple[int, ...]:
         """The positions at which the runs of a rank start: see [Note: orders of tokens]."""
-        outer, at = divmod(rank, self.inner)
-        numbers = (outer, 2 * (self.num_ranks // self.inner) - 1 - outer)[: self.chunks]
-        return tuple((number * self.inner + at) * self.chunk for number in numbers)
+        (outer, at), ring = divmod(rank, self.inner), self.num_ranks // self.inner
+        numbers = (
+            n
+            for part in range(self.chunks)
+            for n in (2 * ring * part + outer, 2 * ring * (part + 1) - 1 - outer)
+        )
+        return tuple(
+            (number * self.inner + at) * self.chunk for number in itertools.islice(numbers, self.chunks)
+        )
+
+    def balanced(self, rows: Sequence[Sequence[Interval]]) -> "TokenOrder":
+        """An order in which these documents are nearly equal work for all ranks, if there is one with as many
+        tokens on each: see [Note: orders of tokens]."""
+        found = [self]
+        while self.chunks > 1 and found[-1].unevenness(rows) > EVEN:
+            finer = replace(self, chunks=2 * found[-1].chunks)
+            if finer.padded != self.padded or finer.chunk < SHORTEST:
+                break
+            found.append(finer)
+        return min(found, key=lambda order: order.unevenness(rows))
+
+    def unevenness(self, rows: Sequence[Sequence[Interval]]) -> float:
+        """The most pairs of a query and a key before it in its document that a rank has, of their mean."""
+        order = self.of_heads
+        pairs = [0] * (order.num_ranks * order.chunks)
+        for start, stop in itertools.chain.from_iterable(rows):
+            for run in range(start // order.chunk, -(-stop // order.chunk)):
+                first = max(0, run * order.chunk - start)
+                last = min(stop, (run + 1) * order.chunk) - start
+                pairs[run] += (last * (last + 1) - first * (first + 1)) // 2
+        of_ranks = [
+            sum(pairs[at // order.chunk] for at in order.starts(rank)) for rank in range(order.num_ranks)
+        ]
+        return order.num_ranks * max(of_ranks) / sum(of_ranks)
 
     @cached_property
     def by_rank(self) -> tuple[int, ...]:

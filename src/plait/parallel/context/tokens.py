@@ -103,6 +103,7 @@ class SequenceShare:
         device = batch[next(iter(shapes))].device
         found = documents_of(batch)
         if found is not None:
+            order = order.balanced(found.intervals)
             return cls(order, group.rank, found.intervals, [], device, is_packed=True)
         rows = _documents(batch, num_tokens), _kept(batch, num_tokens)
         return cls(order, group.rank, *rows, device)
