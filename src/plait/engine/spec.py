@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import World
-from plait.engine.loss import Loss
+from plait.engine.loss import Loss, check_sums_tokens
 from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
 from plait.models import (
     Blocks,
@@ -24,6 +24,7 @@ from plait.models import (
     task_of,
     with_layout,
 )
+from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
@@ -179,23 +180,19 @@ def validate(
 
 
 def _with_method(plan: Plan, given: Arguments) -> Plan:
-    """The plan with its way of context parallelism. Raises ModelError if tokens meet outside of attention."""
-    if given.loss is not None:
-        raise ModelError(
-            "a loss of yours would see one rank's tokens",
-            given=f"loss= and cp={plan.cp}",
-            expected="the loss of the model's task, a sum over tokens",
-            hint="no loss, or a plan without cp",
-        )
+    """The plan with its way of context parallelism. Raises ModelError if tokens meet outside of attention,
+    or in a loss."""
     task = task_of(given.model)
-    if task not in _OF_TOKENS:
+    if given.loss is None and task not in _OF_TOKENS:
         raise ModelError(
             "the loss of this model's task is no sum over tokens",
             given=f"{type(given.model).__name__}: {task.value if task else 'no known task'}, cp={plan.cp}",
             expected=" or ".join(known.value for known in _OF_TOKENS),
-            hint="a plan without cp",
+            hint="loss=, a sum over tokens, or a plan without cp",
         )
     trace = check_tokens_apart(given.model, given.example)
+    if given.loss is not None:
+        check_sums_tokens(given.loss, trace, {*map(storage_key, given.model.parameters())})
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
     return replace(plan, cp_method=method_of(plan.cp_method, own, plan.cp))
 

@@ -58,7 +58,7 @@ class ContextAttention:
         if call.q.shape[2] != self.share.order.per_rank:
             raise ModelError(
                 "attention is not among the tokens that cp divides",
-                given=f"{type(call.module).__name__}: {call.q.shape[2]} tokens",
+                given=f"{call.caller}: {call.q.shape[2]} tokens",
                 expected=f"{self.share.order.per_rank}, this rank's part of {self.share.order.num_tokens}",
                 hint="a plan without cp",
             )
@@ -251,4 +251,5 @@ def share_tokens(
     rows = dict(batch)
     if numbering is not None and "position_ids" not in rows:
         rows["position_ids"] = numbering.positions(batch, share.order.num_tokens, share.device)
-    return SharedTokens(share.own(rows, of_tokens), ContextAttention(group, share, method))
+    attention = ContextAttention(group, share, method)
+    return SharedTokens(share.own(rows, of_tokens), attention, share.own_filled)
