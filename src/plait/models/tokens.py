@@ -32,7 +32,14 @@ from plait.errors import ModelError
 from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatched
 from plait.models.mask_decisions import Documents, documents_apart, packing_nothing
 from plait.models.sharding.features import BLANK, Features, copied, follow
-from plait.models.task import OF_TOKENS, forward_inputs, forward_names, pretrained_base, takes_keyword
+from plait.models.task import (
+    OF_TOKENS,
+    forward_inputs,
+    forward_names,
+    needs_entry,
+    pretrained_base,
+    takes_keyword,
+)
 from plait.models.tensors import direct_tensors, storage_key
 from plait.models.trace.modes import without_dropout
 from plait.models.trace.prepare import (
@@ -431,7 +438,7 @@ _HIDDEN = 3  # tokens on the left of a run's rows
 def numbering_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Numbering:
     """How the model numbers tokens: what it reads as integers, without position ids and with those of a
     numbering, must be equal. Raises ModelError if no numbering is the model's."""
-    if not takes_keyword(model, "position_ids"):
+    if not takes_keyword(model, "position_ids") or needs_entry(model, "position_ids"):
         return Numbering()
     tokens = _length(model)
     pad = getattr(getattr(pretrained_base(model), "config", None), "pad_token_id", None)
