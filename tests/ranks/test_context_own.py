@@ -4,6 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from plait.plan import Plan
 from support import own_context, programs
@@ -18,9 +20,9 @@ def check_parity(pool: Pool, words: str, task: programs.Task) -> None:
     programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
 
 
-def task(**options: Any) -> programs.Task:
+def task(data: Any = own_context.shifted, **options: Any) -> programs.Task:
     build = own_context.builder(**options)
-    return programs.Task(build, own_context.shifted, steps=2, loss=own_context.summed_loss)
+    return programs.Task(build, data, steps=2, loss=own_context.summed_loss)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,59 @@ def task(**options: Any) -> programs.Task:
 )
 def test_a_module_of_ones_own_trains_as_in_one_process(pool: Pool, words: str) -> None:
     check_parity(pool, words, task(kv_heads=6 if "2x2" not in words else 2))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"kv_heads": 3, "window": 5},
+    "softcap": {"kv_heads": 6, "softcap": 0.3, "scale": 0.7},
+    "bidirectional": {"kv_heads": 6, "causal": False},
+    "window on both sides": {"kv_heads": 3, "causal": False, "window": 4, "softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize(
+    "words", ["dp=1", "cp=3", "cp=3 cp_method=ring", "cp=3 cp_method=ulysses recompute=full"]
+)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_of_attention_are_those_of_its_definition(pool: Pool, options: str, words: str) -> None:
+    check_parity(pool, words, task(**OPTIONS[options]))
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["tensor plan", "derived"])
+@pytest.mark.parametrize(
+    "words", ["tp=2", "cp=2 tp=2", "cp=2 tp=2 sp=true cp_method=ulysses", "cp=2 tp=2 cp_method=ring"]
+)
+def test_columns_have_their_own_heads(pool: Pool, words: str, given: bool) -> None:
+    plan = own_context.TENSOR_PLAN if given else None
+    check_parity(pool, words, replace(task(kv_heads=2, head=6, window=9, softcap=1.0), tensor_plan=plan))
+
+
+@pytest.mark.parametrize(
+    "words", ["dp=1", "pp=2 micro=1 recompute=full", "cp=3 cp_method=ring", "cp=2 recompute=full"]
+)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("data", [own_context.packed, own_context.padded])
+def test_documents_and_padding_are_those_of_the_definition(
+    pool: Pool, data: Any, causal: bool, words: str
+) -> None:
+    check_parity(pool, words, task(data, kv_heads=3, causal=causal))
+
+
+def _asked(words: str, data: Any) -> tuple[list[float], Tensor, str]:
+    """The loss of an evaluation, the logits, and the self-check's result."""
+    given = task(data, kv_heads=3)
+    (batch,) = given.data(1)
+    engine = programs.engine_of(replace(given, probe=batch), f"{words} precision=fp64")
+    evaluated = engine.evaluate(batch)
+    assert engine.probed is not None
+    assert engine.probed.difference <= 1e-9
+    return [evaluated.loss_sum, float(evaluated.num_tokens)], engine.outputs(batch), str(engine.probed)
+
+
+@pytest.mark.parametrize("data", [own_context.packed, own_context.shifted])
+@pytest.mark.parametrize("words", ["dp=1", "cp=2 zero=1", "cp=3 cp_method=ulysses"])
+def test_evaluation_outputs_and_self_check_are_of_complete_rows(pool: Pool, words: str, data: Any) -> None:
+    (expected, logits, _), *_ = pool.run(_asked, 1, "dp=1", data)
+    for losses, own, _ in pool.run(_asked, Plan.parse(words).num_ranks, words, data):
+        assert losses == pytest.approx(expected, rel=1e-12)
+        torch.testing.assert_close(own, logits, rtol=0, atol=1e-12)

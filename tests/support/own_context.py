@@ -83,9 +83,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, *, kv_heads: int, options: dict[str, Any], kind: type[Attention] = Attention) -> None:
+    def __init__(self, kv_heads: int, head: int, options: dict[str, Any], kind: type[Attention]) -> None:
         super().__init__()
-        head, width = 4, 24
+        width = 24
         self.is_dense = kind is Dense
         self.tokens = nn.Embedding(programs.VOCABULARY, width)
         layers = (kind(width, head, head * kv_heads, options) for _ in range(2))
@@ -118,10 +118,10 @@ def _documents(ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor 
     return kept.bool()[:, None, None].expand(-1, -1, ids.shape[1], -1)
 
 
-def gpt(*, on_meta: bool = True, kv_heads: int = 6, **options: Any) -> GPT:
+def gpt(*, on_meta: bool = True, kv_heads: int = 6, head: int = 4, **options: Any) -> GPT:
     """`on_meta=False`: the reference, which computes attention by its definition."""
     torch.manual_seed(3)
-    return GPT(kv_heads=kv_heads, options=options, kind=Attention if on_meta else Dense)
+    return GPT(kv_heads, head, options, Attention if on_meta else Dense)
 
 
 def builder(**options: Any) -> Callable[..., nn.Module]:
@@ -133,6 +133,28 @@ def shifted(steps: int, *, length: int = 21) -> list[dict[str, Tensor]]:
     found = programs.batches(steps, sequences=2, length=length)
     for batch in found:
         batch["labels"] = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    return found
+
+
+def packed(steps: int) -> list[dict[str, Tensor]]:
+    """Rows of documents: boundaries inside runs and between them, and padding at the end of one row."""
+    found = programs.batches(steps, sequences=3, length=24)
+    lengths = ([5, 1, 6, 9, 3], [24], [11, 2, 11])
+    for batch in found:
+        batch["position_ids"] = torch.stack([torch.cat([*map(torch.arange, row)]) for row in lengths])
+        batch["attention_mask"] = torch.ones(3, 24, dtype=torch.long)
+        batch["attention_mask"][2, 20:] = 0
+    return found
+
+
+def padded(steps: int) -> list[dict[str, Tensor]]:
+    """Rows with padding on the left, on the right, and none."""
+    found = programs.batches(steps, sequences=3, length=19)
+    for batch in found:
+        mask = torch.ones(3, 19, dtype=torch.long)
+        mask[0, :7], mask[1, 12:] = 0, 0
+        batch["attention_mask"] = mask
+        batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
     return found
 
 
