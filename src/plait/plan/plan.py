@@ -459,6 +459,13 @@ class Plan:
         """Degree of `col`: ranks that shard heads and ffn widths."""
         return _grid(self.tp)[1]
 
+    def cp_on_host(self, host_size: int | None) -> int:
+        """Neighbours on `cp` that are on one host, if each has so many ranks; None: all ranks are on one."""
+        if host_size is None or self.num_ranks <= host_size:
+            return self.cp
+        stride = self.rows * self.cols
+        return 1 if host_size % stride else math.gcd(self.cp, host_size // stride)
+
     @property
     def shard_degree(self) -> int:
         """Ranks that share one copy of what `zero` shards; 1 for zero=0."""

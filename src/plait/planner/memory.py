@@ -25,7 +25,7 @@ from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes, se
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
-from plait.planner.model_shape import ModelShape, attention_method
+from plait.planner.model_shape import ModelShape, attention_method, with_method
 from plait.planner.space import SHARDING, with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import Software, Workload, tokens_of_rank
@@ -42,6 +42,7 @@ def peak_memory(
 ) -> tuple[MemoryUse, float]:
     """Return the bytes of the fullest rank, and the upper end of their interval. `only_first`: of the
     first rank only, which is almost always the fullest."""
+    plan = with_method(model, plan, cluster.host_size)
     batch = work.batch // (plan.data_ranks * plan.micro)
     on_gpu = "cpu" not in cluster.device.name.lower()
     ranks = {0} if only_first else {0, min(1, plan.pp - 1), plan.pp - 1}
