@@ -1,12 +1,15 @@
 """Context parallelism of modules of one's own: `plait.attention`, and a loss that is a sum over tokens."""
 
+import os
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from plait.comm import connect
 from plait.plan import Plan
 from support import own_context, programs
 from support.pool import Pool
@@ -98,3 +101,33 @@ def test_evaluation_outputs_and_self_check_are_of_complete_rows(pool: Pool, word
     for losses, own, _ in pool.run(_asked, Plan.parse(words).num_ranks, words, data):
         assert losses == pytest.approx(expected, rel=1e-12)
         torch.testing.assert_close(own, logits, rtol=0, atol=1e-12)
+
+
+def _on_hosts(sizes: list[int], given: programs.Task, plan: str) -> tuple[str, int | None, programs.Trace]:
+    """Train as ranks of which a launcher says that so many share their host; with the method of `auto`."""
+    rank = int(os.environ["RANK"])
+    local = {"LOCAL_WORLD_SIZE": str(sizes[rank]), "LOCAL_RANK": str(rank % sizes[rank])}
+    with mock.patch.dict(os.environ, local):
+        return (
+            programs.engine_of(given, plan).plan.cp_method,
+            connect().host_size(),
+            programs.train_task(given, plan),
+        )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "method"),
+    [
+        ([2, 2, 2, 2], "2x2"),
+        ([4, 4, 4, 4], "allgather"),
+        ([2, 2, 4, 4], "allgather"),
+        ([1, 1, 1, 1], "allgather"),
+    ],
+)
+def test_ranks_take_the_method_for_their_hosts(pool: Pool, sizes: list[int], method: str) -> None:
+    given = task(kv_heads=2)
+    results = pool.run(_on_hosts, 4, sizes, given, "cp=4 zero=1 precision=fp64")
+    assert {taken for taken, _, _ in results} == {method}
+    assert {size for _, size, _ in results} == {sizes[0] if len({*sizes}) == 1 else None}
+    ours = results[0][2]
+    programs.assert_same(ours, programs.one_process_task(given, ours.first_weights, 1))
