@@ -1,5 +1,6 @@
 """Context parallelism of modules of one's own: `plait.attention`, and a loss that is a sum over tokens."""
 
+import functools
 import os
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from plait.comm import connect
+from plait.parallel import activation_checkpoint
 from plait.plan import Plan
 from support import own_context, programs
-from support.pool import Pool
+from support.pool import Pool, RankError
 
 
 def check_parity(pool: Pool, words: str, task: programs.Task) -> None:
@@ -81,6 +83,23 @@ def test_documents_and_padding_are_those_of_the_definition(
     pool: Pool, data: Any, causal: bool, words: str
 ) -> None:
     check_parity(pool, words, task(data, kv_heads=3, causal=causal))
+
+
+@pytest.mark.parametrize("words", ["cp=2", "cp=3 cp_method=ring", "cp=3 cp_method=ulysses pp=2 micro=1"])
+def test_tokens_that_fill_up_a_rank_are_not_in_the_loss(pool: Pool, words: str) -> None:
+    """Rows of 19 tokens, of which a loss counts all."""
+    data = functools.partial(own_context.shifted, length=19)
+    check_parity(pool, words, replace(task(data), loss=own_context.squares))
+
+
+def _without_handler(given: programs.Task, plan: str) -> programs.Trace:
+    with mock.patch.object(activation_checkpoint, "active_handler", return_value=None):
+        return programs.train_task(given, plan)
+
+
+def test_a_recomputed_block_needs_the_attention_of_its_micro_batch(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"CheckpointError|returned other values"):
+        pool.run(_without_handler, 2, task(), "cp=2 recompute=full precision=fp64")
 
 
 def _asked(words: str, data: Any) -> tuple[list[float], Tensor, str]:
