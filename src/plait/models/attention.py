@@ -164,7 +164,7 @@ def is_eager(model: nn.Module) -> bool:
 
 
 def active_handler() -> Attention | None:
-    """What forwards compute attention with here."""
+    """Return what forwards compute attention with here."""
     return _handler.get(None)
 
 
@@ -187,48 +187,36 @@ def attention(
     are softcap * tanh(scores / softcap). Raises ModelError for other shapes.
     """
     shapes = [tuple(tensor.shape) for tensor in (q, k, v)]
-    if {len(shape) for shape in shapes} != {4} or len({shape[2] for shape in shapes}) > 1:
-        raise _wrong_shapes(shapes)
-    if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
-        raise _wrong_shapes(shapes)
+    is_sequence = {len(shape) for shape in shapes} == {4} and len({shape[2] for shape in shapes}) == 1
+    if not is_sequence or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        raise ModelError(
+            "these are not queries, keys and values of one sequence",
+            given=", ".join(map(str, shapes)),
+            expected="(samples, heads, tokens, head size), heads a multiple of the kv heads",
+            hint="x.unflatten(-1, (heads, -1)).transpose(1, 2), for x of (samples, tokens, features)",
+        )
     after = 0 if causal else None if window is None else window - 1
     call = AttentionCall("plait.attention", q, k, v, MaskRule(window, after), scale, softcap)
     handler = active_handler()
     return plain_attention(call) if handler is None else handler.attend(call)
 
 
-def _wrong_shapes(shapes: list[tuple[int, ...]]) -> ModelError:
-    return ModelError(
-        "these are not queries, keys and values of one sequence",
-        given=", ".join(map(str, shapes)),
-        expected="(samples, heads, tokens, head size) of as many tokens, heads a multiple of the kv heads",
-        hint="x.unflatten(-1, (heads, -1)).transpose(1, 2), for x of (samples, tokens, features)",
-    )
-
-
 def plain_attention(call: AttentionCall) -> Tensor:
     """Compute attention of complete rows, without documents, padding and sinks, with torch's functions."""
     q, k, v, rule = call.q, call.k, call.v, call.rule
-    sees = None if rule.before is None else _sees(rule, q.shape[2], q.device)
+    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": q.shape[1] > k.shape[1]}
+    if rule.before is None and call.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=rule.after == 0, **options)
+    at = torch.arange(q.shape[2], device=q.device)
+    distance = at[:, None] - at
+    before, after = (len(at) if limit is None else limit for limit in (rule.before, rule.after))
+    seen = (distance < before) & (distance >= -after)
     if call.softcap is None:
-        is_causal, shares = sees is None and rule.after == 0, q.shape[1] > k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, sees, is_causal=is_causal, scale=call.scale, enable_gqa=shares
-        )
+        return F.scaled_dot_product_attention(q, k, v, seen, **options)
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)
     scores = call.softcap * torch.tanh(scores / call.softcap)
-    if sees is None and rule.after == 0:
-        sees = _sees(rule, q.shape[2], q.device)
-    return (scores if sees is None else scores.masked_fill(~sees, -torch.inf)).softmax(-1) @ v
-
-
-def _sees(rule: MaskRule, tokens: int, device: torch.device) -> Tensor:
-    """Return (queries, keys): True where a query sees a key, by its distance."""
-    at = torch.arange(tokens, device=device)
-    distance = at[:, None] - at
-    seen = distance >= 0 if rule.after == 0 else distance >= -(tokens if rule.after is None else rule.after)
-    return seen if rule.before is None else seen & (distance < rule.before)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
 def dispatch_attention(model: nn.Module) -> list[tuple[Any, str | None]]:

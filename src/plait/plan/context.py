@@ -253,8 +253,8 @@ class Sent(NamedTuple):
 def sent_elements(
     method: str, heads: int, kv_heads: int, width: int, num_ranks: int, on_host: int
 ) -> Sent | None:
-    """What an attention sends with `on_host` neighbours on each host. None: the heads do not divide. A gather
-    or a reduction passes a host's border once; an exchange has a message for each pair of ranks."""
+    """The elements of an attention with `on_host` neighbours on each host; None: the heads do not divide. A
+    gather or a reduction passes a host's border once; an exchange has a message for each pair of ranks."""
     if ulysses_kv_heads(heads, kv_heads, heads_degree(method, num_ranks)) is None:
         return None
     between = received = 0.0

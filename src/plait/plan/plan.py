@@ -461,10 +461,9 @@ class Plan:
 
     def cp_on_host(self, host_size: int | None) -> int:
         """Neighbours on `cp` that are on one host, if each has so many ranks; None: all ranks are on one."""
-        if host_size is None or self.num_ranks <= host_size:
-            return self.cp
-        stride = self.rows * self.cols
-        return 1 if host_size % stride else math.gcd(self.cp, host_size // stride)
+        size, stride = host_size or self.num_ranks, self.rows * self.cols
+        is_one = self.num_ranks <= size
+        return self.cp if is_one else 1 if size % stride else math.gcd(self.cp, size // stride)
 
     @property
     def shard_degree(self) -> int:
