@@ -227,7 +227,7 @@ def test_a_module_with_the_function_for_attention_is_apart() -> None:
         assert numbering_of(model) == Numbering()
 
 
-def test_a_module_that_computes_attention_itself_is_told_of_the_function() -> None:
+def test_a_module_that_computes_attention_itself_is_refused_with_the_function() -> None:
     with pytest.raises(ModelError, match=r"plait\.attention") as raised:
         check_tokens_apart(own_context.GPT(2, 4, {}, _TorchAttention))
     assert "_TorchAttention (blocks.0.attention): _scaled_dot_product" in str(raised.value)
@@ -239,7 +239,7 @@ def test_a_module_that_computes_attention_itself_is_told_of_the_function() -> No
     assert "plait.attention" in str(raised.value.hint)
 
 
-def test_a_module_that_counts_positions_itself_is_told_of_those_of_the_batch() -> None:
+def test_a_module_that_counts_positions_itself_is_refused_with_those_of_the_batch() -> None:
     with pytest.raises(ModelError, match="a number per position that is not from the batch") as raised:
         check_tokens_apart(_Places(2, 4, {}, own_context.Attention))
     assert "position_ids of the batch" in str(raised.value.hint)
