@@ -155,7 +155,7 @@ def validate(
     blocks = _find_blocks(model, plan, given.blocks, example)
     choice = None
     if plan.cp > 1:
-        plan, choice = _with_method(plan, given, host_size)
+        plan, choice = _with_method(plan, given, host_size, device if num_ranks else None)
     schedule, groups = _schedule(plan), _groups(given.param_groups)
     own = DEFAULT_GROUPS if groups is None else groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
@@ -187,7 +187,9 @@ def validate(
     )
 
 
-def _with_method(plan: Plan, given: Arguments, host_size: int | None) -> tuple[Plan, MethodChoice]:
+def _with_method(
+    plan: Plan, given: Arguments, host_size: int | None, device: torch.device | None
+) -> tuple[Plan, MethodChoice]:
     """The plan with its way of context parallelism, and why. Raises ModelError if tokens meet outside of
     attention, or in a loss."""
     task = task_of(given.model)
@@ -200,7 +202,7 @@ def _with_method(plan: Plan, given: Arguments, host_size: int | None) -> tuple[P
         )
     trace = check_tokens_apart(given.model, given.example)
     if given.loss is not None:
-        check_sums_tokens(given.loss, trace, {*map(storage_key, given.model.parameters())})
+        check_sums_tokens(given.loss, trace, {*map(storage_key, given.model.parameters())}, device)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
     choice = MethodChoice.of(plan.cp_method, own, plan.cp, plan.cp_on_host(host_size))
     return replace(plan, cp_method=choice.method), choice
