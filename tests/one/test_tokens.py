@@ -283,5 +283,13 @@ def test_a_loss_of_parameters_is_refused_also_while_they_are_zero() -> None:
 @pytest.mark.parametrize("loss", [own_context.summed_loss, own_context.squares])
 def test_a_loss_that_is_a_sum_over_tokens_is_taken(loss: Any) -> None:
     check_sums_tokens(loss, check_tokens_apart(own_context.gpt()), set())
+    weights = torch.rand(programs.VOCABULARY)  # as wide as the model's outputs
+
+    def by_class(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"].flatten()
+        given = nn.functional.cross_entropy(outputs.flatten(0, 1), labels, weights, reduction="sum")
+        return given, weights[labels.clamp(min=0)][labels != -100].sum()
+
+    check_sums_tokens(by_class, check_tokens_apart(own_context.gpt()), set())
     llama = check_tokens_apart(hf_models.model_of("llama"))
     check_sums_tokens(lambda outputs, batch: loss(outputs.logits, batch), llama, set())
