@@ -19,7 +19,7 @@ from plait.estimate.explain import Explanation, RankClass, explain
 from plait.models import token_batch
 from plait.parallel.float8 import Float8Layers
 from plait.plan import AXES, CommCount, CommKey, Plan, UnitLayout, format_bytes, used_categories
-from plait.plan.axes import TENSOR
+from plait.plan.axes import FEATURES, TENSOR
 from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.context import MethodChoice
 from plait.plan.devices import Device
@@ -134,7 +134,8 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
 def _method_text(explanation: Explanation, choice: MethodChoice) -> str:
     """Say which method `cp_method=auto` takes, and why: what it sends in all layers, and the others."""
     plan, (samples, sequence, *_) = explanation.plan, (*explanation.micro_shape, 1)
-    scale = samples * -(-sequence // plan.cp) * COMPUTE_BYTES[plan.dtype] / plan.cols
+    tokens, columns = samples * -(-sequence // plan.cp), explanation.grid.degree(FEATURES)
+    scale = tokens * COMPUTE_BYTES[plan.dtype] / columns
     numbers = {
         method: format_bytes(int(scale * (sent.between_hosts if choice.across_hosts else sent.received)))
         for method, sent in choice.sent.items()
