@@ -25,10 +25,18 @@ from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes, se
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
-from plait.planner.model_shape import ModelShape, attention_method, with_method
+from plait.planner.model_shape import ModelShape, attention_method
 from plait.planner.space import SHARDING, with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import Software, Workload, tokens_of_rank
+
+
+def with_method(model: ModelShape, plan: Plan, host_size: int) -> Plan:
+    """The plan with what `cp_method=auto` means on hosts of so many ranks."""
+    if plan.cp == 1 or plan.cp_method != "auto":
+        return plan
+    method = attention_method(model, plan.cols, plan.cp, "auto", plan.cp_on_host(host_size))
+    return replace(plan, cp_method=method)
 
 
 def peak_memory(

@@ -3,14 +3,13 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, nearest, shown
 from plait.fileio import parse_json, parse_toml, read_text
-from plait.plan import Plan
 from plait.plan.context import MethodChoice, heads_of_columns
 from plait.plan.cost_model import training_flops_per_token
 
@@ -234,14 +233,6 @@ def attention_method(
     each host; None: all. Raises PlanError if the heads do not divide."""
     heads = heads_of_columns(model.heads, model.kv_heads, columns)
     return MethodChoice.of(cp_method, [(*each, 2 * model.head_dim) for each in heads], cp, on_host).method
-
-
-def with_method(model: ModelShape, plan: Plan, host_size: int) -> Plan:
-    """The plan with what `cp_method=auto` means on hosts of so many ranks."""
-    if plan.cp == 1 or plan.cp_method != "auto":
-        return plan
-    method = attention_method(model, plan.cols, plan.cp, "auto", plan.cp_on_host(host_size))
-    return replace(plan, cp_method=method)
 
 
 def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[str, Any], str]:

@@ -14,8 +14,7 @@ from plait.plan.schedule.load import load_schedule, stages_of
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
 from plait.planner.frontier import front
-from plait.planner.memory import kept_bytes, micro_bytes, rank_layouts, rank_memory
-from plait.planner.model_shape import with_method
+from plait.planner.memory import kept_bytes, micro_bytes, rank_layouts, rank_memory, with_method
 from plait.planner.plan_families import format_seconds
 from plait.planner.ranked_plan import RankedPlan
 from plait.planner.search import HEADROOM, SearchResult
