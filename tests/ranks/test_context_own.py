@@ -67,7 +67,14 @@ def test_options_of_attention_are_those_of_its_definition(pool: Pool, options: s
 
 @pytest.mark.parametrize("given", [True, False], ids=["tensor plan", "derived"])
 @pytest.mark.parametrize(
-    "words", ["tp=2", "cp=2 tp=2", "cp=2 tp=2 sp=true cp_method=ulysses", "cp=2 tp=2 cp_method=ring"]
+    "words",
+    [
+        "tp=2",
+        "cp=2 tp=2",
+        "cp=2 tp=2 sp=true cp_method=ulysses",
+        "cp=2 tp=2 cp_method=ring",
+        "cp=2 tp=2 pp=2 micro=2 zero=1 recompute=full",
+    ],
 )
 def test_columns_have_their_own_heads(pool: Pool, words: str, given: bool) -> None:
     plan = own_context.TENSOR_PLAN if given else None
