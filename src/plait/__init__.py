@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
+    from plait.models.attention import attention
     from plait.optim.lion_lamb import LAMB, Lion
     from plait.parallel.all_samples import all_gather
     from plait.parallel.ddp import DistributedDataParallel
@@ -37,6 +38,7 @@ __all__ = [
     "StepResult",
     "__version__",
     "all_gather",
+    "attention",
     "launch",
     "parallelize",
 ]
@@ -54,6 +56,7 @@ _HOMES = {
     "LossScaling": "plait.plan.loss_scaling",
     "launch": "plait.comm.launch_function",
     "all_gather": "plait.parallel.all_samples",
+    "attention": "plait.models.attention",
     "PaddingCollator": "plait.data.documents",
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",

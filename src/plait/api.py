@@ -71,7 +71,8 @@ def parallelize(
     model = check_types(model, locals())  # before ranks wait for each other
     given = Arguments(**locals())
     job = _connect(given.plan, world)
-    spec = validate(given, job.size, job.world.device)
+    host_size = job.world.host_size() if given.plan.cp > 1 else None
+    spec = validate(given, job.size, job.world.device, host_size)
     job.serve(spec)  # a parameter server, which then exits
     _set_up(spec, job.world)
     reader = None if weights is None else _open_weights(model, Path(weights), job.world)

@@ -14,6 +14,7 @@ from transformers import (
     masking_utils,
 )
 
+import plait
 from plait.comm import Group
 from plait.engine.inputs import check_targets
 from plait.engine.spec import Arguments, validate
@@ -24,7 +25,7 @@ from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.context import attention, kernels, tokens
 from plait.plan import Plan
 from plait.plan.context import TokenOrder
-from support import hf_models
+from support import hf_models, own_context, programs
 
 LENGTH = 24
 
@@ -172,7 +173,8 @@ def test_attention_and_losses_that_cp_does_not_compute_are_refused_before_a_rank
         dropping = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **sizes))
     assert "no sum over tokens" in _refused(answers, "cp=2")
     assert "no dropout of attention" in _refused(dropping, "cp=2")
-    assert "a loss of yours" in _refused(hf_models.model_of("llama"), "cp=2", loss=lambda *_: (0, 0))
+    assert "two halves" in _refused(hf_models.model_of("llama"), "cp=2", loss=programs.summed_loss)
+    assert "no known task" in _refused(own_context.gpt(), "cp=2")
     assert "the heads do not divide" in _refused(hf_models.model_of("llama"), "cp=3 cp_method=ulysses")
     model = hf_models.model_of("llama")
     AttentionInterface.register("halved", lambda *_, **__: None)
@@ -260,3 +262,16 @@ def test_elements_of_a_head_may_be_apart_in_memory(which: int) -> None:
     given[which] = given[which].mT.contiguous().mT
     for ours, theirs in zip(results(*given), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_attention_of_ones_own_is_refused_for_other_shapes() -> None:
+    ok = torch.zeros(2, 4, 8, 6)
+    for q, k, v in (
+        (ok, ok[:, :3], ok[:, :3]),
+        (ok, ok[:, :2], ok),
+        (ok, ok[:, :, :5], ok[:, :, :5]),
+        (ok[0], ok[0], ok[0]),
+    ):
+        with pytest.raises(ModelError, match="not queries, keys and values of one sequence"):
+            plait.attention(q, k, v)
+    assert plait.attention(ok, ok[:, :2], ok[:, :2, :, :3]).shape == (2, 4, 8, 3)

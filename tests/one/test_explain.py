@@ -26,7 +26,8 @@ from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
 from plait.plan.events import ServerTraffic, ring_bytes
 from plait.plan.memory import format_bytes
 from plait.plan.schedule import Durations, make_schedule, simulate
-from plait.train.explain_recipe import format_ranks, traffic_table
+from plait.train.explain_recipe import format_ranks, plan_table, traffic_table
+from support import own_context
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -130,6 +131,33 @@ def test_the_bubble_is_that_of_the_schedule() -> None:
     found = explained(small(4), "pp=4 micro=8")
     schedule = make_schedule("1f1b", 4, 8)
     assert found.bubble == simulate(schedule, Durations.uniform(4)).bubble_fraction == pytest.approx(3 / 11)
+
+
+@pytest.mark.parametrize(
+    ("host_size", "said"),
+    [
+        # 2 layers of 8 heads and 2 kv heads; 2 rows of 2 tokens on a rank, keys and values of 16, 4 bytes
+        (None, f"allgather: a rank receives {format_bytes(2 * 18 * 16 * 16)} for each micro-batch"),
+        (4, f"2x2: from other hosts, a sequence's ranks on one receive {format_bytes(2 * 12 * 16 * 16)} for"),
+    ],
+)
+def test_the_method_of_attention_is_said_with_its_bytes(host_size: int | None, said: str) -> None:
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "num_attention_heads": 8}
+    sizes = {"intermediate_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    model = causal_lm_on_meta(config | sizes)
+    found = explained(model, "cp=4 dp=2 tp=1", HypotheticalRanks("gloo", host_size and 2, CPU))
+    console = Console(file=io.StringIO(), width=400)
+    console.print(plan_table(found, None))
+    assert isinstance(console.file, io.StringIO)
+    assert f"cp_method={said}" in " ".join(console.file.getvalue().split())
+
+
+def test_a_module_of_ones_own_is_explained_with_its_attention() -> None:
+    model = own_context.gpt(kv_heads=2)
+    found = explained(model, "cp=2 recompute=full", loss=own_context.summed_loss)
+    gathers = found.of_rank(0).traffic["layers"][CommKey(("cp",), "", "all-gather")]
+    # Two layers; in forward and backward, keys and values of 2 rows of 8 tokens, of 2 x 4 features each.
+    assert gathers.num_bytes == 2 * 2 * 2 * 8 * 2 * 8 * 4
 
 
 def test_a_recomputed_block_communicates_again() -> None:

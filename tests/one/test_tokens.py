@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from plait.engine.loss import check_sums_tokens
 from plait.errors import ModelError
 from plait.models.attention import MaskRule
+from plait.models.tensors import storage_key
 from plait.models.tokens import Numbering, check_tokens_apart, follow_tokens, numbering_of
-from support import hf_models, token_probe
+from support import hf_models, own_context, programs, token_probe
 
 APART = ("llama", "gpt2", "gemma2", "opt", "phi", "cohere", "mixtral", "deepseek_v3", "gpt_oss")
 MIXED = {  # what the error names
@@ -192,3 +194,102 @@ class _Backwards(nn.Module):
 def test_other_positions_are_refused() -> None:
     with pytest.raises(ModelError, match="numbers tokens in a way of its own"):
         numbering_of(_Backwards(hf_models.model_of("llama")))
+
+
+# --- modules of one's own
+
+
+class _TorchAttention(own_context.Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None) -> Tensor:
+        del sees
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class _Places(own_context.GPT):
+    """Counts positions itself, whatever the batch says."""
+
+    def forward(self, input_ids: Tensor, position_ids: Any = None, attention_mask: Any = None) -> Tensor:
+        del position_ids, attention_mask
+        return super().forward(input_ids)
+
+
+class _Given(own_context.GPT):
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any = None) -> Tensor:  # type: ignore[override]
+        return super().forward(input_ids, position_ids, attention_mask)
+
+
+def test_a_module_with_the_function_for_attention_is_apart() -> None:
+    for kind in (own_context.GPT, _Given):
+        model = kind(2, 4, {"window": 3, "softcap": 5.0}, own_context.Attention)
+        first, second = check_tokens_apart(model).attentions
+        assert first.rule == second.rule == MaskRule(before=3, after=0)
+        assert (first.heads, first.kv_heads, first.softcap) == (6, 2, 5.0)
+        assert numbering_of(model) == Numbering()
+
+
+def test_a_module_that_computes_attention_itself_is_refused_with_the_function() -> None:
+    with pytest.raises(ModelError, match=r"plait\.attention") as raised:
+        check_tokens_apart(own_context.GPT(2, 4, {}, _TorchAttention))
+    assert "_TorchAttention (blocks.0.attention): _scaled_dot_product" in str(raised.value)
+    model = own_context.gpt(kv_heads=2)
+    model.blocks[1].attention = _TorchAttention(24, 4, 8, {})
+    with pytest.raises(ModelError, match="mixes the tokens") as raised:
+        check_tokens_apart(model)
+    assert "_TorchAttention (blocks.1.attention): _scaled_dot_product" in str(raised.value)
+    assert "plait.attention" in str(raised.value.hint)
+
+
+def test_a_module_that_counts_positions_itself_is_refused_with_those_of_the_batch() -> None:
+    with pytest.raises(ModelError, match="a number per position that is not from the batch") as raised:
+        check_tokens_apart(_Places(2, 4, {}, own_context.Attention))
+    assert "position_ids of the batch" in str(raised.value.hint)
+
+
+LOSSES: dict[str, tuple[Any, str]] = {
+    "shifts labels": (programs.summed_loss, "from two halves"),
+    "a mean": (lambda o, b: (nn.functional.cross_entropy(o.mT, b["labels"]), 1), "from two halves"),
+    "divides by the length": (
+        lambda o, b: (own_context.summed_loss(o, b)[0] / o.shape[1], o.shape[1]),
+        "from two halves",
+    ),
+    "counts rows": (lambda o, b: (own_context.summed_loss(o, b)[0], len(o)), "the number of targets"),
+    "pairs of tokens": (lambda o, _: ((o @ o.mT).sum(), o[..., 0].numel()), "from two halves"),
+    "another entry": (lambda o, b: ((o[..., 0] * b["weights"]).sum(), 1), "KeyError"),
+    "a last token": (lambda o, _: (o[:, -1].sum(), len(o)), "from two halves"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_no_sum_over_tokens_is_refused(name: str) -> None:
+    loss, said = LOSSES[name]
+    trace = check_tokens_apart(own_context.gpt())
+    with pytest.raises(ModelError, match="no sum over the tokens") as raised:
+        check_sums_tokens(loss, trace, set())
+    assert said in str(raised.value)
+
+
+def test_a_loss_of_parameters_is_refused_also_while_they_are_zero() -> None:
+    model = own_context.gpt()
+    nn.init.zeros_(model.head.weight)
+
+    def decayed(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        total, count = own_context.summed_loss(outputs, batch)
+        return total + model.head.weight.square().sum(), count
+
+    with pytest.raises(ModelError, match="reads parameters"):
+        check_sums_tokens(decayed, check_tokens_apart(model), {*map(storage_key, model.parameters())})
+
+
+@pytest.mark.parametrize("loss", [own_context.summed_loss, own_context.squares])
+def test_a_loss_that_is_a_sum_over_tokens_is_taken(loss: Any) -> None:
+    check_sums_tokens(loss, check_tokens_apart(own_context.gpt()), set())
+    weights = torch.rand(programs.VOCABULARY)  # as wide as the model's outputs
+
+    def by_class(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"].flatten()
+        given = nn.functional.cross_entropy(outputs.flatten(0, 1), labels, weights, reduction="sum")
+        return given, weights[labels.clamp(min=0)][labels != -100].sum()
+
+    check_sums_tokens(by_class, check_tokens_apart(own_context.gpt()), set())
+    llama = check_tokens_apart(hf_models.model_of("llama"))
+    check_sums_tokens(lambda outputs, batch: loss(outputs.logits, batch), llama, set())

@@ -11,14 +11,18 @@ from plait.errors import PlanError
 from plait.plan import Plan, context
 from plait.plan.context import (
     Interval,
+    MethodChoice,
     Segment,
     TokenOrder,
     Visible,
     blocks_of,
     divided,
+    heads_degree,
     num_pairs,
+    sent_elements,
     ulysses_kv_heads,
 )
+from plait.plan.grid import Grid
 
 
 @st.composite
@@ -141,3 +145,95 @@ def test_ranks_of_cp_multiply_those_of_data() -> None:
     with pytest.raises(PlanError) as caught:
         Plan.parse("cp=4 tp=2").check_ranks(2)
     assert '"dp=1 cp=2"' in str(caught.value)
+
+
+# --- the method that `auto` takes
+
+
+@pytest.mark.parametrize(
+    ("on_host", "kv_heads", "method"),
+    [
+        # 16 ranks of 32 heads on one host, two and four: as received by a rank, or by its host from others
+        (16, 1, "allgather"),
+        (16, 2, "allgather"),
+        (16, 8, "ulysses"),
+        (16, 32, "ulysses"),
+        (8, 1, "allgather"),
+        (8, 2, "allgather"),
+        (8, 8, "2x8"),
+        (8, 32, "ulysses"),
+        (4, 1, "allgather"),
+        (4, 2, "allgather"),
+        (4, 8, "ulysses"),
+        (4, 32, "ulysses"),
+        (1, 1, "allgather"),
+        (1, 2, "allgather"),
+        (1, 8, "ulysses"),
+        (1, 32, "ulysses"),
+    ],
+)
+def test_auto_takes_the_method_that_sends_least_between_hosts(
+    on_host: int, kv_heads: int, method: str
+) -> None:
+    choice = MethodChoice.of("auto", [(32, kv_heads, 128)], 16, on_host)
+    assert choice.method == method
+    assert choice.across_hosts == (on_host < 16)
+    assert choice == MethodChoice.of("auto", [(32, kv_heads, 128)], 16, on_host)
+    many = MethodChoice.of("auto", [(32, kv_heads, 128)] * 33, 16, on_host)
+    assert many.method == method  # of all layers, as the planner finds by one
+
+
+def _between(method: str, num_ranks: int, on_host: int, heads: int, kv_heads: int) -> float:
+    """Elements that the first host receives, message by message, for each of a rank's tokens (width 1)."""
+    hosts = [rank // on_host for rank in range(num_ranks)]
+    if method == "allgather":  # a ring: the first rank passes on what the last one has, of all others
+        return 3.0 * (num_ranks - 1) * kv_heads
+    inner = heads_degree(method, num_ranks)
+    copies = ulysses_kv_heads(heads, kv_heads, inner)
+    assert copies is not None
+    total = 0.0
+    for to in range(num_ranks):
+        for source in range(num_ranks):
+            if hosts[to] == 0 and hosts[source] != 0:
+                total += 2 * (heads + copies) / inner * (to // inner == source // inner)
+                total += 3 * copies * (to % inner == source % inner) * (to != source)
+    return total
+
+
+@pytest.mark.parametrize("method", ["allgather", "ulysses", "4x4", "2x8"])
+@pytest.mark.parametrize("on_host", [4, 8])
+def test_elements_between_hosts_are_those_of_each_pair_of_ranks(method: str, on_host: int) -> None:
+    if method == "2x8" and on_host == 4:
+        return  # not compared: neighbours that exchange heads are on one host
+    sent = sent_elements(method, 32, 8, 1, 16, on_host)
+    assert sent is not None
+    if method != "4x4" or on_host == 4:
+        assert sent.between_hosts == pytest.approx(_between(method, 16, on_host, 32, 8))
+
+
+@pytest.mark.parametrize(
+    ("words", "host_size", "on_host"),
+    [
+        ("cp=4", None, 4),
+        ("cp=4", 8, 4),
+        ("cp=3", 8, 3),
+        ("cp=4", 2, 2),
+        ("cp=4 tp=2", 4, 2),
+        ("cp=4 tp=2", 8, 4),
+        ("dp=2 cp=4 tp=2", 8, 4),
+        ("dp=4 cp=3", 4, 1),
+        ("dp=2 cp=6", 4, 2),
+        ("cp=2 tp=4", 2, 1),
+        ("pp=2 cp=4", 4, 4),
+    ],
+)
+def test_neighbours_of_cp_on_a_host_are_those_of_every_group(
+    words: str, host_size: int | None, on_host: int
+) -> None:
+    plan = Plan.parse(words)
+    assert plan.cp_on_host(host_size) == on_host
+    grid, size = Grid.from_plan(plan), host_size or plan.num_ranks
+    for first in range(plan.num_ranks):
+        ranks = grid.group(first, "cp")
+        for start in range(0, len(ranks), on_host):
+            assert len({rank // size for rank in ranks[start : start + on_host]}) == 1

@@ -370,6 +370,12 @@ def test_a_method_that_is_not_named_is_the_one_that_sends_less() -> None:
         texts = (f"dp={8 // cp} cp={cp} micro={cp}{method}" for method in ("", f" cp_method={least}"))
         auto, named = (long_step(text) for text in texts)
         assert (auto.step_s, auto.memory_high_bytes) == (named.step_s, named.memory_high_bytes)
+    hosts, work = cluster("dgx-h100:2"), replace(LONG, batch=1)
+    auto, named = (
+        estimate_step(MODEL, Plan.parse(f"cp=16{method} precision=bf16"), hosts, work)
+        for method in ("", " cp_method=2x8")
+    )
+    assert (auto.step_s, auto.memory_high_bytes) == (named.step_s, named.memory_high_bytes)
     with pytest.raises(PlanError, match="heads do not divide"):
         estimate_step(MODEL, Plan.parse("cp=3 cp_method=ulysses"), cluster("dgx-h100:1"), LONG)
 

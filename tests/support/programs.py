@@ -179,7 +179,8 @@ class Task:
     steps: int = STEPS
     probe: Batch | None = None
     offload_dir: str | None = None
-    own_loss: bool = False  # plait's own causal language model loss; else `summed_loss`
+    own_loss: bool = False  # plait's own causal language model loss; else `loss`
+    loss: Callable[[Any, Any], tuple[Tensor, Tensor]] = summed_loss
     tensor_plan: dict[str, str] | None = None
     reuses_traces: bool = True  # see `reused_traces`; not where what is traced is changed by a test
 
@@ -223,7 +224,7 @@ def engine_of(task: Task, plan: str, seed: int = 3, world: Any = None) -> plait.
                 optimizer=plait.Lion if task.optimizer == "Lion" else getattr(torch.optim, task.optimizer),
                 optimizer_args=task.arguments,
                 clip_norm=task.clip_norm,
-                loss=None if task.own_loss else summed_loss,
+                loss=None if task.own_loss else task.loss,
                 seed=seed,
                 offload_dir=task.offload_dir,
                 world=world,
@@ -397,7 +398,7 @@ def one_process_task(
     trace = Trace(first_weights=first_weights)
     for batch in task.data(task.steps):
         stepper.zero_grad()
-        loss, num_targets = _summed_loss(model, batch, micros)
+        loss, num_targets = _summed_loss(model, batch, micros, task.loss)
         mean = loss / num_targets
         (loss if divides_gradients else mean).backward()
         for parameter in trainable.values():  # plait updates unused parameters with a zero gradient
@@ -434,18 +435,20 @@ def mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
     return loss / num_targets
 
 
-def _summed_loss(model: nn.Module, batch: Batch, micros: int) -> tuple[Tensor, int]:
+def _summed_loss(
+    model: nn.Module, batch: Batch, micros: int, loss_of: Callable[..., Any] = summed_loss
+) -> tuple[Tensor, int]:
     """The loss summed over micro-batches, and its number of targets."""
     if not isinstance(batch, list):
         chunks = {key: value.chunk(micros) for key, value in batch.items()}
         batch = [{key: parts[micro] for key, parts in chunks.items()} for micro in range(micros)]
-    num_targets = sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in batch)
-    loss = torch.zeros((), dtype=torch.float64)
+    num_targets, loss = 0, torch.zeros((), dtype=torch.float64)
     for micro in batch:
         inputs = {key: value for key, value in micro.items() if key != "labels"}
         if hasattr(model, "config"):
             inputs["use_cache"] = False
-        loss = loss + summed_loss(model(**inputs), micro)[0]
+        summed, count = loss_of(model(**inputs), micro)
+        loss, num_targets = loss + summed, num_targets + int(count)
     return loss, num_targets
 
 

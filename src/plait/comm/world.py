@@ -146,6 +146,17 @@ class World:
         """Block until every rank has reached the barrier."""
         barrier(self.group)
 
+    def host_size(self) -> int | None:
+        """Ranks on each host, by the launcher's LOCAL_WORLD_SIZE and LOCAL_RANK; None if these are not those
+        of hosts with equally many neighbours each. The same on all ranks. Collective."""
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        is_one = local_size < 1 or self.size % local_size or self.local_rank != self.rank % local_size
+        own = 0.0 if is_one else float(local_size)
+        sizes = torch.tensor([own, -own], device=self.device)
+        all_reduce(sizes, self.group, "max")
+        most, least = sizes.tolist()
+        return int(most) if most and most == -least else None
+
     def any_flag(self, flag: bool) -> bool:
         """Return True on all ranks if `flag` is true on one. Collective."""
         return self.any_flags(flag)[0]

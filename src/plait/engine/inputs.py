@@ -58,8 +58,8 @@ from plait.models import (
     copy_to_meta,
     documents_of,
     forward_names,
+    has_pretrained_model,
     input_embedding,
-    is_pretrained_model,
     label_keys,
     pretrained_base,
     remember_sources,
@@ -68,7 +68,7 @@ from plait.models import (
 )
 from plait.models.attention import is_eager
 from plait.models.mask_decisions import host_values
-from plait.parallel.context.attention import share_tokens
+from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.tokens import SequenceShare
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.axes import Divides
@@ -174,7 +174,8 @@ class Inputs:
         self._sequence, self._method = context.groups.sequence, context.plan.cp_method
         # The model, or why there is no copy of it: to be checked when the first packed rows come.
         self._unchecked: nn.Module | Exception | None = None
-        if self._sequence.size == 1 and any(is_pretrained_model(module) for module in model.modules()):
+        self._is_own = not has_pretrained_model(model)
+        if self._sequence.size == 1 and not self._is_own:
             try:
                 self._unchecked = copy_to_meta(model)
             except Exception as error:  # any error of the model's attributes
@@ -236,6 +237,8 @@ class Inputs:
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
         batch = prepared(micro, self._model, self._loss)
+        if self._sequence.size == 1 and self._is_own:
+            return row_attention(batch, self._sequence)
         if self._sequence.size == 1 and (documents := documents_of(batch)) is not None:
             self._check_documents()
             return PackedRows(batch, documents)

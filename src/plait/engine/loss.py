@@ -20,20 +20,21 @@ ranks then receive another collective.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from plait.comm import Group, all_gather
 from plait.engine.inputs import prepared
 from plait.errors import ModelError
-from plait.models import IGNORED_LABEL, Task, pretrained_base, task_of
+from plait.models import IGNORED_LABEL, OF_TOKENS, Task, pretrained_base, task_of
 from plait.models.tensors import storage_key, summary
+from plait.models.tokens import TokenTrace
 from plait.models.trace.modes import watching_reads
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, cross_entropy
 
@@ -222,6 +223,56 @@ def _check_shape(labels: Tensor, expected: Sequence[int], words: str) -> None:
             if labels.numel() == math.prod(expected)
             else "labels that are padded like the inputs, or loss=",
         )
+
+
+def check_sums_tokens(
+    loss: Loss, trace: TokenTrace, parameters: Collection[int], device: torch.device | None = None
+) -> None:
+    """Raise ModelError unless a user's loss, and its number of targets, are sums over tokens: those of a
+    row are what the row's parts add up to. `trace`: of the model, whose outputs get random values here, on
+    `device`; `parameters`: their `storage_key`s."""
+    read, generator = set[int](), torch.Generator().manual_seed(0)
+
+    def valued(tensor: Tensor) -> Tensor:
+        shape, dtype = tensor.shape, tensor.dtype
+        if tensor.is_floating_point():
+            wide = torch.promote_types(dtype, torch.float32)
+            return torch.randn(shape, generator=generator, dtype=wide).to(device)
+        return torch.randint(0, 2, shape, generator=generator).to(device, dtype)
+
+    outputs = tree_map_only(Tensor, valued, trace.outputs)
+    batch = {
+        k: valued(value) if value.is_meta else value.to(device or "cpu") for k, value in trace.batch.items()
+    }
+
+    def of(own: slice) -> tuple[float, float]:
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[:, own] if tensor.ndim > 1 and tensor.shape[1] == trace.num_tokens else tensor
+
+        entries = {key: part(value) if key in OF_TOKENS else value for key, value in batch.items()}
+        total, count = loss(tree_map_only(Tensor, part, outputs), entries)
+        return float(total), float(count)
+
+    try:
+        with watching_reads(read.add), torch.no_grad():
+            row, *parts = (of(own) for own in (slice(None), slice(0, None, 2), slice(1, None, 2)))
+    except Exception as error:  # any error of the user's code
+        text = str(error).splitlines() or [type(error).__name__]
+        raise _no_sum(f"{type(error).__name__} for half of a row's tokens: {text[0][:200]}") from error
+    if read & {*parameters}:
+        raise _no_sum("a loss that reads parameters, which every rank of cp would add")
+    for name, full, *halves in zip(("loss", "number of targets"), row, *parts, strict=True):
+        if not math.isclose(full, sum(halves), rel_tol=1e-5, abs_tol=1e-9):
+            raise _no_sum(f"the {name} of a row is {full:.6g}, and {sum(halves):.6g} from two halves")
+
+
+def _no_sum(given: str) -> ModelError:
+    return ModelError(
+        "the loss is no sum over the tokens of a row",
+        given=given,
+        expected="(sum over tokens, number of targets), from outputs and labels at the same position",
+        hint="labels that are shifted in the batch, reduction='sum' in the loss; or a plan without cp",
+    )
 
 
 # Difference of projections relative to the norm: about 1 for different values, rounding for equal ones.

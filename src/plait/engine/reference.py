@@ -26,8 +26,18 @@ from plait.engine.loss import Loss, choose_loss
 from plait.engine.spec import TrainingSpec
 from plait.engine.totals import ProbeResult
 from plait.errors import ConfigError, ModelError
-from plait.models import copy_to_meta, forward_inputs, forward_names, vocabulary_size, without_cache
+from plait.models import (
+    copy_to_meta,
+    forward_inputs,
+    forward_names,
+    has_pretrained_model,
+    vocabulary_size,
+    without_cache,
+)
+from plait.parallel.context.attention import row_attention
+from plait.parallel.context.tokens import attention_of
 from plait.parallel.float8 import LayerProducts
+from plait.parallel.tensor.cross_entropy import SINGLE_RANK
 from plait.parallel.zero.rank_context import Precision
 
 _TIMES_NOISE = 4.0
@@ -60,7 +70,14 @@ Run = Callable[[nn.Module, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
 
 def run_with(loss: Loss) -> Run:
     """Run the model as ranks do, and compute this loss."""
-    return lambda model, batch: loss(model(**forward_inputs(model, batch)), batch)
+
+    def run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+        rows = batch if has_pretrained_model(model) else row_attention(batch, SINGLE_RANK)
+        with attention_of(rows):
+            outputs = model(**forward_inputs(model, batch))
+        return loss(outputs, batch)
+
+    return run
 
 
 def run_with_own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import World
-from plait.engine.loss import Loss
+from plait.engine.loss import Loss, check_sums_tokens
 from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
 from plait.models import (
     Blocks,
@@ -24,11 +24,12 @@ from plait.models import (
     task_of,
     with_layout,
 )
+from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
-from plait.plan.context import heads_of_columns, method_of
+from plait.plan.context import MethodChoice, heads_of_columns
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
@@ -101,6 +102,7 @@ class TrainingSpec:
     plan      of the engine: the job's, or what one of its workers of parameter servers runs by itself
     groups    options of each optimizer group
     numbering positions of tokens without position ids; None without cp
+    cp_choice why attention reaches other ranks' tokens as it does; None without cp
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
 
@@ -116,6 +118,7 @@ class TrainingSpec:
     loss_scaling: LossScaling | None
     float8: Float8Layers
     numbering: Numbering | None
+    cp_choice: MethodChoice | None = None
 
     @cached_property
     def optimizers(self) -> list[GroupOptimizer]:
@@ -124,11 +127,15 @@ class TrainingSpec:
 
 
 def validate(
-    given: Arguments, num_ranks: int | None = None, device: torch.device | None = None
+    given: Arguments,
+    num_ranks: int | None = None,
+    device: torch.device | None = None,
+    host_size: int | None = None,
 ) -> TrainingSpec:
     """Return what the plan means for the model.
 
-    Without `num_ranks` the plan is not resolved, and without `device` not checked against one. Raises
+    Without `num_ranks` the plan is not resolved, and without `device` not checked against one. `host_size`:
+    ranks on each host; None: all on one. Raises
     PlanError, ScheduleError, ModelError or ConfigError; needs no other ranks.
     """
     model, plan, example = given.model, given.plan, given.example
@@ -146,8 +153,9 @@ def validate(
         _check_device(plan, device)
     _check_dtypes(model)
     blocks = _find_blocks(model, plan, given.blocks, example)
+    choice = None
     if plan.cp > 1:
-        plan = _with_method(plan, given)
+        plan, choice = _with_method(plan, given, host_size, device if num_ranks else None)
     schedule, groups = _schedule(plan), _groups(given.param_groups)
     own = DEFAULT_GROUPS if groups is None else groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
@@ -175,29 +183,29 @@ def validate(
         loss_scaling=(given.loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
         float8=Float8Layers.select(blocks, tensor, plan) if plan.is_float8 else Float8Layers(),
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
+        cp_choice=choice,
     )
 
 
-def _with_method(plan: Plan, given: Arguments) -> Plan:
-    """The plan with its way of context parallelism. Raises ModelError if tokens meet outside of attention."""
-    if given.loss is not None:
-        raise ModelError(
-            "a loss of yours would see one rank's tokens",
-            given=f"loss= and cp={plan.cp}",
-            expected="the loss of the model's task, a sum over tokens",
-            hint="no loss, or a plan without cp",
-        )
+def _with_method(
+    plan: Plan, given: Arguments, host_size: int | None, device: torch.device | None
+) -> tuple[Plan, MethodChoice]:
+    """The plan with its way of context parallelism, and why. Raises ModelError if tokens meet outside of
+    attention, or in a loss."""
     task = task_of(given.model)
-    if task not in _OF_TOKENS:
+    if given.loss is None and task not in _OF_TOKENS:
         raise ModelError(
             "the loss of this model's task is no sum over tokens",
             given=f"{type(given.model).__name__}: {task.value if task else 'no known task'}, cp={plan.cp}",
             expected=" or ".join(known.value for known in _OF_TOKENS),
-            hint="a plan without cp",
+            hint="loss=, a sum over tokens, or a plan without cp",
         )
     trace = check_tokens_apart(given.model, given.example)
+    if given.loss is not None:
+        check_sums_tokens(given.loss, trace, {*map(storage_key, given.model.parameters())}, device)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
-    return replace(plan, cp_method=method_of(plan.cp_method, own, plan.cp))
+    choice = MethodChoice.of(plan.cp_method, own, plan.cp, plan.cp_on_host(host_size))
+    return replace(plan, cp_method=choice.method), choice
 
 
 # Tasks whose losses are sums over the tokens of a row.

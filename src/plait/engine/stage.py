@@ -26,7 +26,7 @@ from plait.models import (
     token_batch,
     watch_activations,
 )
-from plait.parallel.context.tokens import attention_of
+from plait.parallel.context.tokens import SharedTokens, attention_of
 from plait.parallel.pipeline.split_backward import DeferredBytes
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers
 from plait.parallel.tensor.linear import HeadOutput
@@ -119,9 +119,12 @@ class StageRunner:
     def _call(self, loss: Loss, outputs: Any, micro: Mapping[str, Tensor]) -> Any:
         """The loss's result. Check that a user's loss reads nothing that is sharded; and that new entries are
         used: [Note: entries of a batch]."""
-        recorded = None if frozenset(micro) in self._checked_entries else RecordedBatch(micro)
-        batch = micro if recorded is None else recorded
         is_users = self._user_loss is not None
+        batch = micro
+        if is_users and isinstance(micro, SharedTokens):
+            outputs, batch = micro.for_loss(outputs)
+        recorded = None if frozenset(micro) in self._checked_entries else RecordedBatch(batch)
+        batch = batch if recorded is None else recorded
         result = self._loss_reads.call(loss, outputs, batch) if is_users else loss(outputs, batch)
         if recorded is not None:
             recorded.check_used(self.module_part.module)

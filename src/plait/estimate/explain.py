@@ -30,6 +30,7 @@ from plait.parallel.zero.sharded_optim import check_groups, states_per_element
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
 from plait.plan.axes import REPLICAS, STAGES, TENSOR, TOKENS, Axes, Roles
 from plait.plan.communicators import num_communicators
+from plait.plan.context import MethodChoice
 from plait.plan.devices import Device
 from plait.plan.events import (
     RankFacts,
@@ -89,6 +90,7 @@ class Explanation:
     float8: Float8Layers
     shard_map: ShardMap
     tensor: TPPlan
+    cp_choice: MethodChoice | None = None
     servers: ServerTraffic | None = None
     hardware: Device | None = None
 
@@ -113,7 +115,7 @@ def explain(
     cluster = (cluster or HypotheticalRanks("host", None, torch.device("cpu"))).checked(plan.precision)
     if not micro:
         raise _no_tensors()
-    spec = validate(replace(given, example_batch=micro), device=cluster.device)
+    spec = validate(replace(given, example_batch=micro), device=cluster.device, host_size=cluster.host_size)
     check_groups(spec.optimizers, plan)
     view = _PlanView(given.model, spec, cluster, {k: v.to("meta") for k, v in micro.items()})
     servers, num_stages = None, spec.schedule.num_stages
@@ -135,6 +137,7 @@ def explain(
         spec.float8,
         view.shard_map,
         spec.tensor,
+        spec.cp_choice,
         servers,
         cluster.hardware,
     )

@@ -46,6 +46,7 @@ from plait.models.trace.modes import device_kernels
 from plait.models.trace.prepare import running_on_meta, token_batch
 from plait.models.trace.saved import BlockOutputs, activation_bytes, watch_activations
 from plait.models.transformers_types import (
+    has_pretrained_model,
     input_embedding,
     is_model_output_class,
     is_pretrained_model,
@@ -90,6 +91,7 @@ __all__ = [
     "foreign_modules",
     "forward_inputs",
     "forward_names",
+    "has_pretrained_model",
     "initialize_weights",
     "input_embedding",
     "is_model_output_class",

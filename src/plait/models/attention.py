@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.errors import ModelError, shown
@@ -107,7 +109,7 @@ def _unknown(name: str) -> ModelError:
 class AttentionCall:
     """One call of attention.  # B batch  H heads  K kv heads  S tokens  D, V head sizes
 
-    module    which computes it
+    caller    the class of the module that computes it, or the function that it calls
     q, k, v   (B, H, S, D), (B, K, S, D), (B, K, S, V); H is a multiple of K
     rule      of the mask
     scale     of the scores; None: 1 / sqrt(D)
@@ -115,7 +117,7 @@ class AttentionCall:
     sinks_H   a score of no key, for each head; None: none
     """
 
-    module: nn.Module
+    caller: str
     q: Tensor
     k: Tensor
     v: Tensor
@@ -144,9 +146,9 @@ _handler: ContextVar[Attention | None] = ContextVar("attention")
 
 
 @contextmanager
-def attention_by(handler: Attention) -> Iterator[None]:
-    """Forwards inside the context compute attention with `handler`, if `dispatch_attention` has prepared the
-    model."""
+def attention_by(handler: Attention | None) -> Iterator[None]:
+    """Forwards inside the context compute attention with `handler`: `attention`, and that of a model which
+    `dispatch_attention` has prepared. None: without."""
     token = _handler.set(handler)
     try:
         yield
@@ -161,9 +163,60 @@ def is_eager(model: nn.Module) -> bool:
     return any(c._attn_implementation_internal == eager for m in model.modules() for c in _configs(m))
 
 
-def is_handled() -> bool:
-    """Return whether forwards compute attention with a handler here."""
-    return _handler.get(None) is not None
+def active_handler() -> Attention | None:
+    """Return what forwards compute attention with here."""
+    return _handler.get(None)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return the attention (B, H, S, V) of a sequence to itself, for modules of your own: in a plan with
+    `cp`, to the tokens of all ranks. In steps of an engine documents of packed rows are apart, and padding
+    (`attention_mask`) is not seen.
+
+    q (B, H, S, D), k (B, K, S, D), v (B, K, S, V); H is a multiple of K. `window`: a query sees keys that
+    are fewer positions away, its own included. `scale`: of the scores; None: 1 / sqrt(D). `softcap`: scores
+    are softcap * tanh(scores / softcap). Raises ModelError for other shapes.
+    """
+    shapes = [tuple(tensor.shape) for tensor in (q, k, v)]
+    is_sequence = {len(shape) for shape in shapes} == {4} and len({shape[2] for shape in shapes}) == 1
+    if not is_sequence or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
+        raise ModelError(
+            "these are not queries, keys and values of one sequence",
+            given=", ".join(map(str, shapes)),
+            expected="(samples, heads, tokens, head size), heads a multiple of the kv heads",
+            hint="x.unflatten(-1, (heads, -1)).transpose(1, 2), for x of (samples, tokens, features)",
+        )
+    after = 0 if causal else None if window is None else window - 1
+    call = AttentionCall("plait.attention", q, k, v, MaskRule(window, after), scale, softcap)
+    handler = active_handler()
+    return plain_attention(call) if handler is None else handler.attend(call)
+
+
+def plain_attention(call: AttentionCall) -> Tensor:
+    """Compute attention of complete rows, without documents, padding and sinks, with torch's functions."""
+    q, k, v, rule = call.q, call.k, call.v, call.rule
+    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": q.shape[1] > k.shape[1]}
+    if rule.before is None and call.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=rule.after == 0, **options)
+    at = torch.arange(q.shape[2], device=q.device)
+    distance = at[:, None] - at
+    before, after = (len(at) if limit is None else limit for limit in (rule.before, rule.after))
+    seen = (distance < before) & (distance >= -after)
+    if call.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, seen, **options)
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if call.scale is None else call.scale)
+    scores = call.softcap * torch.tanh(scores / call.softcap)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
 def dispatch_attention(model: nn.Module) -> list[tuple[Any, str | None]]:
@@ -264,7 +317,7 @@ def _attention(
             if unknown != ["dropout"]
             else "no dropout of attention in the model's configuration (attention_dropout, attn_pdrop, ...)",
         )
-    result = handler.attend(AttentionCall(module, q, k, v, attention_mask.rule, scale, softcap, sinks_H))
+    result = handler.attend(AttentionCall(name, q, k, v, attention_mask.rule, scale, softcap, sinks_H))
     return result.transpose(1, 2).contiguous(), None
 
 

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.models.attention import SOFTMAX, is_handled
+from plait.models.attention import SOFTMAX, active_handler
 from plait.models.task import OF_TOKENS
 from plait.models.tensors import WeakTensorMap
 
@@ -243,7 +243,9 @@ def _wrap_search(search: Callable[..., Tensor | None]) -> Callable[..., Any]:
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
         if _packs_nothing.get(False) or _documents.get(None) is not None:
             return None
-        if is_handled():  # a handler knows the documents: `MaskRule.packed` is what it asks for
+        if (
+            active_handler() is not None
+        ):  # a handler knows the documents: `MaskRule.packed` is what it asks for
             return position_ids
         values = _values(position_ids)
         if values is None:

@@ -115,6 +115,11 @@ def takes_keyword(model: nn.Module, name: str) -> bool:
     return has_kwargs or names is None or name in names
 
 
+def needs_entry(model: nn.Module, name: str) -> bool:
+    """Return whether forward has an argument of this name without a default."""
+    return name in _arguments(model)[1]
+
+
 def check_present(model: nn.Module, inputs: Collection[str], batch: Collection[str]) -> None:
     """Raise ModelError unless forward's arguments without defaults are among the inputs from the batch."""
     missing = [name for name in _arguments(model)[1] if name not in inputs]

@@ -32,7 +32,14 @@ from plait.errors import ModelError
 from plait.models.attention import AttentionCall, MaskRule, attention_by, dispatched
 from plait.models.mask_decisions import Documents, documents_apart, packing_nothing
 from plait.models.sharding.features import BLANK, Features, copied, follow
-from plait.models.task import OF_TOKENS, forward_inputs, forward_names, pretrained_base, takes_keyword
+from plait.models.task import (
+    OF_TOKENS,
+    forward_inputs,
+    forward_names,
+    needs_entry,
+    pretrained_base,
+    takes_keyword,
+)
 from plait.models.tensors import direct_tensors, storage_key
 from plait.models.trace.modes import without_dropout
 from plait.models.trace.prepare import (
@@ -89,12 +96,17 @@ class TokenTrace:
     mixed       operators on which the output depends, in order, one of each class and kind
     has_rows    the first output with tokens has them in its second dim
     masked      classes of modules that use a mask of transformers
+    num_tokens  of a row
+    batch       of the run, and what the model returned
     """
 
     attentions: list[TracedAttention] = field(default_factory=list)
     mixed: list[Mixing] = field(default_factory=list)
     has_rows: bool = False
     masked: set[str] = field(default_factory=set)
+    num_tokens: int = 0
+    batch: Mapping[str, Tensor] = field(default_factory=dict)
+    outputs: Any = None
 
 
 def check_tokens_apart(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> TokenTrace:
@@ -106,13 +118,14 @@ def check_tokens_apart(model: nn.Module, batch: Mapping[str, Tensor] | None = No
         raise _refused("an encoder-decoder has two sequences", name, "a model of one sequence")
     trace = follow_tokens(model, batch)
     expected = "between attention layers, code that computes each token from itself"
+    hint = _HINT if base is not None else f"plait.attention, position_ids of the batch, or {_HINT}"
     if not trace.attentions:
         first = next((f"; {_shown(mixing)}" for mixing in trace.mixed), "")
-        fact = "the model does not leave attention to transformers' AttentionInterface"
-        raise _refused(fact, f"{name}{first}", "layers of attention that transformers dispatches")
+        fact = "the model leaves attention neither to transformers' AttentionInterface nor to plait.attention"
+        raise _refused(fact, f"{name}{first}", "layers of attention that one of them computes", hint)
     if trace.mixed:
         given = "; ".join(map(_shown, trace.mixed[:3]))
-        raise _refused("the model mixes the tokens of a sequence outside of attention", given, expected)
+        raise _refused("the model mixes the tokens of a sequence outside of attention", given, expected, hint)
     if not trace.has_rows:
         raise _refused("the model's output has no row for each token", name, expected)
     return trace
@@ -149,8 +162,11 @@ def _shown(mixing: Mixing) -> str:
     return f"{mixing.kind} ({mixing.module or 'the model'}): {mixing.operator}"
 
 
-def _refused(fact: str, given: str, expected: str) -> ModelError:
-    return ModelError(fact, given=given, expected=expected, hint="a plan without cp")
+_HINT = "a plan without cp"
+
+
+def _refused(fact: str, given: str, expected: str, hint: str = _HINT) -> ModelError:
+    return ModelError(fact, given=given, expected=expected, hint=hint)
 
 
 def follow_tokens(
@@ -169,13 +185,15 @@ def follow_tokens(
     attempts.append((batch_with_values(model, example), zeros_like))
     for handles, (traced, make) in itertools.product((False,) if masks else (True, False), attempts):
         try:  # without a handler if a model computes attention itself, from a mask that is dispatched
-            trace = _recorded(model, traced, make, handles=handles, masks=masks)
+            trace, outputs = _recorded(model, traced, make, handles=handles, masks=masks)
         except ModelError:
             raise
         except Exception as error:  # any error of the model's code without values
             failure = error
             continue
-        return _TokenQuery(model, trace, traced, tokens).found
+        found = _TokenQuery(model, trace, traced, tokens).found
+        found.num_tokens, found.batch, found.outputs = tokens, example, outputs
+        return found
     text = str(failure).splitlines() or [type(failure).__name__]
     raise ModelError(
         "the model does not run on the CPU, where its tokens would be followed",
@@ -228,7 +246,7 @@ def _recorded(
     *,
     handles: bool,
     masks: bool,
-) -> ModelTrace:
+) -> tuple[ModelTrace, Any]:
     trace = ModelTrace()
 
     def attend(call: AttentionCall) -> Tensor:
@@ -245,8 +263,9 @@ def _recorded(
         for module in filter(is_pretrained_model, model.modules()):  # looks for padding, to warn of it
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
         with trace.recording(model, layers=dict(model.named_modules())):
-            trace.add_result(model.train()(**forward_inputs(model, batch)))
-    return trace
+            outputs = model.train()(**forward_inputs(model, batch))
+            trace.add_result(outputs)
+    return trace, outputs
 
 
 class _TokenQuery:
@@ -419,7 +438,7 @@ _HIDDEN = 3  # tokens on the left of a run's rows
 def numbering_of(model: nn.Module, batch: Mapping[str, Tensor] | None = None) -> Numbering:
     """How the model numbers tokens: what it reads as integers, without position ids and with those of a
     numbering, must be equal. Raises ModelError if no numbering is the model's."""
-    if not takes_keyword(model, "position_ids"):
+    if not takes_keyword(model, "position_ids") or needs_entry(model, "position_ids"):
         return Numbering()
     tokens = _length(model)
     pad = getattr(getattr(pretrained_base(model), "config", None), "pad_token_id", None)

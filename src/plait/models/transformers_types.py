@@ -18,6 +18,10 @@ def is_pretrained_model(model: object) -> TypeGuard["PreTrainedModel"]:
     return isinstance(model, _loaded_class("modeling_utils", "PreTrainedModel"))
 
 
+def has_pretrained_model(model: nn.Module) -> bool:
+    return any(is_pretrained_model(module) for module in model.modules())
+
+
 def input_embedding(model: "PreTrainedModel") -> nn.Module | None:
     """The model's embedding of token ids; None if it has none, as for images."""
     try:

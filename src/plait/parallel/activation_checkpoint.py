@@ -66,6 +66,7 @@ from torch.utils.checkpoint import (
 )
 
 from plait.errors import ModelError
+from plait.models.attention import active_handler, attention_by
 from plait.models.tensors import summary
 
 # Matrix products as dispatched to a device; bmm and baddbmm belong to attention.
@@ -163,10 +164,12 @@ class _Recomputation(AbstractContextManager[None]):
         """`before`: what the forward changed; see [Note: state that a forward changes]."""
         self._before = before
         self._modes = modes
+        self._handler = active_handler()  # of the micro-batch; another one's may run during its backward
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(_put_back(self._before))
+        self._stack.enter_context(attention_by(self._handler))
         for mode in self._modes:
             self._stack.enter_context(mode)
 

@@ -20,7 +20,7 @@ computed with one mask for each tile of queries: kernels pay for each call.
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -278,13 +278,30 @@ def attention_messages(
     return found
 
 
-def received_elements(method: str, heads: int, kv_heads: int, width: int, num_ranks: int) -> float | None:
-    """Elements that a rank receives for each of its tokens, in forward and backward of an attention; None:
-    the heads do not divide. `width`: of a key and a value."""
+class Sent(NamedTuple):
+    """Elements of attentions over the ranks of cp, in forward and backward, for each of a rank's tokens:
+    those that the group's ranks on a host receive from other hosts, and those that a rank receives."""
+
+    between_hosts: float
+    received: float
+
+
+def sent_elements(
+    method: str, heads: int, kv_heads: int, width: int, num_ranks: int, on_host: int
+) -> Sent | None:
+    """The elements of an attention with `on_host` neighbours on each host; None: the heads do not divide. A
+    gather or a reduction passes a host's border once; an exchange has a message for each pair of ranks."""
     if ulysses_kv_heads(heads, kv_heads, heads_degree(method, num_ranks)) is None:
         return None
-    messages = attention_messages(method, heads, kv_heads, width, num_ranks)
-    return sum((each.forward + each.backward) * each.received for each in messages)
+    between = received = 0.0
+    for each in attention_messages(method, heads, kv_heads, width, num_ranks):
+        elements = (each.forward + each.backward) * each.received
+        received += elements
+        local = min(each.ranks, max(1, on_host // each.apart))
+        if local < each.ranks:
+            pairs = local * (each.ranks - local) / (each.ranks - 1) if each.op == "all-to-all" else 1.0
+            between += on_host / local * pairs * elements
+    return Sent(between, received)
 
 
 def heads_of_columns(heads: int, kv_heads: int, columns: int) -> list[tuple[int, int]]:
@@ -296,23 +313,40 @@ def heads_of_columns(heads: int, kv_heads: int, columns: int) -> list[tuple[int,
     return [(q_stop - q, k_stop - k) for (q, q_stop), (k, k_stop) in pairs]
 
 
-def method_of(method: str, attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
-    """The method of a plan with this `cp_method` for attentions of (heads, kv heads, width) on each rank.
-    Raises PlanError if their heads do not divide."""
-    if method == "auto":
-        return method_that_sends_least(attentions, num_ranks)
-    for attention in attentions:
-        attention_messages(method, *attention, num_ranks)
-    return method
+@dataclass(frozen=True)
+class MethodChoice:
+    """How attention reaches the tokens of other ranks in a plan. `sent`: by the methods that were compared,
+    of all attentions; empty for one that was given."""
 
+    method: str
+    sent: Mapping[str, Sent]
+    across_hosts: bool = False
 
-def method_that_sends_least(attentions: Sequence[tuple[int, int, int]], num_ranks: int) -> str:
-    """The method that sends less in all attentions, of (heads, kv heads, width) on each rank."""
-    totals = {}
-    for method in ("allgather", "ulysses"):
-        received = [received_elements(method, *each, num_ranks) for each in attentions]
-        totals[method] = math.inf if None in received else sum(each for each in received if each is not None)
-    return min(totals, key=totals.__getitem__)
+    @classmethod
+    def of(
+        cls,
+        method: str,
+        attentions: Sequence[tuple[int, int, int]],
+        num_ranks: int,
+        on_host: int | None = None,
+    ) -> "MethodChoice":
+        """The choice for attentions of (heads, kv heads, width) on each rank: for `auto` the method that
+        sends least between hosts, and then in all. `on_host`: neighbours on each host; None: all. Raises
+        PlanError if the heads do not divide."""
+        if method != "auto":
+            for attention in attentions:
+                attention_messages(method, *attention, num_ranks)
+            return cls(method, {})
+        on_host = on_host or num_ranks
+        both = (f"{num_ranks // on_host}x{on_host}",) if 1 < on_host < num_ranks else ()
+        sent = {}
+        for each in ("allgather", "ulysses", *both):
+            found = [sent_elements(each, *attention, num_ranks, on_host) for attention in attentions]
+            known = [elements for elements in found if elements is not None]
+            if len(known) == len(found):
+                sent[each] = Sent(*map(sum, zip(*known, strict=True))) if known else Sent(0.0, 0.0)
+        rounded = {each: [float(f"{total:.9g}") for total in totals] for each, totals in sent.items()}
+        return cls(min(rounded, key=rounded.__getitem__), sent, on_host < num_ranks)
 
 
 def num_pairs(blocks: Sequence[Block]) -> int:

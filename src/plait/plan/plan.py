@@ -459,6 +459,12 @@ class Plan:
         """Degree of `col`: ranks that shard heads and ffn widths."""
         return _grid(self.tp)[1]
 
+    def cp_on_host(self, host_size: int | None) -> int:
+        """Neighbours on `cp` that are on one host, if each has so many ranks; None: all ranks are on one."""
+        size, stride = host_size or self.num_ranks, self.rows * self.cols
+        is_one = self.num_ranks <= size
+        return self.cp if is_one else 1 if size % stride else math.gcd(self.cp, size // stride)
+
     @property
     def shard_degree(self) -> int:
         """Ranks that share one copy of what `zero` shards; 1 for zero=0."""

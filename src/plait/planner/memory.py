@@ -31,6 +31,14 @@ from plait.planner.stages import block_counts
 from plait.planner.workload import Software, Workload, tokens_of_rank
 
 
+def with_method(model: ModelShape, plan: Plan, host_size: int) -> Plan:
+    """The plan with what `cp_method=auto` means on hosts of so many ranks."""
+    if plan.cp == 1 or plan.cp_method != "auto":
+        return plan
+    method = attention_method(model, plan.cols, plan.cp, "auto", plan.cp_on_host(host_size))
+    return replace(plan, cp_method=method)
+
+
 def peak_memory(
     model: ModelShape,
     plan: Plan,
@@ -42,6 +50,7 @@ def peak_memory(
 ) -> tuple[MemoryUse, float]:
     """Return the bytes of the fullest rank, and the upper end of their interval. `only_first`: of the
     first rank only, which is almost always the fullest."""
+    plan = with_method(model, plan, cluster.host_size)
     batch = work.batch // (plan.data_ranks * plan.micro)
     on_gpu = "cpu" not in cluster.device.name.lower()
     ranks = {0} if only_first else {0, min(1, plan.pp - 1), plan.pp - 1}

@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.errors import ConfigError, nearest, shown
 from plait.fileio import parse_json, parse_toml, read_text
-from plait.plan.context import heads_of_columns, method_of
+from plait.plan.context import MethodChoice, heads_of_columns
 from plait.plan.cost_model import training_flops_per_token
 
 # Names of the same figure in the config.json of different families. The first that is present counts.
@@ -226,11 +226,13 @@ class ModelShape:
 
 
 @lru_cache(maxsize=1 << 10)
-def attention_method(model: ModelShape, columns: int, cp: int, cp_method: str) -> str:
-    """How attention reaches the tokens of other ranks in a plan with these keys. Raises PlanError if the
-    heads do not divide."""
+def attention_method(
+    model: ModelShape, columns: int, cp: int, cp_method: str, on_host: int | None = None
+) -> str:
+    """How attention reaches the tokens of other ranks in a plan with these keys. `on_host`: neighbours on
+    each host; None: all. Raises PlanError if the heads do not divide."""
     heads = heads_of_columns(model.heads, model.kv_heads, columns)
-    return method_of(cp_method, [(*each, 2 * model.head_dim) for each in heads], cp)
+    return MethodChoice.of(cp_method, [(*each, 2 * model.head_dim) for each in heads], cp, on_host).method
 
 
 def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[str, Any], str]:

@@ -14,7 +14,7 @@ from plait.plan.schedule.load import load_schedule, stages_of
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
 from plait.planner.frontier import front
-from plait.planner.memory import kept_bytes, micro_bytes, rank_layouts, rank_memory
+from plait.planner.memory import kept_bytes, micro_bytes, rank_layouts, rank_memory, with_method
 from plait.planner.plan_families import format_seconds
 from plait.planner.ranked_plan import RankedPlan
 from plait.planner.search import HEADROOM, SearchResult
@@ -305,7 +305,8 @@ def _degrees(ranked: RankedPlan) -> dict[str, Any]:
 def step_values(ranked: RankedPlan, *, is_drawn: bool = True) -> dict[str, Any]:
     """Return a step in detail: every action on a clock, memory of the pipeline's ranks, bytes along the axes.
     `is_drawn`: with the actions."""
-    model, plan, cluster, work = ranked.model, ranked.plan, ranked.cluster, ranked.work
+    model, cluster, work = ranked.model, ranked.cluster, ranked.work
+    plan = with_method(model, ranked.plan, cluster.host_size)
     batch = work.batch // (plan.data_ranks * plan.micro)
     on_gpu = "cpu" not in cluster.device.name.lower()
     memory = []

@@ -33,7 +33,7 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import Constants
-from plait.planner.memory import fullest_process, peak_memory, rank_layouts, stage_units
+from plait.planner.memory import fullest_process, peak_memory, rank_layouts, stage_units, with_method
 from plait.planner.model_shape import ModelShape
 from plait.planner.space import with_defaults
 from plait.planner.stages import block_counts
@@ -301,6 +301,7 @@ def stage_seconds(
 ) -> tuple[StageSeconds, ...]:
     """Seconds of one micro-batch on every stage, with the communication inside layers; independent of zero,
     shard and offload."""
+    plan = with_method(model, plan, cluster.host_size)
     batch, constants = work.batch // (plan.data_ranks * plan.micro), cluster.constants
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)

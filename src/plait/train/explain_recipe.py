@@ -19,11 +19,13 @@ from plait.estimate.explain import Explanation, RankClass, explain
 from plait.models import token_batch
 from plait.parallel.float8 import Float8Layers
 from plait.plan import AXES, CommCount, CommKey, Plan, UnitLayout, format_bytes, used_categories
-from plait.plan.axes import TENSOR
+from plait.plan.axes import FEATURES, TENSOR
 from plait.plan.comm_log import sum_traffic, to_rows
+from plait.plan.context import MethodChoice
 from plait.plan.devices import Device
 from plait.plan.events import ServerTraffic, ring_bytes
 from plait.plan.layout_rules import layer_collectives
+from plait.plan.memory import COMPUTE_BYTES
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe
 from plait.train.measurements import Measurements
@@ -108,6 +110,8 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         facts["transport"] += ": CPU ranks that share memory (--device h100 explains ranks with GPUs)"
     if plan.is_float8:
         facts["float8"] = _float8_text(explanation.float8)
+    if explanation.cp_choice is not None and explanation.cp_choice.sent:
+        facts["attention"] = _method_text(explanation, explanation.cp_choice)
     if plan.pp > 1:
         bubble = f"{explanation.bubble:.1%} of the time, if all stages take equally long"
         if measured is not None and measured.bubble is not None:
@@ -125,6 +129,23 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
             f"{format_bytes(sent // plan.local_steps)} per step"
         )
     return facts_table("plan", facts.items())
+
+
+def _method_text(explanation: Explanation, choice: MethodChoice) -> str:
+    """Say which method `cp_method=auto` takes, and why: what it sends in all layers, and the others."""
+    plan, (samples, sequence, *_) = explanation.plan, (*explanation.micro_shape, 1)
+    tokens, columns = samples * -(-sequence // plan.cp), explanation.grid.degree(FEATURES)
+    scale = tokens * COMPUTE_BYTES[plan.dtype] / columns
+    numbers = {
+        method: format_bytes(int(scale * (sent.between_hosts if choice.across_hosts else sent.received)))
+        for method, sent in choice.sent.items()
+    }
+    own = f"{numbers.pop(choice.method)} for each micro-batch"
+    others = ", ".join(f"{method} {number}" for method, number in numbers.items())
+    who = "a rank receives " + own
+    if choice.across_hosts:
+        who = f"from other hosts, a sequence's ranks on one receive {own}"
+    return f"cp_method={choice.method}: {who}" + f" ({others})" * bool(others)
 
 
 def tensor_plan_text(explanation: Explanation) -> str:

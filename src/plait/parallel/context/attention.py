@@ -27,6 +27,7 @@ keys, outputs and all gradients are those of a key whose value is zero.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from plait.comm import Group, all_to_all, all_to_all_list
 from plait.errors import ModelError
 from plait.models import Numbering
-from plait.models.attention import AttentionCall, MaskRule
+from plait.models.attention import AttentionCall, MaskRule, plain_attention
 from plait.parallel.activation_checkpoint import kept
 from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
 from plait.parallel.context.keys import LABEL, GatheredKeys, Keys, Pair, RingKeys
@@ -58,7 +59,7 @@ class ContextAttention:
         if call.q.shape[2] != self.share.order.per_rank:
             raise ModelError(
                 "attention is not among the tokens that cp divides",
-                given=f"{type(call.module).__name__}: {call.q.shape[2]} tokens",
+                given=f"{call.caller}: {call.q.shape[2]} tokens",
                 expected=f"{self.share.order.per_rank}, this rank's part of {self.share.order.num_tokens}",
                 hint="a plan without cp",
             )
@@ -96,6 +97,25 @@ class ContextAttention:
         keys = RingKeys(self.group, order.inner)
         out = self._computed(q, k, v, sinks, call.rule, scores, keys)
         return _Exchange.apply(self.group, order, False, out)[0]
+
+
+@dataclass(frozen=True)
+class RowAttention:
+    """Computes the attention of a micro-batch whose rows this rank has, in modules of one's own: of documents
+    and without padding, as for the tokens of several ranks."""
+
+    group: Group  # of this rank
+    batch: Mapping[str, Tensor]
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `Attention`."""
+        return plain_attention(call) if self._by_blocks is None else self._by_blocks.attend(call)
+
+    @cached_property
+    def _by_blocks(self) -> ContextAttention | None:
+        share = SequenceShare.of_batch(self.batch, ("position_ids", "attention_mask"), self.group, "ring")
+        is_plain = not share.is_packed and [*share.kept] == [(0, share.order.num_tokens)]
+        return None if is_plain else ContextAttention(self.group, share, "ring")
 
 
 class _Attention(Function):
@@ -238,6 +258,12 @@ def _exchanged(
     return tuple(results)
 
 
+def row_attention(batch: Mapping[str, Tensor], group: Group) -> Mapping[str, Tensor]:
+    """The micro-batch with the attention of its complete rows, if it has positions or padding."""
+    is_plain = not batch.keys() & {"position_ids", "attention_mask"}
+    return batch if is_plain else SharedTokens(batch, RowAttention(group, batch))
+
+
 def share_tokens(
     batch: Mapping[str, Tensor],
     of_tokens: Collection[str],
@@ -251,4 +277,5 @@ def share_tokens(
     rows = dict(batch)
     if numbering is not None and "position_ids" not in rows:
         rows["position_ids"] = numbering.positions(batch, share.order.num_tokens, share.device)
-    return SharedTokens(share.own(rows, of_tokens), ContextAttention(group, share, method))
+    attention = ContextAttention(group, share, method)
+    return SharedTokens(share.own(rows, of_tokens), attention, share.own_filled)

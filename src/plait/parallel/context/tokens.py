@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from plait.comm import Group, all_gather
 from plait.errors import ModelError
-from plait.models import IGNORED_LABEL
+from plait.models import IGNORED_LABEL, OF_TOKENS
 from plait.models.attention import Attention, MaskRule, attention_by
 from plait.models.mask_decisions import (
     PackedRows,
@@ -107,6 +107,12 @@ class SequenceShare:
             return cls(order, group.rank, found.intervals, [], device, is_packed=True)
         rows = _documents(batch, num_tokens), _kept(batch, num_tokens)
         return cls(order, group.rank, *rows, device)
+
+    @property
+    def own_filled(self) -> int:
+        """The rank's tokens that only fill up its runs: they are its last ones."""
+        ends = (start + self.order.chunk for start in self.order.starts(self.rank))
+        return sum(min(self.order.chunk, max(0, end - self.order.num_tokens)) for end in ends)
 
     def own(self, batch: Mapping[str, Tensor], of_tokens: Collection[str]) -> dict[str, Tensor]:
         """This rank's tokens of each entry, in its order."""
@@ -213,11 +219,25 @@ def _is_full(block: Work) -> bool:
 
 
 class SharedTokens(dict[str, Tensor]):
-    """A rank's tokens of a micro-batch. `attention`: computes that of all tokens."""
+    """A rank's tokens of a micro-batch. `attention`: computes that of all tokens. `num_filled`: of the rank's
+    tokens, the last ones, which only fill up its runs."""
 
-    def __init__(self, entries: Mapping[str, Tensor], attention: Attention) -> None:
+    def __init__(self, entries: Mapping[str, Tensor], attention: Attention, num_filled: int = 0) -> None:
         super().__init__(entries)
-        self.attention = attention
+        self.attention, self.num_filled = attention, num_filled
+
+    def for_loss(self, outputs: Any) -> tuple[Any, dict[str, Tensor]]:
+        """The outputs and the entries as a user's loss takes them: of tokens of the row alone."""
+        if not self.num_filled:
+            return outputs, self
+        lengths = {value.shape[1] for key, value in self.items() if key in OF_TOKENS and value.ndim > 1}
+
+        def of_row(tensor: Tensor) -> Tensor:
+            is_of_tokens = tensor.ndim > 1 and tensor.shape[1] in lengths
+            return tensor[:, : -self.num_filled] if is_of_tokens else tensor
+
+        entries = {key: of_row(value) if key in OF_TOKENS else value for key, value in self.items()}
+        return tree_map_only(Tensor, of_row, outputs), entries
 
 
 def attention_of(micro: Mapping[str, Tensor]) -> AbstractContextManager[None]:
