@@ -233,12 +233,12 @@ def attention_messages(
         # Queries, keys and values to heads, and outputs to tokens; the reverse in backward. Of mean size.
         full = (heads + copies) * width / 2
         received = (inner - 1) / inner * full
-        logged = full if outer == 1 else received
-        found.append(AttentionMessages("all-to-all", 2, 2, 2, logged, received, inner))
+        op, logged = ("all-to-all", full) if outer == 1 else ("messages", received)
+        found.append(AttentionMessages(op, 2, 2, 2, logged, received, inner))
     if outer > 1:  # keys and values; in backward their gradients, too
         keys = float(copies * width)
         calls = outer - 1, 0, 2 * (outer - 1)
-        found.append(AttentionMessages("all-to-all", *calls, keys, keys, outer, inner))
+        found.append(AttentionMessages("messages", *calls, keys, keys, outer, inner))
     return found
 
 
