@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError
 from plait.plan import Plan, context
+from plait.plan.axes import SEQUENCE
+from plait.plan.comm_log import CommCount, CommKey
 from plait.plan.context import (
     Interval,
     Segment,
@@ -19,6 +21,8 @@ from plait.plan.context import (
     num_pairs,
     ulysses_kv_heads,
 )
+from plait.plan.events import ring_bytes
+from plait.plan.grid import Grid
 
 
 @st.composite
@@ -103,3 +107,14 @@ def test_ranks_of_cp_multiply_those_of_data() -> None:
     with pytest.raises(PlanError) as caught:
         Plan.parse("cp=4 tp=2").check_ranks(2)
     assert '"dp=1 cp=2"' in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses", "2x4", "4x2"])
+def test_bytes_that_leave_a_rank_are_those_that_it_receives(method: str) -> None:
+    plan, heads, width = Plan.parse(f"cp=8 cp_method={method}"), (32, 8), 256
+    traffic = {}
+    for at, each in enumerate(context.attention_messages(method, *heads, width, 8)):
+        calls = each.forward + each.backward
+        traffic[CommKey(SEQUENCE, str(at), each.op)] = CommCount(calls, round(calls * each.elements))
+    sent = ring_bytes(traffic, Grid.from_plan(plan))
+    assert sent == context.received_elements(method, *heads, width, 8)
