@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError
 from plait.plan import Plan, context
+from plait.plan.axes import SEQUENCE
+from plait.plan.comm_log import CommCount, CommKey
 from plait.plan.context import (
     Interval,
     MethodChoice,
@@ -22,6 +24,7 @@ from plait.plan.context import (
     sent_elements,
     ulysses_kv_heads,
 )
+from plait.plan.events import ring_bytes
 from plait.plan.grid import Grid
 
 
@@ -237,3 +240,24 @@ def test_neighbours_of_cp_on_a_host_are_those_of_every_group(
         ranks = grid.group(first, "cp")
         for start in range(0, len(ranks), on_host):
             assert len({rank // size for rank in ranks[start : start + on_host]}) == 1
+
+
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses", "2x4", "4x2"])
+def test_bytes_that_leave_a_rank_are_those_that_it_receives(method: str) -> None:
+    plan, heads, width = Plan.parse(f"cp=8 cp_method={method}"), (32, 8), 256
+    traffic = {}
+    for at, each in enumerate(context.attention_messages(method, *heads, width, 8)):
+        calls = each.forward + each.backward
+        traffic[CommKey(SEQUENCE, str(at), each.op)] = CommCount(calls, round(calls * each.elements))
+    expected = sent_elements(method, *heads, width, 8, 8)
+    assert expected is not None
+    assert ring_bytes(traffic, Grid.from_plan(plan)) == expected.received
+
+
+@pytest.mark.parametrize(
+    ("recompute", "method"), [("none", "ulysses"), ("every=4", "ulysses"), ("full", "allgather")]
+)
+def test_auto_counts_exchanges_that_recomputed_blocks_repeat(recompute: str, method: str) -> None:
+    """Of 32 heads and 8 kv heads over 4 ranks; gathered keys are not gathered for a recomputation."""
+    recomputed = Plan.parse(f"recompute={recompute}").recomputed
+    assert MethodChoice.of("auto", [(32, 8, 256)], 4, recomputed=recomputed).method == method

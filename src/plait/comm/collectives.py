@@ -270,7 +270,7 @@ def _start_exchange(
     if not tensors or (tensors[0].is_meta and not group.is_dry_run):
         return Work()
     num_bytes = max(sum(tensor.nbytes for tensor, _ in each) for each in (sends, receives))
-    group.record(call.op_type.value, num_bytes)
+    group.record("messages", num_bytes)
     work = group.transport.exchange(call, sends, receives)
     if copies:
         work = Work(work.wait, *copies, is_done=work.is_done)

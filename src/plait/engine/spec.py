@@ -204,7 +204,7 @@ def _with_method(
     if given.loss is not None:
         check_sums_tokens(given.loss, trace, {*map(storage_key, given.model.parameters())}, device)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
-    choice = MethodChoice.of(plan.cp_method, own, plan.cp, plan.cp_on_host(host_size))
+    choice = MethodChoice.of(plan.cp_method, own, plan.cp, plan.cp_on_host(host_size), plan.recomputed)
     return replace(plan, cp_method=choice.method), choice
 
 

@@ -269,37 +269,46 @@ def attention_messages(
         # Queries, keys and values to heads, and outputs to tokens; the reverse in backward. Of mean size.
         full = (heads + copies) * width / 2
         received = (inner - 1) / inner * full
-        logged = full if outer == 1 else received
-        found.append(AttentionMessages("all-to-all", 2, 2, 2, logged, received, inner))
+        op, logged = ("all-to-all", full) if outer == 1 else ("messages", received)
+        found.append(AttentionMessages(op, 2, 2, 2, logged, received, inner))
     if outer > 1:  # keys and values; in backward their gradients, too
         keys = float(copies * width)
         calls = outer - 1, 0, 2 * (outer - 1)
-        found.append(AttentionMessages("all-to-all", *calls, keys, keys, outer, inner))
+        found.append(AttentionMessages("messages", *calls, keys, keys, outer, inner))
     return found
 
 
-class Sent(NamedTuple):
-    """Elements of attentions over the ranks of cp, in forward and backward, for each of a rank's tokens:
-    those that the group's ranks on a host receive from other hosts, and those that a rank receives."""
+_OF_PAIRS = ("all-to-all", "messages")  # operations with a message for each pair of ranks
 
+
+class Sent(NamedTuple):
+    """Elements of attentions over the ranks of cp, in a step, for each of a rank's tokens: those that the
+    group's ranks on a host receive from other hosts, and those that a rank receives."""
     between_hosts: float
     received: float
 
 
 def sent_elements(
-    method: str, heads: int, kv_heads: int, width: int, num_ranks: int, on_host: int
+    method: str,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    num_ranks: int,
+    on_host: int,
+    recomputed: float = 0.0,
 ) -> Sent | None:
-    """The elements of an attention with `on_host` neighbours on each host; None: the heads do not divide. A
-    gather or a reduction passes a host's border once; an exchange has a message for each pair of ranks."""
+    """The elements of an attention with `on_host` neighbours on each host, in a block of which the share
+    `recomputed` runs again; None: the heads do not divide. A gather or a reduction passes a host's border
+    once; an exchange has a message for each pair of ranks."""
     if ulysses_kv_heads(heads, kv_heads, heads_degree(method, num_ranks)) is None:
         return None
     between = received = 0.0
     for each in attention_messages(method, heads, kv_heads, width, num_ranks):
-        elements = (each.forward + each.backward) * each.received
+        elements = (each.forward + recomputed * each.again + each.backward) * each.received
         received += elements
         local = min(each.ranks, max(1, on_host // each.apart))
         if local < each.ranks:
-            pairs = local * (each.ranks - local) / (each.ranks - 1) if each.op == "all-to-all" else 1.0
+            pairs = local * (each.ranks - local) / (each.ranks - 1) if each.op in _OF_PAIRS else 1.0
             between += on_host / local * pairs * elements
     return Sent(between, received)
 
@@ -329,10 +338,11 @@ class MethodChoice:
         attentions: Sequence[tuple[int, int, int]],
         num_ranks: int,
         on_host: int | None = None,
+        recomputed: float = 0.0,
     ) -> "MethodChoice":
         """The choice for attentions of (heads, kv heads, width) on each rank: for `auto` the method that
-        sends least between hosts, and then in all. `on_host`: neighbours on each host; None: all. Raises
-        PlanError if the heads do not divide."""
+        sends least between hosts, and then in all. `on_host`: neighbours on each host; None: all.
+        `recomputed`: share of the blocks. Raises PlanError if the heads do not divide."""
         if method != "auto":
             for attention in attentions:
                 attention_messages(method, *attention, num_ranks)
@@ -341,7 +351,9 @@ class MethodChoice:
         both = (f"{num_ranks // on_host}x{on_host}",) if 1 < on_host < num_ranks else ()
         sent = {}
         for each in ("allgather", "ulysses", *both):
-            found = [sent_elements(each, *attention, num_ranks, on_host) for attention in attentions]
+            found = [
+                sent_elements(each, *attention, num_ranks, on_host, recomputed) for attention in attentions
+            ]
             known = [elements for elements in found if elements is not None]
             if len(known) == len(found):
                 sent[each] = Sent(*map(sum, zip(*known, strict=True))) if known else Sent(0.0, 0.0)

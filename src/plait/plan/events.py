@@ -490,7 +490,8 @@ def ring_bytes(traffic: Traffic, grid: Grid) -> int:
 def _sent_bytes(key: CommKey, count: CommCount, grid: Grid) -> float:
     ranks = grid.degree(*key.axes) if key.axes else grid.num_ranks
     share = (ranks - 1) / ranks
-    times = {"all-reduce": 2 * share, "exchange": ranks - 1, "send": 1.0, "receive": 0.0}
+    alone = {"send": 1.0, "receive": 0.0, "messages": 1.0}
+    times = {"all-reduce": 2 * share, "exchange": ranks - 1, **alone}
     return count.num_bytes * times.get(key.op, share)
 
 

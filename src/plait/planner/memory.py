@@ -35,7 +35,8 @@ def with_method(model: ModelShape, plan: Plan, host_size: int) -> Plan:
     """The plan with what `cp_method=auto` means on hosts of so many ranks."""
     if plan.cp == 1 or plan.cp_method != "auto":
         return plan
-    method = attention_method(model, plan.cols, plan.cp, "auto", plan.cp_on_host(host_size))
+    on_host = plan.cp_on_host(host_size)
+    method = attention_method(model, plan.cols, plan.cp, "auto", on_host, plan.recomputed)
     return replace(plan, cp_method=method)
 
 

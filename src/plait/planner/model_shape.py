@@ -227,12 +227,18 @@ class ModelShape:
 
 @lru_cache(maxsize=1 << 10)
 def attention_method(
-    model: ModelShape, columns: int, cp: int, cp_method: str, on_host: int | None = None
+    model: ModelShape,
+    columns: int,
+    cp: int,
+    cp_method: str,
+    on_host: int | None = None,
+    recomputed: float = 0.0,
 ) -> str:
     """How attention reaches the tokens of other ranks in a plan with these keys. `on_host`: neighbours on
     each host; None: all. Raises PlanError if the heads do not divide."""
-    heads = heads_of_columns(model.heads, model.kv_heads, columns)
-    return MethodChoice.of(cp_method, [(*each, 2 * model.head_dim) for each in heads], cp, on_host).method
+    pairs = heads_of_columns(model.heads, model.kv_heads, columns)
+    heads = [(*each, 2 * model.head_dim) for each in pairs]
+    return MethodChoice.of(cp_method, heads, cp, on_host, recomputed).method
 
 
 def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[str, Any], str]:

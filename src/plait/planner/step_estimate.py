@@ -364,7 +364,7 @@ def _attention_messages(model: ModelShape, part: BlockWork) -> list[AttentionMes
 
 def _kind(message: AttentionMessages, part: BlockWork) -> str:
     """The kind of collective whose price a message has: a ring passes on what a gather does."""
-    if message.op != "all-to-all":
+    if message.op not in ("all-to-all", "messages"):
         return message.op
     is_ring = message.ranks * heads_degree(part.cp_method, part.cp) == part.cp
     return "all-gather" if is_ring else "exchange of heads"
