@@ -284,6 +284,7 @@ _OF_PAIRS = ("all-to-all", "messages")  # operations with a message for each pai
 class Sent(NamedTuple):
     """Elements of attentions over the ranks of cp, in a step, for each of a rank's tokens: those that the
     group's ranks on a host receive from other hosts, and those that a rank receives."""
+
     between_hosts: float
     received: float
 
