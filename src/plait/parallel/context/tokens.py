@@ -90,6 +90,13 @@ class SequenceShare:
         Raises ModelError for entries of different lengths, and for masks that are not padding."""
         shapes = {key: tuple(value.shape) for key, value in batch.items() if key in of_tokens}
         lengths = {shape[1] for shape in shapes.values() if len(shape) > 1}
+        if (mask := batch.get("attention_mask")) is not None and mask.ndim != 2:
+            raise ModelError(
+                "an attention mask of pairs of tokens cannot be divided",
+                given=f"attention_mask {tuple(mask.shape)}",
+                expected="(samples, tokens), which marks padding",
+                hint="position_ids that start again in each document, to separate documents",
+            )
         if len(lengths) != 1:
             raise ModelError(
                 "the batch has no one length of sequences that cp could divide",
@@ -266,13 +273,6 @@ def _kept(batch: Mapping[str, Tensor], num_tokens: int) -> list[Interval]:
     mask = batch.get("attention_mask")
     if mask is None or mask.is_meta:
         return [(0, num_tokens)]
-    if mask.ndim != 2:
-        raise ModelError(
-            "an attention mask of pairs of tokens cannot be divided",
-            given=f"attention_mask {tuple(mask.shape)}",
-            expected="(samples, tokens), which marks padding",
-            hint="position_ids that start again in each document, to separate documents",
-        )
     seen = host_values(mask).bool()
     return [(0, num_tokens)] if bool(seen.all()) else [_interval(row) for row in seen]
 
