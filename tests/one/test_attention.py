@@ -275,3 +275,10 @@ def test_attention_of_ones_own_is_refused_for_other_shapes() -> None:
         with pytest.raises(ModelError, match="not queries, keys and values of one sequence"):
             plait.attention(q, k, v)
     assert plait.attention(ok, ok[:, :2], ok[:, :2, :, :3]).shape == (2, 4, 8, 3)
+
+
+def test_a_mask_of_pairs_of_tokens_is_refused_as_one() -> None:
+    batch = {"input_ids": torch.zeros(2, 8), "attention_mask": torch.ones(2, 1, 8, 8)}
+    with pytest.raises(ModelError, match="mask of pairs of tokens cannot be divided") as caught:
+        tokens.SequenceShare.of_batch(batch, batch.keys(), Group((0, 1), 0, None), "ring")
+    assert "position_ids that start again" in str(caught.value)
