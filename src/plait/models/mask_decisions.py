@@ -17,7 +17,7 @@ transformers searches position ids for documents only without an attention mask 
 models that pass the ids to their masks (OPT does not), and for FlashAttention only in batches of one row. So
 `documents_of` decides, on the host and once for each micro-batch, and inside `documents_apart` every mask is
 that of documents, whatever a model passes on: transformers' own search is off, its functions of masks are
-given the documents, and its FlashAttention their lengths.
+given the documents, and its FlashAttention gets them as its mask, which a repeated forward has too.
 
   packed row   the position of a token is not above that of the token before it, and neither is padding
   document     of a packed row: from a token whose position is not one more than the last, as in transformers
@@ -221,6 +221,8 @@ def _mask_of_documents(make: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if documents is None or not kwargs["q_length"] == kwargs["kv_length"] == size:
         return make(*args, **kwargs)
     masks: Any = sys.modules["transformers.masking_utils"]
+    if make is masks.flash_attention_mask:
+        return documents  # for `_flash_of_documents`, in forward and where a block runs again in backward
     ids_BS, positions_BS = documents.on_device
     rule = masks.packed_sequence_compatibility_function(kwargs["mask_function"], positions_BS, ids_BS)
     no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -229,12 +231,19 @@ def _mask_of_documents(make: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return mask
 
 
-def _flash_of_documents(attend: Callable[..., Any], module: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`attend`: of transformers, for queries (B, H, S, D)."""
-    documents = _documents.get(None)
-    if documents is None or q.shape[2] != documents.starts_BS.shape[1]:
-        return attend(module, q, *args, **kwargs)
-    return attend(module, q, *args, **{**kwargs, **documents.of_flash_attention})
+def _flash_of_documents(
+    attend: Callable[..., Any],
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> Any:
+    """`attend`: of transformers."""
+    if isinstance(attention_mask, Documents):
+        kwargs, attention_mask = {**kwargs, **attention_mask.of_flash_attention}, None
+    return attend(module, q, k, v, attention_mask, **kwargs)
 
 
 def _wrap_search(search: Callable[..., Tensor | None]) -> Callable[..., Any]:
