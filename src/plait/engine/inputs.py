@@ -249,7 +249,8 @@ class Inputs:
         if self._sequence.size == 1:
             return outputs
         share = SequenceShare.of_batch(micro, OF_TOKENS, self._sequence, self._method)
-        return share.complete(outputs, self._sequence)
+        samples = max(len(micro[key]) for key in OF_TOKENS & micro.keys())
+        return share.complete(outputs, self._sequence, samples)
 
     @contextmanager
     def explained(self, micros: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
