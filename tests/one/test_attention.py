@@ -197,3 +197,14 @@ def test_a_target_of_a_token_that_sees_nothing_is_refused_where_it_counts() -> N
         check_targets(batch)
     batch["labels"][0, 1] = -100
     check_targets(batch)
+
+
+def test_outputs_with_tokens_in_other_dims_are_refused() -> None:
+    """Rows of a router's logits, and scores of attention, on a rank with 4 of 8 tokens of 2 samples."""
+    share = tokens.SequenceShare(TokenOrder(8, 2, 2), 0, [], [], torch.device("cpu"))
+    group: Any = None  # nothing is sent
+    pooled = torch.zeros(2, 5)
+    assert share.complete({"pooled": pooled}, group, 2)["pooled"] is pooled
+    for others in (torch.zeros(2 * 4, 5), torch.zeros(2, 3, 4, 8)):
+        with pytest.raises(ModelError, match="tokens in a dim from which cp does not gather"):
+            share.complete([others], group, 2)
