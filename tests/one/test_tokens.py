@@ -192,3 +192,11 @@ class _Backwards(nn.Module):
 def test_other_positions_are_refused() -> None:
     with pytest.raises(ModelError, match="numbers tokens in a way of its own"):
         numbering_of(_Backwards(hf_models.model_of("llama")))
+
+
+@pytest.mark.parametrize("family", ["gptj", "falcon", "bloom"])
+def test_tokens_are_numbered_also_before_attention_of_a_models_own(family: str) -> None:
+    assert numbering_of(hf_models.model_of(family)).first == 0
+    with torch.device("meta"):
+        dropping = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1))
+    assert numbering_of(dropping).first == 0, "attention with dropout"
