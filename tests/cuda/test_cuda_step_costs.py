@@ -2,6 +2,7 @@
 communication."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import plait
 from plait.comm import connect
+from plait.engine import inputs
 from support import programs
 from support.cuda_checks import Case, check
 from support.pool import Pool
@@ -104,7 +106,10 @@ def _syncs_with(entries: dict[str, Tensor], plan: str, device: str) -> Recording
     engine = _engine(plan)
     ids = torch.arange(4 * 8).reshape(4, 8)
     batch = {"input_ids": ids, "labels": ids, **entries}
-    batch = {key: value.to(device) for key, value in batch.items()}
+    return _second_step(engine, {key: value.to(device) for key, value in batch.items()})
+
+
+def _second_step(engine: plait.Engine, batch: dict[str, Tensor]) -> Recording | None:
     engine.step(batch)
     with recorded() as recording:
         engine.step(batch)
@@ -139,6 +144,24 @@ def test_a_mask_on_the_gpu_is_read_once_per_step(pool: Pool) -> None:
     entries = {"attention_mask": _PADDED.long()}
     [recording] = pool.run(_syncs_with, 1, entries, "dp=1 micro=4 precision=bf16", "cuda")
     assert recording is None or recording.findings.syncs.total() <= 2, recording.findings.syncs
+
+
+def _cost_of_eager_attention() -> tuple[Recording | None, int]:
+    """A step of rows padded on the left, and the number of searches for eager attention in two steps."""
+    model: Any = programs.rough_llama()
+    model.set_attn_implementation("eager")
+    engine = plait.parallelize(model, "cp=2 micro=2 precision=bf16", world=connect(device="cuda"))
+    ids = torch.arange(4 * 8).reshape(4, 8)
+    mask = (torch.arange(8) >= 3).long().expand(4, 8)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(torch.arange(8) < 4, -100)}
+    with mock.patch.object(inputs, "is_eager", wraps=inputs.is_eager) as searches:
+        return _second_step(engine, batch), searches.call_count
+
+
+def test_eager_attention_is_searched_for_once_and_its_targets_cost_no_wait(pool: Pool) -> None:
+    for recording, num_searches in pool.run(_cost_of_eager_attention, 2):
+        assert recording is None or recording.findings.syncs.total() <= 1, recording.findings.syncs
+        assert num_searches == 1
 
 
 def _padded_loss(device: str, mask: Tensor | None) -> float:

@@ -282,3 +282,14 @@ def test_a_mask_of_pairs_of_tokens_is_refused_as_one() -> None:
     with pytest.raises(ModelError, match="mask of pairs of tokens cannot be divided") as caught:
         tokens.SequenceShare.of_batch(batch, batch.keys(), Group((0, 1), 0, None), "ring")
     assert "position_ids that start again" in str(caught.value)
+
+
+def test_outputs_with_tokens_in_other_dims_are_refused() -> None:
+    """Rows of a router's logits, and scores of attention, on a rank with 4 of 8 tokens of 2 samples."""
+    share = tokens.SequenceShare(TokenOrder(8, 2, 2), 0, [], [], torch.device("cpu"))
+    group: Any = None  # nothing is sent
+    pooled = torch.zeros(2, 5)
+    assert share.complete({"pooled": pooled}, group, 2)["pooled"] is pooled
+    for others in (torch.zeros(2 * 4, 5), torch.zeros(2, 3, 4, 8)):
+        with pytest.raises(ModelError, match="tokens in a dim from which cp does not gather"):
+            share.complete([others], group, 2)

@@ -1,4 +1,4 @@
-"""The dims of a batch's entries, how they are divided, and where labels are shifted."""
+"""The entries of a batch, how they are divided, and where labels are shifted."""
 
 from typing import Any
 
@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import plait
-from plait.engine.inputs import dim_of, divide, prepared, shift_labels, shifts_labels
+from plait.engine.inputs import divide, prepared, shift_labels, shifts_labels
 from plait.engine.loss import choose_loss
 from plait.models import token_batch
-from plait.plan.axes import Divides
 from plait.plan.grid import share
 from support import programs
 
@@ -19,14 +18,11 @@ IDS = torch.arange(12).reshape(2, 6)
 BATCH = {"input_ids": IDS, "labels": IDS, "pixel_values": torch.ones(2, 3, 4, 4)}
 
 
-def test_an_axis_divides_samples_of_every_entry_and_tokens_of_those_that_have_some() -> None:
-    assert [dim_of(key, Divides.SAMPLES) for key in BATCH] == [0, 0, 0]
-    assert [dim_of(key, Divides.SEQUENCE) for key in BATCH] == [1, 1, None]
-    first, second = divide(BATCH, 2, Divides.SEQUENCE)
-    assert torch.equal(first["input_ids"], IDS[:, :3])
-    assert torch.equal(second["labels"], IDS[:, 3:])
-    assert second["pixel_values"] is BATCH["pixel_values"]
-    assert [part["pixel_values"].shape[0] for part in divide(BATCH, 2)] == [1, 1]
+def test_a_part_of_a_batch_has_its_samples_of_every_entry() -> None:
+    first, second = divide(BATCH, 2)
+    assert torch.equal(first["input_ids"], IDS[:1])
+    assert torch.equal(second["labels"], IDS[1:])
+    assert first["pixel_values"].shape[0] == second["pixel_values"].shape[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -42,11 +38,8 @@ def test_shares_cover_a_batch_once_and_differ_by_at_most_a_unit(size: int, ranks
 def test_a_position_keeps_its_target_when_shifted_rows_are_divided() -> None:
     logits = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(0))
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="sum")
-    parts = divide(shift_labels(BATCH), 3, Divides.SEQUENCE)
-    losses = [
-        F.cross_entropy(own.flatten(0, 1), part["labels"].flatten(), reduction="sum")
-        for own, part in zip(logits.chunk(3, 1), parts, strict=True)
-    ]
+    parts = zip(logits.chunk(3, 1), shift_labels(BATCH)["labels"].chunk(3, 1), strict=True)
+    losses = [F.cross_entropy(own.flatten(0, 1), labels.flatten(), reduction="sum") for own, labels in parts]
     assert torch.stack(losses).sum().item() == pytest.approx(expected.item(), rel=1e-6)
 
 

@@ -6,6 +6,7 @@ import random
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -123,6 +124,19 @@ def test_a_recipe_that_was_edited_stops_a_resume_and_set_does_not(recipe: Path) 
     (run.tokenizer / "tokenizer.json").write_text("{}")
     with pytest.raises(RunError, match="tokenizer is damaged"):
         prepare(run.path, resume=True)
+
+
+def test_packed_documents_are_numbered_as_the_model_numbers_tokens(recipe: Path) -> None:
+    """Positions of a RoBERTa begin after that of padding."""
+    roberta = {
+        "model_type": "roberta",
+        "is_decoder": "true",
+        "pad_token_id": 1,
+        "max_position_embeddings": 64,
+    }
+    sets = [f"model.config.{key}={value}" for key, value in roberta.items()]
+    samples, _ = prepare(recipe, sets=["data.samples=packed", *sets]).train_samples
+    assert samples.batch(np.arange(1))["position_ids"].tolist() == [[2, 3, 4, 5, 6, 7, 8, 9]]
 
 
 def test_a_resumed_run_says_that_its_schedule_was_stretched(recipe: Path) -> None:

@@ -293,3 +293,11 @@ def test_a_loss_that_is_a_sum_over_tokens_is_taken(loss: Any) -> None:
     check_sums_tokens(by_class, check_tokens_apart(own_context.gpt()), set())
     llama = check_tokens_apart(hf_models.model_of("llama"))
     check_sums_tokens(lambda outputs, batch: loss(outputs.logits, batch), llama, set())
+
+
+@pytest.mark.parametrize("family", ["gptj", "falcon", "bloom"])
+def test_tokens_are_numbered_also_before_attention_of_a_models_own(family: str) -> None:
+    assert numbering_of(hf_models.model_of(family)).first == 0
+    with torch.device("meta"):
+        dropping = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1))
+    assert numbering_of(dropping).first == 0, "attention with dropout"

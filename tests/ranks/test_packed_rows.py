@@ -3,7 +3,6 @@ documents do alone; for every family, mask and mix."""
 
 import contextlib
 import functools
-import sys
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,12 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 import plait
 from plait.engine import inputs
 from plait.errors import ModelError
-from plait.models import check_documents_apart, mask_decisions
-from plait.models.mask_decisions import Documents, documents_apart, documents_of
+from plait.models import check_documents_apart
+from plait.models.mask_decisions import Documents, documents_of
+from plait.parallel.activation_checkpoint import COMPARED
 from plait.parallel.context import tokens
 from plait.plan import Plan
 from plait.verify import Outcome, Verdict
@@ -27,22 +28,24 @@ from support.pool import Pool
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "gpt_neox", "phi", "mixtral", "gpt_oss")
 OWN_ATTENTION = ("gptj", "gpt_neo", "falcon")
 LENGTHS = ((5, 1, 6, 9, 3), (11, 2, 11))
-MASKS = ("none", "ones", "padded")
+MASKS = ("none", "ones", "padded", "left")
+_PADDING = {"padded": slice(-1), "left": slice(1, None)}  # the documents that it leaves
 
 
 def packed(mask: str = "none", seed: int = 0) -> dict[str, Tensor]:
-    """Rows of documents; `padded`: the last document of each is padding."""
+    """Rows of documents; `padded`, `left`: the last one of each is padding, or the first."""
     ids = torch.randint(3, programs.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(seed))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
     labels = ids.masked_fill(positions == 0, -100)
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
     if mask != "none":
         batch["attention_mask"] = torch.ones_like(ids)
-    if mask == "padded":
+    if mask in _PADDING:
         for row, lengths in enumerate(LENGTHS):
-            batch["attention_mask"][row, -lengths[-1] :] = 0
-            labels[row, -lengths[-1] :] = -100
-            positions[row, -lengths[-1] :] = 0
+            hidden = slice(-lengths[-1], None) if mask == "padded" else slice(lengths[0])
+            batch["attention_mask"][row, hidden] = 0
+            labels[row, hidden] = -100
+            positions[row, hidden] = 0
     return batch
 
 
@@ -52,8 +55,8 @@ def alone(steps: int, mask: str) -> list[list[dict[str, Tensor]]]:
     for step in range(steps):
         batch, parts = packed(mask, step), []
         for row, lengths in enumerate(LENGTHS):
-            kept = lengths[:-1] if mask == "padded" else lengths
-            for start, length in zip(torch.tensor((0, *kept)).cumsum(0).tolist(), kept, strict=False):
+            for number, length in [*enumerate(lengths)][_PADDING.get(mask, slice(None))]:
+                start = sum(lengths[:number])
                 of = slice(start, start + length)
                 if length > 1:
                     parts.append({key: batch[key][row : row + 1, of] for key in ("input_ids", "labels")})
@@ -153,21 +156,58 @@ def test_verify_proves_that_documents_are_apart_or_finds_that_they_are_not(pool:
     assert wrong.leak > 1e-4
 
 
-def test_flash_attention_is_given_the_documents_of_all_rows() -> None:
-    """The search of transformers finds them in batches of one row only."""
-    documents = documents_of(packed("padded"))
-    assert documents is not None
+def _flash(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **given: Any) -> tuple[Tensor, None]:
+    """FlashAttention on a CPU: causal, in documents of given lengths, which are those of all rows."""
+    assert mask is None
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    rows, tokens = q.shape[0], q.shape[2]
+    document = torch.zeros(rows * tokens, dtype=torch.long)
+    if (borders := given.get("cu_seq_lens_q")) is not None:
+        assert borders.dtype == torch.int32
+        assert given["max_length_q"] == borders.diff().max()
+        document = torch.bucketize(torch.arange(rows * tokens), borders.long(), right=True)
+    document = document.view(rows, 1, tokens, 1)
+    sees = torch.ones(tokens, tokens, dtype=torch.bool).tril() & (document == document.mT)
+    scores = (q @ k.mT * given["scaling"]).masked_fill(~sees, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
 
-    def attend(*_: Any, **given: Any) -> Any:
-        return given
 
-    q = torch.zeros(2, 4, 24, 8)
-    with documents_apart(documents):
-        found = mask_decisions._flash_of_documents(attend, None, q, q, q, None, max_length_q=None)
-        table = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS  # type: ignore[attr-defined]
-        assert table["flash_attention_2"].func is mask_decisions._flash_of_documents
-    assert found["cu_seq_lens_q"].tolist() == [0, 5, 6, 12, 21, 24, 35, 37, 48]
-    assert (found["cu_seq_lens_k"].dtype, found["max_length_q"]) == (torch.int32, 11)
+def _flash_llama(recompute: str, *, on_meta: bool = True) -> nn.Module:
+    model: Any = hf_models.model_of("llama", on_meta=on_meta)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    if recompute == "of the model":
+        model.activation_checkpointing_enable()
+    return model
+
+
+def _train_with_flash(recompute: str) -> programs.Trace:
+    plan = "dp=1 precision=fp64" + ("" if recompute == "of the model" else f" recompute={recompute}")
+    build = functools.partial(_flash_llama, recompute)
+    task = programs.Task(build, _whole_rows_then_packed, steps=COMPARED + 2, own_loss=True)
+    with mock.patch.dict(AttentionInterface._global_mapping, {"flash_attention_2": _flash}):
+        return programs.train_task(task, plan)
+
+
+def _whole_rows_then_packed(steps: int) -> list[dict[str, Tensor]]:
+    rows = [packed(seed=step) for step in range(steps)]
+    return [{key: batch[key] for key in ("input_ids", "labels")} for batch in rows[:-1]] + rows[-1:]
+
+
+def _whole_rows_then_alone(steps: int) -> list[Any]:
+    return [*_whole_rows_then_packed(steps)[:-1], alone(steps, "none")[-1]]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "of the model"])
+def test_flash_attention_is_given_the_documents_of_all_rows_in_backward_too(
+    pool: Pool, recompute: str
+) -> None:
+    """The search of transformers finds them in batches of one row only. Recomputed outputs are compared in
+    the first steps."""
+    ours = pool.run(_train_with_flash, 1, recompute)[0]
+    task = programs.Task(
+        hf_models.builder("llama"), _whole_rows_then_alone, steps=COMPARED + 2, own_loss=True
+    )
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
 
 
 @pytest.mark.parametrize("plan", _PLANS)
@@ -184,8 +224,9 @@ _METHODS = ("cp=2 cp_method=allgather", "cp=3 cp_method=ring", "cp=2 cp_method=u
     [
         *((family, "dp=1", mask) for family in ("llama", "opt") for mask in MASKS),
         *(("gemma2", "cp=2", mask) for mask in MASKS),
-        *(("llama", plan, mask) for plan, mask in zip(_METHODS, MASKS * 2, strict=False)),
-        *(("gpt_oss", plan, mask) for plan, mask in zip(_METHODS, MASKS[1:] * 2, strict=True)),
+        *(("llama", plan, mask) for plan, mask in zip(_METHODS, MASKS, strict=True)),
+        *(("gpt_oss", plan, mask) for plan, mask in zip(_METHODS, (*MASKS[1:], MASKS[0]), strict=True)),
+        ("llama4_text", "dp=1", "left"),
     ],
 )
 def test_a_packed_row_trains_as_its_documents_alone(pool: Pool, family: str, plan: str, mask: str) -> None:

@@ -93,6 +93,12 @@ OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
         "layer_types": ["sliding_attention", "full_attention"],
         "tie_word_embeddings": True,
     },
+    "llama4_text": {  # chunks
+        "num_local_experts": 4,
+        "head_dim": 12,
+        "intermediate_size_mlp": 88,
+        "attention_chunk_size": 32,
+    },
     **mixer_configs.CONFIGS,
 }
 WITH_EXPERTS = ("mixtral", "deepseek_v3")  # neither over rows nor with tokens cut

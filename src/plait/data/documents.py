@@ -12,9 +12,10 @@ the number of documents, so the end tokens are counted before a run.
 
 [Note: packed documents]
 A row of packed documents is a window of the stream, so no position holds padding. Its position ids start
-again at 0 after each end token, which is what separates documents in attention: see engine/inputs.py. The
-first token of a document is no target, as nothing of its document precedes it. A document that continues in
-the next window starts again there, with that window's first token.
+again after each end token, which is what separates documents in attention: see engine/inputs.py. They start
+at the number that the model gives to a row's first token. The first token of a document is no target, as
+nothing of its document precedes it. A document that continues in the next window starts again there, with
+that window's first token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -108,10 +109,10 @@ class Documents:
 class PackedDocuments:
     """Windows of a stream as rows of separate documents: see [Note: packed documents]."""
 
-    def __init__(self, windows: Windows, end_of_document: int) -> None:
+    def __init__(self, windows: Windows, end_of_document: int, first_position: int = 0) -> None:
         self.name = windows.name
         self._windows = windows
-        self._end = end_of_document
+        self._end, self._first = end_of_document, first_position
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -121,9 +122,9 @@ class PackedDocuments:
         ids_BS = self._windows.batch(indices)["input_ids"]
         begins_BS = pad(ids_BS[:, :-1] == self._end, (1, 0))
         columns_S = torch.arange(ids_BS.shape[1])
-        first_BS = torch.where(begins_BS, columns_S, 0).cummax(1).values
+        positions_BS = self._first + columns_S - torch.where(begins_BS, columns_S, 0).cummax(1).values
         labels_BS = ids_BS.masked_fill(begins_BS, IGNORED_LABEL)
-        return {"input_ids": ids_BS, "labels": labels_BS, "position_ids": columns_S - first_BS}
+        return {"input_ids": ids_BS, "labels": labels_BS, "position_ids": positions_BS}
 
 
 def check_documents(store: TokenStore) -> None:

@@ -2,8 +2,8 @@
 
 [Note: entries of a batch and their dims]
 Dim 0 of every entry counts samples; dim 1 of the entries in `OF_TOKENS` counts tokens. An axis of the grid
-divides one of the two, as its row in `plan/axes.py` says; an entry without that dim is the same on all of the
-axis's ranks. Where entries come from:
+divides one of the two, as its row in `plan/axes.py` says: samples by `divide`, tokens by `own_tokens`; an
+entry without tokens is the same on all ranks of cp. Where entries come from:
 
   input_ids, labels   the data; labels are the ids, or -100 at positions without a target
   attention_mask      the data, for rows that are padded. A causal mask is the model's own; which masks it can
@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,7 +72,6 @@ from plait.models.mask_decisions import host_values
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.tokens import SequenceShare
 from plait.parallel.zero.rank_context import RankContext
-from plait.plan.axes import Divides
 from plait.plan.grid import share
 
 Batch = Mapping[str, Tensor]
@@ -82,23 +82,11 @@ _TOKEN_TASKS = (*_SHIFTED, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICA
 _COMPARED_EVERY = 100
 
 
-def dim_of(key: str, divides: Divides) -> int | None:
-    """Return the dim of an entry that such an axis divides; None: the entry is the same on all its ranks."""
-    if divides is Divides.SAMPLES:
-        return 0
-    return 1 if divides is Divides.SEQUENCE and key in OF_TOKENS else None
-
-
-def divide(batch: Batch, num_parts: int, divides: Divides = Divides.SAMPLES) -> list[dict[str, Tensor]]:
-    """Divide the batch into at most `num_parts` parts, as `torch.chunk` does."""
-    chunks = {}
-    for key, value in batch.items():
-        dim = dim_of(key, divides)
-        chunks[key] = None if dim is None else value.chunk(num_parts, dim)
-    return [
-        {key: batch[key] if of_key is None else of_key[number] for key, of_key in chunks.items()}
-        for number in range(len(next(of_key for of_key in chunks.values() if of_key)))
-    ]
+def divide(batch: Batch, num_parts: int) -> list[dict[str, Tensor]]:
+    """Divide the samples into at most `num_parts` parts, as `torch.chunk` does."""
+    chunks = {key: value.chunk(num_parts) for key, value in batch.items()}
+    num_chunks = len(next(iter(chunks.values())))
+    return [{key: of_key[number] for key, of_key in chunks.items()} for number in range(num_chunks)]
 
 
 def shifts_labels(model: nn.Module, loss: object) -> bool:
@@ -126,20 +114,15 @@ def own_tokens(
     if sequence.size == 1:
         return batch
     numbers = numbering if takes_keyword(model, "position_ids") else None
-    if is_eager(model):
-        check_targets(batch)
     return share_tokens(batch, OF_TOKENS, sequence, method, numbers)
 
 
 def check_targets(batch: Batch) -> None:
-    """Raise ModelError for a target at padding on the left, in labels that are shifted."""
+    """Raise ModelError for a target at padding on the left. `batch`: prepared, on the CPU."""
     mask, labels = batch.get("attention_mask"), batch.get("labels")
-    if mask is None or labels is None or mask.is_meta or mask.shape != labels.shape:
+    if mask is None or labels is None or mask.shape != labels.shape:
         return
-    if bool(host_values(mask).bool()[:, 0].all()):
-        return
-    hidden = mask.cumsum(1) == 0
-    if bool((hidden & (labels != IGNORED_LABEL)).any()):
+    if bool(((mask.cumsum(1) == 0) & (labels != IGNORED_LABEL)).any()):
         raise ModelError(
             "a token of padding, which sees nothing, has a target",
             given="padding on the left, and a label of the first token after it",
@@ -242,7 +225,14 @@ class Inputs:
         if self._sequence.size == 1 and (documents := documents_of(batch)) is not None:
             self._check_documents()
             return PackedRows(batch, documents)
+        if self._is_eager and "attention_mask" in batch:
+            values = {key: host_values(micro[key]) for key in micro.keys() & {"attention_mask", "labels"}}
+            check_targets(prepared(values, self._model, self._loss))
         return own_tokens(batch, self._model, self._sequence, self._method, self._numbering)
+
+    @cached_property
+    def _is_eager(self) -> bool:
+        return self._sequence.size > 1 and is_eager(self._model)
 
     def _check_documents(self) -> None:
         """Raise ModelError if documents would meet in the model. Once."""
@@ -262,7 +252,8 @@ class Inputs:
         if self._sequence.size == 1:
             return outputs
         share = SequenceShare.of_batch(micro, OF_TOKENS, self._sequence, self._method)
-        return share.complete(outputs, self._sequence)
+        samples = max(len(micro[key]) for key in OF_TOKENS & micro.keys())
+        return share.complete(outputs, self._sequence, samples)
 
     @contextmanager
     def explained(self, micros: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:

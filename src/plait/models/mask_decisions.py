@@ -17,7 +17,7 @@ transformers searches position ids for documents only without an attention mask 
 models that pass the ids to their masks (OPT does not), and for FlashAttention only in batches of one row. So
 `documents_of` decides, on the host and once for each micro-batch, and inside `documents_apart` every mask is
 that of documents, whatever a model passes on: transformers' own search is off, its functions of masks are
-given the documents, and its FlashAttention their lengths.
+given the documents, and its FlashAttention gets their lengths as its mask.
 
   packed row   the position of a token is not above that of the token before it, and neither is padding
   document     of a packed row: from a token whose position is not one more than the last, as in transformers
@@ -121,6 +121,14 @@ class Documents:
         return {"cu_seq_lens_q": moved, "cu_seq_lens_k": moved, **lengths}
 
 
+@dataclass(frozen=True)
+class _FlashMask:
+    """Documents as a mask: arguments of FlashAttention, which a forward that is repeated in backward has too.
+    No block computes them, as it may be compiled."""
+
+    arguments: Mapping[str, Any]
+
+
 class PackedRows(dict[str, Tensor]):
     """A micro-batch with the documents of its rows."""
 
@@ -221,20 +229,29 @@ def _mask_of_documents(make: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if documents is None or not kwargs["q_length"] == kwargs["kv_length"] == size:
         return make(*args, **kwargs)
     masks: Any = sys.modules["transformers.masking_utils"]
+    if make is masks.flash_attention_mask:
+        return _FlashMask(documents.of_flash_attention)
     ids_BS, positions_BS = documents.on_device
     rule = masks.packed_sequence_compatibility_function(kwargs["mask_function"], positions_BS, ids_BS)
     no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask = make(*args, **{**kwargs, **no_skip, "mask_function": rule, "attention_mask": None})
+    mask = make(*args, **{**kwargs, **no_skip, "mask_function": rule})
     documents.on_mask(mask)
     return mask
 
 
-def _flash_of_documents(attend: Callable[..., Any], module: Any, q: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`attend`: of transformers, for queries (B, H, S, D)."""
-    documents = _documents.get(None)
-    if documents is None or q.shape[2] != documents.starts_BS.shape[1]:
-        return attend(module, q, *args, **kwargs)
-    return attend(module, q, *args, **{**kwargs, **documents.of_flash_attention})
+def _flash_of_documents(
+    attend: Callable[..., Any],
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> Any:
+    """`attend`: of transformers."""
+    if isinstance(attention_mask, _FlashMask):
+        kwargs, attention_mask = {**kwargs, **attention_mask.arguments}, None
+    return attend(module, q, k, v, attention_mask, **kwargs)
 
 
 def _wrap_search(search: Callable[..., Tensor | None]) -> Callable[..., Any]:
@@ -262,6 +279,10 @@ def _wrap_preprocessing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     def preprocess_mask_arguments(
         config: Any, inputs_embeds: Tensor, attention_mask: Any, *arguments: Any, **options: Any
     ) -> Any:
+        documents = _documents.get(None)
+        is_padding = getattr(attention_mask, "ndim", None) == 2
+        if documents is not None and is_padding and attention_mask.shape[1] == documents.starts_BS.shape[1]:
+            attention_mask = None  # padding is a document; chunks of others are not counted from its end
         early_exit, padding_mask, *others = preprocess(
             config, inputs_embeds, attention_mask, *arguments, **options
         )

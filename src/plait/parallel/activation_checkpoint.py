@@ -10,7 +10,7 @@ so dropout masks are equal both times and the results are those of `none`, bit f
 is wrapped, not its call: module hooks stay outside and do not run again.
 
 [Note: kept results]
-What takes messages of other ranks, or the square of the tokens, is worth keeping whatever is recomputed:
+Results of messages between ranks, or of work by the square of the tokens, are kept whatever is recomputed:
 attention over ranks hands its outputs and log-sum-exps to `kept`, as much memory as a block's input.
 
 [Note: state that a forward changes]

@@ -26,7 +26,7 @@ from plait.engine.engine import Engine
 from plait.engine.spec import Arguments, validate
 from plait.errors import ConfigError, DataError, RunError
 from plait.fileio import check_output_paths
-from plait.models import causal_lm_on_meta
+from plait.models import causal_lm_on_meta, numbering_of
 from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, check_batches, differences, read_recipe
@@ -142,7 +142,9 @@ class ResolvedRun:
             samples = Documents(stream, end, PaddingCollator(end, data.pad_to_multiple_of, data.sequence))
         else:
             samples = Windows(stream, data.sequence)
-            samples = PackedDocuments(samples, end) if data.samples == "packed" else samples
+            if data.samples == "packed":
+                first = numbering_of(model_on_meta(self.recipe.model)).first
+                samples = PackedDocuments(samples, end, first)
         check_samples(samples, batch)
         order = SampleOrder(len(samples), self.recipe.run.seed, data.order)
         if isinstance(samples, Documents) and data.group_by_length:

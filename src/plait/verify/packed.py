@@ -3,7 +3,8 @@
 [Note: probe of documents]
 A token of one document is changed, in every row. No logit of another document may move: in float64 by more
 than the sums of experts round, whose sizes follow from all tokens of a row. The changed document itself has
-to move, or the probe shows nothing. Rows come without an attention mask, with one of ones, and with padding.
+to move, or the probe shows nothing. Rows come without an attention mask, with one of ones, and with padding
+at either end.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from plait.models import IGNORED_LABEL, check_documents_apart, documents_of, num
 from plait.verify.model_spec import ModelSpec, random_tokens
 from plait.verify.tiny_config import inputs_of
 
-_KINDS = 3  # of rows: without a mask, with ones, with padding
+_KINDS = 4  # of rows: without a mask, with ones, with padding on the right, and on the left
 _PROBED = 3  # documents of a row
 
 
@@ -38,15 +39,16 @@ class PackedBatches:
         batch = random_tokens(self.vocabulary, self.seed, step, samples, self.length)
         generator = torch.Generator().manual_seed(1019 * self.seed + step)
         starts = torch.rand(samples, self.length, generator=generator) < 4 / self.length
+        order, num_hidden = torch.arange(self.length).expand(samples, -1), max(1, self.length // 4)
+        mask = torch.ones_like(order)
+        if (kind := step % _KINDS) > 1:
+            mask[:, slice(-num_hidden, None) if kind == 2 else slice(num_hidden)] = 0
         starts[:, 0] = starts[:, self.length // 2] = True
-        order = torch.arange(self.length).expand(samples, -1)
+        starts[:, num_hidden] |= kind == 3
         positions = order - torch.where(starts, order, 0).cummax(1).values
         batch |= {"position_ids": positions + self.first}
         batch["labels"] = batch["labels"].masked_fill(starts, IGNORED_LABEL)
-        if step % _KINDS:
-            mask = torch.ones_like(order)
-            if step % _KINDS == 2:
-                mask[:, -max(1, self.length // 4) :] = 0
+        if kind:
             batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, IGNORED_LABEL)}
         return batch
 

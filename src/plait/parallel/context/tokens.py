@@ -11,6 +11,7 @@ document where transformers says so, without an attention mask: then the rule of
 """
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -134,13 +135,14 @@ class SequenceShare:
             entries[key] = torch.cat([row[:, at : at + length] for at in starts], 1)
         return entries
 
-    def complete(self, outputs: Any, group: Group) -> Any:
+    def complete(self, outputs: Any, group: Group, samples: int) -> Any:
         """Outputs with the tokens of all ranks, in the row's order: of each (B, S of this rank, ...) in them.
-        Collective."""
+        Collective. Raises ModelError for tokens in other dims."""
+        rows = samples, self.order.per_rank
 
         def of_all(own: Tensor) -> Tensor:
-            if own.ndim < 2 or own.shape[1] != self.order.per_rank:
-                return own
+            if own.shape[:2] != rows:
+                return _without_tokens(own, rows)
             ranks = own.new_empty(group.size * own.numel())
             all_gather(ranks, own.flatten(), group)
             runs = ranks.view(group.size, own.shape[0], self.order.chunks, -1, *own.shape[2:]).movedim(0, 1)
@@ -189,6 +191,18 @@ class SequenceShare:
             distance_QN = q_positions[:, None] - torch.arange(k, k_stop, device=self.device)
             self._masks[key] = (distance_QN < before) & (distance_QN >= -after)
         return self._masks[key]
+
+
+def _without_tokens(own: Tensor, rows: tuple[int, int]) -> Tensor:
+    dims = own.shape[own.shape[:1] == rows[:1] : -1]
+    if {rows[1], math.prod(rows)} & {*dims}:
+        raise ModelError(
+            "an output of the model has its tokens in a dim from which cp does not gather them",
+            given=f"shape {tuple(own.shape)}, and {rows[1]} tokens on this rank of each of {rows[0]} samples",
+            expected="(samples, tokens, ...)",
+            hint="a configuration of the model without this output, or a plan without cp",
+        )
+    return own
 
 
 def _within(segments: Sequence[Segment], keys: Interval) -> list[Segment]:
