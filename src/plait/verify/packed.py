@@ -23,6 +23,11 @@ from plait.verify.tiny_config import inputs_of
 
 _KINDS = 4  # of rows: without a mask, with ones, with padding on the right, and on the left
 _PROBED = 3  # documents of a row
+_ROUNDING = {  # of a logit, by the largest one: sums of experts may round
+    "float64": 1e-12,
+    "float32": 64 * torch.finfo(torch.float32).eps,
+    "bf16": 4 * torch.finfo(torch.bfloat16).eps,
+}
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,14 @@ class Leak:
     largest: float
     own: float
 
-    def is_within(self, dtype: str) -> bool:
-        """Return whether the documents are apart, in numbers of this dtype."""
-        kinds = {"float64": torch.float64, "float32": torch.float32}
-        rounding = 64 * torch.finfo(kinds.get(dtype, torch.bfloat16)).eps
-        return self.largest <= (1e-12 if dtype == "float64" else rounding) < self.own
+    def problem(self, dtype: str) -> str:
+        """Say why the documents are not shown to be apart, in numbers of this dtype; "" if they are."""
+        rounding = _ROUNDING.get(dtype, _ROUNDING["bf16"])
+        if self.largest > rounding:
+            return f"a changed token moves other documents by {self.largest:.1e}, more than {rounding:.1e}"
+        if self.own <= rounding:
+            return f"a changed token moves its own document by {self.own:.1e} only: nothing is shown"
+        return ""
 
 
 def measured_leak(engine: Engine, spec: ModelSpec, samples: int) -> Leak:

@@ -164,10 +164,10 @@ class Verifier:
         verdict = _train(case, spec, engine, comparator)
         assert verdict is not None, "rank 0 has no verdict"
         if leak is not None:
-            is_apart = leak.is_within(case.dtype)
-            return replace(
-                verdict, leak=leak.largest, outcome=verdict.outcome if is_apart else Outcome.DIFFERS
-            )
+            verdict = replace(verdict, leak=leak.largest)
+            if problem := leak.problem(case.dtype):
+                return replace(verdict, outcome=Outcome.DIFFERS, message=problem)
+            return verdict
         division = (engine.plan.dp, engine.plan.micro)
         if verdict.outcome is Outcome.SAME or division == (islands, 1):
             return verdict
