@@ -21,6 +21,7 @@ from plait.parallel.activation_checkpoint import COMPARED
 from plait.parallel.context import tokens
 from plait.plan import Plan
 from plait.verify import Outcome, Verdict
+from plait.verify.packed import Leak
 from plait.verify.result import summary
 from support import hf_models, programs, verify_models
 from support.pool import Pool
@@ -281,3 +282,9 @@ def test_a_packed_row_is_one_whose_positions_start_again(
     assert (found is None) == (starts is None)
     if found is not None:
         assert [start for start, _ in found.intervals[0]] == starts
+
+
+def test_a_probe_says_what_it_does_not_show() -> None:
+    assert Leak(0.0, 0.35).problem("bf16") == ""
+    assert "moves other documents by 1.0e-01" in Leak(0.1, 0.35).problem("bf16")
+    assert "its own document by 1.0e-02 only" in Leak(0.0, 0.01).problem("bf16")
