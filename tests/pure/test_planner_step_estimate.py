@@ -19,7 +19,7 @@ from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
 from plait.planner.memory import rank_memory
-from plait.planner.model_shape import ModelShape
+from plait.planner.model_shape import ModelShape, tokens_of_rank
 from plait.planner.search import search
 from plait.planner.step_estimate import Software, StepEstimate, Workload, estimate_step, stage_seconds
 from plait.planner.workload import PLAIT
@@ -399,3 +399,10 @@ def test_ranks_of_cp_share_the_network_of_their_hosts() -> None:
     )
     seconds = "attention communication"
     assert across[seconds] > 2 * within[seconds]
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"), [("dp=2", 33), ("cp=2 cp_method=ring", 18), ("cp=2 cp_method=ulysses", 17)]
+)
+def test_a_rank_has_the_tokens_of_its_runs_which_are_filled_up(words: str, tokens: int) -> None:
+    assert tokens_of_rank(MODEL, Plan.parse(words), 33) == tokens

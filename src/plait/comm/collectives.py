@@ -292,13 +292,14 @@ def _check_lists(outs: Sequence[Tensor], parts: Sequence[Tensor], group: Group) 
 # --- reductions that are consumed chunk by chunk: gradients
 
 
-def start_scattered_sum(full: Tensor, group: Group, *, label: str = "") -> ReduceWork:
+def start_scattered_sum(full: Tensor, group: Group, *, label: str = "", wide: bool = False) -> ReduceWork:
     """Sum the ranks' flat `full`; each rank keeps its own range: the group.rank-th of `size`.
 
-    `full` is in use, and may be overwritten, until `into` is exhausted.
+    `full` is in use, and may be overwritten, until `into` is exhausted. `wide`: NCCL too sends contributions
+    unreduced, to add them in the dtype of the result; as many bytes.
     """
     assert full.numel() % group.size == 0, f"{full.numel()} elements in {group.size} ranges"
-    return _start_sum(full, group, label, scatter=True)
+    return _start_sum(full, group, label, scatter=True, wide=wide)
 
 
 def start_exchange(tensor: Tensor, group: Group, *, label: str = "") -> ReduceWork:
@@ -309,11 +310,11 @@ def start_exchange(tensor: Tensor, group: Group, *, label: str = "") -> ReduceWo
     return _start_sum(tensor, group, label, scatter=False)
 
 
-def _start_sum(tensor: Tensor, group: Group, label: str, *, scatter: bool) -> ReduceWork:
+def _start_sum(tensor: Tensor, group: Group, label: str, *, scatter: bool, wide: bool = False) -> ReduceWork:
     if group.size == 1:
         return PartialReduceWork([tensor], Work())
     group.record(OpType.REDUCE_SCATTER.value if scatter else "exchange", tensor.nbytes)
-    work = group.transport.start_sum(tensor, scatter=scatter, label=label)
+    work = group.transport.start_sum(tensor, scatter=scatter, label=label, wide=wide)
     return CountedWork(work, group.clock, f"sum of {label}")
 
 

@@ -64,7 +64,7 @@ class SubgroupTransport:
     def run(self, call: Call) -> None:
         self.start(call).wait()
 
-    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:
+    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str, wide: bool = False) -> ReduceWork:  # noqa: ARG002
         call = Call(OpType.REDUCE_SCATTER if scatter else OpType.ALL_REDUCE, label=label)
         steps = self._reduce_scatter_steps(tensor) if scatter else self._all_reduce_steps(tensor)
         self._run_steps(steps, tensor, call)

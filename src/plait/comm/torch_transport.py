@@ -172,7 +172,7 @@ class TorchTransport:
         peers = self._peers()
         return self.exchange(call, [(sends[p], p) for p in peers], [(receives[p], p) for p in peers])
 
-    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:
+    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str, wide: bool = False) -> ReduceWork:
         """NCCL supports `scatter` only. See [Note: narrow messages, wide sums]."""
         if not scatter:
             assert self.is_direct, "full contributions are exchanged on Gloo only"
@@ -182,7 +182,7 @@ class TorchTransport:
         ranges = tensor.chunk(len(self._ranks))
         own = ranges[self._group_rank]
         call = Call(OpType.REDUCE_SCATTER, tensor, own, label=label)
-        if not self.is_direct:
+        if not self.is_direct and not wide:
             return PartialReduceWork([own], self.start(call))
         return self._exchange(call, own, [(ranges[p], p) for p in self._peers()])
 

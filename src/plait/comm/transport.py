@@ -140,9 +140,10 @@ class Transport(Protocol):
         """Start messages to and from other group ranks, none of which waits for another of them. Between two
         ranks they are matched in start order. `call`: for errors."""
 
-    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:
+    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str, wide: bool = False) -> ReduceWork:
         """Sum flat tensors: each rank gets its own range of the sum (`scatter`) or all of it. `tensor` is in
-        use, and may be overwritten, until `ReduceWork.into` is exhausted."""
+        use, and may be overwritten, until `ReduceWork.into` is exhausted. `wide`: see `start_scattered_sum`;
+        only NCCL differs."""
 
     def sends_narrow(self, narrow: torch.dtype, wide: torch.dtype) -> bool:
         """Return whether exchanging full narrow contributions beats widening and all-reducing them."""
@@ -272,7 +273,7 @@ class NullTransport:
     def exchange(self, call: Call, sends: object, receives: object) -> Work:  # noqa: ARG002
         return Work()
 
-    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> ReduceWork:  # noqa: ARG002
+    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str, wide: bool = False) -> ReduceWork:  # noqa: ARG002
         """Return the input as the sum, or one rank's range of it."""
         return PartialReduceWork([tensor[: tensor.numel() // self._num_ranks] if scatter else tensor], Work())
 

@@ -30,12 +30,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from plait.plan import Plan
+from plait.plan.context import TokenOrder
 from plait.plan.devices import Device
 from plait.plan.host_profile import OPERATORS
 from plait.plan.memory import COMPUTE_BYTES
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape, attention_method
-from plait.planner.workload import Software, tokens_of_rank
+from plait.planner.workload import Software
 
 
 class Rates(NamedTuple):
@@ -113,7 +114,8 @@ class BlockWork(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return self.batch * tokens_of_rank(self.sequence, self.cp)
+        order = TokenOrder.of_method(self.cp_method, self.sequence, self.cp) if self.cp > 1 else None
+        return self.batch * (self.sequence if order is None else order.per_rank)
 
 
 @dataclass(frozen=True)

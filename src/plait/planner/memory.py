@@ -25,10 +25,10 @@ from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes, se
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
-from plait.planner.model_shape import ModelShape, attention_method
+from plait.planner.model_shape import ModelShape, attention_method, tokens_of_rank
 from plait.planner.space import SHARDING, with_defaults
 from plait.planner.stages import block_counts
-from plait.planner.workload import Software, Workload, tokens_of_rank
+from plait.planner.workload import Software, Workload
 
 
 def with_method(model: ModelShape, plan: Plan, host_size: int) -> Plan:
@@ -114,7 +114,7 @@ without_sharding = with_defaults(*SHARDING)  # activations do not depend on it
 def _activation_bytes(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software
 ) -> float:
-    tokens = batch * tokens_of_rank(sequence, plan.cp) * COMPUTE_BYTES[plan.precision] / 2
+    tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.precision] / 2
     num_bytes = kept_bytes(model, plan, rank, batch, sequence, software)
     if stages_of(plan.schedule, plan.pp, plan.num_chunks)[-1] == rank:  # the gradient of the logits
         num_bytes += tokens * 2 * model.vocab / plan.cols
@@ -193,7 +193,7 @@ def micro_bytes(
     """Bytes that each stage keeps of a micro-batch from its forward to its backward, and from that to the
     weight gradients if they are split off."""
     counts = block_counts(model, plan, software)
-    tokens = batch * tokens_of_rank(sequence, plan.cp) * COMPUTE_BYTES[plan.precision] / 2
+    tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.precision] / 2
     policy, _, every = plan.recompute.partition("=")
     kinds = ("full", "none") if every else (policy, policy)
     one, other = (block_activation_bytes(model, plan, kind, sequence, software) for kind in kinds)

@@ -34,10 +34,10 @@ from plait.planner.compute import (
 )
 from plait.planner.constants import Constants
 from plait.planner.memory import fullest_process, peak_memory, rank_layouts, stage_units, with_method
-from plait.planner.model_shape import ModelShape
+from plait.planner.model_shape import ModelShape, tokens_of_rank
 from plait.planner.space import with_defaults
 from plait.planner.stages import block_counts
-from plait.planner.workload import PLAIT, Software, Workload, tokens_of_rank
+from plait.planner.workload import PLAIT, Software, Workload
 
 __all__ = ["Software", "StageSeconds", "StepEstimate", "Workload", "estimate_step", "stage_seconds"]
 
@@ -181,7 +181,7 @@ def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) ->
 
 def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> int:
     """Bytes of a micro-batch's output that a rank of a stage sends to the next one."""
-    numel = batch * tokens_of_rank(sequence, plan.cp) * model.hidden // plan.rows
+    numel = batch * tokens_of_rank(model, plan, sequence) * model.hidden // plan.rows
     return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
 
 

@@ -39,8 +39,3 @@ class Software:
 
 
 PLAIT = Software()  # of this product
-
-
-def tokens_of_rank(sequence: int, cp: int) -> int:
-    """Tokens of a sequence on each rank of `cp`; a sequence that does not divide is filled up."""
-    return -(-sequence // cp)

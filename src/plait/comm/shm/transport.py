@@ -126,7 +126,7 @@ class ShmTransport:
         ]
         return Work(*(work.wait for work in works), is_done=lambda: all(work.is_done() for work in works))
 
-    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str) -> "ShmReduceWork":
+    def start_sum(self, tensor: Tensor, *, scatter: bool, label: str, wide: bool = False) -> "ShmReduceWork":  # noqa: ARG002
         call = Call(OpType.REDUCE_SCATTER if scatter else OpType.ALL_REDUCE, label=label)
         check_device(call, tensor)
         buffer_bytes = 0

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from plait.comm import Group, Work, all_gather, all_to_all, is_direct, start_scattered_sum, start_shift
+from plait.comm import Group, Work, all_gather, start_scattered_sum, start_shift
 from plait.plan.context import TokenOrder
 
 LABEL = "attention"
@@ -77,15 +77,10 @@ class GatheredKeys:
         full = torch.cat([runs[number].to(dtype) for number in self.order.by_rank], 2)
         full = full.unflatten(2, (size, -1)).movedim(2, 0).flatten()
         own = row.new_empty(full.numel() // size)
-        if is_direct(self.group):
-            work = start_scattered_sum(full, self.group, label=LABEL)
-            for _ in work.into(own):
-                pass
-            work.release()
-        else:  # NCCL would add in `dtype`; as many bytes
-            ranks = torch.empty_like(full)
-            all_to_all(ranks, full, self.group, label=LABEL)
-            torch.sum(ranks.view(size, -1), 0, dtype=own.dtype, out=own)
+        work = start_scattered_sum(full, self.group, label=LABEL, wide=True)
+        for _ in work.into(own):
+            pass
+        work.release()
         own = own.view(*row.shape[:2], -1, row.shape[-1])
         return own[..., : dk.shape[-1]], own[..., dk.shape[-1] :]
 
