@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, shown
 
 SOFTMAX = ("eager", "sdpa", "flex_attention")
+UNCOMPILED = "attention over ranks"  # for torch.compile: its messages and blocks follow from each batch
 _PREFIX = "plait_"  # before the name of the implementation that computes without a handler
 
 
@@ -228,6 +230,7 @@ _WITHOUT_EFFECT = {"position_ids", "cache_position", "sliding_window", "is_causa
 _WITHOUT_EFFECT |= {"logits_to_keep"}
 
 
+@torch.compiler.disable(reason=UNCOMPILED)
 def _attention(
     used: str,
     module: nn.Module,
