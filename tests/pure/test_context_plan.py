@@ -96,8 +96,8 @@ def test_ranks_of_cp_multiply_those_of_data() -> None:
     assert str(Plan.parse("dp=auto cp=2 tp=2").resolved(8)) == "dp=2 tp=2 cp=2"
     with pytest.raises(PlanError, match="parameter servers cannot be combined"):
         Plan.parse("dp=2 cp=2 servers=1")
-    with pytest.raises(PlanError, match="cannot be compiled"):
-        Plan.parse("cp=2 compile=true")
+    with pytest.raises(PlanError, match="cannot be compiled next to attention"):
+        Plan.parse("cp=2 compile=true recompute=selective")
     with pytest.raises(PlanError, match="cp_method has an effect"):
         Plan.parse("cp_method=ulysses")
     with pytest.raises(PlanError) as caught:

@@ -101,7 +101,9 @@ RULES: dict[str, Callable[[Values], bool]] = {
         v["cp"] == 1 and v["cp_method"] != "auto"
     ),
     "the degrees of cp_method do not make cp": lambda v: v["cp_method"] == "2x2" and v["cp"] != 4,
-    "attention over ranks cannot be compiled": lambda v: v["cp"] > 1 and v["compile"],
+    "recompute=selective cannot be compiled next to attention over ranks": lambda v: (
+        v["cp"] > 1 and v["compile"] and v["recompute"] == "selective"
+    ),
     "this schedule has a fixed number of stages per rank": lambda v: (
         v["schedule"] in FIXED and v["chunks"] not in (0, CHUNKS[v["schedule"]])
     ),
