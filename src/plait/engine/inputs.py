@@ -69,6 +69,7 @@ from plait.models import (
 from plait.models.attention import is_eager
 from plait.models.mask_decisions import host_values
 from plait.parallel.context.attention import share_tokens
+from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.axes import Divides
@@ -120,15 +121,21 @@ def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
 
 
 def own_tokens(
-    batch: Batch, model: nn.Module, sequence: Group, method: str, numbering: Numbering | None
+    batch: Batch,
+    model: nn.Module,
+    sequence: Group,
+    method: str,
+    numbering: Numbering | None,
+    dropout: DropoutStream | None = None,
 ) -> Batch:
-    """A rank's tokens of a prepared batch; `method`: the plan's `cp_method`."""
+    """A rank's tokens of a prepared batch; `method`: the plan's `cp_method`. `dropout`: of attention; not
+    needed on meta."""
     if sequence.size == 1:
         return batch
     numbers = numbering if takes_keyword(model, "position_ids") else None
     if is_eager(model):
         check_targets(batch)
-    return share_tokens(batch, OF_TOKENS, sequence, method, numbers)
+    return share_tokens(batch, OF_TOKENS, sequence, method, numbers, dropout)
 
 
 def check_targets(batch: Batch) -> None:
@@ -158,10 +165,11 @@ class Inputs:
         loss: object,
         context: RankContext,
         micro: int,
-        numbering: Numbering | None = None,
+        numbering: Numbering | None,
+        dropout: DropoutStream,
     ) -> None:
-        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step. `numbering`:
-        of tokens, for cp."""
+        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step. For cp:
+        `numbering` of tokens, `dropout` of attention."""
         base = pretrained_base(model)
         embedding = None if base is None else input_embedding(base)
         self._vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
@@ -170,7 +178,7 @@ class Inputs:
         self._model, self._loss, self._micro = model, loss, micro
         self._device, self._dtype = context.device, context.precision.compute
         self._same_samples = context.groups.same_samples
-        self._numbering = numbering
+        self._numbering, self.dropout = numbering, dropout
         self._sequence, self._method = context.groups.sequence, context.plan.cp_method
         # The model, or why there is no copy of it: to be checked when the first packed rows come.
         self._unchecked: nn.Module | Exception | None = None
@@ -239,7 +247,8 @@ class Inputs:
         if self._sequence.size == 1 and (documents := documents_of(batch)) is not None:
             self._check_documents()
             return PackedRows(batch, documents)
-        return own_tokens(batch, self._model, self._sequence, self._method, self._numbering)
+        own = self._sequence, self._method, self._numbering, self.dropout
+        return own_tokens(batch, self._model, *own)
 
     def _check_documents(self) -> None:
         """Raise ModelError if documents would meet in the model. Once."""

@@ -101,6 +101,7 @@ class TrainingSpec:
     plan      of the engine: the job's, or what one of its workers of parameter servers runs by itself
     groups    options of each optimizer group
     numbering positions of tokens without position ids; None without cp
+    heads     (heads, kv heads) of each attention, with cp
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
 
@@ -116,6 +117,7 @@ class TrainingSpec:
     loss_scaling: LossScaling | None
     float8: Float8Layers
     numbering: Numbering | None
+    heads: Sequence[tuple[int, int]]
 
     @cached_property
     def optimizers(self) -> list[GroupOptimizer]:
@@ -146,8 +148,9 @@ def validate(
         _check_device(plan, device)
     _check_dtypes(model)
     blocks = _find_blocks(model, plan, given.blocks, example)
+    heads: list[tuple[int, int]] = []
     if plan.cp > 1:
-        plan = _with_method(plan, given)
+        plan, heads = _with_method(plan, given)
     schedule, groups = _schedule(plan), _groups(given.param_groups)
     own = DEFAULT_GROUPS if groups is None else groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
@@ -175,11 +178,13 @@ def validate(
         loss_scaling=(given.loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
         float8=Float8Layers.select(blocks, tensor, plan) if plan.is_float8 else Float8Layers(),
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
+        heads=heads,
     )
 
 
-def _with_method(plan: Plan, given: Arguments) -> Plan:
-    """The plan with its way of context parallelism. Raises ModelError if tokens meet outside of attention."""
+def _with_method(plan: Plan, given: Arguments) -> tuple[Plan, list[tuple[int, int]]]:
+    """The plan with its way of context parallelism; (heads, kv heads) of each attention. Raises ModelError if
+    tokens meet outside of attention."""
     if given.loss is not None:
         raise ModelError(
             "a loss of yours would see one rank's tokens",
@@ -197,7 +202,8 @@ def _with_method(plan: Plan, given: Arguments) -> Plan:
         )
     trace = check_tokens_apart(given.model, given.example)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
-    return replace(plan, cp_method=method_of(plan.cp_method, own, plan.cp))
+    heads = [(each.heads, each.kv_heads) for each in trace.attentions]
+    return replace(plan, cp_method=method_of(plan.cp_method, own, plan.cp)), heads
 
 
 # Tasks whose losses are sums over the tokens of a row.

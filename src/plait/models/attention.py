@@ -115,6 +115,7 @@ class AttentionCall:
     scale     of the scores; None: 1 / sqrt(D)
     softcap   scores are softcap * tanh(scores / softcap); None: as they are
     sinks_H   a score of no key, for each head; None: none
+    dropout   the share of probabilities that are dropped
     """
 
     module: nn.Module
@@ -125,6 +126,7 @@ class AttentionCall:
     scale: float | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    dropout: float = 0.0
 
 
 class Attention(Protocol):
@@ -253,8 +255,6 @@ def _attention(
     scale, softcap = kwargs.pop("scaling", None), kwargs.pop("softcap", None)
     sinks_H, dropout = kwargs.pop("s_aux", None), kwargs.pop("dropout", 0.0)
     others = {key: value for key, value in kwargs.items() if value is not None and value is not False}
-    if dropout:
-        others["dropout"] = dropout
     unknown = [key for key in others if key not in _WITHOUT_EFFECT]
     if unknown or q.shape[-2] != k.shape[-2]:
         raise ModelError(
@@ -262,12 +262,11 @@ def _attention(
             given=f"{name}: {', '.join(f'{key}={shown(others[key])}' for key in unknown)}"
             if unknown
             else f"{name}: {q.shape[-2]} queries and {k.shape[-2]} keys",
-            expected="attention of a sequence to itself, without dropout, bias or selected keys",
-            hint="a plan without cp"
-            if unknown != ["dropout"]
-            else "no dropout of attention in the model's configuration (attention_dropout, attn_pdrop, ...)",
+            expected="attention of a sequence to itself, without bias or selected keys",
+            hint="a plan without cp",
         )
-    result = handler.attend(AttentionCall(module, q, k, v, attention_mask.rule, scale, softcap, sinks_H))
+    rule = attention_mask.rule
+    result = handler.attend(AttentionCall(module, q, k, v, rule, scale, softcap, sinks_H, dropout))
     return result.transpose(1, 2).contiguous(), None
 
 

@@ -9,8 +9,14 @@ apart, each from the full output and the full log-sum-exp, and those of the quer
 2307.08691, section 3.1; Liu et al. 2310.01889).
 
 The fused kernel of the CPU computes both, in all dtypes, with fewer kv heads, and a log-sum-exp of float32 or
-wider. It supports one head size: the narrower tensors are filled up with zeros. Scores with a soft cap, and
-other devices, are computed by `_plain` in tiles of queries, so that scores of a tile alone are in memory.
+wider. It supports one head size: the narrower tensors are filled up with zeros. Scores with a soft cap,
+dropout, and other devices are computed by `_plain` in tiles of queries, so that scores of a tile alone are in
+memory.
+
+[Note: dropout of a part]
+Dropout multiplies the normalized probabilities by factors, of which the log-sum-exp knows nothing. So outputs
+of parts are merged as without it; the gradient of a probability is multiplied by its factor; and D remains
+the sum of gradient times output, because the factors are in the output.
 """
 
 from collections.abc import Iterator
@@ -20,6 +26,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from plait.parallel.context.dropout import Dropout
 
 _ATEN = torch.ops.aten
 _TILE = 256  # queries whose scores are in memory at the same time
@@ -42,6 +50,7 @@ class Block(NamedTuple):
 
     causal    query i sees keys up to i, of as many
     mask_QN   True where a query sees a key; None: all
+    dropout   of its probabilities; None: none
     """
 
     q: Tensor
@@ -49,6 +58,7 @@ class Block(NamedTuple):
     v: Tensor
     causal: bool = False
     mask_QN: Tensor | None = None
+    dropout: Dropout | None = None
 
     @property
     def additive_mask(self) -> Tensor | None:
@@ -58,22 +68,22 @@ class Block(NamedTuple):
         zeros = torch.zeros(self.mask_QN.shape, dtype=self.q.dtype, device=self.q.device)
         return zeros.masked_fill_(~self.mask_QN, -torch.inf)[None, None]
 
-    def tiles(self) -> Iterator[tuple[slice, Tensor | None]]:
-        """Rows of queries, with what they see; None: all."""
+    def tiles(self) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Rows of queries, the first keys that some see, and what they see of these; None: all."""
         num_queries = self.q.shape[2]
         for start in range(0, num_queries, _TILE):
             rows = slice(start, min(start + _TILE, num_queries))
             if self.causal:
-                at = torch.arange(num_queries, device=self.q.device)
-                yield rows, at[rows, None] >= at
+                at = torch.arange(rows.stop, device=self.q.device)
+                yield rows, slice(rows.stop), at[rows, None] >= at
             else:
-                yield rows, None if self.mask_QN is None else self.mask_QN[rows]
+                yield rows, slice(None), None if self.mask_QN is None else self.mask_QN[rows]
 
 
 def attend(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, Q, V) and the log-sum-exp (B, H, Q) over these keys: -inf of a query that sees
     none."""
-    if not _is_fused(block.q, scores):
+    if not _is_fused(block, scores):
         parts = list(_plain(block, scores))
         return torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 2)
     (q, k, v), width = _one_size(block.q, block.k, block.v), block.v.shape[-1]
@@ -90,7 +100,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through these keys: see [Note: backward of a part]. `out` and
     `lse_BHQ` are over all keys."""
-    if not _is_fused(block.q, scores):
+    if not _is_fused(block, scores):
         return _plain_backward(gradient, block, out, lse_BHQ, scores)
     sizes = [tensor.shape[-1] for tensor in (block.q, block.k, block.v)]
     q, k, v, gradient, out = _one_size(block.q, block.k, block.v, gradient, out)
@@ -109,8 +119,8 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     torch.logaddexp(lse, other_lse, out=lse)
 
 
-def _is_fused(q: Tensor, scores: Scores) -> bool:
-    return q.device.type in ("cpu", "meta") and scores.softcap is None
+def _is_fused(block: Block, scores: Scores) -> bool:
+    return block.q.device.type in ("cpu", "meta") and scores.softcap is None and block.dropout is None
 
 
 def _one_size(*tensors: Tensor) -> list[Tensor]:
@@ -121,11 +131,14 @@ def _one_size(*tensors: Tensor) -> list[Tensor]:
 def _plain(block: Block, scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
     groups = block.q.shape[1] // block.k.shape[1]
     k, v = block.k.repeat_interleave(groups, 1), block.v.repeat_interleave(groups, 1)
-    for rows, mask in block.tiles():
-        s_BHQN = _scores(block.q[:, :, rows], k, scores, mask)[0]
+    for rows, keys, mask in block.tiles():
+        s_BHQN = _scores(block.q[:, :, rows], k[:, :, keys], scores, mask)[0]
         lse_BHQ = s_BHQN.logsumexp(-1)
         finite_BHQ1 = lse_BHQ.masked_fill(lse_BHQ == -torch.inf, 0.0).unsqueeze(-1)
-        yield (s_BHQN - finite_BHQ1).exp_().to(v.dtype) @ v, lse_BHQ
+        p_BHQN = (s_BHQN - finite_BHQ1).exp_()
+        if block.dropout is not None:
+            p_BHQN *= block.dropout.factors(rows, keys, p_BHQN.dtype)
+        yield p_BHQN.to(v.dtype) @ v[:, :, keys], lse_BHQ
 
 
 def _scores(q: Tensor, k: Tensor, scores: Scores, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -145,15 +158,19 @@ def _plain_backward(
     groups = q.shape[1] // kv_heads
     k, v = block.k.repeat_interleave(groups, 1), block.v.repeat_interleave(groups, 1)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows, mask in block.tiles():
-        s_BHQN, slope = _scores(q[:, :, rows], k, scores, mask)
+    for rows, keys, mask in block.tiles():
+        s_BHQN, slope = _scores(q[:, :, rows], k[:, :, keys], scores, mask)
         p_BHQN = (s_BHQN - lse_BHQ[:, :, rows, None]).exp_()
         of_out = gradient[:, :, rows]
-        dv += (p_BHQN.mT.to(of_out.dtype) @ of_out).to(wide)
+        dp_BHQN, used_BHQN = (of_out @ v[:, :, keys].mT).to(wide), p_BHQN
+        if block.dropout is not None:
+            factors_BHQN = block.dropout.factors(rows, keys, wide)
+            dp_BHQN, used_BHQN = dp_BHQN * factors_BHQN, p_BHQN * factors_BHQN
+        dv[:, :, keys] += (used_BHQN.mT.to(of_out.dtype) @ of_out).to(wide)
         d_BHQ1 = (of_out.to(wide) * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
-        ds_BHQN = p_BHQN * ((of_out @ v.mT).to(wide) - d_BHQ1) * scores.scale
+        ds_BHQN = p_BHQN * (dp_BHQN - d_BHQ1) * scores.scale
         ds_BHQN = (ds_BHQN if slope is None else ds_BHQN * slope).to(q.dtype)
-        dq[:, :, rows] = ds_BHQN @ k
-        dk += (ds_BHQN.mT @ q[:, :, rows]).to(wide)
+        dq[:, :, rows] = ds_BHQN @ k[:, :, keys]
+        dk[:, :, keys] += (ds_BHQN.mT @ q[:, :, rows]).to(wide)
     dk, dv = (g.unflatten(1, (kv_heads, groups)).sum(2) for g in (dk, dv))
     return dq, dk.to(k.dtype), dv.to(v.dtype)
