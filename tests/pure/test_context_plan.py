@@ -16,6 +16,7 @@ from plait.plan.context import (
     Visible,
     blocks_of,
     divided,
+    first_heads,
     num_pairs,
     ulysses_kv_heads,
 )
@@ -87,6 +88,12 @@ def test_ulysses_copies_kv_heads_that_are_fewer_than_ranks() -> None:
     assert [ulysses_kv_heads(8, kv, 4) for kv in (8, 4, 2, 1)] == [8, 4, 4, 4]
     assert ulysses_kv_heads(6, 3, 2) == 6
     assert ulysses_kv_heads(6, 6, 4) is None
+
+
+def test_heads_of_a_column_are_numbered_as_in_the_model() -> None:
+    assert [first_heads([(4, 2)], 2, column) for column in (0, 1)] == [{4: 0, 2: 0}, {4: 0, 2: 2}]
+    assert first_heads([(5, 5)], 2, 1) == {5: 0, 2: 3}
+    assert first_heads([(1, 1), (8, 8)], 4, 3) == {1: 0, 8: 0, 2: 6}
 
 
 def test_ranks_of_cp_multiply_those_of_data() -> None:
