@@ -80,7 +80,7 @@ def check_sequence(values: Mapping[str, Any], cols: int) -> None:
             "recompute=selective cannot be compiled next to attention over ranks",
             given=f"cp={values['cp']} compile=true recompute=selective",
             expected="blocks that are one graph: with cp, attention runs uncompiled between two",
-            hint="recompute=full, no compile, or no cp",
+            hint="recompute=full or no compile, or no cp",
         )
 
 
