@@ -1,5 +1,6 @@
 """Masks of transformers as rules, and attention by blocks of keys against torch's own."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     masking_utils,
 )
@@ -23,11 +23,13 @@ from plait.models.attention import AttentionCall, MaskRule, attention_by, dispat
 from plait.models.mask_decisions import install_decisions
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.context import attention, kernels, tokens
+from plait.parallel.context.dropout import Dropout, DropoutStream
 from plait.plan import Plan
 from plait.plan.context import TokenOrder
 from support import hf_models, own_context, programs
 
 LENGTH = 24
+ALL = slice(None)
 
 
 def test_masks_of_transformers_are_read_as_rules() -> None:
@@ -88,11 +90,12 @@ def _mask(rule: MaskRule) -> Tensor:
     return seen & (distance >= -(LENGTH if rule.after is None else rule.after))
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("rule", [MaskRule(after=0), MaskRule(), MaskRule(before=5, after=0)], ids=str)
 def test_blocks_compute_attention_and_its_gradients(
-    rule: MaskRule, sinks: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    rule: MaskRule, sinks: bool, softcap: float | None, rate: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six heads on two kv heads, values narrower than keys, tiles shorter than the window."""
     monkeypatch.setattr("plait.plan.context.TILE", 3)
@@ -107,15 +110,18 @@ def test_blocks_compute_attention_and_its_gradients(
     share = tokens.SequenceShare(
         TokenOrder(LENGTH, 1, 2), 0, [[(0, LENGTH)]], [(0, LENGTH)], torch.device("cpu")
     )
-    scores = kernels.Scores(0.3, softcap)
+    scores, at = kernels.Scores(0.3, softcap), share.positions(None)
+    dropout = Dropout(rate, 5 << 40 | 3, torch.arange(2), torch.arange(6), at, at) if rate else None
     work, keys = [share.work(rule, None)], attention.RingKeys(Group((0,), 0, None))
-    ours = attention._Attention.apply(q, k, v, sink_H, work, scores, keys)
+    ours = attention._Attention.apply(q, k, v, sink_H, work, [dropout], scores, keys)
     s_BHQN = q @ k.repeat_interleave(3, 1).mT * 0.3
     s_BHQN = s_BHQN if softcap is None else softcap * torch.tanh(s_BHQN / softcap)
     s_BHQN = s_BHQN.masked_fill(~_mask(rule), -torch.inf)
     if sink_H is not None:
         s_BHQN = torch.cat([s_BHQN, sink_H[:, None, None].expand(2, 6, LENGTH, 1)], -1)
-    expected = F.softmax(s_BHQN, -1)[..., :LENGTH] @ v.repeat_interleave(3, 1)
+    p_BHQN = F.softmax(s_BHQN, -1)[..., :LENGTH]
+    p_BHQN = p_BHQN if dropout is None else p_BHQN * dropout.factors(ALL, ALL, torch.float64)
+    expected = p_BHQN @ v.repeat_interleave(3, 1)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     for mine, theirs in zip(
@@ -136,7 +142,7 @@ def test_attention_is_computed_once_where_a_block_is_recomputed(monkeypatch: pyt
     class Block(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = super().forward(x).view(1, LENGTH, 2, 12).transpose(1, 2).chunk(3, -1)
-            return attention._Attention.apply(q, k, v, None, [share.work(given[0], None)], *given[1:])
+            return attention._Attention.apply(q, k, v, None, [share.work(given[0], None)], [None], *given[1:])
 
     def counted(*args: Any) -> Any:
         nonlocal num_calls
@@ -159,6 +165,66 @@ def test_attention_is_computed_once_where_a_block_is_recomputed(monkeypatch: pyt
         assert num_calls == {"full": 3, "selective": 5}[recompute]
 
 
+def test_pairs_are_hashed_as_integers_of_32_bits_are() -> None:
+    low, seed, at = (1 << 32) - 1, 0xDEADBEEF << 31 | 0x7EADBEEF, torch.arange(5)
+
+    def hashed(x: int) -> int:
+        x = (x ^ x >> 16) * 0x21F0AAAD & low
+        x = (x ^ x >> 15) * 0x735A2D97 & low
+        return x ^ x >> 15
+
+    def number(half: int, *indices: int) -> int:
+        for index in indices:
+            half = hashed(half ^ index)
+        return half
+
+    def is_kept(*indices: int, key: int) -> bool:
+        a, b = number(seed >> 32, *indices) | 1, number(seed & low ^ 1 << 31, *indices)
+        return (hashed(a * key + b & low) ^ 1 << 31) >= 0.4 * 2**32
+
+    found = Dropout(0.4, seed, at, at, at, at * 1000).factors(ALL, ALL, torch.float64) > 0
+    for sample, head, query, key in itertools.product(range(5), repeat=4):
+        assert found[sample, head, query, key] == is_kept(sample, head, query, key=key * 1000)
+
+
+def test_dropout_is_the_same_for_a_pair_in_every_tile() -> None:
+    at = torch.arange(40)
+    full = Dropout(0.25, 1 << 50 | 9, torch.arange(3), torch.arange(4), at, at + 7)
+    every = full.factors(ALL, ALL, torch.float64)
+    part = Dropout(0.25, 1 << 50 | 9, torch.tensor([2]), torch.tensor([1, 3]), at[5:30], at[11:] + 7)
+    assert torch.equal(part.factors(slice(4, 9), ALL, torch.float64), every[2:, 1::2, 9:14, 11:])
+    assert {*every.unique().tolist()} == {0.0, 1 / 0.75}
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropped_pairs_are_as_many_as_independent_draws_would_give(rate: float) -> None:
+    """Over samples, heads, rows, columns and calls; and one pair tells nothing about its neighbours."""
+    at = torch.arange(512)
+    given = torch.arange(2), torch.arange(4), at, at
+    dropped = Dropout(rate, 7 << 33 | 5, *given).factors(ALL, ALL, torch.float64) == 0
+    of_next_call = Dropout(rate, 7 << 33 | 6, *given).factors(ALL, ALL, torch.float64) == 0
+    deviations = (dropped.double() - rate) / (rate * (1 - rate)) ** 0.5  # of variance one
+    assert abs(deviations.mean()) * deviations.numel() ** 0.5 < 4
+    for dim in (-1, -2):  # sums over a row or column, of variance one
+        assert (deviations.sum(dim) / 512**0.5).var() == pytest.approx(1, abs=0.1)
+    neighbours = [(of_next_call.double() - rate) / (rate * (1 - rate)) ** 0.5]
+    neighbours += [deviations.roll(1, dim) for dim in range(4)]
+    for other in neighbours:
+        assert abs((deviations * other).mean()) * deviations.numel() ** 0.5 < 4
+
+
+def test_seeds_of_calls_follow_from_those_of_the_pass() -> None:
+    streams = [DropoutStream({}), DropoutStream({})]
+    drawn: list[list[int]] = [[], []]
+    for stream, seeds in zip(streams, drawn, strict=True):
+        for step in range(3):
+            stream.seed(1, step, 0)
+            seeds += [stream.draw() for _ in range(4)]
+    assert drawn[0] == drawn[1]
+    assert len({*drawn[0]}) == 12
+    assert all(0 <= seed < 2**63 for seed in drawn[0])
+
+
 def _refused(model: Any, plan: str, **options: Any) -> str:
     with pytest.raises((ModelError, PlanError)) as caught:
         validate(Arguments(model, Plan.parse(plan), **options), num_ranks=Plan.parse(plan).num_ranks)
@@ -167,12 +233,10 @@ def _refused(model: Any, plan: str, **options: Any) -> str:
 
 def test_attention_and_losses_that_cp_does_not_compute_are_refused_before_a_rank_starts() -> None:
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
-    config = AutoConfig.for_model("bert", **sizes, attention_probs_dropout_prob=0.0)
+    config = AutoConfig.for_model("bert", **sizes)  # with dropout of attention
     with torch.device("meta"):
         answers = AutoModelForQuestionAnswering.from_config(config)
-        dropping = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **sizes))
     assert "no sum over tokens" in _refused(answers, "cp=2")
-    assert "no dropout of attention" in _refused(dropping, "cp=2")
     assert "two halves" in _refused(hf_models.model_of("llama"), "cp=2", loss=programs.summed_loss)
     assert "no known task" in _refused(own_context.gpt(), "cp=2")
     assert "the heads do not divide" in _refused(hf_models.model_of("llama"), "cp=3 cp_method=ulysses")

@@ -19,6 +19,7 @@ from plait.plan.context import (
     Visible,
     blocks_of,
     divided,
+    first_heads,
     heads_degree,
     num_pairs,
     sent_elements,
@@ -134,6 +135,12 @@ def test_ulysses_copies_kv_heads_that_are_fewer_than_ranks() -> None:
     assert ulysses_kv_heads(6, 6, 4) is None
 
 
+def test_heads_of_a_column_are_numbered_as_in_the_model() -> None:
+    assert [first_heads([(4, 2)], 2, column) for column in (0, 1)] == [{4: 0, 2: 0}, {4: 0, 2: 2}]
+    assert first_heads([(5, 5)], 2, 1) == {5: 0, 2: 3}
+    assert first_heads([(1, 1), (8, 8)], 4, 3) == {1: 0, 8: 0, 2: 6}
+
+
 def test_ranks_of_cp_multiply_those_of_data() -> None:
     plan = Plan.parse("dp=4 cp=2 tp=2 zero=1 shard=2")
     assert (plan.num_ranks, plan.shard_degree, plan.reduced_ranks) == (16, 4, 8)
@@ -141,8 +148,8 @@ def test_ranks_of_cp_multiply_those_of_data() -> None:
     assert str(Plan.parse("dp=auto cp=2 tp=2").resolved(8)) == "dp=2 tp=2 cp=2"
     with pytest.raises(PlanError, match="parameter servers cannot be combined"):
         Plan.parse("dp=2 cp=2 servers=1")
-    with pytest.raises(PlanError, match="cannot be compiled"):
-        Plan.parse("cp=2 compile=true")
+    with pytest.raises(PlanError, match="cannot be compiled next to attention"):
+        Plan.parse("cp=2 compile=true recompute=selective")
     with pytest.raises(PlanError, match="cp_method has an effect"):
         Plan.parse("cp_method=ulysses")
     with pytest.raises(PlanError) as caught:

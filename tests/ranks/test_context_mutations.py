@@ -18,7 +18,8 @@ from support.pool import Pool
 
 
 def _labels_after_division(self: Any, micro: Any) -> Any:
-    own = inputs.own_tokens(micro, self._model, self._sequence, self._method, self._numbering)
+    given = self._sequence, self._method, self._numbering, self.dropout
+    own = inputs.own_tokens(micro, self._model, *given)
     return tokens.SharedTokens(inputs.shift_labels(own), own.attention)
 
 

@@ -20,6 +20,7 @@ from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.all_samples import sync_batch_norms
 from plait.parallel.compile import compile_blocks
+from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.local_steps import IslandState, OuterOptimizer
 from plait.parallel.pipeline.executor import Pipeline
@@ -40,6 +41,7 @@ from plait.parallel.zero.sharded_optim import MasterWeights, ShardedOptimizer
 from plait.parallel.zero.state_dict import ShardedState
 from plait.plan import Grid, Layout, TPCoord
 from plait.plan.axes import FEATURES, HIDDEN, Roles
+from plait.plan.context import first_heads
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
     masters = MasterWeights(spec.plan, layout, device, spec.given.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
-    inputs = Inputs(model, spec.given.loss, context, spec.job.micro, spec.numbering)
+    dropout = DropoutStream(first_heads(spec.heads, spec.plan.cols, mesh.coord[FEATURES]))
+    inputs = Inputs(model, spec.given.loss, context, spec.job.micro, spec.numbering, dropout)
     units = {
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }
@@ -86,6 +89,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     standalone = init_flat_params(model, units, context, spec.given.seed, on_other_stages)
     splitter = BackwardSplitter()
     stages = build_stages(model, spec, context, units, standalone, splitter)
+    if spec.plan.cp > 1:
+        dropout.install(block for stage in stages.values() for _, block in stage.module_part.blocks)
     if is_split:
         placed = {id(p) for of in units.values() for unit in of for p in unit.parameters.values()}
         release_unused(model, placed | {id(parameter) for parameter in standalone.values()})

@@ -60,7 +60,7 @@ from plait.engine.usage_checks import (
 )
 from plait.errors import CheckpointError, ModelError, PlanError
 from plait.fileio import to_path
-from plait.models import FlopFacts, config_of_model, seeded_rng
+from plait.models import FlopFacts, config_of_model
 from plait.optim.clip import clip_factor
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
@@ -152,11 +152,6 @@ class Engine:
     def data_ranks(self) -> int:
         return self._updater.data_ranks
 
-    @property
-    def _seed_rank(self) -> int:
-        """Index of this rank among those with other tokens, which draw other random numbers."""
-        return self.data_rank * self._groups.sequence.size + self._groups.sequence.rank
-
     @overload
     def shard(self, batches: Batch, *, trains: bool = True) -> dict[str, Tensor]: ...
     @overload
@@ -195,7 +190,7 @@ class Engine:
                 barrier_s = time.perf_counter()
             seed, records = (self.seed, self.num_steps), self._trace is not None
             with self._inputs.explained(micros):
-                spans = self._runner.train(micros, self._add_loss, seed, self._seed_rank, records=records)
+                spans = self._runner.train(micros, self._add_loss, seed, records=records)
             if self._trace is not None:
                 self._trace.add(self.num_steps, spans, barrier_s)
             self._micros_done = self.plan.micro
@@ -213,7 +208,7 @@ class Engine:
         batch = self._inputs.single(micro)
         with (
             self._inputs.explained([batch]),
-            seeded_rng(self.device, self.seed, self.num_steps, self._micros_done, self._seed_rank),
+            self._runner.seeded((self.seed, self.num_steps), 0, self._micros_done),
             stage.measured(),
         ):
             return stage.summed_loss(self._inputs.prepared(batch))

@@ -70,6 +70,7 @@ from plait.models import (
 from plait.models.attention import is_eager
 from plait.models.mask_decisions import host_values
 from plait.parallel.context.attention import row_attention, share_tokens
+from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
 from plait.parallel.zero.rank_context import RankContext
 from plait.plan.grid import share
@@ -108,13 +109,19 @@ def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
 
 
 def own_tokens(
-    batch: Batch, model: nn.Module, sequence: Group, method: str, numbering: Numbering | None
+    batch: Batch,
+    model: nn.Module,
+    sequence: Group,
+    method: str,
+    numbering: Numbering | None,
+    dropout: DropoutStream | None = None,
 ) -> Batch:
-    """A rank's tokens of a prepared batch; `method`: the plan's `cp_method`."""
+    """A rank's tokens of a prepared batch; `method`: the plan's `cp_method`. `dropout`: of attention; not
+    needed on meta."""
     if sequence.size == 1:
         return batch
     numbers = numbering if takes_keyword(model, "position_ids") else None
-    return share_tokens(batch, OF_TOKENS, sequence, method, numbers)
+    return share_tokens(batch, OF_TOKENS, sequence, method, numbers, dropout)
 
 
 def check_targets(batch: Batch) -> None:
@@ -141,10 +148,11 @@ class Inputs:
         loss: object,
         context: RankContext,
         micro: int,
-        numbering: Numbering | None = None,
+        numbering: Numbering | None,
+        dropout: DropoutStream,
     ) -> None:
-        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step. `numbering`:
-        of tokens, for cp."""
+        """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step. For cp:
+        `numbering` of tokens, `dropout` of attention."""
         base = pretrained_base(model)
         embedding = None if base is None else input_embedding(base)
         self._vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
@@ -153,7 +161,7 @@ class Inputs:
         self._model, self._loss, self._micro = model, loss, micro
         self._device, self._dtype = context.device, context.precision.compute
         self._same_samples = context.groups.same_samples
-        self._numbering = numbering
+        self._numbering, self.dropout = numbering, dropout
         self._sequence, self._method = context.groups.sequence, context.plan.cp_method
         # The model, or why there is no copy of it: to be checked when the first packed rows come.
         self._unchecked: nn.Module | Exception | None = None
@@ -228,7 +236,8 @@ class Inputs:
         if self._is_eager and "attention_mask" in batch:
             values = {key: host_values(micro[key]) for key in micro.keys() & {"attention_mask", "labels"}}
             check_targets(prepared(values, self._model, self._loss))
-        return own_tokens(batch, self._model, self._sequence, self._method, self._numbering)
+        own = self._sequence, self._method, self._numbering, self.dropout
+        return own_tokens(batch, self._model, *own)
 
     @cached_property
     def _is_eager(self) -> bool:

@@ -7,8 +7,9 @@ the same numbers as without stages.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,17 +65,20 @@ class MicrobatchRunner:
         micros: Sequence[Micro],
         on_loss: OnLoss,
         seed: tuple[int, int],
-        data_rank: int,
         *,
         records: bool = False,
     ) -> list[Span]:
         """Forward and backward of a step; with `records`, return the spans of its actions."""
-
-        def seeds(stage: int, micro: int) -> Any:
-            suffix = (stage,) if stage else ()  # see [Note: one seed per stage]
-            return seeded_rng(self._device, *seed, micro, data_rank, *suffix)
-
+        seeds = partial(self.seeded, seed)
         return self._run(self._schedule, micros, on_loss, seeds, records=records)
+
+    def seeded(self, seed: tuple[int, int], stage: int, micro: int) -> AbstractContextManager[None]:
+        """Seed the random generators for a pass of a micro-batch through a stage; those of the device inside
+        the context. `seed`: the engine's, and the step. See [Note: one seed per stage]."""
+        groups, suffix = self._parts.context.groups, (stage,) if stage else ()
+        data_rank, tokens = groups.batch_shares.rank, groups.sequence
+        self._parts.inputs.dropout.seed(*seed, micro, data_rank, *suffix)
+        return seeded_rng(self._device, *seed, micro, data_rank * tokens.size + tokens.rank, *suffix)
 
     def probe(self, micro: Micro, on_loss: OnLoss) -> None:
         """Forward and backward of one micro-batch."""

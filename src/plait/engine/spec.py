@@ -103,6 +103,7 @@ class TrainingSpec:
     groups    options of each optimizer group
     numbering positions of tokens without position ids; None without cp
     cp_choice why attention reaches other ranks' tokens as it does; None without cp
+    heads     (heads, kv heads) of each attention, with cp
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
 
@@ -118,6 +119,7 @@ class TrainingSpec:
     loss_scaling: LossScaling | None
     float8: Float8Layers
     numbering: Numbering | None
+    heads: Sequence[tuple[int, int]]
     cp_choice: MethodChoice | None = None
 
     @cached_property
@@ -153,9 +155,9 @@ def validate(
         _check_device(plan, device)
     _check_dtypes(model)
     blocks = _find_blocks(model, plan, given.blocks, example)
-    choice = None
+    choice, heads = None, list[tuple[int, int]]()
     if plan.cp > 1:
-        plan, choice = _with_method(plan, given, host_size, device if num_ranks else None)
+        plan, choice, heads = _with_method(plan, given, host_size, device if num_ranks else None)
     schedule, groups = _schedule(plan), _groups(given.param_groups)
     own = DEFAULT_GROUPS if groups is None else groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
@@ -183,15 +185,16 @@ def validate(
         loss_scaling=(given.loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
         float8=Float8Layers.select(blocks, tensor, plan) if plan.is_float8 else Float8Layers(),
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
+        heads=heads,
         cp_choice=choice,
     )
 
 
 def _with_method(
     plan: Plan, given: Arguments, host_size: int | None, device: torch.device | None
-) -> tuple[Plan, MethodChoice]:
-    """The plan with its way of context parallelism, and why. Raises ModelError if tokens meet outside of
-    attention, or in a loss."""
+) -> tuple[Plan, MethodChoice, list[tuple[int, int]]]:
+    """The plan with its way of context parallelism, and why; (heads, kv heads) of each attention. Raises
+    ModelError if tokens meet outside of attention, or in a loss."""
     task = task_of(given.model)
     if given.loss is None and task not in _OF_TOKENS:
         raise ModelError(
@@ -205,7 +208,8 @@ def _with_method(
         check_sums_tokens(given.loss, trace, {*map(storage_key, given.model.parameters())}, device)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
     choice = MethodChoice.of(plan.cp_method, own, plan.cp, plan.cp_on_host(host_size), plan.recomputed)
-    return replace(plan, cp_method=choice.method), choice
+    heads = [(each.heads, each.kv_heads) for each in trace.attentions]
+    return replace(plan, cp_method=choice.method), choice, heads
 
 
 # Tasks whose losses are sums over the tokens of a row.

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError, shown
 
 SOFTMAX = ("eager", "sdpa", "flex_attention")
+UNCOMPILED = "attention over ranks"  # for torch.compile: its messages and blocks follow from each batch
 _PREFIX = "plait_"  # before the name of the implementation that computes without a handler
 
 
@@ -115,6 +116,7 @@ class AttentionCall:
     scale     of the scores; None: 1 / sqrt(D)
     softcap   scores are softcap * tanh(scores / softcap); None: as they are
     sinks_H   a score of no key, for each head; None: none
+    dropout   the share of probabilities that are dropped
     """
 
     caller: str
@@ -125,6 +127,7 @@ class AttentionCall:
     scale: float | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    dropout: float = 0.0
 
 
 class Attention(Protocol):
@@ -281,6 +284,7 @@ _WITHOUT_EFFECT = {"position_ids", "cache_position", "sliding_window", "is_causa
 _WITHOUT_EFFECT |= {"logits_to_keep"}
 
 
+@torch.compiler.disable(reason=UNCOMPILED)
 def _attention(
     used: str,
     module: nn.Module,
@@ -303,8 +307,6 @@ def _attention(
     scale, softcap = kwargs.pop("scaling", None), kwargs.pop("softcap", None)
     sinks_H, dropout = kwargs.pop("s_aux", None), kwargs.pop("dropout", 0.0)
     others = {key: value for key, value in kwargs.items() if value is not None and value is not False}
-    if dropout:
-        others["dropout"] = dropout
     unknown = [key for key in others if key not in _WITHOUT_EFFECT]
     if unknown or q.shape[-2] != k.shape[-2]:
         raise ModelError(
@@ -312,12 +314,11 @@ def _attention(
             given=f"{name}: {', '.join(f'{key}={shown(others[key])}' for key in unknown)}"
             if unknown
             else f"{name}: {q.shape[-2]} queries and {k.shape[-2]} keys",
-            expected="attention of a sequence to itself, without dropout, bias or selected keys",
-            hint="a plan without cp"
-            if unknown != ["dropout"]
-            else "no dropout of attention in the model's configuration (attention_dropout, attn_pdrop, ...)",
+            expected="attention of a sequence to itself, without bias or selected keys",
+            hint="a plan without cp",
         )
-    result = handler.attend(AttentionCall(name, q, k, v, attention_mask.rule, scale, softcap, sinks_H))
+    rule = attention_mask.rule
+    result = handler.attend(AttentionCall(name, q, k, v, rule, scale, softcap, sinks_H, dropout))
     return result.transpose(1, 2).contiguous(), None
 
 

@@ -11,7 +11,8 @@ of the rest into backward.
 
 [Note: uncompiled code]
 Code that torch.compile cannot trace runs uncompiled between two graphs (a graph break), which the first rank
-reports once. With `selective` it would run the entire block uncompiled, so that is an error.
+reports once. With `selective` it would run the entire block uncompiled, so that is an error. Attention over
+ranks is such code, and known: its messages and blocks of keys follow from each batch.
 """
 
 import copy
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from plait.errors import PlanError
+from plait.models.attention import UNCOMPILED
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.tensor.operators import CollectivesInOrder
 
@@ -94,7 +96,8 @@ class CompiledForward:
                 hint="recompute=full or recompute=none, which compile the other parts, or compile=false",
             ) from error
         found = Counter(torch._dynamo.utils.counters["graph_break"]) - before
-        if self._reported is not None and (reasons := dict.fromkeys(map(_reason, found))):
+        reasons = dict.fromkeys(reason for reason in map(_reason, found) if reason != UNCOMPILED)
+        if self._reported is not None and reasons:
             warning = (
                 f"compile=true: {self._block} is compiled in parts only, because torch.compile cannot trace "
                 f"{'; '.join(reasons)}. TORCH_LOGS=graph_breaks shows where"

@@ -20,7 +20,7 @@ computed with one mask for each tile of queries: kernels pay for each call.
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -321,6 +321,17 @@ def heads_of_columns(heads: int, kv_heads: int, columns: int) -> list[tuple[int,
     split = split_heads(heads, kv_heads, columns)
     pairs = zip(split.queries, split.keys, strict=True)
     return [(q_stop - q, k_stop - k) for (q, q_stop), (k, k_stop) in pairs]
+
+
+def first_heads(attentions: Iterable[tuple[int, int]], columns: int, column: int) -> dict[int, int]:
+    """The index of the first head that a column of `tp` has, by how many it has: of attentions of (heads, kv
+    heads). Columns that have all of them compute the same."""
+    attentions, found = list(attentions), dict[int, int]()
+    for heads, kv_heads in attentions:
+        if heads >= columns and heads % kv_heads == 0:
+            first, stop = split_heads(heads, kv_heads, columns).queries[column]
+            found[stop - first] = first
+    return found | {heads: 0 for heads, _ in attentions}
 
 
 @dataclass(frozen=True)

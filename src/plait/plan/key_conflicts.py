@@ -75,12 +75,12 @@ def check_sequence(values: Mapping[str, Any], cols: int) -> None:
             expected="RxU with R times U equal to cp, and both from 2",
             hint="cp=4 cp_method=2x2, cp_method=ring or cp_method=ulysses",
         )
-    if values["cp"] > 1 and values["compile"]:
+    if values["cp"] > 1 and values["compile"] and values["recompute"] == "selective":
         raise PlanError(
-            "attention over ranks cannot be compiled",
-            given=f"cp={values['cp']} compile=true",
-            expected="blocks whose attention is on one rank",
-            hint="no compile, or no cp",
+            "recompute=selective cannot be compiled next to attention over ranks",
+            given=f"cp={values['cp']} compile=true recompute=selective",
+            expected="blocks that are one graph: with cp, attention runs uncompiled between two",
+            hint="recompute=full or no compile, or no cp",
         )
 
 

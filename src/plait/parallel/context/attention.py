@@ -26,7 +26,7 @@ keys, outputs and all gradients are those of a key whose value is zero.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,8 +38,9 @@ from torch.autograd.function import once_differentiable
 from plait.comm import Group, all_to_all, all_to_all_list
 from plait.errors import ModelError
 from plait.models import Numbering
-from plait.models.attention import AttentionCall, MaskRule, plain_attention
+from plait.models.attention import AttentionCall, plain_attention
 from plait.parallel.activation_checkpoint import kept
+from plait.parallel.context.dropout import Dropout, DropoutStream
 from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
 from plait.parallel.context.keys import LABEL, GatheredKeys, Keys, Pair, RingKeys
 from plait.parallel.context.tokens import SequenceShare, SharedTokens, Work
@@ -48,11 +49,13 @@ from plait.plan.context import TokenOrder, gathered_kv_heads, heads_error, ulyss
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Computes the attention of a micro-batch's tokens. Every rank of the group makes the same calls."""
+    """Computes the attention of a micro-batch's tokens. Every rank of the group makes the same calls.
+    `dropout`: needed where values are computed in training."""
 
     group: Group
     share: SequenceShare
     method: str
+    dropout: DropoutStream | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See `Attention`."""
@@ -68,20 +71,27 @@ class ContextAttention:
         if order.inner > 1:
             return self._by_heads(call, scores)
         keys = GatheredKeys(self.group, order) if self.method == "allgather" else RingKeys(self.group)
-        return self._computed(call.q, call.k, call.v, call.sinks_H, call.rule, scores, keys)
+        return self._computed(call, scores, keys)
 
-    def _computed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks_H: Tensor | None,
-        rule: MaskRule,
-        scores: Scores,
-        keys: Keys,
-    ) -> Tensor:
-        work = [self.share.work(rule, source) for source in keys.sources]
-        return _Attention.apply(q, k, v, sinks_H, work, scores, keys)
+    def _computed(self, call: AttentionCall, scores: Scores, keys: Keys, before: int = 0) -> Tensor:
+        """`before`: heads of this column on the neighbours before this rank."""
+        work = [self.share.work(call.rule, source) for source in keys.sources]
+        dropouts = self._dropouts(call, keys, before)
+        return _Attention.apply(call.q, call.k, call.v, call.sinks_H, work, dropouts, scores, keys)
+
+    def _dropouts(self, call: AttentionCall, keys: Keys, before: int) -> list[Dropout | None]:
+        """The dropout of each part of the keys; draws a seed."""
+        if not call.dropout or call.q.is_meta:
+            return [None] * len(keys.sources)
+        assert self.dropout is not None, "dropout of attention without a stream of seeds"
+        size_B, size_H, share = *call.q.shape[:2], self.share
+        first = before + self.dropout.first_heads[size_H * share.order.inner]
+        samples_B, heads_H = (
+            torch.arange(at, at + size, device=share.device) for at, size in ((0, size_B), (first, size_H))
+        )
+        own = share.positions(share.rank // share.order.inner)
+        given = call.dropout, self.dropout.draw(), samples_B, heads_H, own
+        return [Dropout(*given, share.positions(source)) for source in keys.sources]
 
     def _by_heads(self, call: AttentionCall, scores: Scores) -> Tensor:
         order, heads, kv_heads = self.share.order, call.q.shape[1], call.k.shape[1]
@@ -95,7 +105,8 @@ class ContextAttention:
         part = self.group.rank % order.inner
         sinks = None if call.sinks_H is None else call.sinks_H.chunk(order.inner)[part]
         keys = RingKeys(self.group, order.inner)
-        out = self._computed(q, k, v, sinks, call.rule, scores, keys)
+        own = replace(call, q=q, k=k, v=v, sinks_H=sinks)
+        out = self._computed(own, scores, keys, before=part * q.shape[1])
         return _Exchange.apply(self.group, order, False, out)[0]
 
 
@@ -119,7 +130,7 @@ class RowAttention:
 
 
 class _Attention(Function):
-    """Attention of this rank's queries. `work`: blocks for each part of the keys."""
+    """Attention of this rank's queries. `work`, `dropouts`: blocks and dropout of each part of the keys."""
 
     @staticmethod
     def forward(
@@ -129,12 +140,13 @@ class _Attention(Function):
         v: Tensor,
         sinks_H: Tensor | None,
         work: Sequence[Sequence[Work]],
+        dropouts: Sequence[Dropout | None],
         scores: Scores,
         keys: Keys,
     ) -> Tensor:
-        out, lse_BHn = kept(lambda: _attended(q, k, v, sinks_H, work, scores, keys))
+        out, lse_BHn = kept(lambda: _attended(q, k, v, sinks_H, work, dropouts, scores, keys))
         ctx.save_for_backward(q, k, v, sinks_H, out, lse_BHn)
-        ctx.work, ctx.scores, ctx.keys = work, scores, keys
+        ctx.work, ctx.dropouts, ctx.scores, ctx.keys = work, dropouts, scores, keys
         return out
 
     @staticmethod
@@ -147,10 +159,10 @@ class _Attention(Function):
 
         def of_parts(heads: slice, kv_heads: slice) -> Iterator[Pair]:
             parts = keys.parts(k[:, kv_heads], v[:, kv_heads])
-            for (part_k, part_v), blocks in zip(parts, ctx.work, strict=True):
+            for (part_k, part_v), blocks, dropout in zip(parts, ctx.work, ctx.dropouts, strict=True):
                 of_k, of_v = torch.zeros_like(part_k, dtype=wide), torch.zeros_like(part_v, dtype=wide)
                 for at in blocks:
-                    block, own = _block(at, q[:, heads], part_k, part_v), at.queries
+                    block, own = _block(at, heads, q, part_k, part_v, dropout), at.queries
                     results = out[:, heads][own], lse_BHn[:, heads][own]
                     gradients = attend_backward(gradient[:, heads][own], block, *results, ctx.scores)
                     dq[:, heads][own] += gradients[0]
@@ -164,7 +176,7 @@ class _Attention(Function):
         if sinks_H is not None:
             d_BHn = (gradient.to(wide) * out.to(wide)).sum(-1)
             of_sinks = -((sinks_H.to(wide)[:, None] - lse_BHn).exp() * d_BHn).sum((0, 2)).to(sinks_H.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None, None, None
 
 
 def _attended(
@@ -173,6 +185,7 @@ def _attended(
     v: Tensor,
     sinks_H: Tensor | None,
     work: Sequence[Sequence[Work]],
+    dropouts: Sequence[Dropout | None],
     scores: Scores,
     keys: Keys,
 ) -> tuple[Tensor, ...]:
@@ -184,9 +197,9 @@ def _attended(
     for heads, kv_heads in _head_groups(q, k, keys.copies):
         merged = q.new_zeros(size_B, q[:, heads].shape[1], size_n, v.shape[-1], dtype=wide)
         parts = keys.parts(k[:, kv_heads], v[:, kv_heads])
-        for (part_k, part_v), blocks in zip(parts, work, strict=True):
+        for (part_k, part_v), blocks, dropout in zip(parts, work, dropouts, strict=True):
             for at in blocks:
-                result = attend(_block(at, q[:, heads], part_k, part_v), scores)
+                result = attend(_block(at, heads, q, part_k, part_v, dropout), scores)
                 merge(merged[at.queries], lse_BHn[:, heads][at.queries], *result)
         out[:, heads] = merged
     if sinks_H is not None:
@@ -197,8 +210,13 @@ def _attended(
     return out, lse_BHn
 
 
-def _block(at: Work, q: Tensor, k: Tensor, v: Tensor) -> Block:
-    return Block(q[at.queries], k[at.of_keys], v[at.of_keys], at.causal, at.mask_QN)
+def _block(at: Work, heads: slice, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None) -> Block:
+    """`heads`: of the queries; the keys and values are theirs. `dropout`: of all heads and tokens."""
+    if dropout is not None:
+        indices = dropout.samples_B[at.samples], dropout.heads_H[heads]
+        dropout = Dropout(*dropout[:2], *indices, dropout.queries_Q[at.rows], dropout.keys_N[at.keys])
+    queries = q[:, heads][at.queries]
+    return Block(queries, k[at.of_keys], v[at.of_keys], at.causal, at.mask_QN, dropout)
 
 
 def _head_groups(q: Tensor, k: Tensor, copies: int) -> list[tuple[slice, slice]]:
@@ -270,12 +288,14 @@ def share_tokens(
     group: Group,
     method: str,
     numbering: Numbering | None,
+    dropout: DropoutStream | None = None,
 ) -> SharedTokens:
     """This rank's tokens of a micro-batch. `of_tokens`: entries with tokens in dim 1. `numbering`: of a model
-    that takes position ids, which the batch may leave to it. Raises ModelError."""
+    that takes position ids, which the batch may leave to it. `dropout`: see `ContextAttention`. Raises
+    ModelError."""
     share = SequenceShare.of_batch(batch, of_tokens, group, method)
     rows = dict(batch)
     if numbering is not None and "position_ids" not in rows:
         rows["position_ids"] = numbering.positions(batch, share.order.num_tokens, share.device)
-    attention = ContextAttention(group, share, method)
+    attention = ContextAttention(group, share, method, dropout)
     return SharedTokens(share.own(rows, of_tokens), attention, share.own_filled)

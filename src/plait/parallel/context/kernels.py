@@ -10,12 +10,17 @@ apart, each from the full output and the full log-sum-exp, and those of the quer
 
 The fused kernel of the CPU computes both, in all dtypes, with fewer kv heads, and a log-sum-exp of float32 or
 wider. FlashAttention computes them on GPUs, in 16 bits and without a mask. Both support one head size: the
-narrower tensors are filled up with zeros. Everything else is computed by `_plain` in tiles of queries, of
-which scores are in memory.
+narrower tensors are filled up with zeros. Everything else, as soft caps and dropout, is computed by `_plain`
+in tiles of queries, of which scores are in memory.
 
 [Note: FlashAttention is compared first]
 torch gives the log-sum-exp, and the backward of a part, only by functions of ATen that it does not document.
 So a process compares them with `_plain` before it uses them: once for each dtype and head size.
+
+[Note: dropout of a part]
+Dropout multiplies the normalized probabilities by factors, of which the log-sum-exp knows nothing. So outputs
+of parts are merged as without it; the gradient of a probability is multiplied by its factor; and D remains
+the sum of gradient times output, because the factors are in the output.
 """
 
 import functools
@@ -27,6 +32,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from plait.parallel.context.dropout import Dropout
 
 _ATEN = torch.ops.aten
 _TILE = 256  # queries whose scores are in memory at the same time
@@ -51,6 +58,7 @@ class Block(NamedTuple):
 
     causal    query i sees keys up to i, of as many
     mask_QN   True where a query sees a key; None: all
+    dropout   of its probabilities; None: none
     """
 
     q: Tensor
@@ -58,6 +66,7 @@ class Block(NamedTuple):
     v: Tensor
     causal: bool = False
     mask_QN: Tensor | None = None
+    dropout: Dropout | None = None
 
     @property
     def additive_mask(self) -> Tensor | None:
@@ -67,16 +76,16 @@ class Block(NamedTuple):
         zeros = torch.zeros(self.mask_QN.shape, dtype=self.q.dtype, device=self.q.device)
         return zeros.masked_fill_(~self.mask_QN, -torch.inf)[None, None]
 
-    def tiles(self) -> Iterator[tuple[slice, Tensor | None]]:
-        """Rows of queries, with what they see; None: all."""
+    def tiles(self) -> Iterator[tuple[slice, slice, Tensor | None]]:
+        """Rows of queries, the first keys that some see, and what they see of these; None: all."""
         num_queries = self.q.shape[2]
         for start in range(0, num_queries, _TILE):
             rows = slice(start, min(start + _TILE, num_queries))
             if self.causal:
-                at = torch.arange(num_queries, device=self.q.device)
-                yield rows, at[rows, None] >= at
+                at = torch.arange(rows.stop, device=self.q.device)
+                yield rows, slice(rows.stop), at[rows, None] >= at
             else:
-                yield rows, None if self.mask_QN is None else self.mask_QN[rows]
+                yield rows, slice(None), None if self.mask_QN is None else self.mask_QN[rows]
 
 
 def attend(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -84,7 +93,7 @@ def attend(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     none."""
     if _is_flash(block, scores):
         return _flash(block, scores.scale)
-    if not _is_fused(block.q, scores):
+    if not _is_fused(block, scores):
         return _plain(block, scores)
     (q, k, v), width = _one_size(block.q, block.k, block.v), block.v.shape[-1]
     out, lse_BHQ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -102,7 +111,7 @@ def attend_backward(
     `lse_BHQ` are over all keys."""
     if _is_flash(block, scores):
         return _flash_backward(gradient, block, out, lse_BHQ, scores.scale)
-    if not _is_fused(block.q, scores):
+    if not _is_fused(block, scores):
         return _plain_backward(gradient, block, out, lse_BHQ, scores)
     sizes = [tensor.shape[-1] for tensor in (block.q, block.k, block.v)]
     q, k, v, gradient, out = _one_size(block.q, block.k, block.v, gradient, out)
@@ -121,8 +130,8 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     torch.logaddexp(lse, other_lse, out=lse)
 
 
-def _is_fused(q: Tensor, scores: Scores) -> bool:
-    return q.device.type in ("cpu", "meta") and scores.softcap is None
+def _is_fused(block: Block, scores: Scores) -> bool:
+    return block.q.device.type in ("cpu", "meta") and scores.softcap is None and block.dropout is None
 
 
 def _one_size(*tensors: Tensor, multiple: int = 1) -> list[Tensor]:
@@ -136,7 +145,8 @@ def _is_flash(block: Block, scores: Scores) -> bool:
     q, size = block.q, max(block.q.shape[-1], block.v.shape[-1])
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or size > _FLASH_SIZE:
         return False
-    return scores.softcap is None and block.mask_QN is None and _flash_is_right(q.device, q.dtype, size)
+    is_plain = scores.softcap is block.mask_QN is block.dropout is None
+    return is_plain and _flash_is_right(q.device, q.dtype, size)
 
 
 def _flash(block: Block, scale: float) -> tuple[Tensor, Tensor]:
@@ -199,11 +209,14 @@ def _plain(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
 def _plain_tiles(block: Block, scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
     groups = block.q.shape[1] // block.k.shape[1]
     k, v = block.k.repeat_interleave(groups, 1), block.v.repeat_interleave(groups, 1)
-    for rows, mask in block.tiles():
-        s_BHQN = _scores(block.q[:, :, rows], k, scores, mask)[0]
+    for rows, keys, mask in block.tiles():
+        s_BHQN = _scores(block.q[:, :, rows], k[:, :, keys], scores, mask)[0]
         lse_BHQ = s_BHQN.logsumexp(-1)
         finite_BHQ1 = lse_BHQ.masked_fill(lse_BHQ == -torch.inf, 0.0).unsqueeze(-1)
-        yield (s_BHQN - finite_BHQ1).exp_().to(v.dtype) @ v, lse_BHQ
+        p_BHQN = (s_BHQN - finite_BHQ1).exp_()
+        if block.dropout is not None:
+            p_BHQN *= block.dropout.factors(rows, keys, p_BHQN.dtype)
+        yield p_BHQN.to(v.dtype) @ v[:, :, keys], lse_BHQ
 
 
 def _scores(q: Tensor, k: Tensor, scores: Scores, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -223,15 +236,19 @@ def _plain_backward(
     groups = q.shape[1] // kv_heads
     k, v = block.k.repeat_interleave(groups, 1), block.v.repeat_interleave(groups, 1)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows, mask in block.tiles():
-        s_BHQN, slope = _scores(q[:, :, rows], k, scores, mask)
+    for rows, keys, mask in block.tiles():
+        s_BHQN, slope = _scores(q[:, :, rows], k[:, :, keys], scores, mask)
         p_BHQN = (s_BHQN - lse_BHQ[:, :, rows, None]).exp_()
         of_out = gradient[:, :, rows]
-        dv += (p_BHQN.mT.to(of_out.dtype) @ of_out).to(wide)
+        dp_BHQN, used_BHQN = (of_out @ v[:, :, keys].mT).to(wide), p_BHQN
+        if block.dropout is not None:
+            factors_BHQN = block.dropout.factors(rows, keys, wide)
+            dp_BHQN, used_BHQN = dp_BHQN * factors_BHQN, p_BHQN * factors_BHQN
+        dv[:, :, keys] += (used_BHQN.mT.to(of_out.dtype) @ of_out).to(wide)
         d_BHQ1 = (of_out.to(wide) * out[:, :, rows].to(wide)).sum(-1, keepdim=True)
-        ds_BHQN = p_BHQN * ((of_out @ v.mT).to(wide) - d_BHQ1) * scores.scale
+        ds_BHQN = p_BHQN * (dp_BHQN - d_BHQ1) * scores.scale
         ds_BHQN = (ds_BHQN if slope is None else ds_BHQN * slope).to(q.dtype)
-        dq[:, :, rows] = ds_BHQN @ k
-        dk += (ds_BHQN.mT @ q[:, :, rows]).to(wide)
+        dq[:, :, rows] = ds_BHQN @ k[:, :, keys]
+        dk[:, :, keys] += (ds_BHQN.mT @ q[:, :, rows]).to(wide)
     dk, dv = (g.unflatten(1, (kv_heads, groups)).sum(2) for g in (dk, dv))
     return dq, dk.to(k.dtype), dv.to(v.dtype)

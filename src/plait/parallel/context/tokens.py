@@ -161,9 +161,7 @@ class SequenceShare:
 
     def _blocks(self, rule: MaskRule, source: int | None) -> Iterator[Work]:
         order = self.order.of_heads
-        key_starts, keys_length = (
-            ((0,), order.padded) if source is None else (order.starts(source), order.chunk)
-        )
+        key_starts, keys_length = self._runs(source)
         samples_segments: list[list[Segment]] = [[((0, self.order.num_tokens), kept)] for kept in self.kept]
         if rule.packed or self.is_packed:
             samples_segments = [[(each, each) for each in documents] for documents in self.documents]
@@ -178,6 +176,16 @@ class SequenceShare:
                         keys = _shifted(block.keys, at * keys_length - first)
                         causal = block.visible is Visible.CAUSAL
                         yield Work(samples, rows, keys, causal, self._mask(block, rule))
+
+    def positions(self, source: int | None) -> Tensor:
+        """The positions in the row of the tokens of `source`: see `work`."""
+        starts, length = self._runs(source)
+        return torch.cat([torch.arange(at, at + length, device=self.device) for at in starts])
+
+    def _runs(self, source: int | None) -> tuple[Sequence[int], int]:
+        """The starts of its runs, and their length."""
+        order = self.order.of_heads
+        return ((0,), order.padded) if source is None else (order.starts(source), order.chunk)
 
     def _mask(self, block: Block, rule: MaskRule) -> Tensor | None:
         if block.visible is not Visible.MASKED:
