@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 13850,
     "plan": 6620,
-    "planner": 4320,
+    "planner": 4335,
     "server": 2250,
     "train": 4850,
     "verify": 1735,

@@ -22,6 +22,7 @@ from plait.plan.context import (
     first_heads,
     heads_degree,
     num_pairs,
+    recomputed_share,
     sent_elements,
     ulysses_kv_heads,
 )
@@ -265,6 +266,6 @@ def test_bytes_that_leave_a_rank_are_those_that_it_receives(method: str) -> None
     ("recompute", "method"), [("none", "ulysses"), ("every=4", "ulysses"), ("full", "allgather")]
 )
 def test_auto_counts_exchanges_that_recomputed_blocks_repeat(recompute: str, method: str) -> None:
-    """Of 32 heads and 8 kv heads over 4 ranks; gathered keys are not gathered for a recomputation."""
-    recomputed = Plan.parse(f"recompute={recompute}").recomputed
+    """Attention with 32 heads and 8 kv heads over 4 ranks; a recomputation gathers no keys again."""
+    recomputed = recomputed_share(recompute)
     assert MethodChoice.of("auto", [(32, 8, 256)], 4, recomputed=recomputed).method == method

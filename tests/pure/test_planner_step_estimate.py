@@ -18,8 +18,8 @@ from plait.planner.calibrate import Run, fit
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
-from plait.planner.memory import rank_memory
-from plait.planner.model_shape import ModelShape, tokens_of_rank
+from plait.planner.memory import rank_memory, tokens_of_rank
+from plait.planner.model_shape import ModelShape
 from plait.planner.search import search
 from plait.planner.step_estimate import Software, StepEstimate, Workload, estimate_step, stage_seconds
 from plait.planner.workload import PLAIT

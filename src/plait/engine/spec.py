@@ -29,7 +29,7 @@ from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
-from plait.plan.context import MethodChoice, heads_of_columns
+from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
@@ -207,7 +207,8 @@ def _with_method(
     if given.loss is not None:
         check_sums_tokens(given.loss, trace, {*map(storage_key, given.model.parameters())}, device)
     own = [heads for each in trace.attentions for heads in _heads_of_columns(each, plan)]
-    choice = MethodChoice.of(plan.cp_method, own, plan.cp, plan.cp_on_host(host_size), plan.recomputed)
+    recomputed = recomputed_share(plan.recompute)
+    choice = MethodChoice.of(plan.cp_method, own, plan.cp, plan.cp_on_host(host_size), recomputed)
     heads = [(each.heads, each.kv_heads) for each in trace.attentions]
     return replace(plan, cp_method=choice.method), choice, heads
 

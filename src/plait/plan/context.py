@@ -334,6 +334,12 @@ def first_heads(attentions: Iterable[tuple[int, int]], columns: int, column: int
     return found | {heads: 0 for heads, _ in attentions}
 
 
+def recomputed_share(recompute: str) -> float:
+    """The share of blocks whose forward runs again in backward."""
+    policy, _, every = recompute.partition("=")
+    return 0.0 if policy == "none" else 1 / int(every or 1)
+
+
 @dataclass(frozen=True)
 class MethodChoice:
     """How attention reaches the tokens of other ranks in a plan. `sent`: by the methods that were compared,

@@ -466,12 +466,6 @@ class Plan:
         return self.cp if is_one else 1 if size % stride else math.gcd(self.cp, size // stride)
 
     @property
-    def recomputed(self) -> float:
-        """The share of blocks whose forward runs again in backward."""
-        policy, _, every = self.recompute.partition("=")
-        return 0.0 if policy == "none" else 1 / int(every or 1)
-
-    @property
     def shard_degree(self) -> int:
         """Ranks that share one copy of what `zero` shards; 1 for zero=0."""
         return self.data_shards * self.cp if self.zero else 1

@@ -19,13 +19,19 @@ from itertools import accumulate, chain
 from plait.plan import MemoryUse, Plan
 from plait.plan.communicators import num_communicators
 from plait.plan.compression import full_grad_dtype
-from plait.plan.context import gathered_kv_heads, heads_degree, ulysses_kv_heads
+from plait.plan.context import (
+    TokenOrder,
+    gathered_kv_heads,
+    heads_degree,
+    recomputed_share,
+    ulysses_kv_heads,
+)
 from plait.plan.layout import RANGE_ALIGNMENT, Layout, ParamShard, UnitLayout
 from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes, server_memory, worker_memory
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
-from plait.planner.model_shape import ModelShape, attention_method, tokens_of_rank
+from plait.planner.model_shape import ModelShape, attention_method
 from plait.planner.space import SHARDING, with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import Software, Workload
@@ -35,9 +41,17 @@ def with_method(model: ModelShape, plan: Plan, host_size: int) -> Plan:
     """The plan with what `cp_method=auto` means on hosts of so many ranks."""
     if plan.cp == 1 or plan.cp_method != "auto":
         return plan
-    on_host = plan.cp_on_host(host_size)
-    method = attention_method(model, plan.cols, plan.cp, "auto", on_host, plan.recomputed)
+    hosts = plan.cp_on_host(host_size), recomputed_share(plan.recompute)
+    method = attention_method(model, plan.cols, plan.cp, "auto", *hosts)
     return replace(plan, cp_method=method)
+
+
+def tokens_of_rank(model: ModelShape, plan: Plan, sequence: int) -> int:
+    """Tokens of a sequence on each rank of `cp`."""
+    if plan.cp == 1:
+        return sequence
+    method = attention_method(model, plan.cols, plan.cp, plan.cp_method)
+    return TokenOrder.of_method(method, sequence, plan.cp).per_rank
 
 
 def peak_memory(

@@ -10,8 +10,7 @@ from typing import Any
 
 from plait.errors import ConfigError, nearest, shown
 from plait.fileio import parse_json, parse_toml, read_text
-from plait.plan import Plan
-from plait.plan.context import MethodChoice, TokenOrder, heads_of_columns
+from plait.plan.context import MethodChoice, heads_of_columns
 from plait.plan.cost_model import training_flops_per_token
 
 # Names of the same figure in the config.json of different families. The first that is present counts.
@@ -240,14 +239,6 @@ def attention_method(
     pairs = heads_of_columns(model.heads, model.kv_heads, columns)
     heads = [(*each, 2 * model.head_dim) for each in pairs]
     return MethodChoice.of(cp_method, heads, cp, on_host, recomputed).method
-
-
-def tokens_of_rank(model: ModelShape, plan: Plan, sequence: int) -> int:
-    """Tokens of a sequence on each rank of `cp`."""
-    if plan.cp == 1:
-        return sequence
-    method = attention_method(model, plan.cols, plan.cp, plan.cp_method)
-    return TokenOrder.of_method(method, sequence, plan.cp).per_rank
 
 
 def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[str, Any], str]:

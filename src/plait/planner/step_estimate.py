@@ -33,8 +33,15 @@ from plait.planner.compute import (
     optimizer_s,
 )
 from plait.planner.constants import Constants
-from plait.planner.memory import fullest_process, peak_memory, rank_layouts, stage_units, with_method
-from plait.planner.model_shape import ModelShape, tokens_of_rank
+from plait.planner.memory import (
+    fullest_process,
+    peak_memory,
+    rank_layouts,
+    stage_units,
+    tokens_of_rank,
+    with_method,
+)
+from plait.planner.model_shape import ModelShape
 from plait.planner.space import with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import PLAIT, Software, Workload
