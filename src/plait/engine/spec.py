@@ -24,6 +24,7 @@ from plait.models import (
     task_of,
     with_layout,
 )
+from plait.models.experts import Experts, experts_of
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.float8 import Float8Layers, check_device
@@ -101,6 +102,7 @@ class TrainingSpec:
     plan      of the engine: the job's, or what one of its workers of parameter servers runs by itself
     groups    options of each optimizer group
     numbering positions of tokens without position ids; None without cp
+    experts   those that ep divides
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
 
@@ -116,6 +118,7 @@ class TrainingSpec:
     loss_scaling: LossScaling | None
     float8: Float8Layers
     numbering: Numbering | None
+    experts: tuple[Experts, ...]
 
     @cached_property
     def optimizers(self) -> list[GroupOptimizer]:
@@ -175,6 +178,7 @@ def validate(
         loss_scaling=(given.loss_scaling or LossScaling()) if plan.precision == "fp16" else None,
         float8=Float8Layers.select(blocks, tensor, plan) if plan.is_float8 else Float8Layers(),
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
+        experts=experts_of(model, plan.ep) if plan.ep > 1 else (),
     )
 
 

@@ -1,0 +1,152 @@
+"""Tokens are sent to the ranks of their experts, and the results back.
+
+# T tokens of this rank  k experts of each  H hidden  E experts of the layer  P ranks  e experts of a rank
+# S rows that this rank sends: a token for each of its experts  R rows that it receives
+
+[Note: tokens to experts and back]
+  order      rows by expert, and so by rank; of an expert in the order of tokens
+  counts     (P, e) numbers of rows for each expert: an all-to-all, of e numbers to each rank
+  dispatch   all-to-all of rows, as many as there are: none is dropped, and none is added
+  experts    the module's own forward, with one expert for each row and 1 as its weight
+  combine    the same all-to-all reversed
+  sum        of a token's results, by the router's weights, where the token is
+
+The backward of dispatch is combine of gradients, and the reverse, with as many rows as in the forward. A rank
+knows what it receives from the counts only: on GPUs the host waits for these, once in each forward of a layer
+(`tolist` in `Rows.exchanged`); on CPUs they are at hand.
+
+[Note: gradients of experts]
+A loss is a sum over the tokens of all ranks, divided once. So the gradient of an expert on its rank, for rows
+from all ranks along EXPERTS, is complete but for the tokens of ranks with the same experts: a plain sum over
+these, `Roles.gradient_sum` of units of kind EXPERT. The router and all other layers see the tokens of this
+rank.
+
+[Note: ranks without tokens]
+A rank that receives no rows takes part in both all-to-alls of backward too. For that its results depend on the
+rows that it has received, which are none, and what combine returns requires gradients on all ranks alike. Its
+experts' gradients are zeros: `FlatParam.finalize`.
+
+[Note: balanced routing]
+On meta there are no counts. Estimates are for rows that are evenly distributed over ranks.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Group, all_to_all, all_to_all_list
+from plait.models.experts import Experts
+from plait.parallel.tensor.apply import own_forward, set_forward
+from plait.plan.grid import share
+
+
+def distribute_experts(model: nn.Module, layers: Iterable[Experts], group: Group) -> None:
+    """Replace the forwards of these modules of experts, those that the model (or stage) has, by ones that
+    compute with the experts of all ranks of the group. Their parameters are this rank's shards already."""
+    modules = dict(model.named_modules())
+    for experts in layers:
+        if (module := modules.get(experts.name)) is not None:
+            forward = own_forward(experts.name, module)
+            set_forward(module, DistributedExperts(experts.name, forward, group, experts.number))
+            module.num_experts = experts.number // group.size  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Numbers of rows. `sent`: to each rank; `received`: from each; `per_expert`: (P, e), received."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    per_expert: Tensor
+
+    @classmethod
+    def exchanged(cls, sorted_S: Tensor, group: Group, number: int, label: str) -> "Rows":
+        """Count the rows of these experts, in order, and tell each rank what it receives."""
+        own = number // group.size
+        if sorted_S.is_meta:  # see [Note: balanced routing]
+            parts = [share(len(sorted_S), rank, group.size) for rank in range(group.size)]
+            even = [part.stop - part.start for part in parts]
+            all_to_all(sorted_S.new_empty(number), sorted_S.new_empty(number), group, label=label)
+            return cls(even, even, sorted_S.new_empty(group.size, own))
+        experts_E = torch.arange(number, device=sorted_S.device)
+        ends_E = torch.searchsorted(sorted_S, experts_E, right=True)
+        counts_E = torch.diff(ends_E, prepend=torch.searchsorted(sorted_S, experts_E[:1]))
+        received_E = torch.empty_like(counts_E)
+        all_to_all(received_E, counts_E, group, label=label)
+        both = torch.stack([counts_E, received_E]).view(2, group.size, own)
+        sent, received = both.sum(-1).tolist()  # on GPUs, the host waits here
+        return cls(sent, received, both[1])
+
+    def experts(self) -> Tensor:
+        """The expert of each received row, as this rank counts them: (R, 1)."""
+        num_ranks, own = self.per_expert.shape
+        total = sum(self.received)
+        if self.per_expert.is_meta:
+            return self.per_expert.new_empty(total, 1)
+        each = torch.arange(own, device=self.per_expert.device).repeat(num_ranks)
+        return each.repeat_interleave(self.per_expert.flatten(), output_size=total)[:, None]
+
+
+@dataclass(frozen=True)
+class DistributedExperts:
+    """Forward of a module that has this rank's experts. See [Note: tokens to experts and back]."""
+
+    name: str
+    forward: Callable[..., Any]
+    group: Group
+    number: int  # of the layer's experts
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        bound = inspect.signature(self.forward).bind(module, *args, **kwargs)
+        x_TH, experts_Tk, weights_Tk = bound.args[1:]
+        chosen_S, k = experts_Tk.reshape(-1), experts_Tk.shape[-1]
+        sorted_S, order_S = torch.sort(chosen_S, stable=True)
+        rows = Rows.exchanged(sorted_S, self.group, self.number, f"counts of {self.name}")
+        order_S = order_S[: sum(rows.sent)]  # an expert that does not exist is that of no token
+        trains = x_TH.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
+        # See [Note: ranks without tokens]
+        anchor = x_TH.new_zeros((), requires_grad=trains and torch.is_grad_enabled())
+        label = f"tokens of {self.name}"
+        x_RH = _Exchange.apply(x_TH[order_S // k], rows.sent, rows.received, self.group, label, None)
+        y_RH = x_RH * 1
+        if len(x_RH):
+            y_RH = self.forward(module, x_RH, rows.experts(), x_RH.new_ones(len(x_RH), 1))
+        y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label, anchor)
+        y_TkH = y_SH.new_zeros(len(chosen_S), y_SH.shape[-1]).index_copy_(0, order_S, y_SH)
+        y_TkH = y_TkH.view(*experts_Tk.shape, -1) * weights_Tk[..., None]
+        return y_TkH.sum(-2).to(x_TH.dtype)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows, `sent` to each rank and `received` from each. Its backward is the reverse, on every
+    rank alike if `anchor` requires gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SH: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        group: Group,
+        label: str,
+        anchor: Tensor | None,  # noqa: ARG004
+    ) -> Tensor:
+        ctx.rows, ctx.group, ctx.label = (received, sent), group, label
+        return _exchanged(x_SH, sent, received, group, label)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = _exchanged(gradients[0], *ctx.rows, ctx.group, f"gradients of {ctx.label}")
+        return gradient if ctx.needs_input_grad[0] else None, None, None, None, None, None
+
+
+def _exchanged(
+    x_SH: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, label: str
+) -> Tensor:
+    x_RH = x_SH.new_empty(sum(received), x_SH.shape[-1])
+    all_to_all_list(x_RH.split(list(received)), x_SH.contiguous().split(list(sent)), group, label=label)
+    return x_RH
