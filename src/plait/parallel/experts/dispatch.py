@@ -22,9 +22,9 @@ these, `Roles.gradient_sum` of units of kind EXPERT. The router and all other la
 rank.
 
 [Note: ranks without tokens]
-A rank that receives no rows takes part in both all-to-alls of backward too. For that its results depend on the
-rows that it has received, which are none, and what combine returns requires gradients on all ranks alike. Its
-experts' gradients are zeros: `FlatParam.finalize`.
+A rank that receives no rows takes part in both all-to-alls of backward too: its results depend on the rows
+that it has received, which are none, and what combine returns requires gradients on all ranks alike. The
+gradients of its experts are zeros: `FlatParam.finalize`.
 
 [Note: balanced routing]
 On meta there are no counts. Estimates are for rows that are evenly distributed over ranks.
