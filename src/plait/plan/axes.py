@@ -84,9 +84,7 @@ _ALL = frozenset(UnitKind)
 TABLE = (
     Axis("pp", "pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
     Axis("replicate", "dp", Divides.SAMPLES, lambda plan: plan.data_ranks // max(plan.data_shards, plan.ep)),
-    Axis(
-        "shard", "dp", Divides.SAMPLES, lambda plan: max(1, plan.data_shards // plan.ep), shards_states=True
-    ),
+    Axis("shard", "dp", Divides.SAMPLES, lambda plan: plan.data_shards // plan.ep or 1, shards_states=True),
     Axis("ep", "dp", Divides.SAMPLES, lambda plan: plan.ep, frozenset({UnitKind.EXPERT}), shards_states=True),
     Axis("cp", "cp", Divides.SEQUENCE, lambda plan: plan.cp, shards_states=True),
     Axis("row", "tp", Divides.HIDDEN, lambda plan: plan.rows, _ALL),
@@ -120,6 +118,7 @@ TENSOR: Axes = tuple(name for name in MODEL if name != STAGES)
 EXPERTS = tuple(axis.name for axis in TABLE if axis.differs == {UnitKind.EXPERT})  # ranks with other experts
 LAYERS = in_order((*TENSOR, *SEQUENCE, *EXPERTS))  # ranks that communicate inside layers
 PARTS = in_order((*MODEL, *EXPERTS))  # ranks with other parts of the model
+STAGE_PARTS: Axes = tuple(name for name in PARTS if name != STAGES)  # of these, ranks with the same layers
 REPLICAS: Axes = tuple(axis.name for axis in TABLE if axis.name in TOKENS and not axis.shards_states)
 
 

@@ -282,6 +282,11 @@ class Layout:
         return sum(unit.numel for unit in self.units if unit.trains)
 
     @cached_property
+    def owned_numel(self) -> int:
+        """Number of elements of trainable units that a rank owns, gaps included."""
+        return sum(unit.range_numel for unit in self.units if unit.trains)
+
+    @cached_property
     def first_owned_numel(self) -> int:
         """Number of elements that the optimizer of the first rank of a shard group updates."""
         return sum(stop - start for unit in self.units for _, start, stop in unit.owned_groups(0))

@@ -51,8 +51,9 @@ def distribute_experts(model: nn.Module, layers: Iterable[Experts], group: Group
     for experts in layers:
         if (module := modules.get(experts.name)) is not None:
             forward = own_forward(experts.name, module)
-            set_forward(module, DistributedExperts(experts.name, forward, group, experts.number))
-            module.num_experts = experts.number // group.size  # type: ignore[assignment]
+            signature = inspect.signature(forward)
+            set_forward(module, DistributedExperts(experts.name, forward, group, experts.number, signature))
+            module.num_experts = experts.number // group.size
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,10 @@ class DistributedExperts:
     forward: Callable[..., Any]
     group: Group
     number: int  # of the layer's experts
+    signature: inspect.Signature
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        bound = inspect.signature(self.forward).bind(module, *args, **kwargs)
-        x_TH, experts_Tk, weights_Tk = bound.args[1:]
+        x_TH, experts_Tk, weights_Tk = self.signature.bind(module, *args, **kwargs).args[1:]
         chosen_S, k = experts_Tk.reshape(-1), experts_Tk.shape[-1]
         sorted_S, order_S = torch.sort(chosen_S, stable=True)
         rows = Rows.exchanged(sorted_S, self.group, self.number, f"counts of {self.name}")
@@ -140,7 +141,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _exchanged(gradients[0], *ctx.rows, ctx.group, f"gradients of {ctx.label}")
+        sent, received = ctx.rows
+        gradient = _exchanged(gradients[0], sent, received, ctx.group, f"gradients of {ctx.label}")
         return gradient if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
 
