@@ -35,7 +35,7 @@ _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selec
 _MAX_CATEGORIES = 8  # of memory, as columns
 _STAGE_MESSAGE = re.compile(r"(activations|gradients) from stage rank")
 _PURPOSE = {
-    "layers": "tp layers",
+    "layers": "layers",
     "parameters": "parameters",
     "gradients": "gradients",
     "stages": "pipeline",
