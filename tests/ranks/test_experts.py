@@ -23,6 +23,11 @@ PLANS = (
     "dp=4 ep=2 zero=3 shard=2 micro=3 accumulate=sharded",
     "dp=2 ep=2 pp=2 micro=2 zero=1",
     "dp=2 ep=2 pp=2 micro=2 zero=3 schedule=zb-h1",
+    "dp=2 ep=2 tp=2 zero=1",
+    "dp=2 ep=2 tp=2 pp=2 zero=3 micro=2",
+    "dp=2 cp=2 ep=2",
+    "dp=2 cp=2 ep=2 zero=3",
+    "dp=2 ep=2 zero=3 offload=cpu",
 )
 
 

@@ -3,6 +3,7 @@
 Those of local steps and of parameter servers are in local_steps.py and servers.py.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,34 +85,31 @@ def check_sequence(values: Mapping[str, Any], cols: int) -> None:
         )
 
 
-# Keys whose values other than the default do not work with ep.
-_NOT_WITH_EXPERTS = ("tp", "cp", "compile", "algorithm", "offload", "sync_batchnorm", "local_steps")
-
-
 def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise PlanError unless ep divides the data ranks that it is taken from, and for keys that do not work
     with it."""
     ep, dp, shard = values["ep"], values["dp"], values["shard"]
     if ep == 1:
         return
-    among = "shard" if shard else "dp"
-    if (dp or shard) and values[among] % ep:
-        divisors = [str(d) for d in range(2, values[among] + 1) if values[among] % d == 0]
+    if dp % ep or shard % ep:
+        common = math.gcd(dp, shard)
+        divisors = [f"ep={d}" for d in range(2, common + 1) if common % d == 0]
         raise PlanError(
-            f"ep does not divide {among}",
-            given=f"{among}={values[among]} ep={ep}",
-            expected=f"ranks of dp{' that share states' * bool(shard)}, which ep takes: a multiple of {ep}",
-            hint=" or ".join([f"{among}={ep}", *(f"ep={d}" for d in divisors)]),
+            "ep does not divide the data ranks that it is taken from",
+            given=f"dp={dp}{f' shard={shard}' * bool(shard)} ep={ep}",
+            expected=f"{'shard' if shard else 'dp'} divisible by ep, whose ranks have other samples",
+            hint=" or ".join([*([] if shard else [f"dp={ep} ep={ep}"]), *divisors, "no ep"]),
         )
-    excluded = [key for key in _NOT_WITH_EXPERTS if values[key] != defaults[key]]
-    excluded += [key for key in ("reduce",) if values[key] not in ("fp32", "bf16")]
+    defaults = {"reduce": ("fp32", "bf16"), "offload": ("none", "cpu")} | {
+        key: (defaults[key],) for key in ("compile", "algorithm", "local_steps")
+    }
+    excluded = [key for key, allowed in defaults.items() if values[key] not in allowed]
     excluded += [key for key in ("precision",) if values[key].startswith("fp8")]
     if excluded:
-        given = " ".join(f"{key}={str(values[key]).lower()}" for key in excluded)
         raise PlanError(
             "expert parallelism does not work with these keys yet",
-            given=f"ep={ep} {given}",
-            expected="ep with dp, zero, pp, micro, recompute and precision",
+            given=f"ep={ep} {' '.join(f'{key}={str(values[key]).lower()}' for key in excluded)}",
+            expected="no compiled blocks, compressed or named reductions, files, islands or float8",
             hint=f"{' and '.join(f'no {key}' for key in excluded)}, or no ep",
         )
 

@@ -94,20 +94,20 @@ class ParamShard:
     def at_coord(cls, param: ParamInfo, coord: TPCoord) -> "ParamShard":
         """The shard of the rank at `coord`, at offset 0."""
         sharding = coord.shardings.get(param.name)
+        boxes = Boxes.full(param.shape)
+        if sharding is not None:
+            boxes = Boxes(sharding.ranges(param.shape, coord.row, coord.col))
         if param.kind is UnitKind.EXPERT:
-            assert sharding is None, f"{param.name}: experts that tp shards"
+            assert boxes.shape[0] == param.shape[0], f"{param.name}: experts that tp divides"
             start, stop = (param.shape[0] * at // coord.experts for at in (coord.expert, coord.expert + 1))
-            return cls(
-                param.name, param.shape, Boxes((((start, stop),), *Boxes.full(param.shape[1:]).ranges)), 0
-            )
+            boxes = Boxes((((start, stop),), *boxes.ranges[1:]))
         if sharding is None:
             is_first, copies = coord.row == coord.col == 0, coord.rows * coord.cols
-            boxes = Boxes.full(param.shape)
             return cls(param.name, param.shape, boxes, 0, counted=is_first, copies=copies)
         return cls(
             param.name,
             param.shape,
-            Boxes(sharding.ranges(param.shape, coord.row, coord.col)),
+            boxes,
             0,
             sharding.sharers(coord.cols, coord.col),
             sharding.is_first(coord.row, coord.col),
