@@ -35,7 +35,7 @@ from plait.planner.compute import (
 from plait.planner.constants import Constants
 from plait.planner.memory import fullest_process, peak_memory, rank_layouts, stage_units
 from plait.planner.model_shape import ModelShape
-from plait.planner.space import with_defaults
+from plait.planner.space import check_experts_priced, with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import PLAIT, Software, Workload, tokens_of_rank
 
@@ -218,6 +218,7 @@ def check(
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     check_is_priced(plan.precision, cluster.device)
+    check_experts_priced(plan.ep)
     if plan.sync != "all":
         raise PlanError(
             "the planner can price parameter servers only with sync=all",

@@ -213,7 +213,8 @@ def traffic_table(explanation: Explanation, row: RankClass) -> Table:
         f"communication per step of {_describe_ranks(row.ranks)}",
         ("for", "operation", "over", "calls", "bytes", "sent"),
         left=("for", "operation", "over"),
-        caption="bytes: of the full tensors; sent: by ring algorithms, the lower bound",
+        caption="bytes: of the full tensors; sent: by ring algorithms, the lower bound"
+        + "; over ep: tokens that are spread evenly over ranks" * (explanation.plan.ep > 1),
     )
     every = explanation.plan.local_steps
     purposes = [(_PURPOSE[strand], traffic) for strand, traffic in row.traffic.items()]
