@@ -340,7 +340,7 @@ EXPERT_PLANS = (
 
 @pytest.mark.parametrize("words", EXPERT_PLANS)
 def test_a_mixture_goes_on_with_other_ranks_for_its_experts(pool: Pool, saved: Any, words: str) -> None:
-    """Full tensors by name: every rank reads its experts, whoever had them."""
+    """Full tensors by name: every rank reads its experts, whichever rank had them."""
     alone = saved("mixtral", EXPERT_PLANS[0])[1]
     sources = [EXPERT_PLANS[EXPERT_PLANS.index(words) - back] for back in (0, 1, 3)]
     checkpoints = [saved("mixtral", source)[0] for source in sources]
