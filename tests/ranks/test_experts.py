@@ -3,6 +3,8 @@
 import functools
 
 import pytest
+import torch
+from torch import Tensor
 
 from plait.plan import Plan
 from plait.verify.model_spec import parse_source
@@ -70,3 +72,40 @@ def test_experts_and_ranks_without_tokens_train_as_in_one_process(
 ) -> None:
     task = programs.Task(functools.partial(routed_experts.model_with, routing), own_loss=True, steps=3)
     check_parity(pool, task, f"{words} precision=fp64")
+
+
+def _asked(words: str) -> tuple[list[float], Tensor]:
+    """The loss of an evaluation, in which the second rank has one row, and logits."""
+    engine = programs.engine_of(programs.Task(hf_models.builder("mixtral"), own_loss=True), words)
+    engine.step(programs.share_of(programs.batches(1)[0], engine))
+    (rows,) = programs.batches(1, sequences=5, length=9)
+    own = [slice(0, 4), slice(4, 5)][engine.data_rank] if engine.data_ranks > 1 else slice(0, 5)
+    evaluated = engine.evaluate({key: value[own] for key, value in rows.items()})
+    logits = engine.outputs({"input_ids": rows["input_ids"][:2]}, lambda outputs: outputs.logits)
+    return [evaluated.loss_sum, evaluated.num_tokens], logits
+
+
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+def test_evaluation_of_uneven_shares_and_outputs_are_those_of_one_process(pool: Pool, transport: str) -> None:
+    (alone,) = pool.run(_asked, 1, "micro=2 precision=fp64")
+    for evaluated, logits in pool.over(transport).run(_asked, 2, "dp=2 ep=2 micro=2 precision=fp64"):
+        assert evaluated == pytest.approx(alone[0], rel=1e-9)
+        torch.testing.assert_close(logits, alone[1], rtol=1e-9, atol=1e-12)
+
+
+def _trained_in(precision: str, words: str, implementation: str) -> list[float]:
+    build = functools.partial(
+        routed_experts.model_with, "balanced", exact=False, experts_implementation=implementation
+    )
+    task = programs.Task(build, own_loss=True, steps=3)
+    return programs.train_task(task, f"{words} precision={precision}").losses
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
+def test_grouped_products_of_fewer_experts_are_those_of_all(
+    pool: Pool, precision: str, tolerance: float, implementation: str
+) -> None:
+    (alone,) = pool.run(_trained_in, 1, precision, "dp=1", implementation)
+    for losses in pool.over("gloo").run(_trained_in, 2, precision, "dp=2 ep=2 zero=1", implementation):
+        assert losses == pytest.approx(alone, rel=tolerance)
