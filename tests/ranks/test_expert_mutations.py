@@ -28,7 +28,7 @@ def _own_gradients(ctx: Any, *gradients: Tensor) -> Any:
 
 def _divided_gradients(ctx: Any, *gradients: Tensor) -> Any:
     gradient, *others = _backward(ctx, *gradients)
-    return None if gradient is None else gradient / ctx.group.size, *others
+    return gradient / ctx.group.size, *others
 
 
 def _without_kind(self: Roles, _: UnitKind = UnitKind.DENSE) -> Any:

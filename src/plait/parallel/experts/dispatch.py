@@ -22,9 +22,10 @@ these, `Roles.gradient_sum` of units of kind EXPERT. The router and all other la
 rank.
 
 [Note: ranks without tokens]
-A rank that receives no rows takes part in both all-to-alls of backward too: its results depend on the rows
-that it has received, which are none, and what combine returns requires gradients on all ranks alike. The
-gradients of its experts are zeros: `FlatParam.finalize`.
+A rank that receives no rows computes with one of zeros, and uses nothing of its result. So it takes part in
+both all-to-alls of backward, and its experts' gradients, zeros, arrive at the same point of the program as on
+other ranks: their reductions start in one order with the messages of experts on all ranks, which NCCL needs
+(see [Note: two channels] in `zero/sharded_model.py`).
 
 [Note: balanced routing]
 On meta there are no counts. Estimates are for rows that are evenly distributed over ranks.
@@ -109,33 +110,30 @@ class DistributedExperts:
         sorted_S, order_S = torch.sort(chosen_S, stable=True)
         rows = Rows.exchanged(sorted_S, self.group, self.number, f"counts of {self.name}")
         order_S = order_S[: sum(rows.sent)]  # an expert that does not exist is that of no token
-        trains = x_TH.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
-        # See [Note: ranks without tokens]
-        anchor = x_TH.new_zeros((), requires_grad=trains and torch.is_grad_enabled())
         label = f"tokens of {self.name}"
-        x_RH = _Exchange.apply(x_TH[order_S // k], rows.sent, rows.received, self.group, label, None)
-        y_RH = x_RH * 1
-        if len(x_RH):
-            y_RH = self.forward(module, x_RH, rows.experts(), x_RH.new_ones(len(x_RH), 1))
-        y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label, anchor)
+        x_RH, experts_R1 = (
+            _Exchange.apply(x_TH[order_S // k], rows.sent, rows.received, self.group, label),
+            rows.experts(),
+        )
+        if is_idle := len(x_RH) == 0:  # see [Note: ranks without tokens]
+            x_RH, experts_R1 = (
+                torch.cat([x_RH, x_TH.new_zeros(1, x_TH.shape[-1])]),
+                experts_R1.new_zeros(1, 1),
+            )
+        y_RH = self.forward(module, x_RH, experts_R1, x_RH.new_ones(len(x_RH), 1))
+        y_RH = y_RH[:0] if is_idle else y_RH
+        y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label)
         y_TkH = y_SH.new_zeros(len(chosen_S), y_SH.shape[-1]).index_copy_(0, order_S, y_SH)
         y_TkH = y_TkH.view(*experts_Tk.shape, -1) * weights_Tk[..., None]
         return y_TkH.sum(-2).to(x_TH.dtype)
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows, `sent` to each rank and `received` from each. Its backward is the reverse, on every
-    rank alike if `anchor` requires gradients."""
+    """All-to-all of rows, `sent` to each rank and `received` from each. Its backward is the reverse."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_SH: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        group: Group,
-        label: str,
-        anchor: Tensor | None,  # noqa: ARG004
+        ctx: Any, x_SH: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, label: str
     ) -> Tensor:
         ctx.rows, ctx.group, ctx.label = (received, sent), group, label
         return _exchanged(x_SH, sent, received, group, label)
@@ -144,7 +142,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         sent, received = ctx.rows
         gradient = _exchanged(gradients[0], sent, received, ctx.group, f"gradients of {ctx.label}")
-        return gradient if ctx.needs_input_grad[0] else None, None, None, None, None, None
+        return gradient, None, None, None, None
 
 
 def _exchanged(
