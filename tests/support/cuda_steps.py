@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import plait
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
-from support import programs
+from support import hf_models, programs
 from support.virtual_cuda.build import MODULE
 from support.virtual_cuda.recording import Recording, recorded
 
@@ -37,6 +37,14 @@ def small_llama(layers: int = 2) -> nn.Module:
 def deep_llama() -> nn.Module:
     """Build one of four blocks."""
     return small_llama(layers=4)
+
+
+def small_mixture() -> nn.Module:
+    """Build a mixture of two blocks, of which ranks with many tokens of one expert get uneven rows."""
+    torch.manual_seed(7)
+    model: Any = hf_models.model_of("mixtral", on_meta=False, exact=False)
+    model.set_experts_implementation("batched_mm")  # without a wait for the number of tokens
+    return model  # type: ignore[no-any-return]
 
 
 def train(
