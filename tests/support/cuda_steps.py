@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import plait
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
-from support import hf_models, programs
+from support import hf_models, programs, routed_experts
 from support.virtual_cuda.build import MODULE
 from support.virtual_cuda.recording import Recording, recorded
 
@@ -40,11 +40,19 @@ def deep_llama() -> nn.Module:
 
 
 def small_mixture() -> nn.Module:
-    """Build a mixture of two blocks, of which ranks with many tokens of one expert get uneven rows."""
+    """Build a mixture of two blocks, by an implementation without waits for the number of tokens."""
     torch.manual_seed(7)
     model: Any = hf_models.model_of("mixtral", on_meta=False, exact=False)
-    model.set_experts_implementation("batched_mm")  # without a wait for the number of tokens
+    model.set_experts_implementation("batched_mm")
     return model  # type: ignore[no-any-return]
+
+
+def idle_mixture() -> nn.Module:
+    """Build one in which half of the experts get no token."""
+    torch.manual_seed(7)
+    return routed_experts.model_with(
+        "one rank", on_meta=False, exact=False, experts_implementation="batched_mm"
+    )
 
 
 def train(
