@@ -106,26 +106,27 @@ class DistributedExperts:
     @torch.compiler.disable(reason="experts of other ranks")
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         x_TH, experts_Tk, weights_Tk = self.signature.bind(module, *args, **kwargs).args[1:]
-        chosen_S, k = experts_Tk.reshape(-1), experts_Tk.shape[-1]
-        sorted_S, order_S = torch.sort(chosen_S, stable=True)
+        k, label = experts_Tk.shape[-1], f"tokens of {self.name}"
+        sorted_S, order_S = torch.sort(experts_Tk.flatten(), stable=True)
         rows = Rows.exchanged(sorted_S, self.group, self.number, f"counts of {self.name}")
-        order_S = order_S[: sum(rows.sent)]  # an expert that does not exist is that of no token
-        label = f"tokens of {self.name}"
-        x_RH, experts_R1 = (
-            _Exchange.apply(x_TH[order_S // k], rows.sent, rows.received, self.group, label),
-            rows.experts(),
-        )
-        if is_idle := len(x_RH) == 0:  # see [Note: ranks without tokens]
-            x_RH, experts_R1 = (
-                torch.cat([x_RH, x_TH.new_zeros(1, x_TH.shape[-1])]),
-                experts_R1.new_zeros(1, 1),
-            )
-        y_RH = self.forward(module, x_RH, experts_R1, x_RH.new_ones(len(x_RH), 1))
-        y_RH = y_RH[:0] if is_idle else y_RH
+        # Each row is selected once: its gradient is added to nothing, in any order.
+        x_SH = x_TH[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order_S[: sum(rows.sent)])
+        x_RH = _Exchange.apply(x_SH, rows.sent, rows.received, self.group, label)
+        y_RH = self._computed(module, x_RH, rows.experts())
         y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label)
-        y_TkH = y_SH.new_zeros(len(chosen_S), y_SH.shape[-1]).index_copy_(0, order_S, y_SH)
-        y_TkH = y_TkH.view(*experts_Tk.shape, -1) * weights_Tk[..., None]
-        return y_TkH.sum(-2).to(x_TH.dtype)
+        if unsent := len(order_S) - len(y_SH):  # choices of no expert, which some models have for padding
+            y_SH = torch.cat([y_SH, y_SH.new_zeros(unsent, y_SH.shape[-1])])
+        y_TkH = y_SH.index_select(0, torch.argsort(order_S)).unflatten(0, experts_Tk.shape)
+        dtype = torch.promote_types(y_TkH.dtype, weights_Tk.dtype)
+        return torch.bmm(weights_Tk.to(dtype)[:, None], y_TkH.to(dtype))[:, 0].to(x_TH.dtype)
+
+    def _computed(self, module: nn.Module, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+        """The results of this rank's experts, for one expert of each row."""
+        if len(x_RH):
+            return self.forward(module, x_RH, experts_R1, x_RH.new_ones(len(x_RH), 1))
+        # See [Note: ranks without tokens]
+        zeros = torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[-1])])
+        return self.forward(module, zeros, experts_R1.new_zeros(1, 1), zeros.new_ones(1, 1))[:0]
 
 
 class _Exchange(torch.autograd.Function):
