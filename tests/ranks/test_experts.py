@@ -9,6 +9,7 @@ from torch import Tensor
 from plait.plan import Plan
 from plait.verify.model_spec import parse_source
 from plait.verify.result import Outcome, Verdict
+from plait.verify.sweep import simpler_plans
 from support import hf_models, programs, routed_experts, verify_models
 from support.pool import Pool
 
@@ -109,3 +110,17 @@ def test_grouped_products_of_fewer_experts_are_those_of_all(
     (alone,) = pool.run(_trained_in, 1, precision, "dp=1", implementation)
     for losses in pool.over("gloo").run(_trained_in, 2, precision, "dp=2 ep=2 zero=1", implementation):
         assert losses == pytest.approx(alone, rel=tolerance)
+
+
+def _probed() -> tuple[float, list[str]]:
+    """The error of a self-check next to what it allows; and plans that are simpler."""
+    task = programs.Task(hf_models.builder("mixtral"), own_loss=True, probe=True)
+    engine = programs.engine_of(task, "dp=2 ep=2 zero=1 precision=fp64")
+    assert engine.probed is not None
+    return engine.probed.difference / engine.probed.allowed, [*simpler_plans(engine.plan)]
+
+
+def test_a_self_check_passes_and_verify_takes_ep_away(pool: Pool) -> None:
+    for error, simpler in pool.run(_probed, 2):
+        assert error < 1
+        assert simpler == ["dp", "ep", "zero"]

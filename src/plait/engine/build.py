@@ -140,8 +140,8 @@ def _check_hooks(model: nn.Module, shard_map: ShardMap) -> None:
                     "a hook needs the full gradient of its parameter, which no rank has",
                     given=f"a hook on {shard.name}, "
                     + ("a shard on each rank" if is_sharded else "on two stages"),
-                    expected="hooks on parameters that tp does not shard, and that one stage uses",
-                    hint="a plan without tp (or pp), or a module with the hook's effect in forward",
+                    expected="hooks on parameters that tp and ep do not divide, and that one stage uses",
+                    hint="a plan without tp, ep or pp, or a module with the hook's effect in forward",
                 )
 
 
