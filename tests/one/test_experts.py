@@ -1,4 +1,4 @@
-"""Which experts ep divides, and what it refuses, before a rank starts."""
+"""Experts that ep divides, and those that it refuses, before a rank starts."""
 
 from typing import Any
 

@@ -121,8 +121,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "expert parallelism does not work with these keys yet": lambda v: (
         v["ep"] > 1
         and (
-            v["compile"]
-            or v["algorithm"] != "auto"
+            v["algorithm"] != "auto"
             or v["reduce"] not in ("fp32", "bf16")
             or v["offload"] == "disk"
             or v["local_steps"] > 0

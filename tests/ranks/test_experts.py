@@ -1,6 +1,7 @@
 """Expert parallelism: the one-process program's numbers, for families, ZeRO stages, mixes and routings."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -73,6 +74,19 @@ def test_experts_and_ranks_without_tokens_train_as_in_one_process(
 ) -> None:
     task = programs.Task(functools.partial(routed_experts.model_with, routing), own_loss=True, steps=3)
     check_parity(pool, task, f"{words} precision=fp64")
+
+
+def _compiled(words: str) -> list[float]:
+    build = functools.partial(hf_models.model_of, "mixtral", exact=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is compiled in parts only")
+        return programs.train_task(programs.Task(build, own_loss=True, steps=3), words).losses
+
+
+def test_blocks_are_compiled_around_their_experts(pool: Pool) -> None:
+    plans = [f"dp=2 ep=2 zero=3 recompute=full{words} precision=fp32" for words in ("", " compile=true")]
+    plain, compiled = (pool.run(_compiled, 2, plan, timeout_s=180)[0] for plan in plans)
+    assert compiled == pytest.approx(plain, rel=1e-5)
 
 
 def _asked(words: str) -> tuple[list[float], Tensor]:

@@ -101,7 +101,7 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
             hint=" or ".join([*([] if shard else [f"dp={ep} ep={ep}"]), *divisors, "no ep"]),
         )
     defaults = {"reduce": ("fp32", "bf16"), "offload": ("none", "cpu")} | {
-        key: (defaults[key],) for key in ("compile", "algorithm", "local_steps")
+        key: (defaults[key],) for key in ("algorithm", "local_steps")
     }
     excluded = [key for key, allowed in defaults.items() if values[key] not in allowed]
     excluded += [key for key in ("precision",) if values[key].startswith("fp8")]
@@ -109,7 +109,7 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
         raise PlanError(
             "expert parallelism does not work with these keys yet",
             given=f"ep={ep} {' '.join(f'{key}={str(values[key]).lower()}' for key in excluded)}",
-            expected="no compiled blocks, compressed or named reductions, files, islands or float8",
+            expected="no compressed or named reductions, files, islands or float8",
             hint=f"{' and '.join(f'no {key}' for key in excluded)}, or no ep",
         )
 

@@ -74,7 +74,7 @@ class Rows:
             even = [part.stop - part.start for part in parts]
             all_to_all(sorted_S.new_empty(number), sorted_S.new_empty(number), group, label=label)
             return cls(even, even, sorted_S.new_empty(group.size, own))
-        experts_E = torch.arange(number, device=sorted_S.device)
+        experts_E = torch.arange(number, dtype=sorted_S.dtype, device=sorted_S.device)
         ends_E = torch.searchsorted(sorted_S, experts_E, right=True)
         counts_E = torch.diff(ends_E, prepend=torch.searchsorted(sorted_S, experts_E[:1]))
         received_E = torch.empty_like(counts_E)
