@@ -225,7 +225,7 @@ def start_all_to_all_list(
     copies = [
         _copy_back(outs[peer], dense) for dense, peer in receives if dense.data_ptr() != outs[peer].data_ptr()
     ]
-    return _start_exchange(sends, receives, copies, group, label, own_bytes=parts[group.rank].nbytes)
+    return _start_exchange(sends, receives, copies, group, label)
 
 
 def start_all_gather_list(outs: Sequence[Tensor], shard: Tensor, group: Group, *, label: str = "") -> Work:
@@ -264,13 +264,12 @@ def _start_exchange(
     copies: Sequence[Callable[[], object]],
     group: Group,
     label: str,
-    own_bytes: int = 0,
 ) -> Work:
     call = Call(OpType.ALL_TO_ALL, label=label)
     tensors = [tensor for tensor, _ in (*sends, *receives)]
     if not tensors or (tensors[0].is_meta and not group.is_dry_run):
         return Work()
-    num_bytes = own_bytes + max(sum(tensor.nbytes for tensor, _ in each) for each in (sends, receives))
+    num_bytes = max(sum(tensor.nbytes for tensor, _ in each) for each in (sends, receives))
     group.record(call.op_type.value, num_bytes)
     work = group.transport.exchange(call, sends, receives)
     if copies:

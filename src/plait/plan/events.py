@@ -37,7 +37,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from plait.plan.axes import FEATURES, REPLICAS, STAGES, Axes, Roles, UnitKind
+from plait.plan.axes import EXPERTS, FEATURES, REPLICAS, STAGES, Axes, Roles, UnitKind
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
 from plait.plan.comm_log import CommCount, CommKey, Traffic, sum_traffic
 from plait.plan.compression import (
@@ -493,6 +493,8 @@ def ring_bytes(traffic: Traffic, grid: Grid) -> int:
 def _sent_bytes(key: CommKey, count: CommCount, grid: Grid) -> float:
     ranks = grid.degree(*key.axes) if key.axes else grid.num_ranks
     share = (ranks - 1) / ranks
+    if key.axes and {*key.axes} <= {*EXPERTS} and not key.channel:  # counted without rows that stay
+        return count.num_bytes
     times = {"all-reduce": 2 * share, "exchange": ranks - 1, "send": 1.0, "receive": 0.0}
     return count.num_bytes * times.get(key.op, share)
 

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, all_to_all, all_to_all_list
+from plait.comm import Group, all_to_all_list
 from plait.models.experts import Experts
 from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.plan.grid import share
@@ -72,13 +72,14 @@ class Rows:
         if sorted_S.is_meta:  # see [Note: balanced routing]
             parts = [share(len(sorted_S), rank, group.size) for rank in range(group.size)]
             even = [part.stop - part.start for part in parts]
-            all_to_all(sorted_S.new_empty(number), sorted_S.new_empty(number), group, label=label)
+            counts = sorted_S.new_empty(number).split(own)
+            all_to_all_list(counts, counts, group, label=label)
             return cls(even, even, sorted_S.new_empty(group.size, own))
         experts_E = torch.arange(number, dtype=sorted_S.dtype, device=sorted_S.device)
         ends_E = torch.searchsorted(sorted_S, experts_E, right=True)
         counts_E = torch.diff(ends_E, prepend=torch.searchsorted(sorted_S, experts_E[:1]))
         received_E = torch.empty_like(counts_E)
-        all_to_all(received_E, counts_E, group, label=label)
+        all_to_all_list(received_E.split(own), counts_E.split(own), group, label=label)
         both = torch.stack([counts_E, received_E]).view(2, group.size, own)
         sent, received = both.sum(-1).tolist()  # on GPUs, the host waits here
         return cls(sent, received, both[1])
