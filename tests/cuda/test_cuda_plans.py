@@ -11,7 +11,7 @@ from support.pool import Pool
 
 DEEP = {"build": cuda_steps.deep_llama}  # four blocks
 MIXTURE = {"build": cuda_steps.small_mixture}
-IDLE = {"build": cuda_steps.idle_mixture}  # all tokens are for half of the ranks
+IDLE = {"build": cuda_steps.idle_mixture}
 
 CASES = [
     # ZeRO
@@ -43,7 +43,7 @@ CASES = [
     # rows in as many CTAs as NCCL takes
     Case(2, "dp=2 ep=2 zero=1 micro=2 precision=bf16", syncs=5, message_ctas=64, options=MIXTURE),
     Case(4, "dp=4 ep=2 zero=3 micro=3 recompute=full precision=bf16", 13, message_ctas=64, options=MIXTURE),
-    Case(4, "dp=4 ep=2 zero=3 precision=fp32", syncs=3, message_ctas=64, options=IDLE),
+    Case(4, "dp=4 ep=2 zero=1 precision=fp32", syncs=3, message_ctas=64, options=IDLE),
     Case(4, "dp=2 ep=2 pp=2 micro=2 precision=fp32", syncs=3, message_ctas=64, options=MIXTURE),
     # pipelines
     Case(2, "pp=2 micro=4 schedule=1f1b precision=bf16", syncs=1),

@@ -30,6 +30,7 @@ def _routed(routing: str, router: Any, hidden_states: Tensor) -> tuple[Tensor, T
     chosen = {
         "balanced": torch.cat([number, number + 2], 1) % 4,  # each rank of two or four gets as many
         "one": torch.cat([number * 0 + 3, number * 0 + 1], 1),  # experts 0 and 2 get none
+        "first rank": torch.cat([number * 0, number * 0 + 1], 1),
         "one rank": torch.cat([number * 0 + 2, number * 0 + 3], 1),  # the first half of experts gets none
         "all": (number + torch.arange(4, device=logits.device)) % 4,
     }[routing]

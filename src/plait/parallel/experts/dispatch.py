@@ -24,8 +24,9 @@ rank.
 [Note: ranks without tokens]
 A rank that receives no rows computes with one of zeros, and uses nothing of its result. So it takes part in
 both all-to-alls of backward, and its experts' gradients, zeros, arrive at the same point of the program as on
-other ranks: their reductions start in one order with the messages of experts on all ranks, which NCCL needs
-(see [Note: two channels] in `zero/sharded_model.py`).
+other ranks. Otherwise their reductions, and those of units after them, would start when backward is over, and
+in another order with messages of experts than on other ranks (see [Note: two channels] in
+`zero/sharded_model.py`).
 
 [Note: balanced routing]
 On meta there are no counts. Estimates are for rows that are evenly distributed over ranks.
