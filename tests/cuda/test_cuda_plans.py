@@ -10,6 +10,8 @@ from support.cuda_checks import Case, check
 from support.pool import Pool
 
 DEEP = {"build": cuda_steps.deep_llama}  # four blocks
+MIXTURE = {"build": cuda_steps.small_mixture}
+IDLE = {"build": cuda_steps.idle_mixture}
 
 CASES = [
     # ZeRO
@@ -37,6 +39,12 @@ CASES = [
     # A ring's keys must come under one product: as many CTAs as NCCL takes.
     Case(4, "cp=4 cp_method=2x2 zero=1 precision=bf16", syncs=1, message_ctas=64),
     Case(2, "cp=2 cp_method=ring micro=2 recompute=full precision=bf16", syncs=1, message_ctas=64),
+    # expert parallelism: a wait for counts in each forward of two layers, and of recompute;
+    # rows in as many CTAs as NCCL takes
+    Case(2, "dp=2 ep=2 zero=1 micro=2 precision=bf16", syncs=5, message_ctas=64, options=MIXTURE),
+    Case(4, "dp=4 ep=2 zero=3 micro=3 recompute=full precision=bf16", 13, message_ctas=64, options=MIXTURE),
+    Case(4, "dp=4 ep=2 zero=1 precision=fp32", syncs=3, message_ctas=64, options=IDLE),
+    Case(4, "dp=2 ep=2 pp=2 micro=2 precision=fp32", syncs=3, message_ctas=64, options=MIXTURE),
     # pipelines
     Case(2, "pp=2 micro=4 schedule=1f1b precision=bf16", syncs=1),
     Case(2, "pp=2 micro=4 schedule=zb-h1 precision=bf16", syncs=1, options=DEEP),

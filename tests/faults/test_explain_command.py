@@ -50,7 +50,7 @@ def test_the_tables_show_the_plans_costs(recipe: Path, tmp_path: Path) -> None:
     out = typed(recipe, *words, "--set", "run.transport=gloo").output
     assert rows(out, "grid") == [["8 ranks: pp 2 x shard 2 x col 2"]]
     assert rows(out, "bubble")[0][0].startswith("33.3%")
-    assert rows(out, "in layers", "all-reduce", "col")[0][0] == "10"
+    assert rows(out, "layers", "all-reduce", "col")[0][0] == "10"
     assert rows(out, "pipeline", "send", "pp (activations)")[0][0] == "2"
     found: Any = json.loads(file.read_text())
     assert [row["ranks"] for row in found["alike"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]

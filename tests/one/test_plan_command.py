@@ -179,7 +179,8 @@ def test_models_have_their_published_sizes(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (("--plan", "dp=4 ep=8"), "expert parallelism is not implemented yet"),
+        (("--plan", "dp=8 ep=8"), "the planner does not know the time of expert parallelism"),
+        (("--pin", "ep=2"), "the planner does not know the time of expert parallelism"),
         (("--pin", "cp=3 tp=8"), "no plan of 8 devices has the pinned values"),
     ],
 )

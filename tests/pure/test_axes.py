@@ -1,45 +1,41 @@
 """The roles of the axes follow from what each divides; tables with other axes give other roles."""
 
-from typing import Any
-
 import pytest
 
-from plait.plan import Grid, Layout, ParamInfo, Plan, UnitInfo, single_stage
+from plait.plan import Grid, Layout, ParamInfo, Plan, TPCoord, UnitInfo, single_stage
 from plait.plan.axes import (
     AXES,
     BATCH,
+    EXPERTS,
     MODEL,
     REPLICAS,
-    TABLE,
     TENSOR,
     TOKENS,
     Axes,
-    Axis,
-    Divides,
     Roles,
     UnitKind,
 )
 
-DENSE = UnitKind.DENSE
+DENSE, EXPERT = UnitKind.DENSE, UnitKind.EXPERT
 
 
 def test_ranks_with_other_samples_sum_a_gradient_and_shard_its_states() -> None:
     roles = Roles.from_plan(Plan(dp=4, zero=1))
-    assert (BATCH, TENSOR, MODEL) == (("replicate", "shard"), ("row", "col"), ("pp", "row", "col"))
-    assert roles.gradient_sum() == TOKENS == ("replicate", "shard", "cp")
-    assert roles.states() == ("shard", "cp")
+    assert (BATCH, TENSOR, MODEL) == (("replicate", "shard", "ep"), ("row", "col"), ("pp", "row", "col"))
+    assert roles.gradient_sum() == TOKENS == ("replicate", "shard", "ep", "cp")
+    assert roles.states() == ("shard", "ep", "cp")
     assert roles.replicas() == REPLICAS == ("replicate",)
-    assert roles.one_copy == ("pp", "shard", "cp", "row", "col")
-    assert roles.stage_copy == ("shard", "cp", "row", "col")
-    assert roles.same_stage == ("replicate", "shard", "cp", "row", "col")
+    assert roles.one_copy == ("pp", "shard", "ep", "cp", "row", "col")
+    assert roles.stage_copy == ("shard", "ep", "cp", "row", "col")
+    assert roles.same_stage == ("replicate", "shard", "ep", "cp", "row", "col")
     assert roles.step == AXES
 
 
 def test_islands_leave_replicas_out_of_a_step() -> None:
     roles = Roles.from_plan(Plan(dp=4, zero=1, shard=2, local_steps=8))
-    assert roles.gradient_sum() == ("shard", "cp")
+    assert roles.gradient_sum() == ("shard", "ep", "cp")
     assert roles.replicas() == ()
-    assert roles.step == ("pp", "shard", "cp", "row", "col")
+    assert roles.step == ("pp", "shard", "ep", "cp", "row", "col")
 
 
 @pytest.mark.parametrize(
@@ -62,23 +58,43 @@ def test_tokens_and_model_divide_the_axes() -> None:
     assert {*BATCH} < {*TOKENS}
 
 
-def test_an_axis_of_samples_is_in_the_sums_of_units_that_do_not_differ_along_it() -> None:
-    """Experts will differ along such an axis, and dense units will not."""
-    at = AXES.index("cp")
-    for differs, names in ((frozenset({DENSE}), ()), (frozenset(), ("ep",))):
-        axis = Axis("ep", "ep", Divides.SAMPLES, lambda _: 2, differs, shards_states=True)
-        roles = Roles(has_islands=False, table=(*TABLE[:at], axis, *TABLE[at:]))
-        assert roles.gradient_sum(DENSE) == ("replicate", "shard", *names, "cp")
-        assert roles.states(DENSE) == ("shard", *names, "cp")
-        assert roles.replicas(DENSE) == ("replicate",)
+def test_experts_differ_along_an_axis_along_which_dense_units_are_the_same() -> None:
+    for zero in (0, 1):
+        roles = Roles.from_plan(Plan(dp=4, ep=2, zero=zero))
+        assert roles.gradient_sum(DENSE) == ("replicate", "shard", "ep", "cp")
+        assert roles.gradient_sum(EXPERT) == ("replicate", "shard", "cp")
+        assert roles.states(DENSE) == (("shard", "ep", "cp") if zero else ())
+        assert roles.states(EXPERT) == (("shard", "cp") if zero else ())
+        assert {*roles.states(EXPERT), *EXPERTS, *MODEL} <= {*roles.one_copy}
 
 
-def test_a_unit_of_a_stage_has_the_models_kind() -> None:
-    kind: Any = object()  # another than dense
-    tensors = (ParamInfo("a", (2, 2), group=0), ParamInfo("b", (2, 2), group=0))
-    (unit,) = single_stage(("a", "b"), 1).units_of(0, [UnitInfo("block", tensors, kind)])
-    assert (unit.kind, unit.tensors) == (kind, tensors)
-    assert [layout.kind for layout in Layout.build([unit], 2).units] == [kind]
+@pytest.mark.parametrize(
+    ("text", "degrees"),
+    [
+        ("dp=8 ep=2", (4, 1, 2)),
+        ("dp=8 ep=4 zero=1", (1, 2, 4)),
+        ("dp=8 ep=2 zero=3 shard=4", (2, 2, 2)),
+        ("dp=8 ep=4 zero=2 shard=4", (2, 1, 4)),
+    ],
+)
+def test_ep_takes_its_ranks_out_of_those_that_share_states(text: str, degrees: tuple[int, ...]) -> None:
+    plan = Plan.parse(text)
+    grid = Grid.from_plan(plan)
+    assert tuple(grid.degree(axis) for axis in ("replicate", "shard", "ep")) == degrees
+    assert grid.num_ranks == plan.num_ranks == 8
+    assert Plan.parse(text.replace("dp=8", "dp=auto")).resolved(8) == plan
+
+
+def test_a_block_has_a_unit_of_each_kind_with_shards_of_its_own() -> None:
+    tensors = (ParamInfo("a", (2, 2), group=0), ParamInfo("b", (4, 256), group=0, kind=EXPERT))
+    (unit,) = single_stage(("a", "b"), 1).units_of(0, [UnitInfo("block", tensors)])
+    assert unit.tensors == tensors
+    dense, experts = Layout.build([unit], {DENSE: 4, EXPERT: 2}, TPCoord(expert=1, experts=2)).units
+    assert (dense.kind, dense.name, dense.block, dense.num_shards) == (DENSE, "block", "block", 4)
+    assert (experts.kind, experts.name, experts.block, experts.num_shards) == (
+        *(EXPERT, "block (experts)", "block", 2),
+    )
+    assert experts.params[0].boxes.ranges == (((2, 4),), ((0, 256),))
 
 
 def test_a_ranks_index_in_a_group_is_its_place_in_it() -> None:

@@ -25,6 +25,7 @@ OPTIONS: dict[str, list[Any]] = {
     "sp": [False, False, True],
     "cp": [1, 1, 1, 2, 3, 4],
     "cp_method": ["auto", "auto", "allgather", "ulysses", "ring", "2x2"],
+    "ep": [1, 1, 1, 2, 3, 4],
     "zero": [0, 1, 2, 3],
     "shard": [0, 0, 1, 2, 3, 4],
     "micro": [1, 2, 5],
@@ -117,6 +118,19 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "accumulate=sharded needs sharded gradients": lambda v: v["accumulate"] == "sharded" and v["zero"] <= 1,
     "prefetch has an effect only with zero=3": lambda v: v["prefetch"] != 1 and v["zero"] != 3,
     "reshard has an effect only with zero=3": lambda v: v["reshard"] != "use" and v["zero"] != 3,
+    "ep does not divide the data ranks that it is taken from": lambda v: (
+        v["shard"] % v["ep"] != 0 or v["dp"] % v["ep"] != 0
+    ),
+    "expert parallelism does not work with these keys yet": lambda v: (
+        v["ep"] > 1
+        and (
+            v["algorithm"] != "auto"
+            or v["reduce"] not in ("fp32", "bf16")
+            or v["offload"] == "disk"
+            or v["local_steps"] > 0
+            or v["precision"].startswith("fp8")
+        )
+    ),
     "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange": lambda v: (
         v["precision"] == "fp64" and {v["reduce"], v["optim_dtype"], v["exchange"]} != {"fp32"}
     ),

@@ -14,7 +14,7 @@ import plait
 from plait.checkpoint import open_checkpoint
 from plait.checkpoint.reader import Reader
 from plait.errors import CheckpointError
-from support import pipeline_plans, programs, trainings
+from support import hf_models, pipeline_plans, programs, trainings
 from support.pool import Pool
 
 LAYERS, SEQUENCES = 5, 24
@@ -42,6 +42,9 @@ PLANS = (
 
 def task_of(model: str) -> programs.Task:
     """With the loss of plait for models of transformers: `cp` divides this one only."""
+    if model == "mixtral":
+        build = functools.partial(hf_models.model_of, model, num_hidden_layers=3)
+        return replace(pipeline_plans.task("tied_llama", LAYERS, SEQUENCES, STEPS), build=build)
     task = pipeline_plans.task(model, LAYERS, SEQUENCES, STEPS)
     return replace(task, own_loss=model == "tied_llama")
 
@@ -329,3 +332,32 @@ def test_hosts_that_do_not_share_the_folder_are_an_error_on_every_rank(pool: Poo
     assert messages[0] == messages[1]
     assert "not the same one on all hosts" in messages[0]
     assert list((tmp_path / "of-rank-0").glob("step-*")) == []
+
+
+EXPERT_PLANS = (
+    "micro=2",
+    "dp=2 ep=2",
+    "dp=4 ep=2 zero=3",
+    "dp=4 ep=4 zero=1 micro=2",
+    "tp=2",
+    "pp=2 dp=2 ep=2 zero=2 micro=2",
+    "dp=4 ep=2 zero=1 shard=2",
+    "dp=4 ep=2",
+)
+
+
+@pytest.mark.parametrize("words", EXPERT_PLANS)
+def test_a_mixture_goes_on_with_other_ranks_for_its_experts(pool: Pool, saved: Any, words: str) -> None:
+    """Full tensors by name: every rank reads its experts, whichever rank had them."""
+    alone = saved("mixtral", EXPERT_PLANS[0])[1]
+    sources = [EXPERT_PLANS[EXPERT_PLANS.index(words) - back] for back in (0, 1, 3)]
+    checkpoints = [saved("mixtral", source)[0] for source in sources]
+    ranks = pool.run(
+        _goes_on, ranks_of(words), "mixtral", _fp64(words), checkpoints, checkpoints[0], timeout_s=180
+    )
+    for source, found in zip(sources, ranks[0], strict=True):
+        check_same(found, alone)
+        if source == words:
+            whole = saved("mixtral", words)[1]
+            assert found[0] == whole[0]
+            assert trainings.differing(found[1], whole[1]) == trainings.differing(found[2], whole[2]) == []

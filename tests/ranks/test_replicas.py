@@ -17,6 +17,9 @@ PLANS = [  # which messages a look takes: sums over ranges, and one over all ran
     ("dp=4 zero=1 shard=2 precision=bf16", 4, "tied_llama", 2),
     ("dp=4 zero=3 shard=2 precision=bf16", 4, "tied_llama", 2),
     ("dp=2 zero=3", 2, "llama", 0),
+    ("dp=2 ep=2", 2, "mixtral", 1),
+    ("dp=4 ep=2 zero=1 shard=2 precision=bf16", 4, "mixtral", 2),
+    ("dp=4 ep=2 zero=3", 4, "mixtral", 0),
     ("tp=2", 2, "one_kv_llama", 1),
     ("tp=3 sp=true", 3, "biased_llama", 1),
     ("tp=2x2 dp=2 zero=3 shard=1 precision=bf16", 8, "qwen3", 1),
@@ -85,6 +88,7 @@ def _one_bit_off(
 NORM, TABLE = "model.layers.3.input_layernorm.weight", "model.embed_tokens.weight"
 UP, KEYS = "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 BIAS = "model.layers.2.self_attn.q_proj.bias"
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,9 @@ BIAS = "model.layers.2.self_attn.q_proj.bias"
         ("dp=3", 3, "host", "llama", NORM, 0, "rank 0 (replicate=0) than on ranks 1, 2"),
         ("dp=3 zero=1", 3, "gloo", "llama", UP, 2, "rank 2 (shard=2) than on ranks 0, 1"),
         ("dp=4 zero=3 shard=2", 4, "host", "tied_llama", UP, 3, "ranks 2, 3 than on ranks 0, 1"),
+        ("dp=4 ep=2", 4, "host", "mixtral", EXPERTS, 3, "rank 3 (replicate=1 ep=1) than on rank 1"),
+        ("dp=4 ep=2 zero=3 shard=2", 4, "gloo", "mixtral", EXPERTS, 2, "rank 2 (replicate=1 ep=0) than on"),
+        ("dp=2 ep=2", 2, "host", "mixtral", NORM, 1, "rank 1 (ep=1) than on rank 0"),
         ("tp=3 sp=true", 3, "host", "biased_llama", NORM, 2, "rank 2 (col=2) than on ranks 0, 1"),
         ("tp=2", 2, "host", "one_kv_llama", KEYS, 1, "rank 1 (col=1) than on rank 0 (col=0)"),
         ("tp=2x1", 2, "host", "biased_llama", BIAS, 1, "rank 1 (row=1) than on rank 0 (row=0)"),

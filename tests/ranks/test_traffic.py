@@ -17,7 +17,7 @@ from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, explain
 from plait.plan import MemoryUse, Plan, subtract_traffic, sum_traffic
 from plait.plan.comm_log import Traffic
-from support import hf_models, programs
+from support import hf_models, programs, routed_experts
 from support.pool import Pool
 
 SEQUENCE, BATCH = 12, 2  # of a micro-batch
@@ -53,6 +53,8 @@ def model_of(name: str) -> nn.Module:
         return Plain()
     if name == "wide":  # its dims are multiples of 16
         return programs.llama(hidden=64, ffn=96)
+    if name == "mixture":
+        return routed_experts.model_with("balanced", exact=False, experts_implementation="grouped_mm")
     family, _, tied = name.partition("-")
     more = {"gpt2": {"n_layer": 4}, "llama": {"num_hidden_layers": 4}}.get(family, {})
     config = hf_models.config_of(family, **more, **({"tie_word_embeddings": True} if tied else {}))
@@ -102,6 +104,14 @@ CASES = [
     ("llama", "dp=4 zero=1 shard=2 local_steps=3 reduce=bf16", "host"),  # exchanges after the third step
     ("llama", "dp=4 zero=2 shard=2 local_steps=3", "gloo"),
     ("plain", "dp=3 local_steps=3 outer=nesterov:0.7:0.9 exchange=int8", "gloo"),
+    ("mixture", "dp=2 ep=2 micro=2", "gloo"),
+    ("mixture", "dp=2 ep=2 zero=1", "host"),
+    ("mixture", "dp=4 ep=2 zero=3 recompute=full", "gloo"),
+    ("mixture", "dp=4 ep=2 zero=2 micro=2", "host"),
+    ("mixture", "dp=4 ep=2", "host"),
+    ("mixture", "dp=4 ep=4 zero=3 precision=bf16", "gloo"),
+    ("mixture", "dp=2 ep=2 tp=2 zero=1", "host"),
+    ("mixture", "dp=2 ep=2 pp=2 zero=1 micro=2 reduce=bf16", "gloo"),
     ("llama-tied", "tp=2", "gloo"),
     ("llama", "tp=4 recompute=selective micro=2", "host"),
     ("gpt2", "tp=2x2 recompute=full", "host"),

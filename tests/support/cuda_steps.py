@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import plait
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
-from support import programs
+from support import hf_models, programs, routed_experts
 from support.virtual_cuda.build import MODULE
 from support.virtual_cuda.recording import Recording, recorded
 
@@ -37,6 +37,21 @@ def small_llama(layers: int = 2) -> nn.Module:
 def deep_llama() -> nn.Module:
     """Build one of four blocks."""
     return small_llama(layers=4)
+
+
+def small_mixture() -> nn.Module:
+    """Build a mixture of two blocks, by an implementation without waits for the number of tokens."""
+    torch.manual_seed(7)
+    model: Any = hf_models.model_of("mixtral", on_meta=False, exact=False)
+    model.set_experts_implementation("batched_mm")
+    return model  # type: ignore[no-any-return]
+
+
+def idle_mixture() -> nn.Module:
+    """Build one for four ranks, of which the first and the last get no tokens."""
+    torch.manual_seed(7)
+    routing = "one rank" if connect().rank < 2 else "first rank"
+    return routed_experts.model_with(routing, on_meta=False, exact=False, experts_implementation="batched_mm")
 
 
 def train(

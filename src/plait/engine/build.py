@@ -21,6 +21,7 @@ from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.all_samples import sync_batch_norms
 from plait.parallel.compile import compile_blocks
 from plait.parallel.context.dropout import DropoutStream
+from plait.parallel.experts.dispatch import distribute_experts
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.local_steps import IslandState, OuterOptimizer
 from plait.parallel.pipeline.executor import Pipeline
@@ -68,7 +69,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     shard_map = build_shard_map(model, spec, mesh.grid)
     _check_hooks(model, shard_map)
     groups, device = RankGroups.build(mesh, spec.plan), mesh.world.device
-    layouts = shard_map.layouts[groups.same_data.rank]
+    layouts = shard_map.layouts[groups.parts.rank]
     layout = Layout(tuple(unit for of_stage in layouts.values() for unit in of_stage.units))
     masters = MasterWeights(spec.plan, layout, device, spec.given.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
@@ -126,8 +127,9 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
 
 def build_shard_map(model: nn.Module, spec: TrainingSpec, grid: Grid) -> ShardMap:
     """Return which rank holds which shards."""
-    facts = unit_facts(model, spec.blocks, spec.group_of)
-    coords, rank_of = TPCoord.all_coords(spec.tensor), spec.schedule.rank_of
+    names = {name for experts in spec.experts for name in experts.parameters}
+    facts = unit_facts(model, spec.blocks, spec.group_of, names)
+    coords, rank_of = TPCoord.all_coords(spec.tensor, spec.plan.ep), spec.schedule.rank_of
     return ShardMap.from_plan(model, facts, spec.stages, rank_of, grid, coords, spec.plan)
 
 
@@ -143,8 +145,8 @@ def _check_hooks(model: nn.Module, shard_map: ShardMap) -> None:
                     "a hook needs the full gradient of its parameter, which no rank has",
                     given=f"a hook on {shard.name}, "
                     + ("a shard on each rank" if is_sharded else "on two stages"),
-                    expected="hooks on parameters that tp does not shard, and that one stage uses",
-                    hint="a plan without tp (or pp), or a module with the hook's effect in forward",
+                    expected="hooks on parameters that tp and ep do not divide, and that one stage uses",
+                    hint="a plan without tp, ep or pp, or a module with the hook's effect in forward",
                 )
 
 
@@ -195,6 +197,7 @@ def _build_stage(
     is_first, selective = mesh.world.rank == 0, plan.recompute == "selective"
     compiler = partial(compile_blocks, blocks, mesh.world.device, selective=selective, warns=is_first)
     options = {"compile_blocks": compiler} if plan.compile else {}
+    distribute_experts(part.module, spec.experts, context.groups.experts)
     products = LayerProducts.build(plan, spec.float8)
     products.convert(part.module, tensor)
     tokens = SequenceShard(grid.col, tuple(part.earlier.values()), is_sent=not is_last) if plan.sp else None

@@ -86,10 +86,11 @@ class MicrobatchRunner:
 
     def evaluate(self, micros: Sequence[Micro], on_loss: OnLoss, *, missing: int = 0) -> None:
         """Forwards only, in eval mode. `missing`: number of micro-batches that other data ranks have and this
-        one has not. If forwards gather parameters, this rank joins their all-gathers with forwards of a
-        sample that is not counted."""
-        gathers = not self._parts.context.keeps_params_unsharded
-        padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if gathers else 0)
+        one has not. If ranks communicate in forwards, for parameters or experts, this rank joins them with
+        forwards of a sample that is not counted."""
+        context = self._parts.context
+        communicates = not context.keeps_params_unsharded or context.plan.ep > 1
+        padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if communicates else 0)
         remaining = len(micros)
 
         def on_own_loss(loss: Tensor, count: int | Tensor) -> None:

@@ -24,6 +24,7 @@ from plait.models import (
     task_of,
     with_layout,
 )
+from plait.models.experts import Experts, experts_of
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
@@ -104,6 +105,7 @@ class TrainingSpec:
     numbering positions of tokens without position ids; None without cp
     cp_choice why attention reaches other ranks' tokens as it does; None without cp
     heads     (heads, kv heads) of each attention, with cp
+    experts   those that ep divides
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
 
@@ -119,6 +121,7 @@ class TrainingSpec:
     loss_scaling: LossScaling | None
     float8: Float8Layers
     numbering: Numbering | None
+    experts: tuple[Experts, ...]
     heads: Sequence[tuple[int, int]]
     cp_choice: MethodChoice | None = None
 
@@ -187,6 +190,7 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
+        experts=experts_of(model, plan.ep) if plan.ep > 1 else (),
     )
 
 

@@ -28,7 +28,7 @@ from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_optim import check_groups, states_per_element
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
-from plait.plan.axes import REPLICAS, STAGES, TENSOR, TOKENS, Axes, Roles
+from plait.plan.axes import REPLICAS, STAGE_PARTS, STAGES, TENSOR, TOKENS, Axes, Roles, UnitKind
 from plait.plan.communicators import num_communicators
 from plait.plan.context import MethodChoice
 from plait.plan.devices import Device
@@ -196,12 +196,12 @@ class _PlanView:
     def rank_classes(self) -> Iterator[RankClass]:
         """The classes, in the order of their first ranks."""
         shapes: dict[Hashable, int] = {}
-        coords = range(self.grid.degree(*TENSOR))
+        coords = range(self.grid.degree(*STAGE_PARTS))
         shape_of = [shapes.setdefault(_shapes(self._layouts(coord)), len(shapes)) for coord in coords]
         classes: dict[tuple[int, int, Hashable], list[int]] = defaultdict(list)
         examined: dict[Hashable, tuple[list[DryStage], RankContext]] = {}
         for rank in range(self.grid.num_ranks):
-            view = (shape_of[self.grid.index(rank, *TENSOR)], self._hosts(rank))
+            view = (shape_of[self.grid.index(rank, *STAGE_PARTS)], self._hosts(rank))
             role = 0 if self.plan.algorithm == "auto" else self.grid.index(rank, *TOKENS)
             classes[self.grid.index(rank, STAGES), role, view].append(rank)
             if view not in examined:
@@ -214,7 +214,8 @@ class _PlanView:
         if not (self.plan.algorithm == "two-level" or self.cluster.transport == "host"):
             return ()
         roles = Roles.from_plan(self.plan)
-        groups = (roles.states(), roles.replicas(), REPLICAS)
+        of_kinds = (axes for kind in UnitKind for axes in (roles.states(kind), roles.replicas(kind)))
+        groups = dict.fromkeys((*of_kinds, REPLICAS))
         return tuple(self._distribution(axes, self.grid.first(rank, *axes)) for axes in groups)
 
     def _distribution(self, axes: Axes, first: int) -> Hashable:
@@ -229,19 +230,19 @@ class _PlanView:
         return self.distributions[axes, first]
 
     def _layouts(self, coord: int) -> dict[int, Layout]:
-        """The layouts of every stage, on one of the ranks that shard the same layers."""
-        num_coords = self.grid.degree(*TENSOR)
+        """The layouts of every stage, on one of the ranks with parts of the same layers."""
+        num_coords = self.grid.degree(*STAGE_PARTS)
         return {
             stage: self.shard_map.layouts[rank * num_coords + coord][stage]
             for stage, rank in sorted(self.spec.schedule.rank_of.items())
         }
 
     def _examine(self, rank: int) -> tuple[list[DryStage], RankContext]:
-        """Run all stages at the rank's tp coordinate."""
+        """Run all stages at the rank's coordinates along STAGE_PARTS."""
         mesh = self.cluster.mesh(self.grid, rank)
         plan = self.plan.placed_on(self.cluster.device.type)
         context = RankContext(plan, mesh, META, RankGroups.build(mesh, plan), NullMasters())
-        layouts = self._layouts(self.grid.index(rank, *TENSOR))
+        layouts = self._layouts(self.grid.index(rank, *STAGE_PARTS))
         return dry_stages(self.model, self.spec, layouts, mesh, self.micro, self.cluster.device), context
 
     def _rank_class(self, ranks: tuple[int, ...], stages: list[DryStage], context: RankContext) -> RankClass:

@@ -4,7 +4,7 @@ Also `Chain`: a model as a list of modules, for pipeline stages that pass more t
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from plait.errors import ModelError
 from plait.models.transformers_types import is_pretrained_model
 from plait.plan import ParamInfo
+from plait.plan.axes import UnitKind
 from plait.plan.cost_model import training_flops_per_token
 from plait.plan.layout import UnitInfo
 
@@ -107,13 +108,16 @@ def named_blocks(model: nn.Module, given: Blocks) -> list[tuple[str, nn.Module]]
 
 
 def unit_facts(
-    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], groups: Mapping[str, int] | None = None
+    model: nn.Module,
+    blocks: Sequence[tuple[str, nn.Module]],
+    groups: Mapping[str, int] | None = None,
+    experts: Collection[str] = (),
 ) -> tuple[UnitInfo, ...]:
     """Return the model's floating-point parameters by unit, in forward order.
 
     A block is a unit; parameters registered before the blocks are the unit `embedding`, those after them
     `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's group of
-    each trainable parameter; None: `default_groups`.
+    each trainable parameter; None: `default_groups`. `experts`: names of parameters of kind EXPERT.
     """
     names = [name for name, _ in blocks]
     groups = default_groups(model) if groups is None else groups
@@ -125,7 +129,8 @@ def unit_facts(
         unit = block or ("head" if seen_block else "embedding")
         group = groups[name] if parameter.requires_grad else None
         if parameter.is_floating_point() or parameter.requires_grad:
-            tensors[unit].append(ParamInfo(name, tuple(parameter.shape), group))
+            kind = UnitKind.EXPERT if name in experts else UnitKind.DENSE
+            tensors[unit].append(ParamInfo(name, tuple(parameter.shape), group, kind))
     return tuple(UnitInfo(name, tuple(facts)) for name, facts in tensors.items() if facts)
 
 

@@ -69,7 +69,8 @@ function layout(values, main) {
 function unit(values, each, parent) {
   const size = (shape) => [shape.length ? shape[0] : 1, shape.slice(1).reduce((product, dim) => product * dim, 1)];
   const holders = each.tensors.length ? each.tensors[0].held.length : 0;
-  const label = ({ row, col }) => (values.grid.row > 1 ? `row ${row}, col ${col}` : `col ${col}`);
+  const isDivided = each.tensors.some((tensor) => tensor.held.some((held) => held.ep)); // experts
+  const label = ({ ep, row, col }) => (values.grid.row > 1 ? `row ${row}, col ${col}` : isDivided ? `ep ${ep}` : `col ${col}`);
   const names = holders > 1 ? each.tensors[0].held.map(label) : ["every rank of the stage"];
   picture(parent, "tensors, and the parts that the ranks of a tp grid compute with", (node, width, note) => {
     const high = Math.max(...each.tensors.map(({ shape }) => size(shape)[0]));

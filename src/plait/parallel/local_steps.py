@@ -406,4 +406,4 @@ def _read(source: StateReader, kind: str, unit: FlatParam, flat: Tensor) -> None
     """Fill a flat tensor with this rank's range of a unit. What the source does not have is unchanged."""
     saved = source.shapes
     known = [overlap for overlap in unit.overlaps() if f"{kind}/{overlap.shard.name}" in saved]
-    read_overlaps(source, kind, known, flat)
+    read_overlaps(source, kind, unit, known, flat)

@@ -34,6 +34,8 @@ class Degrees(Protocol):
     @property
     def cp(self) -> int: ...
     @property
+    def ep(self) -> int: ...
+    @property
     def zero(self) -> int: ...
     @property
     def rows(self) -> int: ...
@@ -55,13 +57,14 @@ class UnitKind(Enum):
     """Units whose parameters differ along the same axes."""
 
     DENSE = "dense"
+    EXPERT = "expert"  # of which each rank along EXPERTS has its own
 
 
 @dataclass(frozen=True)
 class Axis:
     """A row of the table.
 
-    key             key of the plan from which the degree follows
+    key             key of the plan whose ranks these are
     degree          ranks along it
     differs         kinds of units whose parameters differ along it
     shards_states   `zero` shards states over it
@@ -80,8 +83,9 @@ _ALL = frozenset(UnitKind)
 # Outermost to innermost: neighbours on the last axis are the closest.
 TABLE = (
     Axis("pp", "pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
-    Axis("replicate", "dp", Divides.SAMPLES, lambda plan: plan.data_ranks // plan.data_shards),
-    Axis("shard", "dp", Divides.SAMPLES, lambda plan: plan.data_shards, shards_states=True),
+    Axis("replicate", "dp", Divides.SAMPLES, lambda plan: plan.data_ranks // max(plan.data_shards, plan.ep)),
+    Axis("shard", "dp", Divides.SAMPLES, lambda plan: plan.data_shards // plan.ep or 1, shards_states=True),
+    Axis("ep", "dp", Divides.SAMPLES, lambda plan: plan.ep, frozenset({UnitKind.EXPERT}), shards_states=True),
     Axis("cp", "cp", Divides.SEQUENCE, lambda plan: plan.cp, shards_states=True),
     Axis("row", "tp", Divides.HIDDEN, lambda plan: plan.rows, _ALL),
     Axis("col", "tp", Divides.FEATURES, lambda plan: plan.cols, _ALL),
@@ -111,7 +115,10 @@ TOKENS = _along(Divides.SAMPLES, Divides.SEQUENCE)  # ranks with other tokens
 # Ranks with other parts of the model, for the same tokens; of these, ranks that shard the same layers.
 MODEL: Axes = tuple(axis.name for axis in TABLE if axis.name not in TOKENS)
 TENSOR: Axes = tuple(name for name in MODEL if name != STAGES)
-LAYERS = in_order((*TENSOR, *SEQUENCE))  # ranks that communicate inside layers
+EXPERTS = tuple(axis.name for axis in TABLE if axis.differs == {UnitKind.EXPERT})  # ranks with other experts
+LAYERS = in_order((*TENSOR, *SEQUENCE, *EXPERTS))  # ranks that communicate inside layers
+PARTS = in_order((*MODEL, *EXPERTS))  # ranks with other parts of the model
+STAGE_PARTS: Axes = tuple(name for name in PARTS if name != STAGES)  # of these, ranks with the same layers
 REPLICAS: Axes = tuple(axis.name for axis in TABLE if axis.name in TOKENS and not axis.shards_states)
 
 
@@ -145,12 +152,12 @@ class Roles:
     @cached_property
     def one_copy(self) -> Axes:
         """Axes of ranks that together hold one copy of the gradient."""
-        return in_order((*MODEL, *self.states()))
+        return in_order((*PARTS, *self.states()))
 
     @cached_property
     def stage_copy(self) -> Axes:
         """Axes of ranks that together hold one copy of the gradient of their stages."""
-        return in_order((*TENSOR, *self.states()))
+        return in_order((*TENSOR, *EXPERTS, *self.states()))
 
     @cached_property
     def same_stage(self) -> Axes:

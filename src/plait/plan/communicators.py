@@ -44,7 +44,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from plait.plan.axes import FEATURES, HIDDEN, REPLICAS, SEQUENCE, STAGES, Axes, Roles
+from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, REPLICAS, SEQUENCE, STAGES, Axes, Roles, UnitKind
 from plait.plan.compression import compresses, reduces_over_all
 from plait.plan.grid import Grid
 from plait.plan.plan import Plan
@@ -73,14 +73,15 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
     `rank_of`: the `pp` coordinate of every stage. See the notes at the top.
     """
     roles, grid = Roles.from_plan(plan), Grid.from_plan(plan)
-    wanted: list[tuple[Axes, str, int | None]] = [(roles.states(), "gathers", None)]
+    wanted: list[tuple[Axes, str, int | None]] = [(roles.states(kind), "gathers", None) for kind in UnitKind]
     if compresses(plan) and reduces_over_all(plan):
         wanted.append((roles.gradient_sum(), "reductions", None))
     else:
-        wanted += [(axes, "reductions", None) for axes in (roles.states(), roles.replicas(), REPLICAS)]
+        of_kinds = [axes for kind in UnitKind for axes in (roles.states(kind), roles.replicas(kind))]
+        wanted += [(axes, "reductions", None) for axes in (*of_kinds, REPLICAS)]
     if plan.sync_batchnorm:
         wanted.append((roles.gradient_sum(), "statistics", None))
-    wanted += [(SEQUENCE, "", None), ((HIDDEN,), "", None), ((FEATURES,), "", None)]
+    wanted += [(SEQUENCE, "", None), (EXPERTS, "", None), ((HIDDEN,), "", None), ((FEATURES,), "", None)]
     classes = sorted(set(sender_classes(rank_of).values()))
     wanted += [((STAGES,), sends_channel(number), _MESSAGE_CTAS) for number in classes]
     used = [(grid.used(*axes), channel, max_ctas) for axes, channel, max_ctas in wanted]

@@ -37,7 +37,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from plait.plan.axes import FEATURES, REPLICAS, STAGES, Axes, Roles
+from plait.plan.axes import FEATURES, REPLICAS, STAGES, Axes, Roles, UnitKind
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
 from plait.plan.comm_log import CommCount, CommKey, Traffic, sum_traffic
 from plait.plan.compression import (
@@ -142,8 +142,10 @@ class RankFacts:
         return Roles.from_plan(self.plan)
 
     @cached_property
-    def messages(self) -> "UnitMessages":
-        return UnitMessages(self.plan, self.grid, self.transport, self.rank)
+    def messages(self) -> "dict[UnitKind, UnitMessages]":
+        return {
+            kind: UnitMessages(self.plan, self.grid, self.transport, self.rank, kind) for kind in UnitKind
+        }
 
     @property
     def actions(self) -> Sequence[Action]:
@@ -269,12 +271,13 @@ Message = tuple[str, Axes, Sequence[float]]  # operation, ranks, and bytes of ev
 
 @dataclass(frozen=True)
 class UnitMessages:
-    """Messages of the collectives of units, on rank `rank` of a plan."""
+    """Messages of the collectives of units of a kind, on rank `rank` of a plan."""
 
     plan: Plan
     grid: Grid
     transport: TransportFacts
     rank: int = 0
+    kind: UnitKind = UnitKind.DENSE
 
     @cached_property
     def roles(self) -> Roles:
@@ -283,11 +286,11 @@ class UnitMessages:
     # A search asks for the messages of many units of one plan.
     @cached_property
     def _states(self) -> Axes:
-        return self.roles.states()
+        return self.roles.states(self.kind)
 
     @cached_property
     def _replicas(self) -> Axes:
-        return self.roles.replicas()
+        return self.roles.replicas(self.kind)
 
     @cached_property
     def _compresses(self) -> bool:
@@ -361,10 +364,10 @@ def _code_messages(numel: float, ranks: int, codes: str) -> list[int]:
 def _unit_events_of_rank(facts: RankFacts) -> Iterator[Event]:
     """Yield all-gathers of parameters, or a barrier before they are used in shared memory; reductions of
     gradients to the owners of their ranges, between replicas of those, and between stages."""
-    of_unit = facts.messages
     for number, stage in facts.own.items():
         gathers = _gathers(facts, number)
         for unit in stage.layout.units:
+            of_unit = facts.messages[unit.kind]
             each = None if gathers is None else gathers[unit.block]
             sizes = UnitSizes.of(unit, facts.plan)
             for collective, times, _ in unit_events(
@@ -398,7 +401,7 @@ def _gathers(facts: RankFacts, number: int) -> Counter[str] | None:
 
 def scratch_bytes(facts: RankFacts) -> int:
     """Bytes of received data not yet added that a named algorithm buffers, over all stages of the rank."""
-    plan, of_unit = facts.plan, facts.messages
+    plan, of_unit = facts.plan, facts.messages[UnitKind.DENSE]
     if not of_unit.is_named or compresses(plan):
         return 0
     total = 0

@@ -1,8 +1,9 @@
-"""Combinations of a plan's keys that have no effect or exclude each other: of ZeRO, cp and dtypes.
+"""Combinations of a plan's keys that have no effect or exclude each other: of ZeRO, cp, ep and dtypes.
 
 Those of local steps and of parameter servers are in local_steps.py and servers.py.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,6 +82,35 @@ def check_sequence(values: Mapping[str, Any], cols: int) -> None:
             given=f"cp={values['cp']} compile=true recompute=selective",
             expected="blocks that are one graph: with cp, attention runs uncompiled between two",
             hint="recompute=full or no compile, or no cp",
+        )
+
+
+def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise PlanError unless ep divides the data ranks that it is taken from, and for keys that do not work
+    with it."""
+    ep, dp, shard = values["ep"], values["dp"], values["shard"]
+    if ep == 1:
+        return
+    if dp % ep or shard % ep:
+        common = math.gcd(dp, shard)
+        divisors = [f"ep={d}" for d in range(2, common + 1) if common % d == 0]
+        raise PlanError(
+            "ep does not divide the data ranks that it is taken from",
+            given=f"dp={dp}{f' shard={shard}' * bool(shard)} ep={ep}",
+            expected=f"{'shard' if shard else 'dp'} divisible by ep, whose ranks have other samples",
+            hint=" or ".join([*([] if shard else [f"dp={ep} ep={ep}"]), *divisors, "no ep"]),
+        )
+    defaults = {"reduce": ("fp32", "bf16"), "offload": ("none", "cpu")} | {
+        key: (defaults[key],) for key in ("algorithm", "local_steps")
+    }
+    excluded = [key for key, allowed in defaults.items() if values[key] not in allowed]
+    excluded += [key for key in ("precision",) if values[key].startswith("fp8")]
+    if excluded:
+        raise PlanError(
+            "expert parallelism does not work with these keys yet",
+            given=f"ep={ep} {' '.join(f'{key}={str(values[key]).lower()}' for key in excluded)}",
+            expected="no compressed or named reductions, files, islands or float8",
+            hint=f"{' and '.join(f'no {key}' for key in excluded)}, or no ep",
         )
 
 

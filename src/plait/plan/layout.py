@@ -32,30 +32,37 @@ RANGE_ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class TPCoord:
-    """A rank's coordinates on the tp axes, and the sharded parameters by name."""
+    """A rank's coordinates on the tp axes and, out of `experts`, along EXPERTS; and the parameters that tp
+    shards, by name."""
 
     row: int = 0
     col: int = 0
     rows: int = 1
     cols: int = 1
     shardings: Mapping[str, ParamSharding] = field(default_factory=dict)
+    expert: int = 0
+    experts: int = 1
 
     @classmethod
-    def all_coords(cls, plan: TPPlan) -> "list[TPCoord]":
-        """The coordinates of every rank of a grid, columns fastest."""
+    def all_coords(cls, plan: TPPlan, experts: int = 1) -> "list[TPCoord]":
+        """The coordinates of every rank with other parts of the same stages: those along EXPERTS outermost,
+        columns fastest."""
         shardings = {sharding.name: sharding for sharding in plan.parameters}
         return [
-            cls(*at, plan.rows, plan.cols, shardings) for at in product(range(plan.rows), range(plan.cols))
+            cls(row, col, plan.rows, plan.cols, shardings, expert, experts)
+            for expert, row, col in product(range(experts), range(plan.rows), range(plan.cols))
         ]
 
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Name, full shape and optimizer group of one parameter; `group` is None for a frozen one."""
+    """Name, full shape and optimizer group of one parameter; `group` is None for a frozen one. Parameters of
+    kind EXPERT have an expert for each element of dim 0."""
 
     name: str
     shape: tuple[int, ...]
     group: int | None
+    kind: UnitKind = UnitKind.DENSE
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,6 @@ class UnitInfo:
 
     name: str
     tensors: tuple[ParamInfo, ...]
-    kind: UnitKind = UnitKind.DENSE
 
 
 @dataclass(frozen=True)
@@ -88,14 +94,20 @@ class ParamShard:
     def at_coord(cls, param: ParamInfo, coord: TPCoord) -> "ParamShard":
         """The shard of the rank at `coord`, at offset 0."""
         sharding = coord.shardings.get(param.name)
+        boxes = Boxes.full(param.shape)
+        if sharding is not None:
+            boxes = Boxes(sharding.ranges(param.shape, coord.row, coord.col))
+        if param.kind is UnitKind.EXPERT:
+            assert boxes.shape[0] == param.shape[0], f"{param.name}: experts that tp divides"
+            start, stop = (param.shape[0] * at // coord.experts for at in (coord.expert, coord.expert + 1))
+            boxes = Boxes((((start, stop),), *boxes.ranges[1:]))
         if sharding is None:
             is_first, copies = coord.row == coord.col == 0, coord.rows * coord.cols
-            boxes = Boxes.full(param.shape)
             return cls(param.name, param.shape, boxes, 0, counted=is_first, copies=copies)
         return cls(
             param.name,
             param.shape,
-            Boxes(sharding.ranges(param.shape, coord.row, coord.col)),
+            boxes,
             0,
             sharding.sharers(coord.cols, coord.col),
             sharding.is_first(coord.row, coord.col),
@@ -108,6 +120,7 @@ class ParamShard:
 
 
 _ORIGIN = TPCoord()
+_SUFFIXES = {UnitKind.DENSE: "", UnitKind.EXPERT: " (experts)"}  # of the names of units
 
 
 @dataclass(frozen=True)
@@ -132,7 +145,7 @@ class UnitLayout:
     Shards of one optimizer group are contiguous, so each group is one range of the storage, and at most one
     range of what a rank owns. On a tp grid there may be several of each: see [Note: identical replicas].
     There, shards whose gradients are summed over the same columns are contiguous. Trainable and frozen
-    parameters are in separate units.
+    parameters are in separate units, and so are parameters of different kinds.
     """
 
     name: str
@@ -164,7 +177,8 @@ class UnitLayout:
             if group >= 0 and position > start:
                 groups.append((group, start, position))
         numel = _round_up(position, num_shards * RANGE_ALIGNMENT)
-        return cls(unit.name, block or unit.name, tuple(params), tuple(groups), numel, num_shards, unit.kind)
+        kind = unit.tensors[0].kind
+        return cls(unit.name, block or unit.name, tuple(params), tuple(groups), numel, num_shards, kind)
 
     @property
     def trains(self) -> bool:
@@ -234,23 +248,23 @@ class Layout:
     def build(
         cls,
         units: Iterable[UnitInfo],
-        num_shards: int = 1,
+        num_shards: int | Mapping[UnitKind, int] = 1,
         coord: TPCoord = _ORIGIN,
         elsewhere: Set[str] = frozenset(),
     ) -> "Layout":
         """Place every unit.
 
-        num_shards   ranks that share one copy of each unit's storage
+        num_shards   ranks that share one copy of a unit's storage; or by the unit's kind
         coord        this rank's coordinates on the tp grid
         elsewhere    parameters that another pipeline stage counts"""
         layouts = []
         for unit in units:
-            for name, frozen in ((unit.name, False), (f"{unit.name} (frozen)", True)):
-                tensors = tuple(tensor for tensor in unit.tensors if (tensor.group is None) == frozen)
+            for kind, frozen in product(UnitKind, (False, True)):
+                tensors = tuple(t for t in unit.tensors if (t.kind, t.group is None) == (kind, frozen))
                 if tensors:
-                    layout = UnitLayout.build(
-                        UnitInfo(name, tensors, unit.kind), num_shards, unit.name, coord
-                    )
+                    shards = num_shards if isinstance(num_shards, int) else num_shards[kind]
+                    named = UnitInfo(f"{unit.name}{_SUFFIXES[kind]}{' (frozen)' * frozen}", tensors)
+                    layout = UnitLayout.build(named, shards, unit.name, coord)
                     params = [
                         replace(p, counted=p.counted and p.name not in elsewhere) for p in layout.params
                     ]
@@ -266,6 +280,11 @@ class Layout:
     def trained_numel(self) -> int:
         """Number of elements in trainable units, gaps included."""
         return sum(unit.numel for unit in self.units if unit.trains)
+
+    @cached_property
+    def owned_numel(self) -> int:
+        """Number of elements of trainable units that a rank owns, gaps included."""
+        return sum(unit.range_numel for unit in self.units if unit.trains)
 
     @cached_property
     def first_owned_numel(self) -> int:

@@ -13,11 +13,13 @@ constants below are estimates within these ranges, not yet measured on a GPU; th
 in the measured memory. Pinned host memory is rounded up to a power of two for each tensor.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+from plait.plan.axes import UnitKind
 from plait.plan.compression import (
     SUM_BYTES,
     code_bytes,
@@ -26,7 +28,7 @@ from plait.plan.compression import (
     reduces_over_all,
     residual_bytes,
 )
-from plait.plan.layout import Layout
+from plait.plan.layout import Layout, UnitLayout
 from plait.plan.plan import Plan
 from plait.plan.prefetch import MAX_IN_FLIGHT
 from plait.plan.servers import top_share
@@ -138,13 +140,12 @@ def model_state_bytes(
     """
     in_files, plan = plan.offload == "disk", plan.placed_on("cpu" if num_communicators is None else "cuda")
     compute, master = COMPUTE_BYTES[plan.dtype], MASTER_BYTES[plan.dtype]
-    shards = plan.shard_degree
-    numel, trained = layout.numel, layout.trained_numel
-    owned = trained // shards
+    numel, trained, owned = layout.numel, layout.trained_numel, layout.owned_numel
     offloads = plan.offload == "cpu"
     persistent = shares or params_stay_full(plan)
     parts = {
-        "parameters": compute * (numel // shards if plan.zero == 3 or shares else numel),
+        "parameters": compute
+        * (sum(unit.range_numel for unit in layout.units) if plan.zero == 3 or shares else numel),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
         "optimizer": _state_bytes(layout, plan, states_per_element) + full_tensor_bytes[0],
         "gradients": 0,
@@ -177,7 +178,7 @@ def _state_bytes(layout: Layout, plan: Plan, per_element: int | Sequence[int]) -
         owned = (group for unit in layout.units for group in unit.owned_groups(0))
         num_states = sum(per_element[group] * (stop - start) for group, start, stop in owned)
     itemsize = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.dtype]
-    return num_states * itemsize + _outer_bytes(layout.trained_numel // plan.shard_degree, plan)
+    return num_states * itemsize + _outer_bytes(layout.owned_numel, plan)
 
 
 def _outer_bytes(owned: int, plan: Plan) -> int:
@@ -259,6 +260,11 @@ def params_stay_full(plan: Plan) -> bool:
     return plan.zero < 3 or (plan.shard_degree == 1 and plan.offload != "cpu")
 
 
+def _stays_full(unit: UnitLayout, plan: Plan) -> bool:
+    """True if the unit is in one range, and so is never freed."""
+    return unit.num_shards == 1 and plan.offload != "cpu"
+
+
 def _has_wide_masters(plan: Plan) -> bool:
     return COMPUTE_BYTES[plan.dtype] != MASTER_BYTES[plan.dtype]
 
@@ -299,10 +305,11 @@ def _buffers(
     """
     units = layout.units[::-1]
     per_element = grad_itemsize * (0 if plan.keeps_full_grads else 1)
-    full_received = (
-        float(plan.reduced_ranks - 1) if exchanges else (plan.shard_degree - 1) / plan.shard_degree
-    )
-    received = full_received if receives and not compresses(plan) else 0.0
+    peers = {kind: plan.reduced_ranks // (plan.ep if kind is UnitKind.EXPERT else 1) - 1 for kind in UnitKind}
+    received = receives and not compresses(plan)
+    from_peers = [
+        (u.numel * peers[u.kind] if exchanges else u.numel - u.range_numel) * received for u in units
+    ]
     exchanges = reduces_over_all(plan) if compresses(plan) else exchanges
     ahead = len(units) if plan.reshard == "step" else plan.prefetch
     in_flight = len(units) if plan.keeps_full_grads else MAX_IN_FLIGHT
@@ -310,27 +317,28 @@ def _buffers(
     copies = sent_itemsize if sent_itemsize < grad_itemsize else 0
     replica_itemsize = 0 if exchanges or plan.algorithm_reduces_all else _replica_copy_itemsize(plan)
     defers = not persistent and plan.reshard == "use"  # replicas are reduced after backward
-    peak = layout.trained_numel // plan.shard_degree * replica_itemsize
+    peak = layout.owned_numel * replica_itemsize
     if persistent and not (per_element or received or copies):
         return peak + sum(message_buffer_bytes(layout, plan))
-    up_to = [0, *accumulate(unit.numel for unit in units)]
-    trained = [0]
-    for k in range(len(units)):
+    gathered_of = [0 if persistent or _stays_full(unit, plan) else unit.numel for unit in units]
+    up_to = [0, *accumulate(gathered_of)]
+    # Units of one block are gathered together. (The planner has a block's unit several times.)
+    edges = [k for k, (u, b) in enumerate(pairwise(units), 1) if u.block != b.block or u.name == b.name]
+    edges = [0, *edges, len(units)]
+    trained = [(0, 0, 0)]  # elements of the units so far, of what peers have sent for them, and of own ranges
+    for k, unit in enumerate(units):
         # An embedding's gradient arrives during the previous use: backward does not read its weight.
-        use = k - 1 if units[k].block == "embedding" and k else k
-        first, last = (0, len(units)) if plan.reshard == "step" else (use, min(use + 1 + ahead, len(units)))
-        gathered = 0 if persistent else up_to[last] - up_to[first]
-        if units[k].trains:
-            trained.append(trained[-1] + units[k].numel)
+        use = bisect_right(edges, k - 1 if unit.block == "embedding" and k else k) - 1
+        first, last = (0, -1) if plan.reshard == "step" else (use, min(use + 1 + ahead, len(edges) - 1))
+        if unit.trains:
+            numel, sent, owned = trained[-1]
+            trained.append((numel + unit.numel, sent + from_peers[k], owned + unit.range_numel))
         earlier = trained[max(0, len(trained) - 2 - in_flight)]
-        unreduced = trained[-1] - earlier
-        reduced = 0 if defers else earlier
-        held = gathered * COMPUTE_BYTES[plan.dtype] + unreduced * per_element
-        held += (
-            int(unreduced * received) * sent_itemsize
-            + unreduced * copies
-            + reduced // plan.shard_degree * replica_itemsize
+        unreduced, sent = trained[-1][0] - earlier[0], trained[-1][1] - earlier[1]
+        held = (up_to[edges[last]] - up_to[edges[first]]) * COMPUTE_BYTES[plan.dtype] + unreduced * (
+            per_element + copies
         )
+        held += sent * sent_itemsize + (0 if defers else earlier[2]) * replica_itemsize
         peak = max(peak, held)
     return peak + sum(message_buffer_bytes(layout, plan))
 

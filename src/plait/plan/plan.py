@@ -17,7 +17,7 @@ from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.axes import TABLE
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
-from plait.plan.key_conflicts import check_precision, check_sequence, check_zero
+from plait.plan.key_conflicts import check_experts, check_precision, check_sequence, check_zero
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
@@ -57,10 +57,6 @@ _PATTERNS = (
 )
 _RENAMED_VALUES = {("accumulate", "whole"): "unsharded", ("accumulate", "cut"): "sharded"}
 _RENAMED = {"gathered": "reshard=use or reshard=step", "states": "optim_dtype=fp32 or optim_dtype=bf16"}
-
-_MISSING = {
-    "ep": ("expert parallelism", "tp, which shards every expert, or zero=3"),
-}
 
 _KEY, _EXAMPLE = "a key of docs/plans.md", "dp=2 precision=bf16"
 
@@ -163,6 +159,8 @@ class Plan:
     cp_method   how attention reaches other ranks' tokens: `allgather` gathers keys and values, `ring`
                 passes them on from rank to rank, `ulysses` exchanges heads for tokens, `RxU` does so among
                 U neighbours and has rings of R ranks; `auto`: what sends least, see `plan/context.py`
+    ep          ranks, out of those of dp, that share the experts of every layer: each has some of them, and
+                receives the tokens that are for these (expert parallelism)
     zero        what is sharded over `shard`: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters
     shard       ranks that share one copy of what `zero` shards; a divisor of dp, 0 for all of dp. There are
                 dp / shard replicas of it (hybrid sharding)
@@ -218,6 +216,7 @@ class Plan:
     sp: bool = False
     cp: int = 1
     cp_method: str = "auto"
+    ep: int = 1
     zero: int = 0
     shard: int = 0
     micro: int = 1
@@ -259,6 +258,7 @@ class Plan:
         check_sequence(values, self.cols)
         self._check_pipeline()
         check_zero(values)
+        check_experts(values, vars(Plan))
         check_precision(values)
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
@@ -340,9 +340,6 @@ class Plan:
             if not equals:
                 fact = "a plan is a list of key=value pairs"
                 raise PlanError(fact, given=repr(word), expected="key=value", hint=_EXAMPLE)
-            if key in _MISSING:
-                name, instead = _MISSING[key]
-                raise PlanError(f"{name} is not implemented yet", given=word, expected=_KEY, hint=instead)
             if key not in types:
                 hint = _RENAMED.get(key) or unknown_key_hint(key, types)
                 raise PlanError(f"unknown plan key {key!r}", given=word, expected=_KEY, hint=hint)
@@ -364,7 +361,7 @@ class Plan:
         """`dp` as a number. Raises PlanError while it is `auto`."""
         if self.dp:
             return self.dp
-        example = f"dp={2 * (self.shard or 1)}"
+        example = f"dp={2 * (self.shard or self.ep)}"
         raise PlanError(
             "dp=auto has no value until the number of ranks is known",
             given=str(self),
@@ -403,7 +400,7 @@ class Plan:
     @property
     def min_ranks(self) -> int:
         """Smallest number of ranks for dp=auto; all other valid numbers are multiples of it."""
-        return math.prod(axis.degree(self) for axis in TABLE if axis.key != "dp") * (self.shard or 1)
+        return math.prod(axis.degree(self) for axis in TABLE if axis.key != "dp") * (self.shard or self.ep)
 
     def resolved(self, num_ranks: int) -> "Plan":
         """The plan with dp=auto replaced for `num_ranks` ranks; other plans are returned unchanged. Raises
@@ -417,10 +414,11 @@ class Plan:
             raise PlanError(
                 "dp=auto does not fit the number of ranks",
                 given=f"{self} on {num_ranks} rank{'s' * (num_ranks != 1)}",
-                expected=f"a multiple of {base} ranks: pp x {'cp x ' * (self.cp > 1)}tp x shard",
+                expected=f"a multiple of {base} ranks: pp x {'cp x ' * (self.cp > 1)}tp x "
+                + ("ep" if self.ep > 1 and not self.shard else "shard"),
                 hint=f"{' or '.join(counts)} ranks",
             )
-        return replace(self, dp=num_ranks // (base // (self.shard or 1)))
+        return replace(self, dp=num_ranks // (base // (self.shard or self.ep)))
 
     @property
     def is_float8(self) -> bool:
@@ -556,7 +554,7 @@ class Plan:
         if self.num_servers:
             dp = max(1, num_ranks - self.servers)
             return replace(self, dp=dp, sync=self.sync if dp >= self.dp else "all")
-        nearest = replace(self, dp=1, shard=0)
+        nearest = replace(self, dp=1, shard=0, ep=1)
         if num_ranks % self.pp:
             schedule = "1f1b" if self.schedule.startswith("file:") else self.schedule
             nearest = replace(nearest, pp=math.gcd(num_ranks, self.pp), schedule=schedule, stages="")
@@ -568,7 +566,8 @@ class Plan:
             tp = str(math.gcd(ranks_per_stage, self.rows * self.cols))
             nearest = replace(nearest, tp=tp, sp=self.sp and tp != "1")
         dp = num_ranks // nearest.num_ranks
-        return replace(nearest, dp=dp, shard=self.shard if self.shard and dp % self.shard == 0 else 0)
+        shard = self.shard if self.shard and dp % self.shard == 0 else 0
+        return replace(nearest, dp=dp, shard=shard, ep=math.gcd(shard or dp, self.ep))
 
     def check_batch(self, num_sequences: int) -> int:
         """Return the sequences in one micro-batch of one data rank, for a step of `num_sequences` in total.

@@ -67,8 +67,7 @@ class StageAssignment:
                 if stages == (stage,):
                     own.append(tensor)
                 elif stage in stages:
-                    before = shared.get(stages, UnitInfo(shared_unit_name(stages), (), unit.kind))
-                    assert before.kind is unit.kind, f"{tensor.name}: shared by units of two kinds"
+                    before = shared.get(stages, UnitInfo(shared_unit_name(stages), ()))
                     shared[stages] = replace(before, tensors=(*before.tensors, tensor))
             if own:
                 unshared.append(replace(unit, tensors=tuple(own)))

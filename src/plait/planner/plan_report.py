@@ -101,7 +101,7 @@ def _limits(found: SearchResult) -> Iterator[str]:
         yield "The search has ended because its time was over (--seconds): there may be faster plans."
     if first.model.experts:
         yield (
-            "Experts: not calibrated by any published run; plait has no expert parallelism yet; tokens are "
+            "Experts: not calibrated by any published run; plans with ep are not priced yet; tokens are "
             "assumed to be spread evenly."
         )
 

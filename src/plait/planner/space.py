@@ -74,11 +74,23 @@ def read_pins(text: str) -> dict[str, Any]:
     check_choices({key: pins.get(key, getattr(defaults, key)) for key in asdict(defaults)})
     for key in ("zero", "schedule"):
         Plan(**{key: pins.get(key, getattr(defaults, key))})
+    check_experts_priced(pins.get("ep", 1))
     if "tp" in pins:
         pins["tp"] = canonical_tp(pins["tp"])
     if pins.get("dp") == 0:  # auto
         del pins["dp"]
     return pins
+
+
+def check_experts_priced(ep: int) -> None:
+    """Raise PlanError for a plan whose experts are divided over ranks."""
+    if ep > 1:
+        raise PlanError(
+            "the planner does not know the time of expert parallelism",
+            given=f"ep={ep}",
+            expected="experts that every data rank has, or that tp or zero=3 shards",
+            hint="no ep; plait explain, for its memory and bytes",
+        )
 
 
 @dataclass

@@ -42,7 +42,7 @@ from plait.planner.memory import (
     with_method,
 )
 from plait.planner.model_shape import ModelShape
-from plait.planner.space import with_defaults
+from plait.planner.space import check_experts_priced, with_defaults
 from plait.planner.stages import block_counts
 from plait.planner.workload import PLAIT, Software, Workload
 
@@ -225,6 +225,7 @@ def check(
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     check_is_priced(plan.precision, cluster.device)
+    check_experts_priced(plan.ep)
     if plan.sync != "all":
         raise PlanError(
             "the planner can price parameter servers only with sync=all",

@@ -18,8 +18,8 @@ from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, RankClass, explain
 from plait.models import token_batch
 from plait.parallel.float8 import Float8Layers
-from plait.plan import AXES, CommCount, CommKey, Plan, UnitLayout, format_bytes, used_categories
-from plait.plan.axes import FEATURES, TENSOR
+from plait.plan import AXES, CommCount, CommKey, Grid, Plan, UnitLayout, format_bytes, used_categories
+from plait.plan.axes import FEATURES, STAGE_PARTS
 from plait.plan.comm_log import sum_traffic, to_rows
 from plait.plan.context import MethodChoice
 from plait.plan.devices import Device
@@ -37,7 +37,7 @@ _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selec
 _MAX_CATEGORIES = 8  # of memory, as columns
 _STAGE_MESSAGE = re.compile(r"(activations|gradients) from stage rank")
 _PURPOSE = {
-    "layers": "in layers",
+    "layers": "layers",
     "parameters": "parameters",
     "gradients": "gradients",
     "stages": "pipeline",
@@ -234,7 +234,8 @@ def traffic_table(explanation: Explanation, row: RankClass) -> Table:
         f"communication per step of {_describe_ranks(row.ranks)}",
         ("for", "operation", "over", "calls", "bytes", "sent"),
         left=("for", "operation", "over"),
-        caption="bytes: of the full tensors, or of messages; sent: by ring algorithms, the lower bound",
+        caption="bytes: of the full tensors, or of messages; sent: by ring algorithms, the lower bound"
+        + "; over ep: tokens that are spread evenly over ranks" * (explanation.plan.ep > 1),
     )
     every = explanation.plan.local_steps
     purposes = [(_PURPOSE[strand], traffic) for strand, traffic in row.traffic.items()]
@@ -439,17 +440,17 @@ def page_values(explanation: Explanation, measured: Measurements | None) -> dict
 
 def _unit_values(explanation: Explanation) -> list[dict[str, Any]]:
     """Return the model's units in order, those with equal layouts together: their full tensors, and the
-    ranges of each dim that the ranks of a tp grid hold, by row and column. A unit's flat storage of `numel`
-    elements is split into `shards` equal parts, one for each coordinate on `shard`; `start` is a tensor's
-    place in it.
+    ranges of each dim that the ranks of a tp grid hold, by row and column, and of experts those along ep. A
+    unit's flat storage of `numel` elements is split into `shards` equal parts, one for each rank that shares
+    its states; `start` is a tensor's place in it.
     """
-    num_coords = explanation.grid.degree(*TENSOR)
+    num_coords = explanation.grid.degree(*STAGE_PARTS)
     found: dict[Hashable, dict[str, Any]] = {}
     for stage, _, by_rank in explanation.shard_map.units():
         first = next(iter(by_rank.values()))
         at_coords = {rank % num_coords: unit for rank, unit in by_rank.items()}
         key = tuple(_shapes(unit) for unit in at_coords.values())
-        unit = found.setdefault(key, {"names": [], "stages": [], **_drawn(at_coords, explanation.plan.cols)})
+        unit = found.setdefault(key, {"names": [], "stages": [], **_drawn(at_coords, explanation.grid)})
         unit["names"].append(first.name)
         unit["stages"].append(stage)
     return list(found.values())
@@ -459,8 +460,8 @@ def _shapes(unit: UnitLayout) -> Hashable:
     return unit.numel, tuple((shard.full_shape, shard.boxes, shard.start) for shard in unit.params)
 
 
-def _drawn(at_coords: Mapping[int, UnitLayout], cols: int) -> dict[str, Any]:
-    first = next(iter(at_coords.values()))
+def _drawn(at_coords: Mapping[int, UnitLayout], grid: Grid) -> dict[str, Any]:
+    first, places = next(iter(at_coords.values())), grid.group(0, *STAGE_PARTS)
     by_name = {at: {shard.name: shard for shard in unit.params} for at, unit in at_coords.items()}
     return {
         "numel": first.numel,
@@ -473,7 +474,7 @@ def _drawn(at_coords: Mapping[int, UnitLayout], cols: int) -> dict[str, Any]:
                 "start": shard.start,
                 "numel": shard.boxes.numel,
                 "held": [
-                    dict(zip(TENSOR, divmod(at, cols), strict=True))
+                    {axis: grid.coord(places[at])[axis] for axis in STAGE_PARTS}
                     | {"ranges": of_coord[shard.name].boxes.ranges}
                     for at, of_coord in by_name.items()
                 ],

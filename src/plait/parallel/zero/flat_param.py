@@ -113,12 +113,12 @@ class FlatParam:
         assert layout.num_shards == self.groups.all_gather.size, f"{layout.name}: a layout for other ranks"
         self.start, self.stop = layout.owned_range(self.groups.all_gather.rank)
         self.unsharded = ResizableTensor(
-            context.allocate_params(layout.numel),
-            persistent=context.keeps_params_unsharded,
+            context.allocate_params(layout.numel, self.groups),
+            persistent=context.keeps_unit(self.groups),
             tracker=context.tracker,
         )
         self.storage = self.unsharded.tensor
-        if context.keeps_params_unsharded:
+        if self.unsharded.persistent:
             self.shard = self.storage[self.start : self.stop]
         else:
             self.shard = context.allocate_state(layout.range_numel, context.precision.compute)
@@ -133,7 +133,7 @@ class FlatParam:
         self._versions: list[int] = []  # of the parameters
         self._exposed: list[weakref.ref[Tensor]] = []  # tensors through which a script may write
         self._handed_out: list[tuple[str, Tensor, Tensor]] = []  # if shared: names, copies, and their values
-        self.is_shared = context.shares_params  # parameters are written by others than this rank
+        self.is_shared = context.shares_unit(self.groups)  # parameters are written by others than this rank
         self.master = self.shard
         if layout.trains:
             self._make_training_storages(context)
@@ -143,7 +143,7 @@ class FlatParam:
         if context.has_masters:
             self.master = context.masters.allocate(range_numel)
         memory = LeasedTensor(
-            lambda: context.allocate_grad(numel, context.grad_buffer_dtype),
+            lambda: context.allocate_grad(numel, context.grad_buffer_dtype, self.groups),
             persistent=context.keeps_grads_unsharded,
             tracker=context.tracker,
         )
@@ -156,7 +156,7 @@ class FlatParam:
         elif context.offloads:
             self.grad_shard = context.allocate_state(range_numel, dtype)
         else:
-            self.grad_shard = context.allocate_grad(range_numel, dtype).zero_()
+            self.grad_shard = context.allocate_grad(range_numel, dtype, self.groups).zero_()
         self._num_expected: Counter[int] = Counter()  # calls of `accumulate_deferred`, by parameter
         self._in_micro = False
 

@@ -250,9 +250,10 @@ class GradReducer:
         gradient counts once over the ranks that hold one copy. Each unit's was computed when its reduction
         finished, while later ones were in flight."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if self._units:
-            total = torch.stack([self._squared_norms[unit] for unit in self._units]).sum()
-        for unit in self._units:
+        counted = [unit for unit in self._units if unit.groups.counts]
+        if counted:
+            total = torch.stack([self._squared_norms[unit] for unit in counted]).sum()
+        for unit in counted:
             for uncounted in unit.uncounted_grads():
                 total -= squared_norm(uncounted).to(total.device)
         return total

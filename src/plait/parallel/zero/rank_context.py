@@ -13,7 +13,9 @@ from plait.parallel.zero.buffers import ByteTracker, CopyStream, StagingBuffers
 from plait.plan import Plan, compresses
 from plait.plan.axes import (
     BATCH,
+    EXPERTS,
     MODEL,
+    PARTS,
     REPLICAS,
     SEQUENCE,
     STAGES,
@@ -54,6 +56,7 @@ class UnitGroups:
     # The ranks of `gradient_sum`, on the channel of reductions, if the plan reduces over all of them at once;
     # otherwise `reduce_scatter`.
     first_reduction: Group
+    counts: bool  # this rank's units are counted: it is the first of those in `one_copy` that have the same
 
     @classmethod
     def build(cls, mesh: Mesh, plan: Plan, kind: UnitKind) -> "UnitGroups":
@@ -68,6 +71,7 @@ class UnitGroups:
             mesh.group(*roles.gradient_sum(kind), channel="reductions")
             if single_reduction
             else reduce_scatter,
+            not any(mesh.coord[axis] for axis in roles.replicas(kind) if axis in roles.one_copy),
         )
 
 
@@ -81,6 +85,8 @@ class RankGroups:
     world: Group  # ranks of a step: all, or those of an island
     tp: Group  # ranks that shard the same layers
     same_data: Group  # ranks with other parts of the model, for the same data
+    parts: Group  # ranks with other parts of the model
+    experts: Group  # ranks with other experts of the same layers
     same_samples: Group  # the same, and ranks with other tokens of these samples
     sequence: Group  # ranks with other tokens of the same samples
     same_stage: Group  # ranks of a step with the same stages
@@ -98,6 +104,8 @@ class RankGroups:
             mesh.group(*roles.step) if roles.has_islands else mesh.world.group,
             mesh.group(*TENSOR),
             mesh.group(*MODEL),
+            mesh.group(*PARTS),
+            mesh.group(*EXPERTS),
             mesh.group(*in_order((*MODEL, *SEQUENCE))),
             mesh.group(*SEQUENCE),
             mesh.group(*roles.same_stage),
@@ -204,10 +212,18 @@ class RankContext:
         """Host memory for parameters that are copied to the device."""
         return StagingBuffers(torch.device("cpu"))
 
-    def allocate_params(self, numel: int) -> Tensor:
+    def shares_unit(self, groups: UnitGroups) -> bool:
+        """Return whether other ranks use the storage of a unit with these groups: see `shares_params`."""
+        return self.shares_params and groups.all_gather.size > 1
+
+    def keeps_unit(self, groups: UnitGroups) -> bool:
+        """Return whether `storage` of a unit with these groups is never freed."""
+        return self.keeps_params_unsharded or (groups.all_gather.size == 1 and not self.offloads)
+
+    def allocate_params(self, numel: int, groups: UnitGroups) -> Tensor:
         """Return zeros for a unit's unsharded parameters."""
-        if self.shares_params:
-            return share(numel, self.precision.compute, group=self.groups.dense.all_gather)
+        if self.shares_unit(groups):
+            return share(numel, self.precision.compute, group=groups.all_gather)
         if (arena := self.mesh.world.arena) is not None:
             return arena.empty(numel, self.precision.compute).zero_()
         return torch.zeros(numel, dtype=self.precision.compute, device=self.device)
@@ -219,11 +235,11 @@ class RankContext:
         pins = self.offloads and self.device.type == "cuda"
         return torch.zeros(numel, dtype=dtype, device=self.state_device, pin_memory=pins)
 
-    def allocate_grad(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialized memory from which the transport can send."""
+    def allocate_grad(self, numel: int, dtype: torch.dtype, of_unit: UnitGroups) -> Tensor:
+        """Return uninitialized memory from which the transport can send to the groups of a unit."""
         if (arena := self.mesh.world.arena) is not None:
             return arena.empty(numel, dtype)
-        groups = (self.groups.dense.reduce_scatter, self.groups.dense.replicate)
+        groups = (of_unit.reduce_scatter, of_unit.replicate)
         group = next((group for group in groups if shares_memory(group)), groups[0])
         return empty(numel, dtype, device=self.device, group=group)
 

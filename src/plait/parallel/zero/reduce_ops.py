@@ -67,7 +67,7 @@ class DefaultReduction:
     def start(self, unit: FlatParam, grads: Tensor) -> ReduceWork:
         copied = self._rounds and grads.dtype != torch.bfloat16
         if copied:
-            grads = unit.context.allocate_grad(grads.numel(), torch.bfloat16).copy_(grads)
+            grads = unit.context.allocate_grad(grads.numel(), torch.bfloat16, unit.groups).copy_(grads)
         if self.is_single:
             work = start_exchange(grads, unit.groups.replicate, label=unit.layout.name)
         else:

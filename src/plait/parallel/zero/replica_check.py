@@ -42,6 +42,7 @@ from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Boxes, Grid
+from plait.plan.axes import UnitKind
 from plait.plan.layout import ALIGNMENT
 
 _NOT_HELD = -(2**63)  # the digest of a tensor that a rank does not have
@@ -67,6 +68,7 @@ class _ComparedPart:
     the rest."""
 
     tensor: ReplicatedTensor
+    kind: UnitKind
     flat: Tensor
     start: int
     is_range: bool
@@ -97,8 +99,8 @@ class ReplicaCheck:
         islands = [*range(groups.islands.size)] if context.plan.local_steps else [None]
         self._island = groups.islands.rank if context.plan.local_steps else None
         copies: Counter[ReplicatedTensor] = Counter()
-        for layouts in shard_map.layouts:
-            for unit in (unit for layout in layouts.values() for unit in layout.units):
+        for _, _, by_rank in shard_map.units():
+            for unit in by_rank.values():
                 over = groups.units[unit.kind]
                 num_unsharded = over.gradient_sum.size
                 own = {"weights": num_unsharded if self._has_unsharded else over.replicate.size}
@@ -162,14 +164,16 @@ class ReplicaCheck:
         """Digests of the replicated tensors that this rank has."""
         digest_of = Digest()
         parts = [(part, digest_of.compute(part.flat, part.start).to(self._device)) for part in self._parts()]
-        if not parts:
-            return
-        local = torch.stack([digest for _, digest in parts])
-        is_range = torch.tensor([part.is_range for part, _ in parts], device=self._device)
-        summed = torch.where(is_range, local, 0)
-        all_reduce(summed, self._groups.dense.all_gather, label="digests of weights")
-        for (part, _), digest in zip(parts, torch.where(is_range, summed, local).tolist(), strict=True):
-            yield part.tensor, digest
+        for kind in UnitKind:
+            of_kind = [(part, digest) for part, digest in parts if part.kind is kind]
+            if not of_kind:
+                continue
+            local = torch.stack([digest for _, digest in of_kind])
+            is_range = torch.tensor([part.is_range for part, _ in of_kind], device=self._device)
+            summed = torch.where(is_range, local, 0)
+            all_reduce(summed, self._groups.units[kind].all_gather, label="digests of weights")
+            digests = torch.where(is_range, summed, local).tolist()
+            yield from ((part.tensor, digest) for (part, _), digest in zip(of_kind, digests, strict=True))
 
     def _parts(self) -> Iterator[_ComparedPart]:
         """The same tensors on all ranks along `shard`; an empty part if this rank has nothing of one."""
@@ -199,12 +203,13 @@ class ReplicaCheck:
                 continue
             overlap = overlaps.get(shard.name)
             if overlap is None:
-                yield _ComparedPart(tensor, flat[:0], 0, is_range=True)
+                yield _ComparedPart(tensor, unit.layout.kind, flat[:0], 0, is_range=True)
                 continue
             # Parameters are followed by zeros.
             numel = -(-(overlap.stop - overlap.start) // ALIGNMENT) * ALIGNMENT
             part = flat[overlap.at : overlap.at + numel]
-            yield _ComparedPart(tensor, part, overlap.start, is_range=stop - start < unit.layout.numel)
+            is_range = stop - start < unit.layout.numel
+            yield _ComparedPart(tensor, unit.layout.kind, part, overlap.start, is_range)
 
     def _ranks_by_value(self, high: int, low: int) -> dict[tuple[int, int], list[int]]:
         """Gather a tensor's digests and group the ranks that have it by them, in rank order. `high`, `low`:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from plait.models import buffers_like_weights
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Grid, Layout, Plan, StageAssignment, TPCoord, UnitLayout
-from plait.plan.axes import STAGES, Roles
+from plait.plan.axes import EXPERTS, STAGES, Roles, UnitKind
 from plait.plan.layout import ParamShard, UnitInfo
 
 
@@ -51,13 +51,18 @@ class ShardMap:
     """Stages, their units and the tensors outside units. The same value on every rank.
 
     names        the model's parameters, in its order
-    layouts      for every rank of the model (pp x row x col, in rank order) the layout of each of its stages
+    layouts      for every rank along PARTS (pp x ep x row x col, in rank order) the layout of each of its
+                 stages
     standalone   tensors outside units, by name
+    copies       ranks along EXPERTS, which have the same dense units
+    grid_size    ranks that shard the same layers
     """
 
     names: tuple[str, ...]
     layouts: Sequence[Mapping[int, Layout]]
     standalone: Mapping[str, StandaloneTensor]
+    copies: int
+    grid_size: int
 
     @classmethod
     def from_plan(
@@ -67,13 +72,13 @@ class ShardMap:
         assignment: StageAssignment,
         rank_of: Mapping[int, int],
         grid: Grid,
-        tp_coords: Sequence[TPCoord],
+        coords: Sequence[TPCoord],
         plan: Plan,
     ) -> "ShardMap":
-        """Lay out a full model. `rank_of`: the `pp` coordinate of each stage. `tp_coords`: of the ranks that
-        shard the same layers."""
+        """Lay out a full model. `rank_of`: the `pp` coordinate of each stage. `coords`: of the ranks with
+        parts of the same stages."""
         layouts: list[dict[int, Layout]] = []
-        shards = grid.degree(*Roles.from_plan(plan).states())
+        shards = {kind: grid.degree(*Roles.from_plan(plan).states(kind)) for kind in UnitKind}
         for rank in range(grid.degree(STAGES)):
             stages = [stage for stage in range(assignment.num_stages) if rank_of[stage] == rank]
             layouts += [
@@ -81,12 +86,12 @@ class ShardMap:
                     stage: Layout.build(
                         assignment.units_of(stage, facts),
                         shards,
-                        tp_coord,
+                        coord,
                         assignment.counted_on_other_stage(stage),
                     )
                     for stage in stages
                 }
-                for tp_coord in tp_coords
+                for coord in coords
             ]
         in_units = {tensor.name for unit in facts for tensor in unit.tensors}
         named = dict(model.named_parameters())
@@ -103,14 +108,21 @@ class ShardMap:
             )
             for name, buffer in buffers.items()
         }
-        return cls(tuple(named), layouts, standalone)
+        copies = grid.degree(*EXPERTS)
+        return cls(tuple(named), layouts, standalone, copies, len(coords) // copies)
 
     def units(self) -> Iterator[tuple[int, int, dict[int, UnitLayout]]]:
-        """Every unit as (stage, index in it, the layout on each rank of the model that has it)."""
+        """Every unit as (stage, index in it, the layout on each rank along PARTS that has it). Of the ranks
+        along EXPERTS, only the first has dense units here."""
         for stage in sorted({stage for layouts in self.layouts for stage in layouts}):
             by_rank = {rank: own[stage].units for rank, own in enumerate(self.layouts) if stage in own}
-            for index in range(len(next(iter(by_rank.values())))):
-                yield stage, index, {rank: units[index] for rank, units in by_rank.items()}
+            for index, unit in enumerate(next(iter(by_rank.values()))):
+                kind = unit.kind
+                yield stage, index, {r: units[index] for r, units in by_rank.items() if self.holds(r, kind)}
+
+    def holds(self, rank: int, kind: UnitKind) -> bool:
+        """Return whether a rank along PARTS is the first of those that have the same units of this kind."""
+        return kind is UnitKind.EXPERT or rank // self.grid_size % self.copies == 0
 
     def params(self) -> Iterator[tuple[ParamShard, int | None]]:
         """Every parameter in a unit once: one rank's shard, and its optimizer group; None if it is frozen."""
@@ -130,5 +142,5 @@ class ShardMap:
         )
 
     def first_rank(self, stage: int) -> int:
-        """The first rank of the model that has a stage."""
-        return next(rank for rank, layouts in enumerate(self.layouts) if stage in layouts)
+        """The first rank along MODEL that has a stage."""
+        return next(rank for rank, layouts in enumerate(self.layouts) if stage in layouts) // self.copies

@@ -224,6 +224,8 @@ def check_groups(groups: Sequence[GroupOptimizer], plan: Plan) -> None:
             option = f"offload={plan.offload}"
         elif plan.optim_dtype == "bf16":
             option = "optim_dtype=bf16"
+        elif plan.ep > 1:
+            option = f"ep={plan.ep}"
         else:
             continue
         if not needs_elements:

@@ -26,6 +26,7 @@ from plait.parallel.zero.shard_map import ShardMap, persistent_buffers
 from plait.parallel.zero.sharded_optim import OptimizerSlice, ShardedOptimizer
 from plait.parallel.zero.state_io import StateReader, StateShard, not_engine_state, slice_boxes, write_boxes
 from plait.plan import Boxes, Overlap, UnitLayout
+from plait.plan.axes import UnitKind
 
 _Value = TypeVar("_Value")
 _COUNTERS = ("scalar.", "number.")
@@ -61,9 +62,10 @@ class ShardedState:
         self._context = context
         self._shard_group = context.groups.dense.all_gather  # ranks with the other ranges of the same units
         self._model_group = context.groups.same_data
-        self._replicate_group = context.groups.dense.replicate
+        self._parts_group = context.groups.parts
         self._shard_map = shard_map
-        self._unit_shards: dict[bool, list[StateShard]] = {}  # without and with optimizer states
+        # Without and with optimizer states.
+        self._unit_shards: dict[bool, dict[UnitKind, list[StateShard]]] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights, by key."""
@@ -102,18 +104,23 @@ class ShardedState:
         """This rank's part of a checkpoint, except the engine's counters. Over all ranks every element occurs
         once; ranks along `replicate` divide their copy. No communication."""
         if self._optimizer.has_states not in self._unit_shards:  # the layout is fixed
-            of_units = [shard for unit in self._all_units() for shard in self._shards_of(unit)]
+            of_units: dict[UnitKind, list[StateShard]] = {kind: [] for kind in UnitKind}
+            for unit in self._all_units():
+                of_units[unit.layout.kind] += self._shards_of(unit)
             if self._optimizer.has_states:
-                of_units += self._full_shards()
+                of_units[UnitKind.DENSE] += self._full_shards()
             self._unit_shards[self._optimizer.has_states] = of_units
-        shards = [*self._unit_shards[self._optimizer.has_states]]
+        by_kind = {kind: [*of] for kind, of in self._unit_shards[self._optimizer.has_states].items()}
         local = self._local_standalone()
         for name, tensor in self._shard_map.standalone.items():
             if self._shard_group.rank == 0 and self._model_group.rank == self._shard_map.first_rank(
                 tensor.stage
             ):
-                shards.append(StateShard.from_tensor(f"{tensor.kind}/{name}", local[name][tensor.stage]))
-        return divided(shards, self._replicate_group.rank, self._replicate_group.size)
+                by_kind[UnitKind.DENSE].append(
+                    StateShard.from_tensor(f"{tensor.kind}/{name}", local[name][tensor.stage])
+                )
+        groups = {kind: of.replicate for kind, of in self._context.groups.units.items()}
+        return [s for kind, of in by_kind.items() for s in divided(of, groups[kind].rank, groups[kind].size)]
 
     def _shards_of(self, unit: FlatParam) -> Iterator[StateShard]:
         """The state of this rank's range of a unit."""
@@ -168,7 +175,7 @@ class ShardedState:
         without states."""
         with torch.no_grad():
             for unit in self._all_units():
-                read_overlaps(source, "weights", unit.overlaps(), unit.master)
+                read_overlaps(source, "weights", unit, unit.overlaps(), unit.master)
             for name, by_stage in self._local_standalone().items():
                 for tensor in by_stage.values():
                     tensor.copy_(source.read_full(f"{self._shard_map.standalone[name].kind}/{name}"))
@@ -199,7 +206,9 @@ class ShardedState:
                 shard = own_range(unit).detach().to(self._context.device)
                 flat = shard.new_empty(shard.numel() * unit.groups.all_gather.size)
                 all_gather(flat, shard, unit.groups.all_gather)
-            if self._shard_group.rank == 0:
+            kind = next(iter(layouts.values())).kind
+            is_holder = self._shard_map.holds(self._parts_group.rank, kind)
+            if self._context.groups.units[kind].all_gather.rank == 0 and is_holder:
                 precision = self._context.precision
                 dtype = precision.master if trains else precision.compute
                 yield from self._gather_from_model(layouts, flat, dtype)
@@ -207,16 +216,16 @@ class ShardedState:
     def _gather_from_model(
         self, layouts: Mapping[int, UnitLayout], flat: Tensor | None, dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        """Assemble a unit's full parameters on the model's first rank from each rank's flat storage."""
-        if self._model_group.rank:
+        """Assemble a unit's full parameters on the first rank along PARTS from each rank's flat storage."""
+        if self._parts_group.rank:
             if flat is not None:
-                send(flat, self._model_group, 0)
+                send(flat, self._parts_group, 0)
             return
         full: dict[str, Tensor] = {}
         for rank, layout in layouts.items():
             if rank:
                 flat = torch.empty(layout.numel, dtype=dtype, device=self._context.device)
-                receive(flat, self._model_group, rank)
+                receive(flat, self._parts_group, rank)
             assert flat is not None, f"{layout.name} is not on the rank that the shard map names"
             for shard in layout.params:
                 if shard.counted:
@@ -303,7 +312,7 @@ class ShardedState:
                 fresh = kind not in present
                 flat = torch.zeros_like(part.leaf, requires_grad=False) if fresh else present[kind]
                 state[kind] = flat
-                read_overlaps(source, kind, overlaps, flat)
+                read_overlaps(source, kind, unit, overlaps, flat)
         return state
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], *, weights_only: bool) -> None:
@@ -364,11 +373,14 @@ def shards_of_unit(kind: str, unit: FlatParam, flat: Tensor) -> Iterator[StateSh
             yield _shard_of(f"{kind}/{overlap.shard.name}", overlap, flat.dtype, lambda: flat)
 
 
-def read_overlaps(source: StateReader, kind: str, overlaps: Iterable[Overlap], flat: Tensor) -> None:
-    """Read parts of parameters, or of their states, into a flat tensor, each to its place in it."""
+def read_overlaps(
+    source: StateReader, kind: str, unit: FlatParam, overlaps: Iterable[Overlap], flat: Tensor
+) -> None:
+    """Read parts of parameters of a unit, or of their states, into a flat tensor, each to its place in it."""
     for overlap in overlaps:
         key, shard = f"{kind}/{overlap.shard.name}", overlap.shard
-        source.read(key, shard.boxes, overlap.start, flat[overlap.place], counted=shard.counted)
+        counted = shard.counted and unit.groups.counts
+        source.read(key, shard.boxes, overlap.start, flat[overlap.place], counted=counted)
 
 
 def divided(shards: Sequence[StateShard], rank: int, size: int) -> list[StateShard]:

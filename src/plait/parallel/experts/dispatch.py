@@ -1,0 +1,156 @@
+"""Tokens are sent to the ranks of their experts, and the results back.
+
+# T tokens of this rank  k experts of each  H hidden  E experts of the layer  P ranks  e experts of a rank
+# S rows that this rank sends: a token for each of its experts  R rows that it receives
+
+[Note: tokens to experts and back]
+  order      rows by expert, and so by rank; of an expert in the order of tokens
+  counts     (P, e) numbers of rows for each expert: an all-to-all, of e numbers to each rank
+  dispatch   all-to-all of rows, as many as there are: none is dropped, and none is added
+  experts    the module's own forward, with one expert for each row and 1 as its weight
+  combine    the same all-to-all reversed
+  sum        of a token's results, by the router's weights, where the token is
+
+The backward of dispatch is combine of gradients, and the reverse, with as many rows as in the forward. A rank
+knows what it receives from the counts only: on GPUs the host waits for these, once in each forward of a layer
+(`tolist` in `Rows.exchanged`); on CPUs they are at hand.
+
+[Note: gradients of experts]
+A loss is a sum over the tokens of all ranks, divided once. So the gradient of an expert on its rank, for rows
+from all ranks along EXPERTS, is complete but for the tokens of ranks with the same experts: a plain sum over
+these, `Roles.gradient_sum` of units of kind EXPERT. The router and all other layers see the tokens of this
+rank.
+
+[Note: ranks without tokens]
+A rank that receives no rows computes with one of zeros, and uses nothing of its result. So it takes part in
+both all-to-alls of backward, and its experts' gradients, zeros, arrive at the same point of the program as on
+other ranks. Otherwise their reductions, and those of units after them, would start when backward is over, and
+in another order with messages of experts than on other ranks (see [Note: two channels] in
+`zero/sharded_model.py`).
+
+[Note: balanced routing]
+On meta there are no counts. Estimates are for rows that are evenly distributed over ranks.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm import Group, all_to_all_list
+from plait.models.experts import Experts
+from plait.parallel.tensor.apply import own_forward, set_forward
+from plait.plan.grid import share
+
+
+def distribute_experts(model: nn.Module, layers: Iterable[Experts], group: Group) -> None:
+    """Replace the forwards of these modules of experts, those that the model (or stage) has, by ones that
+    compute with the experts of all ranks of the group. Their parameters are this rank's shards already."""
+    modules = dict(model.named_modules())
+    for experts in layers:
+        if (module := modules.get(experts.name)) is not None:
+            forward = own_forward(experts.name, module)
+            signature = inspect.signature(forward)
+            set_forward(module, DistributedExperts(experts.name, forward, group, experts.number, signature))
+            module.num_experts = experts.number // group.size
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Numbers of rows. `sent`: to each rank; `received`: from each; `per_expert`: (P, e), received."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    per_expert: Tensor
+
+    @classmethod
+    def exchanged(cls, sorted_S: Tensor, group: Group, number: int, label: str) -> "Rows":
+        """Count the rows of these experts, in order, and tell each rank what it receives."""
+        own = number // group.size
+        if sorted_S.is_meta:  # see [Note: balanced routing]
+            parts = [share(len(sorted_S), rank, group.size) for rank in range(group.size)]
+            even = [part.stop - part.start for part in parts]
+            counts = sorted_S.new_empty(number).split(own)
+            all_to_all_list(counts, counts, group, label=label)
+            return cls(even, even, sorted_S.new_empty(group.size, own))
+        experts_E = torch.arange(number, dtype=sorted_S.dtype, device=sorted_S.device)
+        ends_E = torch.searchsorted(sorted_S, experts_E, right=True)
+        counts_E = torch.diff(ends_E, prepend=torch.searchsorted(sorted_S, experts_E[:1]))
+        received_E = torch.empty_like(counts_E)
+        all_to_all_list(received_E.split(own), counts_E.split(own), group, label=label)
+        both = torch.stack([counts_E, received_E]).view(2, group.size, own)
+        sent, received = both.sum(-1).tolist()  # on GPUs, the host waits here
+        return cls(sent, received, both[1])
+
+    def experts(self) -> Tensor:
+        """The expert of each received row, as this rank counts them: (R, 1)."""
+        num_ranks, own = self.per_expert.shape
+        total = sum(self.received)
+        if self.per_expert.is_meta:
+            return self.per_expert.new_empty(total, 1)
+        each = torch.arange(own, device=self.per_expert.device).repeat(num_ranks)
+        return each.repeat_interleave(self.per_expert.flatten(), output_size=total)[:, None]
+
+
+@dataclass(frozen=True)
+class DistributedExperts:
+    """Forward of a module that has this rank's experts. See [Note: tokens to experts and back]."""
+
+    name: str
+    forward: Callable[..., Any]
+    group: Group
+    number: int  # of the layer's experts
+    signature: inspect.Signature
+
+    @torch.compiler.disable(reason="experts of other ranks")
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        x_TH, experts_Tk, weights_Tk = self.signature.bind(module, *args, **kwargs).args[1:]
+        k, label = experts_Tk.shape[-1], f"tokens of {self.name}"
+        sorted_S, order_S = torch.sort(experts_Tk.flatten(), stable=True)
+        rows = Rows.exchanged(sorted_S, self.group, self.number, f"counts of {self.name}")
+        # Each row is selected once: its gradient is added to nothing, in any order.
+        x_SH = x_TH[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order_S[: sum(rows.sent)])
+        x_RH = _Exchange.apply(x_SH, rows.sent, rows.received, self.group, label)
+        y_RH = self._computed(module, x_RH, rows.experts())
+        y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label)
+        if unsent := len(order_S) - len(y_SH):  # choices of no expert, which some models have for padding
+            y_SH = torch.cat([y_SH, y_SH.new_zeros(unsent, y_SH.shape[-1])])
+        y_TkH = y_SH.index_select(0, torch.argsort(order_S)).unflatten(0, experts_Tk.shape)
+        dtype = torch.promote_types(y_TkH.dtype, weights_Tk.dtype)
+        return torch.bmm(weights_Tk.to(dtype)[:, None], y_TkH.to(dtype))[:, 0].to(x_TH.dtype)
+
+    def _computed(self, module: nn.Module, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+        """The results of this rank's experts, for one expert of each row."""
+        if len(x_RH):
+            return self.forward(module, x_RH, experts_R1, x_RH.new_ones(len(x_RH), 1))
+        # See [Note: ranks without tokens]
+        zeros = torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[-1])])
+        return self.forward(module, zeros, experts_R1.new_zeros(1, 1), zeros.new_ones(1, 1))[:0]
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows, `sent` to each rank and `received` from each. Its backward is the reverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_SH: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, label: str
+    ) -> Tensor:
+        ctx.rows, ctx.group, ctx.label = (received, sent), group, label
+        return _exchanged(x_SH, sent, received, group, label)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received = ctx.rows
+        gradient = _exchanged(gradients[0], sent, received, ctx.group, f"gradients of {ctx.label}")
+        return gradient, None, None, None, None
+
+
+def _exchanged(
+    x_SH: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, label: str
+) -> Tensor:
+    x_RH = x_SH.new_empty(sum(received), x_SH.shape[-1])
+    all_to_all_list(x_RH.split(list(received)), x_SH.contiguous().split(list(sent)), group, label=label)
+    return x_RH

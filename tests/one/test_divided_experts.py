@@ -1,0 +1,74 @@
+"""Experts that ep divides, and those that it refuses, before a rank starts."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait.engine.spec import Arguments, validate
+from plait.errors import ConfigError, PlaitError
+from plait.estimate.explain import explain
+from plait.models import token_batch
+from plait.plan import Plan
+from plait.verify.model_spec import parse_source
+from support import hf_models
+
+PLAN = "dp=2 ep=2"
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "facts"),
+    [
+        ("llama", PLAN, ("the model has no experts that ep divides", "LlamaForCausalLM: no experts")),
+        (
+            "dbrx",
+            PLAN,
+            ("the model has no experts that ep divides", "DbrxForCausalLM: transformer.blocks.0.ffn"),
+        ),
+        ("mixtral", "dp=3 ep=3", ("the experts do not divide over ep", "4 experts", "ep=2 or ep=4")),
+        ("mixtral", "dp=8 ep=8", ("the experts do not divide over ep", "4 experts", "ep=2 or ep=4")),
+    ],
+)
+def test_experts_that_do_not_divide_are_refused_by_name(
+    model: str, plan: str, facts: tuple[str, ...]
+) -> None:
+    built = parse_source(model, layers=2).spec().build(torch.float32)
+    with pytest.raises(PlaitError) as caught:
+        validate(Arguments(built, Plan.parse(plan)))
+    assert all(fact in str(caught.value) for fact in (*facts, "\n  try     : ")), caught.value
+
+
+def test_experts_with_a_forward_of_other_arguments_are_refused() -> None:
+    model = hf_models.model_of("mixtral")
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    experts.norm = torch.nn.LayerNorm(4, device="meta")
+    with pytest.raises(PlaitError, match="parameters or buffers of other modules"):
+        validate(Arguments(model, Plan.parse(PLAN)))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Muon, torch.optim.Adafactor])
+def test_optimizers_of_full_tensors_are_refused(optimizer: type[torch.optim.Optimizer]) -> None:
+    given = Arguments(hf_models.model_of("mixtral"), Plan.parse(PLAN), optimizer=optimizer)
+    with pytest.raises(ConfigError, match="ep=2"):
+        explain(given, token_batch(2, 8))
+
+
+def test_experts_of_a_rank_are_its_part_of_dim_0_and_all_else_is_as_under_dp() -> None:
+    """Each element of an expert is on the ranks with this expert only, in memory as in the table."""
+    model: Any = hf_models.model_of("mixtral", exact=False)
+    model.set_experts_implementation("grouped_mm")  # which runs on meta
+    alone, divided = (
+        explain(Arguments(model, Plan.parse(plan)), token_batch(2, 8)) for plan in ("dp=4", "dp=4 ep=4")
+    )
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    (before,), (after,) = alone.rank_classes, divided.rank_classes
+    assert before.parameters - after.parameters == experts * 3 // 4
+    assert alone.num_parameters == divided.num_parameters
+    ranges = {
+        shard.boxes.ranges[0]
+        for layouts in divided.shard_map.layouts
+        for unit in layouts[0].units
+        for shard in unit.params
+        if ".experts." in shard.name
+    }
+    assert ranges == {((expert, expert + 1),) for expert in range(4)}

@@ -1,0 +1,38 @@
+"""Mixtures of experts whose routers choose by a rule, so that it is known who gets how many tokens."""
+
+import functools
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support import hf_models
+
+
+def model_with(
+    routing: str, *, on_meta: bool = True, exact: bool = True, experts_implementation: str = "eager"
+) -> nn.Module:
+    """A mixture whose routers choose by a token's number in the batch, or by a rule."""
+    model: Any = hf_models.model_of("mixtral", on_meta=on_meta, exact=exact)
+    model.set_experts_implementation(experts_implementation)
+    for module in model.modules():
+        if type(module).__name__ == "MixtralTopKRouter":
+            module.forward = types.MethodType(functools.partial(_routed, routing), module)
+    return model
+
+
+def _routed(routing: str, router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices by a rule, with the weights that the router's logits give them."""
+    logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight)
+    number = torch.arange(len(logits), device=logits.device)[:, None]
+    chosen = {
+        "balanced": torch.cat([number, number + 2], 1) % 4,  # each rank of two or four gets as many
+        "one": torch.cat([number * 0 + 3, number * 0 + 1], 1),  # experts 0 and 2 get none
+        "first rank": torch.cat([number * 0, number * 0 + 1], 1),
+        "one rank": torch.cat([number * 0 + 2, number * 0 + 3], 1),  # the first half of experts gets none
+        "all": (number + torch.arange(4, device=logits.device)) % 4,
+    }[routing]
+    weights = torch.softmax(logits, -1).gather(1, chosen)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
