@@ -2,16 +2,16 @@
 
 [Note: orders of tokens]
 Under a causal mask a query sees the keys before it, so the last of P equal parts of a row takes 2P - 1 times
-as long as the first. With `chunks = 2` a rank has chunks r and 2P - 1 - r of 2P (zig-zag), which together
+as long as the first. With `num_runs = 2` a rank has runs r and 2P - 1 - r of 2P (zig-zag), which together
 have the same work on every rank. Where each rank has all tokens of some heads instead (Ulysses), it has one
-chunk. With both, the ranks that exchange heads (`inner` neighbours) divide the chunks of one rank of the
-ring. Documents of a packed row are not balanced by two chunks: each rank has those of 1/C of the row, one
-part after another, and C is doubled until work is even, or chunks are short. Outside of attention the order
+run. With both, the ranks that exchange heads (`inner` neighbours) divide the runs of one rank of the ring.
+Documents of a packed row are not balanced by two runs: each rank has those of 1/C of the row, one part after
+another, and C is doubled until work is even, or runs are short. Outside of attention the order
 does not matter: positions are numbered before a row is divided.
 
 [Note: blocks of a mask]
 A query sees the keys of its own document, or chunk of it, and of these the ones within a distance; padding
-is no key. So the queries of a chunk are divided at the borders of documents, and the keys of each run into
+is no key. So the queries of a run are divided at the borders of documents, and the keys of each run into
 blocks that all of its queries see (`FULL`), the triangle next to it (`CAUSAL`), and the edges of a window,
 which need a mask of distances. Blocks that no query sees are not made. Windows shorter than a tile are
 computed with one mask for each tile of queries: kernels pay for each call.
@@ -64,12 +64,12 @@ class Block:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Tokens of a row over ranks: each has `chunks` runs of equal length. The row is padded to fill them.
+    """Tokens of a row over ranks: each has `num_runs` runs of equal length. The row is padded to fill them.
     `inner`: neighbours that exchange heads."""
 
     num_tokens: int
     num_ranks: int
-    chunks: int
+    num_runs: int
     inner: int = 1
 
     @classmethod
@@ -81,16 +81,16 @@ class TokenOrder:
     @property
     def of_heads(self) -> "TokenOrder":
         """Once tokens are exchanged for heads: over groups of neighbours, all of which have one's tokens."""
-        return TokenOrder(self.padded, self.num_ranks // self.inner, self.chunks)
+        return TokenOrder(self.padded, self.num_ranks // self.inner, self.num_runs)
 
     @cached_property
-    def chunk(self) -> int:
+    def run_length(self) -> int:
         """Tokens of a run."""
-        return -(-self.num_tokens // (self.num_ranks * self.chunks))
+        return -(-self.num_tokens // (self.num_ranks * self.num_runs))
 
     @property
     def padded(self) -> int:
-        return self.chunk * self.num_ranks * self.chunks
+        return self.run_length * self.num_ranks * self.num_runs
 
     @property
     def num_filled(self) -> int:
@@ -99,27 +99,28 @@ class TokenOrder:
 
     @property
     def per_rank(self) -> int:
-        return self.chunk * self.chunks
+        return self.run_length * self.num_runs
 
     def starts(self, rank: int) -> tuple[int, ...]:
         """The positions at which the runs of a rank start: see [Note: orders of tokens]."""
         (outer, at), ring = divmod(rank, self.inner), self.num_ranks // self.inner
         numbers = (
             n
-            for part in range(self.chunks)
+            for part in range(self.num_runs)
             for n in (2 * ring * part + outer, 2 * ring * (part + 1) - 1 - outer)
         )
         return tuple(
-            (number * self.inner + at) * self.chunk for number in itertools.islice(numbers, self.chunks)
+            (number * self.inner + at) * self.run_length
+            for number in itertools.islice(numbers, self.num_runs)
         )
 
     def balanced(self, rows: Sequence[Sequence[Interval]]) -> "TokenOrder":
         """An order in which these documents are nearly equal work for all ranks, if there is one with as many
         tokens on each: see [Note: orders of tokens]."""
         found = [self]
-        while self.chunks > 1 and found[-1].unevenness(rows) > EVEN:
-            finer = replace(self, chunks=2 * found[-1].chunks)
-            if finer.padded != self.padded or finer.chunk < SHORTEST:
+        while self.num_runs > 1 and found[-1].unevenness(rows) > EVEN:
+            finer = replace(self, num_runs=2 * found[-1].num_runs)
+            if finer.padded != self.padded or finer.run_length < SHORTEST:
                 break
             found.append(finer)
         return min(found, key=lambda order: order.unevenness(rows))
@@ -127,21 +128,23 @@ class TokenOrder:
     def unevenness(self, rows: Sequence[Sequence[Interval]]) -> float:
         """The most pairs of a query and a key before it in its document that a rank has, of their mean."""
         order = self.of_heads
-        pairs = [0] * (order.num_ranks * order.chunks)
+        pairs = [0] * (order.num_ranks * order.num_runs)
         for start, stop in itertools.chain.from_iterable(rows):
-            for run in range(start // order.chunk, -(-stop // order.chunk)):
-                first = max(0, run * order.chunk - start)
-                last = min(stop, (run + 1) * order.chunk) - start
+            for run in range(start // order.run_length, -(-stop // order.run_length)):
+                first = max(0, run * order.run_length - start)
+                last = min(stop, (run + 1) * order.run_length) - start
                 pairs[run] += (last * (last + 1) - first * (first + 1)) // 2
         of_ranks = [
-            sum(pairs[at // order.chunk] for at in order.starts(rank)) for rank in range(order.num_ranks)
+            sum(pairs[at // order.run_length] for at in order.starts(rank)) for rank in range(order.num_ranks)
         ]
         return order.num_ranks * max(of_ranks) / sum(of_ranks)
 
     @cached_property
     def by_rank(self) -> tuple[int, ...]:
         """The runs of all ranks, in rank order, by their numbers in the row."""
-        return tuple(start // self.chunk for rank in range(self.num_ranks) for start in self.starts(rank))
+        return tuple(
+            start // self.run_length for rank in range(self.num_ranks) for start in self.starts(rank)
+        )
 
     @cached_property
     def in_row(self) -> tuple[int, ...]:
@@ -209,7 +212,7 @@ def _tile(queries: Interval, keys: Interval, before: int | None, after: int | No
 
 
 def ulysses_kv_heads(heads: int, kv_heads: int, num_ranks: int) -> int | None:
-    """Kv heads of which Ulysses gives each rank as many, with copies of fewer; None: impossible."""
+    """Kv heads that Ulysses exchanges, with copies until they divide over the ranks; None: impossible."""
     if num_ranks == 1:
         return kv_heads
     copies = math.lcm(kv_heads, num_ranks)

@@ -41,9 +41,9 @@ from plait.models import Numbering
 from plait.models.attention import AttentionCall, plain_attention
 from plait.parallel.activation_checkpoint import kept
 from plait.parallel.context.dropout import Dropout, DropoutStream
-from plait.parallel.context.kernels import Block, Scores, attend, attend_backward, merge
+from plait.parallel.context.kernels import BlockTensors, Scores, attend, attend_backward, merge
 from plait.parallel.context.keys import LABEL, GatheredKeys, Keys, Pair, RingKeys
-from plait.parallel.context.tokens import SequenceShare, SharedTokens, Work
+from plait.parallel.context.tokens import BlockSlices, SequenceShare, SharedTokens
 from plait.plan.context import TokenOrder, gathered_kv_heads, heads_error, ulysses_kv_heads
 
 
@@ -139,7 +139,7 @@ class _Attention(Function):
         k: Tensor,
         v: Tensor,
         sinks_H: Tensor | None,
-        work: Sequence[Sequence[Work]],
+        work: Sequence[Sequence[BlockSlices]],
         dropouts: Sequence[Dropout | None],
         scores: Scores,
         keys: Keys,
@@ -170,7 +170,7 @@ class _Attention(Function):
                     of_v[at.of_keys] += gradients[2]
                 yield of_k, of_v
 
-        for heads, kv_heads in _head_groups(q, k, keys.copies):
+        for heads, kv_heads in _head_groups(q, k, keys.ranks_in_part):
             dk[:, kv_heads], dv[:, kv_heads] = keys.summed(of_parts(heads, kv_heads), k.dtype)
         of_sinks = None
         if sinks_H is not None:
@@ -184,7 +184,7 @@ def _attended(
     k: Tensor,
     v: Tensor,
     sinks_H: Tensor | None,
-    work: Sequence[Sequence[Work]],
+    work: Sequence[Sequence[BlockSlices]],
     dropouts: Sequence[Dropout | None],
     scores: Scores,
     keys: Keys,
@@ -194,7 +194,7 @@ def _attended(
     out = q.new_empty(size_B, size_n, size_H, v.shape[-1]).transpose(1, 2)  # as the next layer reads it
     wide = torch.promote_types(q.dtype, torch.float32)
     lse_BHn = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
-    for heads, kv_heads in _head_groups(q, k, keys.copies):
+    for heads, kv_heads in _head_groups(q, k, keys.ranks_in_part):
         merged = q.new_zeros(size_B, q[:, heads].shape[1], size_n, v.shape[-1], dtype=wide)
         parts = keys.parts(k[:, kv_heads], v[:, kv_heads])
         for (part_k, part_v), blocks, dropout in zip(parts, work, dropouts, strict=True):
@@ -210,23 +210,24 @@ def _attended(
     return out, lse_BHn
 
 
-def _block(at: Work, heads: slice, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None) -> Block:
+def _block(
+    at: BlockSlices, heads: slice, q: Tensor, k: Tensor, v: Tensor, dropout: Dropout | None
+) -> BlockTensors:
     """`heads`: of the queries; the keys and values are theirs. `dropout`: of all heads and tokens."""
     if dropout is not None:
         indices = dropout.samples_B[at.samples], dropout.heads_H[heads]
         dropout = Dropout(*dropout[:2], *indices, dropout.queries_Q[at.rows], dropout.keys_N[at.keys])
     queries = q[:, heads][at.queries]
-    return Block(queries, k[at.of_keys], v[at.of_keys], at.causal, at.mask_QN, dropout)
+    return BlockTensors(queries, k[at.of_keys], v[at.of_keys], at.causal, at.mask_QN, dropout)
 
 
-def _head_groups(q: Tensor, k: Tensor, copies: int) -> list[tuple[slice, slice]]:
+def _head_groups(q: Tensor, k: Tensor, ranks_in_part: int) -> list[tuple[slice, slice]]:
     """Slices of the heads, and of their kv heads, that are computed at the same time: so many that gathered
-    keys and values take no more memory than the rank's queries and outputs. `copies`: of this rank's keys
-    there are as many in a part."""
+    keys and values, of so many ranks, take no more memory than the rank's queries and outputs."""
     heads, kv_heads = q.shape[1], k.shape[1]
-    if copies == 1:
+    if ranks_in_part == 1:
         return [(slice(None), slice(None))]
-    step, each = gathered_kv_heads(heads, kv_heads, copies), heads // kv_heads
+    step, each = gathered_kv_heads(heads, kv_heads, ranks_in_part), heads // kv_heads
     return [(slice(at * each, (at + step) * each), slice(at, at + step)) for at in range(0, kv_heads, step)]
 
 
@@ -251,12 +252,12 @@ class _Exchange(Function):
 def _exchanged(
     group: Group, order: TokenOrder, to_heads: bool, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    size, chunks = order.inner, order.chunks
+    size, num_runs = order.inner, order.num_runs
     # Each neighbour's (B, heads, runs, tokens of a run, width): all ranks' have the same shape.
     if to_heads:
-        parts = [t.unflatten(1, (size, -1)).unflatten(3, (chunks, -1)).movedim(1, 0) for t in tensors]
+        parts = [t.unflatten(1, (size, -1)).unflatten(3, (num_runs, -1)).movedim(1, 0) for t in tensors]
     else:
-        parts = [t.unflatten(2, (chunks, size, -1)).movedim(3, 0) for t in tensors]
+        parts = [t.unflatten(2, (num_runs, size, -1)).movedim(3, 0) for t in tensors]
     sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
     received = torch.empty_like(sent)
     if size == group.size:

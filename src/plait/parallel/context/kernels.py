@@ -53,7 +53,7 @@ class Scores:
     softcap: float | None = None
 
 
-class Block(NamedTuple):
+class BlockTensors(NamedTuple):
     """Queries and some of their keys and values.
 
     causal    query i sees keys up to i, of as many
@@ -88,7 +88,7 @@ class Block(NamedTuple):
                 yield rows, slice(None), None if self.mask_QN is None else self.mask_QN[rows]
 
 
-def attend(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
+def attend(block: BlockTensors, scores: Scores) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, Q, V) and the log-sum-exp (B, H, Q) over these keys: -inf of a query that sees
     none."""
     if _is_flash(block, scores):
@@ -105,7 +105,7 @@ def attend(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(
-    gradient: Tensor, block: Block, out: Tensor, lse_BHQ: Tensor, scores: Scores
+    gradient: Tensor, block: BlockTensors, out: Tensor, lse_BHQ: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through these keys: see [Note: backward of a part]. `out` and
     `lse_BHQ` are over all keys."""
@@ -130,7 +130,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     torch.logaddexp(lse, other_lse, out=lse)
 
 
-def _is_fused(block: Block, scores: Scores) -> bool:
+def _is_fused(block: BlockTensors, scores: Scores) -> bool:
     return block.q.device.type in ("cpu", "meta") and scores.softcap is None and block.dropout is None
 
 
@@ -141,7 +141,7 @@ def _one_size(*tensors: Tensor, multiple: int = 1) -> list[Tensor]:
     return [t if t.stride(-1) == 1 else t.contiguous() for t in full]
 
 
-def _is_flash(block: Block, scores: Scores) -> bool:
+def _is_flash(block: BlockTensors, scores: Scores) -> bool:
     q, size = block.q, max(block.q.shape[-1], block.v.shape[-1])
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or size > _FLASH_SIZE:
         return False
@@ -149,14 +149,14 @@ def _is_flash(block: Block, scores: Scores) -> bool:
     return is_plain and _flash_is_right(q.device, q.dtype, size)
 
 
-def _flash(block: Block, scale: float) -> tuple[Tensor, Tensor]:
+def _flash(block: BlockTensors, scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = _one_size(block.q, block.k, block.v, multiple=8)
     out, lse_BHQ = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, scale=scale)[:2]
     return out[..., : block.v.shape[-1]], lse_BHQ
 
 
 def _flash_backward(
-    gradient: Tensor, block: Block, out: Tensor, lse_BHQ: Tensor, scale: float
+    gradient: Tensor, block: BlockTensors, out: Tensor, lse_BHQ: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes = [tensor.shape[-1] for tensor in (block.q, block.k, block.v)]
     q, k, v, gradient, out = _one_size(block.q, block.k, block.v, gradient, out, multiple=8)
@@ -177,7 +177,7 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool
         torch.randn(1, heads, 64, size, generator=generator).to(device, dtype) for heads in (4, 4, 2, 2)
     )
     for causal in (False, True):
-        block = Block(q, k, v, causal)
+        block = BlockTensors(q, k, v, causal)
         out, lse_BHQ = _plain(block, scores)
         given = gradient, block, out, lse_BHQ + 0.5  # as if there were other keys
         expected = (out, lse_BHQ, *_plain_backward(*given, scores))
@@ -201,12 +201,12 @@ def _warn_of_slow_attention(reason: str) -> None:
     )
 
 
-def _plain(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
+def _plain(block: BlockTensors, scores: Scores) -> tuple[Tensor, Tensor]:
     parts = list(_plain_tiles(block, scores))
     return torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 2)
 
 
-def _plain_tiles(block: Block, scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
+def _plain_tiles(block: BlockTensors, scores: Scores) -> Iterator[tuple[Tensor, Tensor]]:
     groups = block.q.shape[1] // block.k.shape[1]
     k, v = block.k.repeat_interleave(groups, 1), block.v.repeat_interleave(groups, 1)
     for rows, keys, mask in block.tiles():
@@ -230,7 +230,7 @@ def _scores(q: Tensor, k: Tensor, scores: Scores, mask: Tensor | None) -> tuple[
 
 
 def _plain_backward(
-    gradient: Tensor, block: Block, out: Tensor, lse_BHQ: Tensor, scores: Scores
+    gradient: Tensor, block: BlockTensors, out: Tensor, lse_BHQ: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, wide, kv_heads = block.q, lse_BHQ.dtype, block.k.shape[1]
     groups = q.shape[1] // kv_heads

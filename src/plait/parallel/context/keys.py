@@ -33,8 +33,8 @@ class Keys(Protocol):
         """The rank in `TokenOrder.of_heads` whose tokens each part has; None: those of the row."""
 
     @property
-    def copies(self) -> int:
-        """A part has so many times the keys of this rank."""
+    def ranks_in_part(self) -> int:
+        """Number of ranks whose tokens a part has."""
 
     def parts(self, k: Tensor, v: Tensor) -> Iterator[Pair]:
         """Yield the parts, of (B, K, n, D) and (B, K, n, V) of this rank."""
@@ -56,7 +56,7 @@ class GatheredKeys:
         return (None,)
 
     @property
-    def copies(self) -> int:
+    def ranks_in_part(self) -> int:
         return self.group.size
 
     def parts(self, k: Tensor, v: Tensor) -> Iterator[Pair]:
@@ -65,7 +65,7 @@ class GatheredKeys:
         ranks = own.new_empty(self.group.size * own.numel())
         all_gather(ranks, own.flatten(), self.group, label=LABEL)
         runs = ranks.view(self.group.size, *own.shape).movedim(0, 2)  # (B, K, P, n, D + V)
-        runs = runs.unflatten(3, (self.order.chunks, self.order.chunk)).flatten(2, 3)
+        runs = runs.unflatten(3, (self.order.num_runs, self.order.run_length)).flatten(2, 3)
         row = torch.cat([runs[:, :, number] for number in self.order.in_row], 2)
         yield row[..., : k.shape[-1]], row[..., k.shape[-1] :]
 
@@ -73,7 +73,7 @@ class GatheredKeys:
         """See `Keys`."""
         ((dk, dv),) = gradients
         row, size = torch.cat([dk, dv], -1), self.group.size
-        runs = row.split(self.order.chunk, 2)
+        runs = row.split(self.order.run_length, 2)
         full = torch.cat([runs[number].to(dtype) for number in self.order.by_rank], 2)
         full = full.unflatten(2, (size, -1)).movedim(2, 0).flatten()
         own = row.new_empty(full.numel() // size)
@@ -100,7 +100,7 @@ class RingKeys:
         return tuple((at - step) % size for step in range(size))
 
     @property
-    def copies(self) -> int:
+    def ranks_in_part(self) -> int:
         return 1
 
     def parts(self, k: Tensor, v: Tensor) -> Iterator[Pair]:

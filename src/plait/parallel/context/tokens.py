@@ -35,11 +35,11 @@ from plait.models.mask_decisions import (
 )
 from plait.plan.context import Block, Interval, Segment, TokenOrder, Visible, blocks_of, divided
 
-_ANY = 1 << 40  # a distance of positions that none is
+_ANY = 1 << 40  # more than any distance of positions
 _FILL = {"labels": IGNORED_LABEL}  # of tokens that fill up the last runs; 0 in other entries
 
 
-class Work(NamedTuple):
+class BlockSlices(NamedTuple):
     """A block of keys for some of a rank's queries.
 
     rows       of the rank's queries
@@ -80,7 +80,7 @@ class SequenceShare:
     kept: Sequence[Interval]
     device: torch.device
     is_packed: bool = False
-    _work: dict[tuple[MaskRule, int | None], list[Work]] = field(default_factory=dict)
+    _work: dict[tuple[MaskRule, int | None], list[BlockSlices]] = field(default_factory=dict)
     _masks: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -119,12 +119,12 @@ class SequenceShare:
     @property
     def own_filled(self) -> int:
         """The rank's tokens that only fill up its runs: they are its last ones."""
-        ends = (start + self.order.chunk for start in self.order.starts(self.rank))
-        return sum(min(self.order.chunk, max(0, end - self.order.num_tokens)) for end in ends)
+        ends = (start + self.order.run_length for start in self.order.starts(self.rank))
+        return sum(min(self.order.run_length, max(0, end - self.order.num_tokens)) for end in ends)
 
     def own(self, batch: Mapping[str, Tensor], of_tokens: Collection[str]) -> dict[str, Tensor]:
         """This rank's tokens of each entry, in its order."""
-        starts, length, extra = self.order.starts(self.rank), self.order.chunk, self.order.num_filled
+        starts, length, extra = self.order.starts(self.rank), self.order.run_length, self.order.num_filled
         entries = dict(batch)
         for key in batch.keys() & {*of_tokens}:
             row = batch[key]
@@ -145,21 +145,21 @@ class SequenceShare:
                 return _without_tokens(own, rows)
             ranks = own.new_empty(group.size * own.numel())
             all_gather(ranks, own.flatten(), group)
-            runs = ranks.view(group.size, own.shape[0], self.order.chunks, -1, *own.shape[2:]).movedim(0, 1)
+            runs = ranks.view(group.size, own.shape[0], self.order.num_runs, -1, *own.shape[2:]).movedim(0, 1)
             runs = runs.flatten(1, 2)
             row = torch.cat([runs[:, number] for number in self.order.in_row], 1)
             return row[:, : self.order.num_tokens]
 
         return tree_map_only(Tensor, of_all, outputs)
 
-    def work(self, rule: MaskRule, source: int | None) -> list[Work]:
+    def work(self, rule: MaskRule, source: int | None) -> list[BlockSlices]:
         """The blocks of this rank's queries for the keys of `source`, in `order.of_heads`; None: of the row,
         in its order. Every rank of `cp` has the blocks of its neighbours that exchange heads."""
         if (rule, source) not in self._work:
             self._work[rule, source] = list(_joined(self._blocks(rule, source)))
         return self._work[rule, source]
 
-    def _blocks(self, rule: MaskRule, source: int | None) -> Iterator[Work]:
+    def _blocks(self, rule: MaskRule, source: int | None) -> Iterator[BlockSlices]:
         order = self.order.of_heads
         key_starts, keys_length = self._runs(source)
         samples_segments: list[list[Segment]] = [[((0, self.order.num_tokens), kept)] for kept in self.kept]
@@ -171,11 +171,11 @@ class SequenceShare:
             for number, start in enumerate(order.starts(self.rank // self.order.inner)):
                 for at, first in enumerate(key_starts):
                     held = _within(segments, (first, first + keys_length))
-                    for block in blocks_of((start, start + order.chunk), held, rule.before, rule.after):
-                        rows = _shifted(block.queries, number * order.chunk - start)
+                    for block in blocks_of((start, start + order.run_length), held, rule.before, rule.after):
+                        rows = _shifted(block.queries, number * order.run_length - start)
                         keys = _shifted(block.keys, at * keys_length - first)
                         causal = block.visible is Visible.CAUSAL
-                        yield Work(samples, rows, keys, causal, self._mask(block, rule))
+                        yield BlockSlices(samples, rows, keys, causal, self._mask(block, rule))
 
     def positions(self, source: int | None) -> Tensor:
         """The positions in the row of the tokens of `source`: see `work`."""
@@ -185,7 +185,7 @@ class SequenceShare:
     def _runs(self, source: int | None) -> tuple[Sequence[int], int]:
         """The starts of its runs, and their length."""
         order = self.order.of_heads
-        return ((0,), order.padded) if source is None else (order.starts(source), order.chunk)
+        return ((0,), order.padded) if source is None else (order.starts(source), order.run_length)
 
     def _mask(self, block: Block, rule: MaskRule) -> Tensor | None:
         if block.visible is not Visible.MASKED:
@@ -223,10 +223,10 @@ def _shifted(interval: Interval, by: int) -> slice:
     return slice(interval[0] + by, interval[1] + by)
 
 
-def _joined(blocks: Iterable[Work]) -> Iterator[Work]:
+def _joined(blocks: Iterable[BlockSlices]) -> Iterator[BlockSlices]:
     """Blocks; of two that are seen by all their queries and touch each other, one is made: kernels pay for
     each call."""
-    last: Work | None = None
+    last: BlockSlices | None = None
     for block in blocks:
         if last is None:
             last = block
@@ -243,7 +243,7 @@ def _joined(blocks: Iterable[Work]) -> Iterator[Work]:
         yield last
 
 
-def _is_full(block: Work) -> bool:
+def _is_full(block: BlockSlices) -> bool:
     return not block.causal and block.mask_QN is None
 
 
