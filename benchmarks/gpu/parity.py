@@ -12,7 +12,7 @@ from hardware import Json, selected
 from llama import TOY
 from plait.__main__ import main as plait_main
 from plait.comm.launch import fork_ranks
-from plait.parallel.context.kernels import Block, Scores, attend, attend_backward
+from plait.parallel.context.kernels import BlockTensors, Scores, attend, attend_backward
 from plait.verify import runner
 from plait.verify.model_spec import parse_source
 from plait.verify.result import Verdict
@@ -86,7 +86,7 @@ def attention(device: str, dtype: str, head_size: int) -> Json:
     for causal in (False, True):
         results = []
         for of in (torch.float32, getattr(torch, dtype)):
-            block = Block(*(tensor.to(of) for tensor in (q, k, v)), causal)
+            block = BlockTensors(*(tensor.to(of) for tensor in (q, k, v)), causal)
             out, lse = attend(block, scores := Scores(head_size**-0.5))
             of_keys = attend_backward(
                 gradient.to(of), block, out, lse + 0.5, scores

@@ -275,13 +275,13 @@ class _Flash:
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, *, scale: float
     ) -> tuple[Tensor, Tensor]:
         assert dropout == 0.0
-        out, lse = kernels._plain(kernels.Block(q, k, v, causal), kernels.Scores(scale))
+        out, lse = kernels._plain(kernels.BlockTensors(q, k, v, causal), kernels.Scores(scale))
         return out, lse * self._factor
 
     def _scaled_dot_product_flash_attention_backward(self, *args: Any, scale: float) -> Any:
         gradient, q, k, v, out, lse = args[:6]
         return kernels._plain_backward(
-            gradient, kernels.Block(q, k, v, args[11]), out, lse, kernels.Scores(scale)
+            gradient, kernels.BlockTensors(q, k, v, args[11]), out, lse, kernels.Scores(scale)
         )
 
 
@@ -302,7 +302,7 @@ def test_flash_attention_has_one_head_size() -> None:
         torch.empty(2, heads, tokens, size, device="meta", dtype=torch.bfloat16)
         for heads, tokens, size in ((4, 64, 20), (2, 96, 20), (2, 96, 12))
     )
-    block = kernels.Block(q, k, v)
+    block = kernels.BlockTensors(q, k, v)
     out, lse_BHQ = kernels._flash(block, 0.3)
     assert (out.shape, lse_BHQ.shape, lse_BHQ.dtype) == ((2, 4, 64, 12), (2, 4, 64), torch.float32)
     gradients = kernels._flash_backward(torch.empty_like(out), block, out, lse_BHQ, 0.3)
@@ -318,7 +318,7 @@ def test_elements_of_a_head_may_be_apart_in_memory(which: int) -> None:
     ]
 
     def results(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
-        block, scores = kernels.Block(q, k, v, causal=True), kernels.Scores(0.3)
+        block, scores = kernels.BlockTensors(q, k, v, causal=True), kernels.Scores(0.3)
         out, lse_BHQ = kernels.attend(block, scores)
         return [out, lse_BHQ, *kernels.attend_backward(gradient, block, out, lse_BHQ, scores)]
 

@@ -75,7 +75,9 @@ def test_ranks_have_equal_work_under_a_causal_mask(num_ranks: int) -> None:
     order = TokenOrder(64 * num_ranks, num_ranks, 2)
     row = [((0, order.padded), (0, order.padded))]
     work = [
-        num_pairs([b for at in order.starts(rank) for b in blocks_of((at, at + order.chunk), row, None, 0)])
+        num_pairs(
+            [b for at in order.starts(rank) for b in blocks_of((at, at + order.run_length), row, None, 0)]
+        )
         for rank in range(num_ranks)
     ]
     assert len(set(work)) == 1
@@ -105,7 +107,7 @@ def test_ranks_have_nearly_equal_work_for_documents_of_a_row(num_ranks: int, met
     def largest_over_mean(order: TokenOrder) -> float:
         order, work = order.of_heads, []
         for rank in range(order.num_ranks):
-            runs = [(at, at + order.chunk) for at in order.starts(rank)]
+            runs = [(at, at + order.run_length) for at in order.starts(rank)]
             work.append(num_pairs([block for run in runs for block in blocks_of(run, rows, None, 0)]))
         return order.num_ranks * max(work) / sum(work)
 
@@ -125,7 +127,7 @@ def test_every_token_is_on_one_rank(num_tokens: int, outer: int, chunks: int, in
     num_ranks = outer * inner
     order = TokenOrder(num_tokens, num_ranks, chunks, inner)
     starts = [at for rank in range(num_ranks) for at in order.starts(rank)]
-    assert sorted(starts) == list(range(0, order.padded, order.chunk))
+    assert sorted(starts) == list(range(0, order.padded, order.run_length))
     assert [starts[index] for index in order.in_row] == sorted(starts)
     assert 0 <= order.num_filled < num_ranks * chunks
 
