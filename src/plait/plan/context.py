@@ -380,12 +380,3 @@ class MethodChoice:
                 sent[each] = Sent(*map(sum, zip(*known, strict=True))) if known else Sent(0.0, 0.0)
         rounded = {each: [float(f"{total:.9g}") for total in totals] for each, totals in sent.items()}
         return cls(min(rounded, key=rounded.__getitem__), sent, on_host < num_ranks)
-
-
-def num_pairs(blocks: Sequence[Block]) -> int:
-    """Pairs of a query and a key that the kernels of these blocks compute: half of a triangle."""
-    total = 0
-    for block in blocks:
-        queries, keys = block.queries[1] - block.queries[0], block.keys[1] - block.keys[0]
-        total += queries * (queries + 1) // 2 if block.visible is Visible.CAUSAL else queries * keys
-    return total
