@@ -12,6 +12,7 @@ from plait.plan import Plan, context
 from plait.plan.axes import SEQUENCE
 from plait.plan.comm_log import CommCount, CommKey
 from plait.plan.context import (
+    Block,
     Interval,
     MethodChoice,
     Segment,
@@ -21,13 +22,21 @@ from plait.plan.context import (
     divided,
     first_heads,
     heads_degree,
-    num_pairs,
     recomputed_share,
     sent_elements,
     ulysses_kv_heads,
 )
 from plait.plan.events import ring_bytes
 from plait.plan.grid import Grid
+
+
+def num_pairs(blocks: list[Block]) -> int:
+    """Pairs of a query and a key that the kernels of these blocks compute: half of a triangle."""
+    total = 0
+    for block in blocks:
+        queries, keys = block.queries[1] - block.queries[0], block.keys[1] - block.keys[0]
+        total += queries * (queries + 1) // 2 if block.visible is Visible.CAUSAL else queries * keys
+    return total
 
 
 @st.composite
