@@ -70,6 +70,7 @@ SHORT = {
     "the model numbers tokens in a way of its own": "own positions",
     "the model does not run": "does not run on meta",
     "the loss of this model's task is no sum over tokens": "loss",
+    "the loss is no sum over the tokens of a row": "loss",
     "the heads do not divide over the ranks of cp": "heads",
 }
 

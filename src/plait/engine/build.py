@@ -99,7 +99,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         StageModules.publish(
             [stage.module_part.modules for stage in stages.values() if stage.module_part.modules]
         )
-    if is_split or context.groups.tp.size > 1:
+    if is_split or max(context.groups.tp.size, context.groups.experts.size) > 1:
         refuse_shards_in_files(model)
     tied_reduce = TiedGradReduce(spec.stages.shared_units, spec.schedule.rank_of, mesh)
     sharded = ShardedModel({s: stage.sharded for s, stage in stages.items()}, groups, tied_reduce)

@@ -189,8 +189,21 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
-        experts=experts_of(model, plan.ep) if plan.ep > 1 else (),
+        experts=_experts(model, plan, stages) if plan.ep > 1 else (),
     )
+
+
+def _experts(model: nn.Module, plan: Plan, stages: StageAssignment) -> tuple[Experts, ...]:
+    found = experts_of(model, plan.ep)
+    shared = [each.name for each in found if {*each.parameters} & stages.shared.keys()]
+    if shared:
+        raise ModelError(
+            "ep does not divide experts that blocks of several stages share",
+            given=f"{shared[0]}, ep={plan.ep} pp={plan.pp}",
+            expected="experts of one stage",
+            hint="no pp, or no ep",
+        )
+    return found
 
 
 def _with_method(

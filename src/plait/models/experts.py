@@ -44,12 +44,12 @@ def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
         )
     for experts in found:
         if experts.number % ranks:
-            divisors = [d for d in range(2, experts.number) if experts.number % d == 0]
+            divisors = [d for d in range(2, experts.number + 1) if experts.number % d == ranks % d == 0]
             raise PlanError(
                 "the experts do not divide over ep",
                 given=f"ep={ranks}, {experts.name} with {experts.number} experts",
                 expected="a divisor of the number of experts",
-                hint=" or ".join(f"ep={d}" for d in [*divisors[:4], experts.number]),
+                hint=" or ".join([*(f"ep={d}" for d in divisors[:4]), "a plan without ep"]),
             )
     return found
 

@@ -10,8 +10,8 @@ so dropout masks are equal both times and the results are those of `none`, bit f
 is wrapped, not its call: module hooks stay outside and do not run again.
 
 [Note: kept results]
-Results of messages between ranks, or of work by the square of the tokens, are kept whatever is recomputed:
-attention over ranks hands its outputs and log-sum-exps to `kept`, as much memory as a block's input.
+Attention over ranks takes messages, and work by the square of the tokens. Its results are kept whatever is
+recomputed: it hands outputs and log-sum-exps to `kept`, as much memory as a block's input.
 
 [Note: state that a forward changes]
 A forward may change BatchNorm's running statistics, counters or the vectors of spectral norm. A second

@@ -328,13 +328,14 @@ def heads_of_columns(heads: int, kv_heads: int, columns: int) -> list[tuple[int,
 
 def first_heads(attentions: Iterable[tuple[int, int]], columns: int, column: int) -> dict[int, int]:
     """The index of the first head that a column of `tp` has, by how many it has: of attentions of (heads, kv
-    heads). Columns that have all of them compute the same."""
-    attentions, found = list(attentions), dict[int, int]()
+    heads). Columns that have all of them compute the same. Numbers with several indices are left out."""
+    found: dict[int, set[int]] = {}
     for heads, kv_heads in attentions:
+        found.setdefault(heads, set()).add(0)
         if heads >= columns and heads % kv_heads == 0:
             first, stop = split_heads(heads, kv_heads, columns).queries[column]
-            found[stop - first] = first
-    return found | {heads: 0 for heads, _ in attentions}
+            found.setdefault(stop - first, set()).add(first)
+    return {size: first for size, (first, *others) in found.items() if not others}
 
 
 def recomputed_share(recompute: str) -> float:

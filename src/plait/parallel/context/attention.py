@@ -85,7 +85,15 @@ class ContextAttention:
             return [None] * len(keys.sources)
         assert self.dropout is not None, "dropout of attention without a stream of seeds"
         size_B, size_H, share = *call.q.shape[:2], self.share
-        first = before + self.dropout.first_heads[size_H * share.order.inner]
+        heads = size_H * share.order.inner
+        if heads not in self.dropout.first_heads:
+            raise ModelError(
+                "layers with other numbers of heads hide which heads a column of tp has",
+                given=f"{call.caller}: {heads} heads on this column, and dropout of attention",
+                expected="as many heads in all layers, or no dropout of attention",
+                hint="a plan without tp, or attention_dropout=0 in the model's configuration",
+            )
+        first = before + self.dropout.first_heads[heads]
         samples_B, heads_H = (
             torch.arange(at, at + size, device=share.device) for at, size in ((0, size_B), (first, size_H))
         )

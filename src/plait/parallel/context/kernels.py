@@ -176,8 +176,7 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool
     q, gradient, k, v = (
         torch.randn(1, heads, 64, size, generator=generator).to(device, dtype) for heads in (4, 4, 2, 2)
     )
-    for causal in (False, True):
-        block = BlockTensors(q, k, v, causal)
+    for block in (BlockTensors(q, k, v, causal=True), BlockTensors(q, k[:, :, :40], v[:, :, :40])):
         out, lse_BHQ = _plain(block, scores)
         given = gradient, block, out, lse_BHQ + 0.5  # as if there were other keys
         expected = (out, lse_BHQ, *_plain_backward(*given, scores))
@@ -185,6 +184,8 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool
             found = (*_flash(block, scores.scale), *_flash_backward(*given, scores.scale))
         except NotImplementedError:  # a torch without it
             return False
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             _warn_of_slow_attention(f"{error}".partition("\n")[0])
             return False

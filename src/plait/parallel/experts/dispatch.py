@@ -5,7 +5,7 @@
 
 [Note: tokens to experts and back]
   order      rows by expert, and so by rank; of an expert in the order of tokens
-  counts     (P, e) numbers of rows for each expert: an all-to-all, of e numbers to each rank
+  counts     (P, e) numbers of rows for each expert, and the layer's: an all-to-all, of 1 + e to each rank
   dispatch   all-to-all of rows, as many as there are: none is dropped, and none is added
   experts    the module's own forward, with one expert for each row and 1 as its weight
   combine    the same all-to-all reversed
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Group, all_to_all_list
+from plait.errors import ModelError
 from plait.models.experts import Experts
 from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.plan.grid import share
@@ -50,11 +51,12 @@ def distribute_experts(model: nn.Module, layers: Iterable[Experts], group: Group
     """Replace the forwards of these modules of experts, those that the model (or stage) has, by ones that
     compute with the experts of all ranks of the group. Their parameters are this rank's shards already."""
     modules = dict(model.named_modules())
-    for experts in layers:
+    for layer, experts in enumerate(layers):
         if (module := modules.get(experts.name)) is not None:
             forward = own_forward(experts.name, module)
             signature = inspect.signature(forward)
-            set_forward(module, DistributedExperts(experts.name, forward, group, experts.number, signature))
+            given = experts.name, layer, forward, group, experts.number, signature
+            set_forward(module, DistributedExperts(*given))
             module.num_experts = experts.number // group.size
 
 
@@ -67,23 +69,33 @@ class Rows:
     per_expert: Tensor
 
     @classmethod
-    def exchanged(cls, sorted_S: Tensor, group: Group, number: int, label: str) -> "Rows":
-        """Count the rows of these experts, in order, and tell each rank what it receives."""
-        own = number // group.size
+    def exchanged(cls, sorted_S: Tensor, group: Group, number: int, layer: int, name: str) -> "Rows":
+        """Count the rows of these experts, in order, and tell each rank what it receives. Raises ModelError
+        if ranks are in different layers."""
+        own, label = number // group.size, f"counts of {name}"
         if sorted_S.is_meta:  # see [Note: balanced routing]
             parts = [share(len(sorted_S), rank, group.size) for rank in range(group.size)]
             even = [part.stop - part.start for part in parts]
-            counts = sorted_S.new_empty(number).split(own)
-            all_to_all_list(counts, counts, group, label=label)
+            unknown = sorted_S.new_empty(group.size, 1 + own).unbind()
+            all_to_all_list(unknown, unknown, group, label=label)
             return cls(even, even, sorted_S.new_empty(group.size, own))
         experts_E = torch.arange(number, dtype=sorted_S.dtype, device=sorted_S.device)
         ends_E = torch.searchsorted(sorted_S, experts_E, right=True)
-        counts_E = torch.diff(ends_E, prepend=torch.searchsorted(sorted_S, experts_E[:1]))
-        received_E = torch.empty_like(counts_E)
-        all_to_all_list(received_E.split(own), counts_E.split(own), group, label=label)
-        both = torch.stack([counts_E, received_E]).view(2, group.size, own)
-        sent, received = both.sum(-1).tolist()  # on GPUs, the host waits here
-        return cls(sent, received, both[1])
+        before_1 = torch.searchsorted(sorted_S, experts_E[:1])  # choices below 0
+        counts = torch.diff(ends_E, prepend=before_1).view(group.size, own)
+        sent = torch.cat([counts.new_full((group.size, 1), layer), counts], 1)
+        received = torch.empty_like(sent)
+        all_to_all_list(received.unbind(), sent.unbind(), group, label=label)
+        sums = [counts.sum(1), received[:, 1:].sum(1), received[:, 0], before_1]
+        values = torch.cat(sums).tolist()  # on GPUs, the host waits here
+        if values.pop() or any(other != layer for other in values[2 * group.size :]):
+            raise ModelError(
+                "the ranks of ep are not in the same layer, or a router chose no expert",
+                given=f"{name}: layers {values[2 * group.size :]}, here {layer}",
+                expected="the same layers in the same order on every rank, and choices from 0",
+                hint="a plan without ep; or calls with zeros on ranks without data for a layer",
+            )
+        return cls(values[: group.size], values[group.size : 2 * group.size], received[:, 1:])
 
     def experts(self) -> Tensor:
         """The expert of each received row, as this rank counts them: (R, 1)."""
@@ -100,6 +112,7 @@ class DistributedExperts:
     """Forward of a module that has this rank's experts. See [Note: tokens to experts and back]."""
 
     name: str
+    layer: int  # its number among those with experts
     forward: Callable[..., Any]
     group: Group
     number: int  # of the layer's experts
@@ -110,7 +123,7 @@ class DistributedExperts:
         x_TH, experts_Tk, weights_Tk = self.signature.bind(module, *args, **kwargs).args[1:]
         k, label = experts_Tk.shape[-1], f"tokens of {self.name}"
         sorted_S, order_S = torch.sort(experts_Tk.flatten(), stable=True)
-        rows = Rows.exchanged(sorted_S, self.group, self.number, f"counts of {self.name}")
+        rows = Rows.exchanged(sorted_S, self.group, self.number, self.layer, self.name)
         # Each row is selected once: its gradient is added to nothing, in any order.
         x_SH = x_TH[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order_S[: sum(rows.sent)])
         x_RH = _Exchange.apply(x_SH, rows.sent, rows.received, self.group, label)
