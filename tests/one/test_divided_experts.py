@@ -25,7 +25,7 @@ PLAN = "dp=2 ep=2"
             PLAN,
             ("the model has no experts that ep divides", "DbrxForCausalLM: transformer.blocks.0.ffn"),
         ),
-        ("mixtral", "dp=3 ep=3", ("the experts do not divide over ep", "4 experts", "ep=2 or ep=4")),
+        ("mixtral", "dp=3 ep=3", ("the experts do not divide over ep", "4 experts", ": a plan without ep")),
         ("mixtral", "dp=8 ep=8", ("the experts do not divide over ep", "4 experts", "ep=2 or ep=4")),
     ],
 )
@@ -44,6 +44,14 @@ def test_experts_with_a_forward_of_other_arguments_are_refused() -> None:
     experts.norm = torch.nn.LayerNorm(4, device="meta")
     with pytest.raises(PlaitError, match="parameters or buffers of other modules"):
         validate(Arguments(model, Plan.parse(PLAN)))
+
+
+def test_experts_of_several_stages_are_refused() -> None:
+    model: Any = hf_models.model_of("mixtral")
+    model.model.layers[-1].mlp = model.model.layers[0].mlp
+    validate(Arguments(model, Plan.parse(PLAN)))
+    with pytest.raises(PlaitError, match="experts that blocks of several stages share"):
+        validate(Arguments(model, Plan.parse(f"{PLAN} pp=2 micro=2")))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Muon, torch.optim.Adafactor])

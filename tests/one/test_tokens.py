@@ -268,6 +268,16 @@ def test_a_loss_that_is_no_sum_over_tokens_is_refused(name: str) -> None:
     assert said in str(raised.value)
 
 
+def test_a_small_mean_next_to_a_large_sum_is_refused() -> None:
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        total, count = own_context.summed_loss(outputs, batch)
+        return total + 1e-5 * outputs.logsumexp(-1).square().mean(), count
+
+    trace = check_tokens_apart(own_context.gpt())
+    with pytest.raises(ModelError, match="from two halves"):
+        check_sums_tokens(loss, trace, set())
+
+
 def test_a_loss_of_parameters_is_refused_also_while_they_are_zero() -> None:
     model = own_context.gpt()
     nn.init.zeros_(model.head.weight)

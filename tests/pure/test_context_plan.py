@@ -151,6 +151,7 @@ def test_heads_of_a_column_are_numbered_as_in_the_model() -> None:
     assert [first_heads([(4, 2)], 2, column) for column in (0, 1)] == [{4: 0, 2: 0}, {4: 0, 2: 2}]
     assert first_heads([(5, 5)], 2, 1) == {5: 0, 2: 3}
     assert first_heads([(1, 1), (8, 8)], 4, 3) == {1: 0, 8: 0, 2: 6}
+    assert first_heads([(2, 2), (8, 8)], 4, 3) == {8: 0}  # two heads: 0 and 1, or 6 and 7
 
 
 def test_ranks_of_cp_multiply_those_of_data() -> None:

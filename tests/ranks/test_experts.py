@@ -2,11 +2,14 @@
 
 import functools
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from plait.errors import ModelError, PlaitError
 from plait.plan import Plan
 from plait.verify.model_spec import parse_source
 from plait.verify.result import Outcome, Verdict
@@ -124,6 +127,32 @@ def test_grouped_products_of_fewer_experts_are_those_of_all(
     (alone,) = pool.run(_trained_in, 1, precision, "dp=1", implementation)
     for losses in pool.over("gloo").run(_trained_in, 2, precision, "dp=2 ep=2 zero=1", implementation):
         assert losses == pytest.approx(alone, rel=tolerance)
+
+
+def _in_different_layers() -> str:
+    """The error where the first rank leaves out the first mixture, and the second rank another one."""
+    engine = programs.engine_of(programs.Task(hf_models.builder("mixtral"), own_loss=True), "dp=2 ep=2")
+    blocks: Any = engine.model.model.layers
+    blocks[engine.data_rank].mlp.forward = lambda x: x
+    with pytest.raises(ModelError) as caught:
+        engine.step(programs.share_of(programs.batches(1)[0], engine))
+    return str(caught.value)
+
+
+def test_ranks_in_different_layers_are_an_error(pool: Pool) -> None:
+    for text in pool.run(_in_different_layers, 2):
+        assert "the ranks of ep are not in the same layer" in text
+
+
+def _saved(folder: Path) -> None:
+    engine = programs.engine_of(programs.Task(hf_models.builder("mixtral"), own_loss=True), "dp=2 ep=2")
+    with pytest.raises(PlaitError, match="full_parameters"):
+        engine.model.save_pretrained(folder)
+
+
+def test_files_of_some_experts_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(_saved, 2, tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def _probed() -> tuple[float, list[str]]:
