@@ -188,7 +188,7 @@ class Engine:
             if self._trace is not None:
                 self.world.barrier()
                 barrier_s = time.perf_counter()
-            seed, records = (self.seed, self.num_steps), self._trace is not None
+            seed, records = (self.seed, self.num_steps, self.data_rank), self._trace is not None
             with self._inputs.explained(micros):
                 spans = self._runner.train(micros, self._add_loss, seed, records=records)
             if self._trace is not None:
@@ -208,7 +208,7 @@ class Engine:
         batch = self._inputs.single(micro)
         with (
             self._inputs.explained([batch]),
-            self._runner.seeded((self.seed, self.num_steps), 0, self._micros_done),
+            self._runner.seeded((self.seed, self.num_steps, self.data_rank), 0, self._micros_done),
             stage.measured(),
         ):
             return stage.summed_loss(self._inputs.prepared(batch))

@@ -64,7 +64,7 @@ class MicrobatchRunner:
         self,
         micros: Sequence[Micro],
         on_loss: OnLoss,
-        seed: tuple[int, int],
+        seed: tuple[int, int, int],
         *,
         records: bool = False,
     ) -> list[Span]:
@@ -72,13 +72,14 @@ class MicrobatchRunner:
         seeds = partial(self.seeded, seed)
         return self._run(self._schedule, micros, on_loss, seeds, records=records)
 
-    def seeded(self, seed: tuple[int, int], stage: int, micro: int) -> AbstractContextManager[None]:
+    def seeded(self, seed: tuple[int, int, int], stage: int, micro: int) -> AbstractContextManager[None]:
         """Seed the random generators for a pass of a micro-batch through a stage; those of the device inside
-        the context. `seed`: the engine's, and the step. See [Note: one seed per stage]."""
-        groups, suffix = self._parts.context.groups, (stage,) if stage else ()
-        data_rank, tokens = groups.batch_shares.rank, groups.sequence
-        self._parts.inputs.dropout.seed(*seed, micro, data_rank, *suffix)
-        return seeded_rng(self._device, *seed, micro, data_rank * tokens.size + tokens.rank, *suffix)
+        the context. `seed`: the engine's, the step, and the data rank, which workers of parameter servers
+        have too. See [Note: one seed per stage]."""
+        (*step, data_rank), suffix = seed, (stage,) if stage else ()
+        tokens = self._parts.context.groups.sequence
+        self._parts.inputs.dropout.seed(*step, micro, data_rank, *suffix)
+        return seeded_rng(self._device, *step, micro, data_rank * tokens.size + tokens.rank, *suffix)
 
     def probe(self, micro: Micro, on_loss: OnLoss) -> None:
         """Forward and backward of one micro-batch."""
