@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7160,
     "compat": 1550,
     "data": 2400,
-    "engine": 3810,
+    "engine": 3835,
     "estimate": 600,
     "models": 9310,
     "optim": 1460,
