@@ -43,17 +43,10 @@ FAMILIES = (
 )
 
 
-def check_parity(pool: Pool, task: programs.Task, plan: str) -> None:
-    ours, *others = pool.run(programs.train_task, Plan.parse(plan).num_ranks, task, plan)
-    for other in others:
-        assert (other.losses, other.norms) == (ours.losses, ours.norms)
-    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
-
-
 @pytest.mark.parametrize("words", PLANS)
 def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, words: str) -> None:
     task = replace(pipeline_plans.task("llama", 3, 4), own_loss=True)
-    check_parity(pool, task, f"{words} precision=fp64")
+    programs.check_parity(pool, task, f"{words} precision=fp64")
 
 
 @pytest.mark.parametrize("method", ["allgather", "ulysses", "ring", "2x2"])
@@ -61,7 +54,7 @@ def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, w
 def test_families_train_as_in_one_process(pool: Pool, family: str, method: str) -> None:
     data = functools.partial(programs.batches, sequences=2, length=21)
     task = programs.Task(hf_models.builder(family), data, steps=2, own_loss=True)
-    check_parity(pool, task, f"cp={4 if method == '2x2' else 2} cp_method={method} precision=fp64")
+    programs.check_parity(pool, task, f"cp={4 if method == '2x2' else 2} cp_method={method} precision=fp64")
 
 
 LENGTHS = ((5, 1, 6, 9, 3), (24,), (11, 2, 11))
@@ -146,13 +139,13 @@ def test_documents_and_padding_are_those_of_one_process(
 ) -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 8}
     build = functools.partial(hf_models.model_of, family, **heads)
-    check_parity(pool, programs.Task(build, data, steps=2, own_loss=True), f"{words} precision=fp64")
+    programs.check_parity(pool, programs.Task(build, data, steps=2, own_loss=True), f"{words} precision=fp64")
 
 
 def test_positions_are_those_that_a_model_counts_itself(pool: Pool) -> None:
     """OPT does not count padding."""
     task = programs.Task(hf_models.builder("opt"), padded, steps=2, own_loss=True)
-    check_parity(pool, task, "cp=2 precision=fp64")
+    programs.check_parity(pool, task, "cp=2 precision=fp64")
 
 
 def _asked(words: str) -> tuple[list[float], Tensor, str]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
-from plait.plan import Plan
 from plait.verify.model_spec import parse_source
 from plait.verify.result import Outcome, Verdict
 from plait.verify.sweep import simpler_plans
@@ -38,17 +37,10 @@ PLANS = (
 )
 
 
-def check_parity(pool: Pool, task: programs.Task, plan: str) -> None:
-    ours, *others = pool.run(programs.train_task, Plan.parse(plan).num_ranks, task, plan)
-    for other in others:
-        assert (other.losses, other.norms) == (ours.losses, ours.norms)
-    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
-
-
 @pytest.mark.parametrize("words", PLANS)
 def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, words: str) -> None:
     task = programs.Task(hf_models.builder("mixtral"), own_loss=True, steps=3)
-    check_parity(pool, task, f"{words} precision=fp64")
+    programs.check_parity(pool, task, f"{words} precision=fp64")
 
 
 # minimax differs by 2e-8 under dp=2 too: its attention computes a part in float32.
@@ -76,7 +68,7 @@ def test_experts_and_ranks_without_tokens_train_as_in_one_process(
     pool: Pool, routing: str, words: str
 ) -> None:
     task = programs.Task(functools.partial(routed_experts.model_with, routing), own_loss=True, steps=3)
-    check_parity(pool, task, f"{words} precision=fp64")
+    programs.check_parity(pool, task, f"{words} precision=fp64")
 
 
 def _compiled(words: str) -> list[float]:

@@ -478,3 +478,11 @@ def assert_same(ours: Trace, reference: Trace, tolerance: float = 1e-9) -> None:
     assert difference <= tolerance, f"weight {name} differs by {difference:.1e}"
     for local, theirs in zip(ours.losses + ours.norms, reference.losses + reference.norms, strict=True):
         assert abs(local - theirs) <= tolerance * abs(theirs), f"loss or norm {local} against {theirs}"
+
+
+def check_parity(pool: Any, task: Task, plan: str) -> None:
+    """Compare a plan's training, on a `Pool`, with one process from the same weights."""
+    ours, *others = pool.run(train_task, plait.Plan.parse(plan).num_ranks, task, plan)
+    for other in others:
+        assert (other.losses, other.norms) == (ours.losses, ours.norms)
+    assert_same(ours, one_process_task(task, ours.first_weights, 1))
