@@ -17,6 +17,9 @@ EXCHANGE = dispatch._Exchange
 
 
 def _not_sent(outs: Any, parts: Any, group: Any, *, label: str) -> None:
+    if label.startswith("counts"):
+        _list(outs, parts, group, label=label)
+        return
     for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
         out.copy_(part) if rank == group.rank else out.zero_()
 
@@ -35,6 +38,10 @@ def _without_kind(self: Roles, _: UnitKind = UnitKind.DENSE) -> Any:
     return _replicas(self)
 
 
+def _without_replicas(self: Roles, kind: UnitKind = UnitKind.DENSE) -> Any:
+    return () if kind is UnitKind.EXPERT else _replicas(self, kind)
+
+
 def _all_counted(cls: Any, mesh: Any, plan: Any, kind: UnitKind) -> UnitGroups:
     return replace(_build(mesh, plan, kind), counts=True)
 
@@ -44,11 +51,13 @@ def _own_norm(self: Roles) -> Any:
 
 
 _backward, _replicas, _build = EXCHANGE.backward, Roles.replicas, UnitGroups.build
+_list = dispatch.all_to_all_list
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "rows not sent": (dispatch, "all_to_all_list", _not_sent),
     "gradients not sent back": (EXCHANGE, "backward", staticmethod(_own_gradients)),
     "gradients divided by the ranks of ep": (EXCHANGE, "backward", staticmethod(_divided_gradients)),
     "gradients of other experts added": (Roles, "replicas", _without_kind),
+    "gradients of the same experts not added": (Roles, "replicas", _without_replicas),
     "dense units counted by all ranks of ep": (UnitGroups, "build", classmethod(_all_counted)),
     "norm of this rank's experts": (Roles, "one_copy", property(_own_norm)),
 }
@@ -60,9 +69,10 @@ def _train(task: programs.Task, plan: str, mutation: str) -> programs.Trace:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_without_this_the_numbers_are_others(pool: Pool, mutation: str) -> None:
+def test_a_mutation_changes_the_numbers(pool: Pool, mutation: str) -> None:
     task = programs.Task(hf_models.builder("mixtral"), own_loss=True, steps=2)
-    ours, _ = pool.run(_train, 2, task, "dp=2 ep=2 precision=fp64", mutation)
+    num_ranks = 4 if mutation == "gradients of the same experts not added" else 2
+    ours, *_ = pool.run(_train, num_ranks, task, f"dp={num_ranks} ep=2 precision=fp64", mutation)
     expected = programs.one_process_task(task, ours.first_weights, 1)
     with pytest.raises(AssertionError):
         programs.assert_same(ours, expected)
