@@ -76,7 +76,7 @@ def _in_short_runs(task: programs.Task, plan: str) -> tuple[programs.Trace, Tens
 
     def counted(order: TokenOrder, rows: Sequence[Sequence[Interval]]) -> TokenOrder:
         found = balanced(order, rows)
-        chunks.add(found.chunks)
+        chunks.add(found.num_runs)
         return found
 
     with mock.patch.object(context, "SHORTEST", 2), mock.patch.object(TokenOrder, "balanced", counted):
