@@ -71,6 +71,8 @@ SHORT = {
     "the model does not run": "does not run on meta",
     "the loss of this model's task is no sum over tokens": "loss",
     "the loss is no sum over the tokens of a row": "loss",
+    "an entry of the batch has no tokens that cp could divide": "loss",
+    "the model leaves attention neither to": "own attention",
     "the heads do not divide over the ranks of cp": "heads",
 }
 

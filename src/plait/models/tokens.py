@@ -225,7 +225,16 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def _of_length(tokens: int, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with so many tokens, of which it repeats those that it has."""
+    """The batch with so many tokens, of which it repeats those that it has. Raises ModelError for labels of
+    samples."""
+    for key, value in batch.items():
+        if key in OF_TOKENS and value.ndim < 2:
+            raise ModelError(
+                "an entry of the batch has no tokens that cp could divide",
+                given=f"{key} {tuple(value.shape)}",
+                expected="(samples, tokens)",
+                hint="a plan without cp",
+            )
     return {
         key: value[:, torch.arange(tokens, device=value.device) % value.shape[1]]
         if key in OF_TOKENS
