@@ -311,3 +311,9 @@ def test_tokens_are_numbered_also_before_attention_of_a_models_own(family: str) 
     with torch.device("meta"):
         dropping = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=1))
     assert numbering_of(dropping).first == 0, "attention with dropout"
+
+
+def test_labels_of_samples_are_refused() -> None:
+    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "labels": torch.zeros(2, dtype=torch.long)}
+    with pytest.raises(ModelError, match="has no tokens that cp could divide"):
+        check_tokens_apart(own_context.gpt(), batch)
