@@ -140,7 +140,7 @@ def validate(
     """Return what the plan means for the model.
 
     Without `num_ranks` the plan is not resolved, and without `device` not checked against one. `host_size`:
-    of a host; None: all ranks are on one. Raises PlanError, ScheduleError, ModelError or ConfigError.
+    ranks on each host; None: all on one. Raises PlanError, ScheduleError, ModelError or ConfigError.
     """
     model, plan, example = given.model, given.plan, given.example
     if num_ranks is not None:

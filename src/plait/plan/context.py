@@ -5,9 +5,9 @@ Under a causal mask a query sees the keys before it, so the last of P equal part
 as long as the first. With `num_runs = 2` a rank has runs r and 2P - 1 - r of 2P (zig-zag), which together
 have the same work on every rank. Where each rank has all tokens of some heads instead (Ulysses), it has one
 run. With both, the ranks that exchange heads (`inner` neighbours) divide the runs of one rank of the ring.
-Documents of a packed row are not balanced by two runs: each rank has those of 1/C of the row, one part after
-another, and C is doubled until work is even, or runs are short. Outside of attention the order
-does not matter: positions are numbered before a row is divided.
+Two runs do not balance the documents of a packed row. Such a row is divided into C equal parts, and a rank
+has two runs of each part; C is doubled until work is even, or runs would be too short. Outside of attention
+the order does not matter: positions are numbered before a row is divided.
 
 [Note: blocks of a mask]
 A query sees the keys of its own document, or chunk of it, and of these the ones within a distance; padding
@@ -327,8 +327,9 @@ def heads_of_columns(heads: int, kv_heads: int, columns: int) -> list[tuple[int,
 
 
 def first_heads(attentions: Iterable[tuple[int, int]], columns: int, column: int) -> dict[int, int]:
-    """The index of the first head that a column of `tp` has, by how many it has: of attentions of (heads, kv
-    heads). Columns that have all of them compute the same. Numbers with several indices are left out."""
+    """Return, for each number of heads that a column of `tp` has in one of these attentions (heads, kv
+    heads), the model's index of the first of them. A number that means other heads in another attention
+    is left out. Columns that have all heads compute the same."""
     found: dict[int, set[int]] = {}
     for heads, kv_heads in attentions:
         found.setdefault(heads, set()).add(0)
@@ -346,8 +347,8 @@ def recomputed_share(recompute: str) -> float:
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """How attention reaches the tokens of other ranks in a plan. `sent`: by the methods that were compared,
-    of all attentions; empty for one that was given."""
+    """The way in which attention reaches the tokens of other ranks in a plan. `sent`: of all attentions, for
+    each method that was compared; empty if the plan names one."""
 
     method: str
     sent: Mapping[str, Sent]

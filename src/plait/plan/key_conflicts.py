@@ -104,7 +104,7 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
         key: (defaults[key],) for key in ("algorithm", "local_steps")
     }
     excluded = [key for key, allowed in defaults.items() if values[key] not in allowed]
-    excluded += [key for key in ("precision",) if values[key].startswith("fp8")]
+    excluded += ["precision"] * values["precision"].startswith("fp8")
     if excluded:
         raise PlanError(
             "expert parallelism does not work with these keys yet",

@@ -132,10 +132,10 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
 
 
 def _method_text(explanation: Explanation, choice: MethodChoice) -> str:
-    """Say which method `cp_method=auto` takes, and why: what it sends in all layers, and the others."""
+    """Say which method `cp_method=auto` takes, and why: what it sends in a stage's layers, and the others."""
     plan, (samples, sequence, *_) = explanation.plan, (*explanation.micro_shape, 1)
     tokens, columns = samples * -(-sequence // plan.cp), explanation.grid.degree(FEATURES)
-    scale = tokens * COMPUTE_BYTES[plan.dtype] / columns
+    scale = tokens * COMPUTE_BYTES[plan.dtype] / columns / plan.pp
     numbers = {
         method: format_bytes(int(scale * (sent.between_hosts if choice.across_hosts else sent.received)))
         for method, sent in choice.sent.items()

@@ -10,8 +10,8 @@ apart, each from the full output and the full log-sum-exp, and those of the quer
 
 The fused kernel of the CPU computes both, in all dtypes, with fewer kv heads, and a log-sum-exp of float32 or
 wider. FlashAttention computes them on GPUs, in 16 bits and without a mask. Both support one head size: the
-narrower tensors are filled up with zeros. Everything else, as soft caps and dropout, is computed by `_plain`
-in tiles of queries, of which scores are in memory.
+narrower tensors are filled up with zeros. Everything else, such as soft caps and dropout, is computed
+by `_plain` in tiles of queries: only the scores of one tile are in memory.
 
 [Note: FlashAttention is compared first]
 torch gives the log-sum-exp, and the backward of a part, only by functions of ATen that it does not document.
@@ -182,11 +182,9 @@ def _flash_is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool
         expected = (out, lse_BHQ, *_plain_backward(*given, scores))
         try:
             found = (*_flash(block, scores.scale), *_flash_backward(*given, scores.scale))
-        except NotImplementedError:  # a torch without it
-            return False
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError:  # says nothing of the kernel
             raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # a device, or a build of torch, without it
             _warn_of_slow_attention(f"{error}".partition("\n")[0])
             return False
         apart = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)]

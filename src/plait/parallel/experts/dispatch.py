@@ -11,9 +11,9 @@
   combine    the same all-to-all reversed
   sum        of a token's results, by the router's weights, where the token is
 
-The backward of dispatch is combine of gradients, and the reverse, with as many rows as in the forward. A rank
-knows what it receives from the counts only: on GPUs the host waits for these, once in each forward of a layer
-(`tolist` in `Rows.exchanged`); on CPUs they are at hand.
+The backward of dispatch is combine of gradients, and the reverse, with as many rows as in the forward. The
+counts alone tell a rank how many rows it receives: on GPUs the host waits for them, once in each forward of a
+layer (`tolist` in `Rows.exchanged`).
 
 [Note: gradients of experts]
 A loss is a sum over the tokens of all ranks, divided once. So the gradient of an expert on its rank, for rows
@@ -88,11 +88,18 @@ class Rows:
         all_to_all_list(received.unbind(), sent.unbind(), group, label=label)
         sums = [counts.sum(1), received[:, 1:].sum(1), received[:, 0], before_1]
         values = torch.cat(sums).tolist()  # on GPUs, the host waits here
-        if values.pop() or any(other != layer for other in values[2 * group.size :]):
+        if num_negative := values.pop():
             raise ModelError(
-                "the ranks of ep are not in the same layer, or a router chose no expert",
-                given=f"{name}: layers {values[2 * group.size :]}, here {layer}",
-                expected="the same layers in the same order on every rank, and choices from 0",
+                "a router chose experts below 0",
+                given=f"{name}: {num_negative} choices",
+                expected=f"0 to {number - 1}, or {number} for no expert",
+                hint="a plan without ep",
+            )
+        if {*values[2 * group.size :]} != {layer}:
+            raise ModelError(
+                "the ranks of ep are not in the same layer",
+                given=f"{name}: layers with experts, by rank: {values[2 * group.size :]}",
+                expected="the same layers in the same order on every rank",
                 hint="a plan without ep; or calls with zeros on ranks without data for a layer",
             )
         return cls(values[: group.size], values[group.size : 2 * group.size], received[:, 1:])
