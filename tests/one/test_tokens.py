@@ -214,7 +214,7 @@ class _Places(own_context.GPT):
 
 
 class _Given(own_context.GPT):
-    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any = None) -> Tensor:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any = None) -> Tensor:
         return super().forward(input_ids, position_ids, attention_mask)
 
 

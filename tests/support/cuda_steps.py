@@ -44,7 +44,7 @@ def small_mixture() -> nn.Module:
     torch.manual_seed(7)
     model: Any = hf_models.model_of("mixtral", on_meta=False, exact=False)
     model.set_experts_implementation("batched_mm")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def idle_mixture() -> nn.Module:
