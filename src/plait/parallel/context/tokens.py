@@ -2,8 +2,8 @@
 
 [Note: one division, on the host]
 Every rank of `cp` has the complete rows of a micro-batch, and takes its own tokens of them once, before the
-forward: ids, labels (which are shifted by then), padding and positions. What attention has to know of the
-other tokens, the borders of documents and of padding, is read here too; no layer reads a value on the host.
+forward: ids, labels (which are shifted by then), padding and positions. The borders of the other ranks'
+documents and of their padding are read here too; no layer reads a value on the host.
 
 Documents of packed rows are separated in every attention: see [Note: documents of packed rows] in
 models/mask_decisions.py. In other rows padding is at the ends; position ids that only jump forward begin a
