@@ -1,9 +1,9 @@
 """Expert parallelism: our steps, those of ZeRO 3 and of transformers, and a step whose rows are not sent.
 
-    python benchmarks/expert_parallel.py [--ranks 4] [--rounds 9] [--transport gloo]
+    python benchmarks/expert_parallel.py [--ranks 4] [--tokens 256 2048] [--rounds 9] [--transport gloo]
 
-A Mixtral with two layers of 16 experts, two for each token, and 2,048 tokens on every rank, with one thread
-each. Routers choose by a token's number, so that every expert gets as many. The contenders live in the same
+A Mixtral with two layers of 16 experts, two for each token, 13.1 M parameters; so many tokens on every rank,
+with one thread each. Routers choose by a token's number, so that every expert gets as many. The contenders live in the same
 processes and take turns; a time is that of the slowest rank, of a step with fused AdamW in float32. The
 yardstick is the step of the first one with a copy in place of each all-to-all: what a rank receives is what
 it has sent. transformers has its own expert parallelism over Gloo, by `DistributedConfig`, with FSDP2 for
@@ -121,7 +121,9 @@ def check(found: list[Contender], batch: Batch, world: World) -> dict[str, float
         right = losses if not apart else right
         apart[contender.name] = (losses - right).abs().max().item()
         if apart[contender.name] > MOST_APART:
-            sys.exit(f"{contender.name} does not train as ZeRO 3 does: {losses.tolist()}, not {right.tolist()}")
+            sys.exit(
+                f"{contender.name} does not train as ZeRO 3 does: {losses.tolist()}, not {right.tolist()}"
+            )
     return apart
 
 
@@ -133,19 +135,20 @@ def worker(arguments: argparse.Namespace) -> None:
     with weights_folder(made, world) as folder:
         found = contenders(folder, world, arguments)
     torch.manual_seed(world.rank)
-    batch = made.batch(SEQUENCES)
-    apart = check(found[:-1], batch, world)
-    times, processor, communication = measured(found, batch, world, arguments.rounds)
-    rows = [
-        row
-        | {
-            "processor_ms": 1e3 * statistics.median(processor[row["contender"]]),
-            "of_copied": common.ratio(processor[row["contender"]], processor[COPIED]),
-            "comm_ms": 1e3 * statistics.median(communication[row["contender"]]),
-            "loss_apart": apart.get(row["contender"]),
-        }
-        for row in common.rows("step", times, yardstick=COPIED, peers=[PEER])
-    ]
+    apart = check(found[:-1], made.batch(SEQUENCES), world)
+    rows = []
+    for tokens in arguments.tokens:
+        batch = replace(made, sequence=tokens // SEQUENCES).batch(SEQUENCES)
+        times, processor, communication = measured(found, batch, world, arguments.rounds)
+        for row in common.rows(f"{tokens} tokens", times, yardstick=COPIED, peers=[PEER]):
+            name = row["contender"]
+            more = {
+                "processor_ms": 1e3 * statistics.median(processor[name]),
+                "of_copied": common.ratio(processor[name], processor[COPIED]),
+                "comm_ms": 1e3 * statistics.median(communication[name]),
+                "loss_apart": apart.get(name),
+            }
+            rows.append(row | more)
     if world.rank == 0:
         facts = machine() | {
             "ranks": world.size,
@@ -160,11 +163,12 @@ def worker(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 2048], help="of a rank")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
         "--transport", default="auto", choices=["auto", "host", "gloo"], help="ours; the peer has Gloo"
     )
-    arguments = common.parse(parser, rounds=1)
+    arguments = common.parse(parser, tokens=[64], rounds=1)
     common.on_ranks(__file__, arguments.ranks, lambda: worker(arguments))
 
 

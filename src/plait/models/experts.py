@@ -55,9 +55,7 @@ def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
     return found
 
 
-def divide_over_columns(
-    plan: TPPlan, model: nn.Module, found: Iterable[Experts], ranks: int
-) -> TPPlan:
+def divide_over_columns(plan: TPPlan, model: nn.Module, found: Iterable[Experts], ranks: int) -> TPPlan:
     """Return the plan in which each column has other experts, where those of each of `ranks` divide by the
     columns; there tokens are sent once. Elsewhere columns have parts of each expert."""
     for experts in found:
