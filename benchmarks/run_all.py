@@ -28,6 +28,7 @@ BENCHMARKS = (
     "tensor_grids",
     "context_parallel",
     "context_parallel --ranks=4",
+    "expert_parallel",
     "pipeline",
     "stage_overhead",
     "local_steps",

@@ -44,6 +44,7 @@ CASES = [
     Case(2, "dp=2 ep=2 zero=1 micro=2 precision=bf16", syncs=5, message_ctas=64, options=MIXTURE),
     Case(4, "dp=4 ep=2 zero=3 micro=3 recompute=full precision=bf16", 13, message_ctas=64, options=MIXTURE),
     Case(4, "dp=4 ep=2 zero=1 precision=fp32", syncs=3, message_ctas=64, options=IDLE),
+    Case(4, "dp=2 ep=2 tp=2 sp=true zero=1 precision=bf16", syncs=3, message_ctas=64, options=MIXTURE),
     Case(4, "dp=2 ep=2 pp=2 micro=2 precision=fp32", syncs=3, message_ctas=64, options=MIXTURE),
     # pipelines
     Case(2, "pp=2 micro=4 schedule=1f1b precision=bf16", syncs=1),

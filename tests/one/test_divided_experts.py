@@ -61,16 +61,21 @@ def test_optimizers_of_full_tensors_are_refused(optimizer: type[torch.optim.Opti
         explain(given, token_batch(2, 8))
 
 
-def test_experts_of_a_rank_are_its_part_of_dim_0_and_all_else_is_as_under_dp() -> None:
+@pytest.mark.parametrize(
+    ("words", "without", "part"), [("dp=4 ep=4", "dp=4", 1), (f"{PLAN} tp=2", "dp=2 tp=2", 2)]
+)
+def test_experts_of_a_rank_are_its_part_of_dim_0_and_all_else_is_as_without_ep(
+    words: str, without: str, part: int
+) -> None:
     """Each element of an expert is on the ranks with this expert only, in memory as in the table."""
     model: Any = hf_models.model_of("mixtral", exact=False)
     model.set_experts_implementation("grouped_mm")  # which runs on meta
     alone, divided = (
-        explain(Arguments(model, Plan.parse(plan)), token_batch(2, 8)) for plan in ("dp=4", "dp=4 ep=4")
+        explain(Arguments(model, Plan.parse(plan)), token_batch(2, 8)) for plan in (without, words)
     )
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    (before,), (after,) = alone.rank_classes, divided.rank_classes
-    assert before.parameters - after.parameters == experts * 3 // 4
+    before, after = alone.rank_classes[0], divided.rank_classes[0]
+    assert before.parameters - after.parameters == experts // part - experts // 4
     assert alone.num_parameters == divided.num_parameters
     ranges = {
         shard.boxes.ranges[0]

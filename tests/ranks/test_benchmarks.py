@@ -36,6 +36,7 @@ RANKS = {
     "collectives": 2,
     "context_parallel": 2,
     "data_parallel": 2,
+    "expert_parallel": 2,
     "pipeline": 2,
     "tensor_grids": 2,
     "tensor_parallel": 2,

@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from plait.parallel.experts import dispatch
+from plait.parallel.tensor.shards import TokenShards
 from plait.parallel.zero.rank_context import UnitGroups
 from plait.plan.axes import Roles, UnitKind
 from support import hf_models, programs
@@ -46,6 +47,10 @@ def _all_counted(cls: Any, mesh: Any, plan: Any, kind: UnitKind) -> UnitGroups:
     return replace(_build(mesh, plan, kind), counts=True)
 
 
+def _own_tokens(x: Tensor, tokens: TokenShards) -> Tensor:
+    return tokens.shard(x)
+
+
 def _own_norm(self: Roles) -> Any:
     return ("pp", *self.states(), "row", "col")
 
@@ -60,6 +65,11 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "gradients of the same experts not added": (Roles, "replicas", _without_replicas),
     "dense units counted by all ranks of ep": (UnitGroups, "build", classmethod(_all_counted)),
     "norm of this rank's experts": (Roles, "one_copy", property(_own_norm)),
+    "gradients of other columns' tokens not gathered": (dispatch, "split", _own_tokens),
+}
+ON_FOUR_RANKS = {
+    "gradients of the same experts not added": "dp=4",
+    "gradients of other columns' tokens not gathered": "dp=2 tp=2",
 }
 
 
@@ -71,8 +81,8 @@ def _train(task: programs.Task, plan: str, mutation: str) -> programs.Trace:
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutation_changes_the_numbers(pool: Pool, mutation: str) -> None:
     task = programs.Task(hf_models.builder("mixtral"), own_loss=True, steps=2)
-    num_ranks = 4 if mutation == "gradients of the same experts not added" else 2
-    ours, *_ = pool.run(_train, num_ranks, task, f"dp={num_ranks} ep=2 precision=fp64", mutation)
+    num_ranks, words = (4, ON_FOUR_RANKS[mutation]) if mutation in ON_FOUR_RANKS else (2, "dp=2")
+    ours, *_ = pool.run(_train, num_ranks, task, f"{words} ep=2 precision=fp64", mutation)
     expected = programs.one_process_task(task, ours.first_weights, 1)
     with pytest.raises(AssertionError):
         programs.assert_same(ours, expected)

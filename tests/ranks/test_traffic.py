@@ -111,6 +111,7 @@ CASES = [
     ("mixture", "dp=4 ep=2", "host"),
     ("mixture", "dp=4 ep=4 zero=3 precision=bf16", "gloo"),
     ("mixture", "dp=2 ep=2 tp=2 zero=1", "host"),
+    ("mixture", "dp=2 ep=2 tp=2 sp=true recompute=full micro=2", "gloo"),
     ("mixture", "dp=2 ep=2 pp=2 zero=1 micro=2 reduce=bf16", "gloo"),
     ("llama-tied", "tp=2", "gloo"),
     ("llama", "tp=4 recompute=selective micro=2", "host"),

@@ -101,7 +101,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
     },
     **mixer_configs.CONFIGS,
 }
-WITH_EXPERTS = ("mixtral", "deepseek_v3")  # neither over rows nor with tokens cut
+WITH_EXPERTS = ("mixtral", "deepseek_v3")  # not over rows
 _OF_THEIR_OWN = ("gpt2", "gptj")  # families whose sizes have other names
 
 

@@ -24,7 +24,7 @@ def all_cases() -> list[Case]:
         case = dict(zip(FACTORS, options, strict=True))
         if case["sp"] == "true" and case["tp"].endswith("x1"):
             continue
-        if case["family"] in hf_models.WITH_EXPERTS and (case["sp"] == "true" or "x" in case["tp"]):
+        if case["family"] in hf_models.WITH_EXPERTS and "x" in case["tp"]:
             continue
         if num_ranks(case) > 8:
             continue

@@ -24,7 +24,7 @@ from plait.models import (
     task_of,
     with_layout,
 )
-from plait.models.experts import Experts, experts_of
+from plait.models.experts import Experts, divide_over_columns, experts_of
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
@@ -165,6 +165,8 @@ def validate(
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
     tensor = _tensor_plan(model, plan, blocks, with_layout(given.tensor_plan, given.layout), example)
     stages = _stages(model, plan, blocks, schedule, example, given.loss)
+    experts = _experts(model, plan, stages) if plan.ep > 1 else ()
+    tensor = divide_over_columns(tensor, model, experts, plan.ep)
     if given.probe:
         plan.check_no_servers("probe")
     if given.weights is not None and not all(parameter.is_meta for parameter in model.parameters()):
@@ -189,7 +191,7 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
-        experts=_experts(model, plan, stages) if plan.ep > 1 else (),
+        experts=experts,
     )
 
 

@@ -10,12 +10,13 @@ functions and for any family, and a router is a module of its own, which nothing
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from plait.errors import ModelError, PlanError
+from plait.plan.sharding import TPPlan
 
 _DECORATED = "_is_expert_parallel"  # an attribute that the decorator gives to modules
 _ARGUMENTS = 3  # of a forward, next to the module: see the note above
@@ -52,6 +53,16 @@ def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
                 hint=" or ".join([*(f"ep={d}" for d in divisors[:4]), "a plan without ep"]),
             )
     return found
+
+
+def divide_over_columns(plan: TPPlan, model: nn.Module, found: Iterable[Experts], ranks: int) -> TPPlan:
+    """Return the plan in which each column has other experts, where those of each of `ranks` divide by the
+    columns; there tokens are sent once. Elsewhere columns have parts of each expert."""
+    for experts in found:
+        if plan.cols > 1 == plan.rows and experts.number % (ranks * plan.cols) == 0:
+            dims = {name: model.get_parameter(name).ndim for name in experts.parameters}
+            plan = plan.with_own_experts(experts.name, dims, experts.number, ranks)
+    return plan
 
 
 def _experts(model: nn.Module) -> Iterator[Experts]:

@@ -9,6 +9,7 @@ So only traffic that overlaps with computation, or that computation waits for, h
   shard, "gathers"       all-gathers of parameters
   shard, "reductions"    reduce-scatters of gradients; replicate likewise for replicas
   cp                     keys, values or heads, inside attention
+  ep, ep and col         tokens of mixtures, to their experts and back
   row, col               the collectives inside tensor-parallel layers
   pp, "sends of class i" messages between stages
 
@@ -81,7 +82,8 @@ def communicators(plan: Plan, rank_of: Mapping[int, int]) -> tuple[Communicator,
         wanted += [(axes, "reductions", None) for axes in (*of_kinds, REPLICAS)]
     if plan.sync_batchnorm:
         wanted.append((roles.gradient_sum(), "statistics", None))
-    wanted += [(SEQUENCE, "", None), (EXPERTS, "", None), ((HIDDEN,), "", None), ((FEATURES,), "", None)]
+    wanted += [(SEQUENCE, "", None), (EXPERTS, "", None), ((*EXPERTS, FEATURES), "", None)]
+    wanted += [((HIDDEN,), "", None), ((FEATURES,), "", None)]
     classes = sorted(set(sender_classes(rank_of).values()))
     wanted += [((STAGES,), sends_channel(number), _MESSAGE_CTAS) for number in classes]
     used = [(grid.used(*axes), channel, max_ctas) for axes, channel, max_ctas in wanted]

@@ -98,9 +98,9 @@ class ParamShard:
         if sharding is not None:
             boxes = Boxes(sharding.ranges(param.shape, coord.row, coord.col))
         if param.kind is UnitKind.EXPERT:
-            assert boxes.shape[0] == param.shape[0], f"{param.name}: experts that tp divides"
             start, stop = (param.shape[0] * at // coord.experts for at in (coord.expert, coord.expert + 1))
-            boxes = Boxes((((start, stop),), *boxes.ranges[1:]))
+            own = tuple((max(a, start), min(b, stop)) for a, b in boxes.ranges[0] if a < stop and start < b)
+            boxes = Boxes((own, *boxes.ranges[1:]))
         if sharding is None:
             is_first, copies = coord.row == coord.col == 0, coord.rows * coord.cols
             return cls(param.name, param.shape, boxes, 0, counted=is_first, copies=copies)

@@ -189,7 +189,7 @@ def layer_collectives(layer: LayerSharding, rows: int, cols: int, *, sequence: b
             pairs = [(reduce, reduce)]
             over_row, over_col = ([], pairs) if layer.out and layer.out.axis == FEATURES else (pairs, [])
         case Style.EXPERTS:
-            over_col = [(reduce, reduce)]
+            over_col = [(gather, gather) if layer.splits else (reduce, reduce)]
     words: list[list[str]] = [[], []]
     for axis, degree, pairs in ((HIDDEN, rows, over_row), (FEATURES, cols, over_col)):
         for pair in pairs if degree > 1 else ():

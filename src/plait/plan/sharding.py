@@ -25,7 +25,7 @@ Boxes: which elements of a full tensor a rank holds, as plain numbers.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, product
@@ -137,7 +137,7 @@ class Style(Enum):
     NORM = "norm"  # statistics over a sharded feature dim; see LayerSharding.out
     PER_HEAD_NORM = "head norm"  # normalizes each head: replicated weight, gradient summed over col
     MLA_LATENT = "latent"  # DeepSeek's kv_a_proj: replicated, with a part that all heads read: see `summed`
-    EXPERTS = "experts"  # a module of expert tensors: full input, output summed over col
+    EXPERTS = "experts"  # a module of expert tensors: full input, output summed or gathered over col
     DEPTHWISE = "depthwise"  # a convolution of each channel separately: channels over col
     REPLICATE = "replicated"  # unchanged, full features
 
@@ -168,7 +168,8 @@ class LayerSharding:
                 gathers its input if it has `inp` and keeps its shard of the output if it has `out`
     transposed  the weight is stored (in, out), as in transformers' Conv1D
     gathers     COLUMN: the output is all-gathered over `col`
-    splits      ROW: the input is full; this rank takes its shard of the features
+    splits      ROW: the input is full; this rank takes its shard of the features. EXPERTS: each column has
+                other experts, and takes its share of the tokens
     head        COLUMN: the output is the logits; they stay sharded over the vocabulary unless full ones are
                 needed
     summed      ranges of a full output that every column reads with heads or channels of its own, so that
@@ -301,6 +302,21 @@ class TPPlan:
             regions=tuple(name for name in self.regions if has(name)),
             attributes=tuple(entry for entry in self.attributes if has(entry[0])),
             arguments=tuple(entry for entry in self.arguments if has(entry.module)),
+        )
+
+    def with_own_experts(self, module: str, dims: Mapping[str, int], number: int, ranks: int) -> "TPPlan":
+        """The plan in which each column has other experts of a module, complete ones. `dims`: numbers of dims
+        of its parameters, which have an expert in each element of dim 0; `ranks`: each has a range of the
+        experts, of which a column takes its part."""
+        own = number // (ranks * self.cols)
+        starts = [[(rank * self.cols + col) * own for rank in range(ranks)] for col in range(self.cols)]
+        over_col = DimSharding(FEATURES, tuple(tuple((at, at + own) for at in of) for of in starts))
+        sharded = [ParamSharding(key, (over_col, *[None] * (dims[key] - 1))) for key in dims]
+        layer = LayerSharding(module, Style.EXPERTS, splits=True)
+        return replace(
+            self,
+            layers=(*(each for each in self.layers if each.module != module), layer),
+            parameters=(*(each for each in self.parameters if each.name not in dims), *sharded),
         )
 
     @property

@@ -186,9 +186,7 @@ def check_sequence(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
             raise _sequence_error(builder, name, "a sharded layer outside of the known blocks")
     for region in regions:
         styles = [builder.layers[name].style for name in builder.inside(region) if name in builder.layers]
-        if Style.EXPERTS in styles:
-            raise _sequence_error(builder, region, "a mixture of experts")
-        if region not in builder.layers and Style.ROW not in styles:
+        if region not in builder.layers and not {Style.ROW, Style.EXPERTS} & {*styles}:
             raise _sequence_error(builder, region, "a region that does not end in a rowwise layer")
         parent = region.rpartition(".")[0]
         siblings = (f"{parent}.{child}" for child, _ in builder.modules[parent].named_children())

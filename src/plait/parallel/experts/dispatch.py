@@ -15,6 +15,13 @@ The backward of dispatch is combine of gradients, and the reverse, with as many 
 counts alone tell a rank how many rows it receives: on GPUs the host waits for them, once in each forward of a
 layer (`tolist` in `Rows.exchanged`).
 
+[Note: tokens of columns]
+Under tp all columns have the same tokens. If the experts of a rank along EXPERTS divide by the columns, each
+column has some of these, complete ones, and sends its share of the tokens: each row is sent once. Results are
+all-gathered over columns, in backward the gradients of tokens and of the router's weights. So outside of
+the module columns are equal, and gradients complete. Otherwise a column has a part of every expert's width
+and sends every row to its peer column: `ParallelExperts` around this forward sums their results.
+
 [Note: gradients of experts]
 A loss is a sum over the tokens of all ranks, divided once. So the gradient of an expert on its rank, for rows
 from all ranks along EXPERTS, is complete but for the tokens of ranks with the same experts: a plain sum over
@@ -40,22 +47,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, all_to_all_list
+from plait.comm import Group, Mesh, all_to_all_list
 from plait.errors import ModelError
 from plait.models.experts import Experts
 from plait.parallel.tensor.apply import own_forward, set_forward
+from plait.parallel.tensor.functional import gather, split
+from plait.parallel.tensor.shards import TokenShards
+from plait.plan.axes import EXPERTS, FEATURES
 from plait.plan.grid import share
+from plait.plan.sharding import Style, TPPlan
 
 
-def distribute_experts(model: nn.Module, layers: Iterable[Experts], group: Group) -> None:
+def distribute_experts(model: nn.Module, layers: Iterable[Experts], plan: TPPlan, mesh: Mesh) -> None:
     """Replace the forwards of these modules of experts, those that the model (or stage) has, by ones that
-    compute with the experts of all ranks of the group. Their parameters are this rank's shards already."""
+    compute with the experts of all ranks along EXPERTS and, where the plan divides tokens, of all columns.
+    Their parameters are this rank's shards already."""
     modules = dict(model.named_modules())
+    divided = {layer.module for layer in plan.layers if layer.style is Style.EXPERTS and layer.splits}
     for layer, experts in enumerate(layers):
         if (module := modules.get(experts.name)) is not None:
+            over = (FEATURES,) if experts.name in divided else ()
+            group, columns = mesh.group(*EXPERTS, *over), mesh.group(*over)
             forward = own_forward(experts.name, module)
-            signature = inspect.signature(forward)
-            given = experts.name, layer, forward, group, experts.number, signature
+            given = experts.name, layer, forward, group, columns, experts.number, inspect.signature(forward)
             set_forward(module, DistributedExperts(*given))
             module.num_experts = experts.number // group.size
 
@@ -122,12 +136,20 @@ class DistributedExperts:
     layer: int  # its number among those with experts
     forward: Callable[..., Any]
     group: Group
+    columns: Group  # ranks of `group` with the same tokens
     number: int  # of the layer's experts
     signature: inspect.Signature
 
     @torch.compiler.disable(reason="experts of other ranks")
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         x_TH, experts_Tk, weights_Tk = self.signature.bind(module, *args, **kwargs).args[1:]
+        shares = [share(len(x_TH), rank, self.columns.size) for rank in range(self.columns.size)]
+        tokens = TokenShards(self.columns, tuple(part.stop - part.start for part in shares))
+        x_tH, weights_tk = split(x_TH, tokens), split(weights_Tk, tokens)
+        return gather(self._of_tokens(module, x_tH, tokens.shard(experts_Tk), weights_tk), tokens)
+
+    def _of_tokens(self, module: nn.Module, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        """The sums of the results of each token's experts."""
         k, label = experts_Tk.shape[-1], f"tokens of {self.name}"
         sorted_S, order_S = torch.sort(experts_Tk.flatten(), stable=True)
         rows = Rows.exchanged(sorted_S, self.group, self.number, self.layer, self.name)

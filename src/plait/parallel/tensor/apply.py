@@ -124,11 +124,11 @@ class _Application:
                 if inp is not None or out is not None or layer.summed:
                     summed = layer.summed
                     set_forward(module, ReplicatedLayer(name, forward, inp, out, summed, self.groups.col))
-            case Style.EXPERTS:
+            case Style.EXPERTS if not layer.splits:  # else see `parallel/experts/`
                 set_forward(module, ParallelExperts(name, forward, self.groups.col))
             case Style.DEPTHWISE:
                 self._apply_to_convolution(layer, module)
-            case Style.PER_HEAD_NORM:
+            case Style.PER_HEAD_NORM | Style.EXPERTS:
                 pass  # unchanged: the engine reduces its weight's gradient
 
     def shard_input_embeddings(self) -> None:

@@ -283,8 +283,12 @@ class SequenceParallelRegion:
 
     @torch.compiler.disable(reason="a region that does not scatter its tokens")
     def _exit(self, output: Any) -> Any:
-        shards_of_full = self.sequence_shard.shards_of_full
-        return map_hidden_output(lambda x: split(x, shards_of_full(x)), self.region.name, output)
+        def own(x: Tensor) -> Tensor:
+            if (num_sequences := self.sequence_shard.num_flattened(x)) is not None:
+                return own(x.unflatten(0, (num_sequences, -1))).flatten(0, 1)
+            return split(x, self.sequence_shard.shards_of_full(x))
+
+        return map_hidden_output(own, self.region.name, output)
 
 
 def map_hidden_input(
