@@ -31,8 +31,18 @@ PLANS = (
     "dp=2 ep=2 pp=2 micro=2 zero=3 schedule=zb-h1",
     "dp=2 ep=2 tp=2 zero=1",
     "dp=2 ep=2 tp=2 pp=2 zero=3 micro=2",
+    "dp=4 ep=4 zero=1 shard=2",
+    "dp=4 ep=4 zero=3 shard=2 micro=3",
+    "dp=1 cp=2 ep=2",
+    "dp=1 cp=2 ep=2 zero=1",
+    "dp=1 cp=2 ep=2 zero=2 micro=2",
+    "dp=1 cp=2 ep=2 zero=3 recompute=full",
     "dp=2 cp=2 ep=2",
     "dp=2 cp=2 ep=2 zero=3",
+    "dp=2 cp=2 ep=4 zero=1",
+    "dp=2 cp=2 ep=4 zero=3 shard=1",
+    "dp=1 cp=4 ep=2 zero=2 cp_method=ring",
+    "dp=1 cp=2 ep=2 tp=2 zero=1",
     "dp=2 ep=2 zero=3 offload=cpu",
 )
 
