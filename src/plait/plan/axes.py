@@ -7,10 +7,10 @@ states over those of them with `shards_states`. Axes along which parameters of a
 with other parts of the model, for the same tokens.
 
 [Note: ranks of ep]
-`ep` takes its ranks from the inside, so that as many as possible are on one host: what it has in common with
-`cp` out of `cp`; of the rest, what it has in common with a shard group out of `shard`; and the rest out of the
-replicas. So there are three axes, each inside the one that it comes from, of which it divides the same. Any
-`ep` that divides dp x cp leaves integers.
+`ep` takes its ranks from the inside, so that as many as possible are on one host: out of `cp` the greatest
+number that divides both; for the rest, out of the shard groups likewise, and then out of the replicas. Each
+is an axis inside the one that it comes from, and divides the same. Any `ep` that divides dp x cp leaves
+integers.
 
 [Note: islands]
 Under local steps the replicas are islands: each sums gradients by itself, and they exchange weights instead.
@@ -34,6 +34,8 @@ class Degrees(Protocol):
     def pp(self) -> int: ...
     @property
     def local_steps(self) -> int: ...
+    @property
+    def shard(self) -> int: ...
     @property
     def data_ranks(self) -> int: ...
     @property
@@ -92,13 +94,17 @@ def _ep_of_cp(plan: Degrees) -> int:
     return gcd(plan.ep, plan.cp)
 
 
-def ep_of_dp(plan: Degrees) -> int:
-    """Return the degree of `ep` that comes out of `dp`. See [Note: ranks of ep]."""
+def _ep_of_dp(plan: Degrees) -> int:
     return plan.ep // _ep_of_cp(plan)
 
 
+def smallest_dp(plan: Degrees) -> int:
+    """Return the smallest `dp` that a plan with these other degrees can have: it divides all others."""
+    return lcm(plan.shard or 1, _ep_of_dp(plan))
+
+
 def _ep_of_shards(plan: Degrees) -> int:
-    return gcd(ep_of_dp(plan), plan.data_shards)
+    return gcd(_ep_of_dp(plan), plan.data_shards)
 
 
 _OF_EXPERTS = frozenset({UnitKind.EXPERT})
@@ -107,8 +113,8 @@ _DP, _CP = ("dp", Divides.SAMPLES), ("cp", Divides.SEQUENCE)
 # Outermost to innermost: neighbours on the last axis are the closest. See [Note: ranks of ep].
 TABLE = (
     Axis("pp", "pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
-    Axis("replicate", *_DP, lambda plan: plan.data_ranks // lcm(plan.data_shards, ep_of_dp(plan))),
-    Axis("ep_replicate", *_DP, lambda plan: ep_of_dp(plan) // _ep_of_shards(plan), _OF_EXPERTS),
+    Axis("replicate", *_DP, lambda plan: plan.data_ranks // lcm(plan.data_shards, _ep_of_dp(plan))),
+    Axis("ep_replicate", *_DP, lambda plan: _ep_of_dp(plan) // _ep_of_shards(plan), _OF_EXPERTS),
     Axis("shard", *_DP, lambda plan: plan.data_shards // _ep_of_shards(plan), shards_states=True),
     Axis("ep_shard", *_DP, _ep_of_shards, _OF_EXPERTS, shards_states=True),
     Axis("cp", *_CP, lambda plan: plan.cp // _ep_of_cp(plan), shards_states=True),

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from plait.errors import PlanError, nearest, shown, unknown_key_hint
-from plait.plan.axes import TABLE, ep_of_dp
+from plait.plan.axes import TABLE, smallest_dp
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
 from plait.plan.key_conflicts import check_experts, check_precision, check_sequence, check_zero
@@ -361,7 +361,7 @@ class Plan:
         """`dp` as a number. Raises PlanError while it is `auto`."""
         if self.dp:
             return self.dp
-        example = f"dp={2 * self._dp_multiple}"
+        example = f"dp={2 * smallest_dp(self)}"
         raise PlanError(
             "dp=auto has no value until the number of ranks is known",
             given=str(self),
@@ -400,12 +400,7 @@ class Plan:
     @property
     def min_ranks(self) -> int:
         """Smallest number of ranks for dp=auto; all other valid numbers are multiples of it."""
-        return math.prod(axis.degree(self) for axis in TABLE if axis.key != "dp") * self._dp_multiple
-
-    @property
-    def _dp_multiple(self) -> int:
-        """What divides every valid dp."""
-        return math.lcm(self.shard or 1, ep_of_dp(self))
+        return math.prod(axis.degree(self) for axis in TABLE if axis.key != "dp") * smallest_dp(self)
 
     def resolved(self, num_ranks: int) -> "Plan":
         """The plan with dp=auto replaced for `num_ranks` ranks; other plans are returned unchanged. Raises
@@ -423,7 +418,7 @@ class Plan:
                 + ("shard" if self.ep == 1 else "what shard and ep need of dp"),
                 hint=f"{' or '.join(counts)} ranks",
             )
-        return replace(self, dp=num_ranks // (base // self._dp_multiple))
+        return replace(self, dp=num_ranks // (base // smallest_dp(self)))
 
     @property
     def is_float8(self) -> bool:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from plait.comm import Group, all_to_all_list
 from plait.errors import ModelError
-from plait.models.experts import Experts
+from plait.models.experts import Experts, Form
 from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.plan.grid import share
 
@@ -55,9 +55,11 @@ def distribute_experts(model: nn.Module, layers: Iterable[Experts], group: Group
         if (module := modules.get(experts.name)) is not None:
             forward = own_forward(experts.name, module)
             signature = inspect.signature(forward)
-            given = experts.name, layer, forward, group, experts.number, signature
+            given = experts.name, layer, forward, group, experts.number, signature, experts.form
             set_forward(module, DistributedExperts(*given))
             module.num_experts = experts.number // group.size
+            if experts.form.caller is not None:
+                set_forward(modules[experts.name.rpartition(".")[0]], experts.form.caller)
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,14 @@ class DistributedExperts:
     group: Group
     number: int  # of the layer's experts
     signature: inspect.Signature
+    form: Form
 
     @torch.compiler.disable(reason="experts of other ranks")
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        x_TH, experts_Tk, weights_Tk = self.signature.bind(module, *args, **kwargs).args[1:]
+        if kwargs:
+            args = self.signature.bind(module, *args, **kwargs).args[1:]
+        x, experts_Tk, weights_Tk = self.form.read(*args)
+        x_TH = x.flatten(0, -2)
         k, label = experts_Tk.shape[-1], f"tokens of {self.name}"
         sorted_S, order_S = torch.sort(experts_Tk.flatten(), stable=True)
         rows = Rows.exchanged(sorted_S, self.group, self.number, self.layer, self.name)
@@ -140,15 +146,16 @@ class DistributedExperts:
             y_SH = torch.cat([y_SH, y_SH.new_zeros(unsent, y_SH.shape[-1])])
         y_TkH = y_SH.index_select(0, torch.argsort(order_S)).unflatten(0, experts_Tk.shape)
         dtype = torch.promote_types(y_TkH.dtype, weights_Tk.dtype)
-        return torch.bmm(weights_Tk.to(dtype)[:, None], y_TkH.to(dtype))[:, 0].to(x_TH.dtype)
+        y_TH = torch.bmm(weights_Tk.to(dtype)[:, None], y_TkH.to(dtype))[:, 0].to(x_TH.dtype)
+        return y_TH.unflatten(0, x.shape[:-1])
 
     def _computed(self, module: nn.Module, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
         """The results of this rank's experts, for one expert of each row."""
         if len(x_RH):
-            return self.forward(module, x_RH, experts_R1, x_RH.new_ones(len(x_RH), 1))
+            return self.form.compute(self.forward, module, x_RH, experts_R1)
         # See [Note: ranks without tokens]
         zeros = torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[-1])])
-        return self.forward(module, zeros, experts_R1.new_zeros(1, 1), zeros.new_ones(1, 1))[:0]
+        return self.form.compute(self.forward, module, zeros, experts_R1.new_zeros(1, 1))[:0]
 
 
 class _Exchange(torch.autograd.Function):
