@@ -339,6 +339,7 @@ EXPERT_PLANS = (
     "dp=2 ep=2",
     "dp=4 ep=2 zero=3",
     "dp=4 ep=4 zero=1 micro=2",
+    "dp=2 cp=2 ep=4 zero=3",
     "tp=2",
     "pp=2 dp=2 ep=2 zero=2 micro=2",
     "dp=4 ep=2 zero=1 shard=2",

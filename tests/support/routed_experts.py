@@ -26,6 +26,8 @@ def model_with(
 def _routed(routing: str, router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Choices by a rule, with the weights that the router's logits give them."""
     logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight)
+    if logits.is_meta:  # which tells whether tokens meet: by their contents
+        return logits, *torch.softmax(logits, -1).topk(2, -1)
     number = torch.arange(len(logits), device=logits.device)[:, None]
     chosen = {
         "balanced": torch.cat([number, number + 2], 1) % 4,  # each rank of two or four gets as many
