@@ -20,10 +20,18 @@ their arguments mean, and how rows for some experts are computed:
             before and one after the activation, or attention, so each has messages of its own
   llama4    every token for every expert, zeros where it is not chosen. The mixture around the experts calls
             them with rows for the chosen ones instead
+
+[Note: lists of experts]
+Older families have a module for each expert, in a subclass of `nn.ModuleList` or `nn.ModuleDict`. Its forward
+has tokens, choices and weights (switch_transformers: choices as numbers 0 and 1). A rank has the parameters
+of its experts, and empty ones of the others. The forward is called for a copy of the list that has these
+experts as its first ones. It skips an expert without tokens; but its gradient has to be there, as zeros, at
+the same point of the program on all ranks. So each is called with no token, too.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +69,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of experts. `parameters`: their names in the model."""
+    """A module of experts. `parameters`: by their names in the model, `ParamInfo.part`."""
 
     name: str
     number: int
-    parameters: tuple[str, ...]
+    parameters: Mapping[str, tuple[int, int]]
     form: Form = Form()
 
 
@@ -114,10 +122,39 @@ def _llama4_mixture(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]
     return module.shared_expert(x_TH) + y_RH.view(x_TkH.shape).sum(1), logits_TE
 
 
+def _of_list(forward: Callable[..., Tensor], module: Any, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+    """See [Note: lists of experts]."""
+    listed, local = _listed(module), copy.copy(module)
+    own = [expert for expert in listed.values() if any(p.numel() for p in expert.parameters())]
+    others = {key: child for key, child in module.named_children() if key not in listed}
+    local._modules = {**dict(zip(listed, own, strict=False)), **others}
+    y_RH = _by_module(forward, local, x_RH, experts_R1)
+    return y_RH + torch.stack([expert(x_RH[:0]).sum() for expert in own]).sum()
+
+
+def _listed(module: nn.Module) -> dict[str, nn.Module]:
+    """The experts of a list, without modules that they share."""
+    return {key: child for key, child in module.named_children() if any(True for _ in child.parameters())}
+
+
+def _switch_rows(x_TH: Tensor, chosen_T1E: Tensor, weights_T1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    none = chosen_T1E.shape[-1]  # beyond the capacity of its expert
+    return x_TH, torch.where(chosen_T1E.any(-1), chosen_T1E.argmax(-1), none), weights_T1
+
+
+def _switch_mlps(forward: Callable[..., Tensor], module: Any, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+    def with_numbers(local: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return forward(local, x, nn.functional.one_hot(experts, module.num_experts), weights)
+
+    return _of_list(with_numbers, module, x_RH, experts_R1)
+
+
+_LIST = Form(compute=_of_list)
 FORMS = {
     "DbrxExperts": Form(),
     "JetMoeParallelExperts": Form(_jetmoe_rows, _jetmoe_linear),
     "Llama4TextExperts": Form(_given, _llama4_mlps, _llama4_mixture),
+    "SwitchTransformersExperts": Form(_switch_rows, _switch_mlps),
 }
 
 
@@ -148,18 +185,23 @@ def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
 def _experts(model: nn.Module) -> Iterator[Experts]:
     seen: set[int] = set()
     for name, module in model.named_modules():
-        form = FORMS.get(type(module).__name__)
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and _is_common(module)
+        form = FORMS.get(type(module).__name__) or (_LIST if is_list else None)
         if form is None and not (hasattr(module, _DECORATED) or _is_plain(module)):
             continue
-        number, own = getattr(module, "num_experts", 0), list(module.named_parameters())
+        own = dict(module.named_parameters())
+        listed = [*_listed(module)] if is_list else []
+        number = len(listed) or getattr(module, "num_experts", 0)
         problem = None
-        if any(True for _ in module.buffers()) or (form is None and any("." in key for key, _ in own)):
+        if any(True for _ in module.buffers()) or (form is None and any("." in key for key in own)):
             problem = "parameters or buffers of other modules in it"
-        elif any(p.ndim < 2 or len(p) % number or (form is None and len(p) != number) for _, p in own):
+        elif not is_list and any(
+            len(p) % number or (form is None and len(p) != number) for p in own.values()
+        ):
             problem = f"a parameter without dim 0 of its {number} experts"
         elif form is None and not _is_common(module):
             problem = "a forward with other arguments"
-        elif seen & {id(parameter) for _, parameter in own}:
+        elif seen & {id(parameter) for parameter in own.values()}:
             problem = "parameters of another module"
         if problem is not None:
             raise ModelError(
@@ -168,8 +210,9 @@ def _experts(model: nn.Module) -> Iterator[Experts]:
                 expected="parameters of each expert in dim 0, and a forward of tokens, choices and weights",
                 hint="a plan without ep",
             )
-        seen |= {id(parameter) for _, parameter in own}
-        yield Experts(name, number, tuple(f"{name}.{key}" for key, _ in own), form or Form())
+        seen |= {id(parameter) for parameter in own.values()}
+        at = {key: (listed.index(key.partition(".")[0]), number) if is_list else (0, 1) for key in own}
+        yield Experts(name, number, {f"{name}.{key}": at[key] for key in own}, form or Form())
 
 
 def _is_common(module: nn.Module) -> bool:
