@@ -22,7 +22,8 @@ DENSE, EXPERT = UnitKind.DENSE, UnitKind.EXPERT
 def test_ranks_with_other_samples_sum_a_gradient_and_shard_its_states() -> None:
     roles = Roles.from_plan(Plan(dp=4, zero=1))
     shards = ("shard", "ep_shard", "cp", "ep_cp")
-    assert (BATCH, TENSOR, MODEL) == (TOKENS[:4], ("row", "col"), ("pp", "row", "col"))
+    assert TOKENS[:4] == BATCH
+    assert (TENSOR, MODEL) == (("row", "col"), ("pp", "row", "col"))
     assert roles.gradient_sum() == TOKENS == ("replicate", "ep_replicate", *shards)
     assert roles.states() == shards
     assert roles.replicas() == ("replicate", "ep_replicate")

@@ -81,6 +81,22 @@ def test_experts_and_ranks_without_tokens_train_as_in_one_process(
     programs.check_parity(pool, task, f"{words} precision=fp64")
 
 
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("list", "dp=2 ep=2 zero=1"),
+        ("list", "dp=4 ep=4"),
+        ("list", "dp=4 ep=2 zero=3 micro=3"),
+        ("list", "dp=2 ep=2 pp=2"),
+        ("plain", "dp=2 cp=2 ep=4 zero=2"),
+        ("plain", "dp=2 ep=2 zero=3 reshard=step"),
+    ],
+)
+def test_experts_of_a_users_own_train_as_in_one_process(pool: Pool, form: str, words: str) -> None:
+    task = programs.Task(functools.partial(routed_experts.model_of, form), own_loss=True, steps=3)
+    programs.check_parity(pool, task, f"{words} precision=fp64")
+
+
 def _compiled(words: str) -> list[float]:
     build = functools.partial(hf_models.model_of, "mixtral", exact=False)
     with warnings.catch_warnings():
