@@ -1,9 +1,9 @@
 """Verify every causal language model of transformers that builds small, and models of other kinds, and write
 docs/architectures.md.
 
-    python tools/verify_architectures.py docs/architectures.md causal|other [--again] [kind ...]
+    python tools/verify_architectures.py docs/architectures.md causal|mixtures|other [--again] [kind ...]
 
-Fills the empty cells of one of the two tables; with kinds, only theirs. `--again` verifies cells that are
+Fills the empty cells of one of the three tables; with kinds, only theirs. `--again` verifies cells that are
 filled, too. All cells need the machine for an hour or more (`other`: a quarter of one). The page is written
 after every few kinds, so that a second call continues from it; their dates are kept under build/.
 """
@@ -34,8 +34,8 @@ from plait.verify import Case, ModelSource, Outcome, Verdict, WorkerOptions, par
 
 PLANS = ("dp=2", "dp=2 zero=3", "tp=2", "pp=2", "pp=2 dp=2 tp=2 zero=1")
 CONTEXT_PLANS = ("cp=2", "cp=2 tp=2 pp=2 zero=1")
+EXPERT_PLANS = ("dp=4 ep=4", "dp=2 ep=2 tp=2 pp=2 zero=1")
 TOOLS = Path(__file__).parent
-OTHER_HEADING = "## Other kinds"
 AT_ONCE = 8  # model types per start of the ranks
 LAYERS, SAMPLES, STEPS, LENGTH = 4, 8, 3, 16
 ROUGH = 1e-6  # for families whose own kernels compute in float32
@@ -149,7 +149,8 @@ Results of `plait verify` on {{date}} for the causal language models of transfor
 plans without `cp`**, {{context}}; [another table](#refused-plans) says why the others are
 not. An empty cell: not run. This page is written by
 `python tools/verify_architectures.py docs/architectures.md causal`, and
-[the part on other kinds](#other-kinds) with `other`.""",
+the parts on [mixtures](#mixtures-of-experts) and [other kinds](#other-kinds) with `mixtures` and
+`other`.""",
     sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     {"model type": str},
     lambda kind: (
@@ -159,9 +160,33 @@ not. An empty cell: not run. This page is written by
     ),
     lambda _: "",
 )
+_MIXTURES = """
+    afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32
+    deepseek_v4 dots1 dots3_note dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe
+    glm4_moe_lite glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+    hunyuan_v1_moe hy_v3 hy_v4 inkling2_text inkling_text jamba jetmoe kimi_linear kolibri1 laguna
+    lfm2_moe llama4 llama4_text longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text
+    mixtral nemotron_h olmoe phimoe qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next
+    qwen4_exp qwen4_exp_text solar_open zaya
+"""
+MIXTURES = Table(
+    "mixtures",
+    "## Mixtures of experts",
+    f"""\
+Results on {{date}} for the types above that have experts, of which ep gives each rank some
+(transformers {{transformers}}, torch {{torch}}, {{cpu}}). Each has {LAYERS} layers, and is
+{_MADE_SMALL}
+
+**{{whole}} of {{built}} are verified under both plans.**""",
+    _MIXTURES.split(),
+    CAUSAL.columns,
+    CAUSAL.source,
+    CAUSAL.options,
+    EXPERT_PLANS,
+)
 OTHER = Table(
     "other",
-    OTHER_HEADING,
+    "## Other kinds",
     f"""\
 Results on {{date}} for models other than causal language models (transformers {{transformers}}, torch
 {{torch}}, {{cpu}}), built as a script would build them, in `tools/other_kinds.py`. Each
@@ -175,16 +200,17 @@ The loss is the model's own where it has one. Plans of models with BatchNorm hav
     lambda kind: ModelSource(build=f"other_kinds:{kind}", folder=str(TOOLS)),
     lambda kind: OTHER_KINDS[kind].options,
 )
+TABLES = {table.name: table for table in (CAUSAL, MIXTURES, OTHER)}  # in the order of the page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="See the top of this file.")
     parser.add_argument("page", type=Path)
-    parser.add_argument("table", choices=[CAUSAL.name, OTHER.name])
+    parser.add_argument("table", choices=[*TABLES])
     parser.add_argument("kinds", nargs="*")
     parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
-    page, table = arguments.page, {"causal": CAUSAL, "other": OTHER}[arguments.table]
+    page, table = arguments.page, TABLES[arguments.table]
     warnings.simplefilter("ignore")  # raised by the families themselves
     found = _read(table, page.read_text())
     if table.kept.exists():
@@ -207,16 +233,22 @@ def main() -> None:
 
 
 def _write(page: Path, table: Table, found: dict[str, Found]) -> None:
-    part = _part(table, found)
-    before, _, other = page.read_text().partition(f"\n{OTHER_HEADING}\n")
-    parts = [part, f"{OTHER_HEADING}\n{other}"] if table is CAUSAL else [before, part]
-    page.write_text("\n".join(parts))
+    parts = _parts(page.read_text()) | {table.name: _part(table, found)}
+    page.write_text("\n".join(parts[name] for name in TABLES if parts[name]))
+
+
+def _parts(page: str) -> dict[str, str]:
+    """Return the text about each table, empty for one that is not on the page."""
+    parts, rest = {}, page
+    for table in reversed(TABLES.values()):
+        before, heading, part = f"\n{rest}".partition(f"\n{table.heading}\n")
+        parts[table.name], rest = heading[1:] + part, before[1:]
+    return parts
 
 
 def _read(table: Table, text: str) -> dict[str, Found]:
     """Return the results in a table of the page, by the titles of its columns."""
-    before, _, other = text.partition(f"\n{OTHER_HEADING}\n")
-    part = other if table is OTHER else before
+    part = _parts(text)[table.name]
     dates = re.findall(r"\d{4}-\d\d-\d\d", part)
     rows = [
         [cell.strip() for cell in line[1:-1].split(" | ")] for line in part.splitlines() if line[:1] == "|"
@@ -305,7 +337,7 @@ def _part(table: Table, found: dict[str, Found]) -> str:
             cpu=machine()["cpu"],
             built=len(built),
             asked=len(found),
-            whole=sum(of_kind.is_verified(PLANS) for of_kind in built.values()),
+            whole=sum(of_kind.is_verified({*table.plans} - {*CONTEXT_PLANS}) for of_kind in built.values()),
             context=" and ".join(
                 f"{sum(of_kind.is_verified([plan]) for of_kind in built.values())} under `{plan}`"
                 for plan in CONTEXT_PLANS
@@ -350,7 +382,7 @@ def _errors(table: Table, built: dict[str, Found]) -> list[str]:
     if not errors:
         return []
     level = "#" * (table.heading.count("#") + 1)
-    title = "Refused plans" if table is CAUSAL else "Refused plans of other kinds"
+    title = "Refused plans" if table is CAUSAL else f"Refused plans of {table.heading[3:].lower()}"
     lines = ["", f"{level} {title}", "", "| reason | plans | models |", "|---|---|---|"]
     for (reason, plans), models in sorted(errors.items(), key=lambda row: -len(row[1])):
         lines.append(f"| {reason} | {plans} | {', '.join(models)} |")

@@ -21,9 +21,9 @@ PLAN = "dp=2 ep=2"
     [
         ("llama", PLAN, ("the model has no experts that ep divides", "LlamaForCausalLM: no experts")),
         (
-            "dbrx",
+            "longcat_flash",
             PLAN,
-            ("the model has no experts that ep divides", "DbrxForCausalLM: transformer.blocks.0.ffn"),
+            ("the model has no experts that ep divides", "LongcatFlashForCausalLM: model.layers.0.mlp."),
         ),
         ("mixtral", "dp=3 ep=3", ("the experts do not divide over ep", "4 experts", ": a plan without ep")),
         ("mixtral", "dp=8 ep=8", ("the experts do not divide over ep", "4 experts", "ep=2 or ep=4")),

@@ -21,21 +21,24 @@ DENSE, EXPERT = UnitKind.DENSE, UnitKind.EXPERT
 
 def test_ranks_with_other_samples_sum_a_gradient_and_shard_its_states() -> None:
     roles = Roles.from_plan(Plan(dp=4, zero=1))
-    assert (BATCH, TENSOR, MODEL) == (("replicate", "shard", "ep"), ("row", "col"), ("pp", "row", "col"))
-    assert roles.gradient_sum() == TOKENS == ("replicate", "shard", "ep", "cp")
-    assert roles.states() == ("shard", "ep", "cp")
-    assert roles.replicas() == REPLICAS == ("replicate",)
-    assert roles.one_copy == ("pp", "shard", "ep", "cp", "row", "col")
-    assert roles.stage_copy == ("shard", "ep", "cp", "row", "col")
-    assert roles.same_stage == ("replicate", "shard", "ep", "cp", "row", "col")
+    shards = ("shard", "ep_shard", "cp", "ep_cp")
+    assert TOKENS[:4] == BATCH
+    assert (TENSOR, MODEL) == (("row", "col"), ("pp", "row", "col"))
+    assert roles.gradient_sum() == TOKENS == ("replicate", "ep_replicate", *shards)
+    assert roles.states() == shards
+    assert roles.replicas() == ("replicate", "ep_replicate")
+    assert REPLICAS == ("replicate",)
+    assert {*roles.one_copy} == {"pp", "ep_replicate", *shards, "row", "col"}
+    assert {*roles.stage_copy} == {"ep_replicate", *shards, "row", "col"}
+    assert roles.same_stage == (*TOKENS, "row", "col")
     assert roles.step == AXES
 
 
 def test_islands_leave_replicas_out_of_a_step() -> None:
     roles = Roles.from_plan(Plan(dp=4, zero=1, shard=2, local_steps=8))
-    assert roles.gradient_sum() == ("shard", "ep", "cp")
-    assert roles.replicas() == ()
-    assert roles.step == ("pp", "shard", "ep", "cp", "row", "col")
+    assert roles.gradient_sum() == ("ep_replicate", "shard", "ep_shard", "cp", "ep_cp")
+    assert roles.replicas() == ("ep_replicate",)  # one rank: no plan has islands and ep
+    assert roles.step == ("pp", *roles.gradient_sum(), "row", "col")
 
 
 @pytest.mark.parametrize(
@@ -58,12 +61,12 @@ def test_tokens_and_model_divide_the_axes() -> None:
     assert {*BATCH} < {*TOKENS}
 
 
-def test_experts_differ_along_an_axis_along_which_dense_units_are_the_same() -> None:
+def test_experts_differ_along_axes_along_which_dense_units_are_the_same() -> None:
     for zero in (0, 1):
         roles = Roles.from_plan(Plan(dp=4, ep=2, zero=zero))
-        assert roles.gradient_sum(DENSE) == ("replicate", "shard", "ep", "cp")
+        assert roles.gradient_sum(DENSE) == TOKENS
         assert roles.gradient_sum(EXPERT) == ("replicate", "shard", "cp")
-        assert roles.states(DENSE) == (("shard", "ep", "cp") if zero else ())
+        assert roles.states(DENSE) == (("shard", "ep_shard", "cp", "ep_cp") if zero else ())
         assert roles.states(EXPERT) == (("shard", "cp") if zero else ())
         assert {*roles.states(EXPERT), *EXPERTS, *MODEL} <= {*roles.one_copy}
 
@@ -71,18 +74,31 @@ def test_experts_differ_along_an_axis_along_which_dense_units_are_the_same() -> 
 @pytest.mark.parametrize(
     ("text", "degrees"),
     [
-        ("dp=8 ep=2", (4, 1, 2)),
-        ("dp=8 ep=4 zero=1", (1, 2, 4)),
-        ("dp=8 ep=2 zero=3 shard=4", (2, 2, 2)),
-        ("dp=8 ep=4 zero=2 shard=4", (2, 1, 4)),
+        ("dp=8 ep=2", (4, 2, 1, 1, 1, 1)),
+        ("dp=8 ep=4 zero=1", (1, 1, 2, 4, 1, 1)),
+        ("dp=8 ep=2 zero=3 shard=4", (2, 1, 2, 2, 1, 1)),
+        ("dp=8 ep=4 zero=2 shard=4", (2, 1, 1, 4, 1, 1)),
+        ("dp=8 ep=4 zero=1 shard=2", (2, 2, 1, 2, 1, 1)),
+        ("dp=6 ep=6 zero=1 shard=2", (1, 3, 1, 2, 1, 1)),
+        ("dp=1 cp=2 ep=2", (1, 1, 1, 1, 1, 2)),
+        ("dp=2 cp=2 ep=2 zero=1", (1, 1, 2, 1, 1, 2)),
+        ("dp=2 cp=2 ep=4 zero=1", (1, 1, 1, 2, 1, 2)),
+        ("dp=2 cp=4 ep=2", (2, 1, 1, 1, 2, 2)),
+        ("dp=4 cp=6 ep=4 zero=2 shard=1", (2, 2, 1, 1, 3, 2)),
+        ("dp=2 cp=3 ep=2 zero=3", (1, 1, 1, 2, 3, 1)),
     ],
 )
-def test_ep_takes_its_ranks_out_of_those_that_share_states(text: str, degrees: tuple[int, ...]) -> None:
+def test_ep_takes_its_ranks_out_of_cp_then_shard_groups_then_replicas(
+    text: str, degrees: tuple[int, ...]
+) -> None:
     plan = Plan.parse(text)
     grid = Grid.from_plan(plan)
-    assert tuple(grid.degree(axis) for axis in ("replicate", "shard", "ep")) == degrees
-    assert grid.num_ranks == plan.num_ranks == 8
-    assert Plan.parse(text.replace("dp=8", "dp=auto")).resolved(8) == plan
+    assert tuple(grid.degree(axis) for axis in TOKENS) == degrees
+    assert grid.num_ranks == plan.num_ranks == plan.dp * plan.cp
+    assert grid.degree(*EXPERTS) == plan.ep
+    assert grid.group(0, *EXPERTS)[:2] == (0, 1) or plan.cp // grid.degree("ep_cp") > 1
+    any_dp = Plan.parse(text.replace(f"dp={plan.dp}", "dp=auto"))
+    assert any_dp.resolved(plan.num_ranks) == plan
 
 
 def test_a_block_has_a_unit_of_each_kind_with_shards_of_its_own() -> None:

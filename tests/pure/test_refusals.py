@@ -118,9 +118,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "accumulate=sharded needs sharded gradients": lambda v: v["accumulate"] == "sharded" and v["zero"] <= 1,
     "prefetch has an effect only with zero=3": lambda v: v["prefetch"] != 1 and v["zero"] != 3,
     "reshard has an effect only with zero=3": lambda v: v["reshard"] != "use" and v["zero"] != 3,
-    "ep does not divide the data ranks that it is taken from": lambda v: (
-        v["shard"] % v["ep"] != 0 or v["dp"] % v["ep"] != 0
-    ),
+    "ep does not divide the ranks that it is taken from": lambda v: v["dp"] * v["cp"] % v["ep"] != 0,
     "expert parallelism does not work with these keys yet": lambda v: (
         v["ep"] > 1
         and (

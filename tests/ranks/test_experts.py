@@ -36,8 +36,18 @@ PLANS = (
     "dp=2 ep=2 tp=2 sp=true zero=2 micro=2",
     "dp=2 ep=2 tp=2 sp=true pp=2 micro=2 zero=3 schedule=zb-h1",
     "tp=2 sp=true",
+    "dp=4 ep=4 zero=1 shard=2",
+    "dp=4 ep=4 zero=3 shard=2 micro=3",
+    "dp=1 cp=2 ep=2",
+    "dp=1 cp=2 ep=2 zero=1",
+    "dp=1 cp=2 ep=2 zero=2 micro=2",
+    "dp=1 cp=2 ep=2 zero=3 recompute=full",
     "dp=2 cp=2 ep=2",
     "dp=2 cp=2 ep=2 zero=3",
+    "dp=2 cp=2 ep=4 zero=1",
+    "dp=2 cp=2 ep=4 zero=3 shard=1",
+    "dp=1 cp=4 ep=2 zero=2 cp_method=ring",
+    "dp=1 cp=2 ep=2 tp=2 zero=1",
     "dp=2 ep=2 zero=3 offload=cpu",
 )
 
@@ -92,6 +102,22 @@ def test_experts_and_ranks_without_tokens_train_as_in_one_process(
     pool: Pool, routing: str, words: str
 ) -> None:
     task = programs.Task(functools.partial(routed_experts.model_with, routing), own_loss=True, steps=3)
+    programs.check_parity(pool, task, f"{words} precision=fp64")
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("list", "dp=2 ep=2 zero=1"),
+        ("list", "dp=4 ep=4"),
+        ("list", "dp=4 ep=2 zero=3 micro=3"),
+        ("list", "dp=2 ep=2 pp=2"),
+        ("plain", "dp=2 cp=2 ep=4 zero=2"),
+        ("plain", "dp=2 ep=2 zero=3 reshard=step"),
+    ],
+)
+def test_experts_of_a_users_own_train_as_in_one_process(pool: Pool, form: str, words: str) -> None:
+    task = programs.Task(functools.partial(routed_experts.model_of, form), own_loss=True, steps=3)
     programs.check_parity(pool, task, f"{words} precision=fp64")
 
 

@@ -26,6 +26,8 @@ def model_with(
 def _routed(routing: str, router: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Choices by a rule, with the weights that the router's logits give them."""
     logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight)
+    if logits.is_meta:  # which tells whether tokens meet: by their contents
+        return logits, *torch.softmax(logits, -1).topk(2, -1)
     number = torch.arange(len(logits), device=logits.device)[:, None]
     chosen = {
         "balanced": torch.cat([number, number + 2], 1) % 4,  # each rank of two or four gets as many
@@ -36,3 +38,46 @@ def _routed(routing: str, router: Any, hidden_states: Tensor) -> tuple[Tensor, T
     }[routing]
     weights = torch.softmax(logits, -1).gather(1, chosen)
     return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+class _Listed(nn.ModuleList):
+    """Experts in a list of modules, each with a bias, and one with more parameters than others."""
+
+    def forward(self, x_TH: Tensor, choices_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        y_TH = torch.zeros_like(x_TH)
+        for number, expert in enumerate(self):
+            tokens, places = (choices_Tk == number).nonzero(as_tuple=True)
+            if len(tokens):
+                y_TH = y_TH.index_add(0, tokens, expert(x_TH[tokens]) * weights_Tk[tokens, places, None])
+        return y_TH
+
+
+class _Plain(nn.Module):
+    """Experts in tensors of three dims, without the decorator of transformers."""
+
+    def __init__(self, number: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = number
+        self.up = nn.Parameter(torch.randn(number, hidden, width) / 8)
+        self.down = nn.Parameter(torch.randn(number, width, hidden) / 8)
+
+    def forward(self, x_TH: Tensor, choices_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        up, down = self.up[choices_Tk], self.down[choices_Tk]
+        hidden = torch.einsum("th,tkhf->tkf", x_TH, up).tanh()
+        return torch.einsum("tkf,tkfh,tk->th", hidden, down, weights_Tk)
+
+
+def model_of(form: str, *, on_meta: bool = False) -> nn.Module:
+    """A mixture with experts of a user's own in each block, in a `list` or `plain`."""
+    torch.manual_seed(0)
+    del on_meta  # they have the values of one seed
+    model: Any = hf_models.model_of("mixtral", on_meta=False)
+    hidden, width = model.config.hidden_size, 24
+    for block in model.model.layers:
+        mlps = [
+            nn.Sequential(nn.Linear(hidden, wide), nn.Tanh(), nn.Linear(wide, hidden))
+            for wide in (width, width, width + 8, width)
+        ]
+        block.mlp.experts = _Listed(mlps) if form == "list" else _Plain(4, hidden, width)
+        block.mlp.experts.to(model.dtype)
+    return model

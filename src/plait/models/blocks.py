@@ -4,7 +4,7 @@ Also `Chain`: a model as a list of modules, for pipeline stages that pass more t
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -111,13 +111,13 @@ def unit_facts(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     groups: Mapping[str, int] | None = None,
-    experts: Collection[str] = (),
+    experts: Mapping[str, tuple[int, int]] | None = None,
 ) -> tuple[UnitInfo, ...]:
     """Return the model's floating-point parameters by unit, in forward order.
 
     A block is a unit; parameters registered before the blocks are the unit `embedding`, those after them
     `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's group of
-    each trainable parameter; None: `default_groups`. `experts`: names of parameters of kind EXPERT.
+    each trainable parameter; None: `default_groups`. `experts`: `part` of parameters of kind EXPERT.
     """
     names = [name for name, _ in blocks]
     groups = default_groups(model) if groups is None else groups
@@ -129,8 +129,9 @@ def unit_facts(
         unit = block or ("head" if seen_block else "embedding")
         group = groups[name] if parameter.requires_grad else None
         if parameter.is_floating_point() or parameter.requires_grad:
-            kind = UnitKind.EXPERT if name in experts else UnitKind.DENSE
-            tensors[unit].append(ParamInfo(name, tuple(parameter.shape), group, kind))
+            part = (experts or {}).get(name)
+            kind = UnitKind.DENSE if part is None else UnitKind.EXPERT
+            tensors[unit].append(ParamInfo(name, tuple(parameter.shape), group, kind, part or (0, 1)))
     return tuple(UnitInfo(name, tuple(facts)) for name, facts in tensors.items() if facts)
 
 

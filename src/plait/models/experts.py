@@ -1,4 +1,6 @@
-"""Mixtures of experts as transformers stores them: modules with one tensor for all experts.
+"""Mixtures of experts: modules with tensors for all experts, and how they are called.
+
+# T tokens  k experts of each  H hidden  R rows, each for one expert
 
 [Note: experts as transformers dispatches them]
 Most mixtures of transformers have a module with parameters of an expert in each element of dim 0, whose
@@ -6,29 +8,155 @@ forward takes the tokens (T, H), the experts chosen for each (T, k) and the weig
 decorator of its class, `use_experts_implementation`, makes the forward call the function that the model's
 configuration names: a loop over experts, or products of groups (read in transformers 5.23). All of them read
 the number of experts from `num_experts`. So a module with fewer experts computes with these, by the same
-functions and for any family, and a router is a module of its own, which nothing here changes.
+functions and for any family, and a router is a module of its own, which nothing here changes. A module
+without the decorator, but with such parameters and such a forward, is the same.
+
+[Note: experts with forwards of their own]
+Other families have the parameters of experts along dim 0, too, and other forwards. FORMS says by class what
+their arguments mean, and how rows for some experts are computed:
+
+  dbrx      the common forward; parameters in a module of its own, with the rows of all experts in one dim
+  jetmoe    rows in the order of experts, and how many are for each. It is a linear layer; a block has one
+            before and one after the activation, or attention, so each has messages of its own
+  llama4    every token for every expert, zeros where it is not chosen. The mixture around the experts calls
+            them with rows for the chosen ones instead
+
+[Note: lists of experts]
+Older families have a module for each expert, in a subclass of `nn.ModuleList` or `nn.ModuleDict`. Its forward
+has tokens, choices and weights (switch_transformers: choices as numbers 0 and 1). A rank has the parameters
+of its experts, and empty ones of the others. The forward is called for a copy of the list that has these
+experts as its first ones. It skips an expert without tokens; but its gradient has to be there, as zeros, at
+the same point of the program on all ranks. So each is called with no token, too.
 """
 
+import copy
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
+from plait.plan.grid import share
 from plait.plan.sharding import TPPlan
 
 _DECORATED = "_is_expert_parallel"  # an attribute that the decorator gives to modules
 _ARGUMENTS = 3  # of a forward, next to the module: see the note above
 
 
+def _given(x: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x, experts_Tk, weights_Tk
+
+
+def _by_module(forward: Callable[..., Tensor], module: Any, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+    return forward(module, x_RH, experts_R1, x_RH.new_ones(len(x_RH), 1)).flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How modules of a class are called. See [Note: experts with forwards of their own].
+
+    read      from its arguments: tokens (..., H), and for each k experts and their weights
+    compute   from the module's forward, the module and rows with an expert each: the results (R, H)
+    caller    forward of the module around it, if that has to call it in another way
+    """
+
+    read: Callable[..., tuple[Tensor, Tensor, Tensor]] = _given
+    compute: Callable[[Callable[..., Tensor], Any, Tensor, Tensor], Tensor] = _by_module
+    caller: Callable[..., Any] | None = None
+
+
 @dataclass(frozen=True)
 class Experts:
-    """A module of experts. `parameters`: their names in the model."""
+    """A module of experts. `parameters`: by their names in the model, `ParamInfo.part`."""
 
     name: str
     number: int
-    parameters: tuple[str, ...]
+    parameters: Mapping[str, tuple[int, int]]
+    form: Form = Form()
+
+
+def _by_expert(
+    x_RH: Tensor,
+    experts_R1: Tensor,
+    number: int,
+    products: Callable[[Tensor, Sequence[int]], Tensor],
+) -> Tensor:
+    """Call `products` with the rows in the order of their experts, and how many each has."""
+    order_R = torch.argsort(experts_R1[:, 0], stable=True)
+    if x_RH.is_meta:
+        parts = [share(len(x_RH), expert, number) for expert in range(number)]
+        sizes = [part.stop - part.start for part in parts]
+    else:
+        sizes = torch.bincount(experts_R1[:, 0], minlength=number).tolist()  # on GPUs, the host waits here
+    return products(x_RH.index_select(0, order_R), sizes).index_select(0, torch.argsort(order_R))
+
+
+def _jetmoe_rows(inputs: Tensor, expert_size: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    sizes, experts = torch.tensor(expert_size), torch.arange(len(expert_size))
+    experts_T = experts.repeat_interleave(sizes, output_size=len(inputs)).to(inputs.device)
+    return inputs, experts_T[:, None], inputs.new_ones(len(inputs), 1)
+
+
+def _jetmoe_linear(forward: Callable[..., Tensor], module: Any, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+    return _by_expert(x_RH, experts_R1, module.num_experts, lambda x, sizes: forward(module, x, sizes))
+
+
+def _llama4_mlps(_: Any, module: Any, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+    def products(x_RH: Tensor, sizes: Sequence[int]) -> Tensor:
+        weights = zip(x_RH.split(list(sizes)), module.gate_up_proj, module.down_proj, strict=True)
+        halves = [((x @ gate_up).chunk(2, -1), down) for x, gate_up, down in weights]
+        return torch.cat([(up * module.act_fn(gate)) @ down for (gate, up), down in halves])
+
+    return _by_expert(x_RH, experts_R1, len(module.down_proj), products)
+
+
+def _llama4_mixture(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    x_TH = hidden_states.reshape(-1, module.hidden_dim)
+    scores_TE, logits_TE = module.router(x_TH)
+    experts_Tk = logits_TE.topk(module.top_k, 1).indices
+    x_TkH = x_TH[:, None] * scores_TE.gather(1, experts_Tk)[..., None]  # scores weigh inputs
+    rows = x_TkH.flatten(0, 1)
+    y_RH = module.experts(rows, experts_Tk.reshape(-1, 1), rows.new_ones(len(rows), 1))
+    return module.shared_expert(x_TH) + y_RH.view(x_TkH.shape).sum(1), logits_TE
+
+
+def _of_list(forward: Callable[..., Tensor], module: Any, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+    """See [Note: lists of experts]."""
+    listed, local = _listed(module), copy.copy(module)
+    own = [expert for expert in listed.values() if any(p.numel() for p in expert.parameters())]
+    others = {key: child for key, child in module.named_children() if key not in listed}
+    local._modules = {**dict(zip(listed, own, strict=False)), **others}
+    y_RH = _by_module(forward, local, x_RH, experts_R1)
+    return y_RH + torch.stack([expert(x_RH[:0]).sum() for expert in own]).sum()
+
+
+def _listed(module: nn.Module) -> dict[str, nn.Module]:
+    """The experts of a list, without modules that they share."""
+    return {key: child for key, child in module.named_children() if any(True for _ in child.parameters())}
+
+
+def _switch_rows(x_TH: Tensor, chosen_T1E: Tensor, weights_T1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    none = chosen_T1E.shape[-1]  # beyond the capacity of its expert
+    return x_TH, torch.where(chosen_T1E.any(-1), chosen_T1E.argmax(-1), none), weights_T1
+
+
+def _switch_mlps(forward: Callable[..., Tensor], module: Any, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+    def with_numbers(local: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return forward(local, x, nn.functional.one_hot(experts, module.num_experts), weights)
+
+    return _of_list(with_numbers, module, x_RH, experts_R1)
+
+
+_LIST = Form(compute=_of_list)
+FORMS = {
+    "DbrxExperts": Form(),
+    "JetMoeParallelExperts": Form(_jetmoe_rows, _jetmoe_linear),
+    "Llama4TextExperts": Form(_given, _llama4_mlps, _llama4_mixture),
+    "SwitchTransformersExperts": Form(_switch_rows, _switch_mlps),
+}
 
 
 def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
@@ -56,11 +184,13 @@ def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
 
 
 def divide_over_columns(plan: TPPlan, model: nn.Module, found: Iterable[Experts], ranks: int) -> TPPlan:
-    """Return the plan in which each column has other experts, where those of each of `ranks` divide by the
-    columns; there tokens are sent once. Elsewhere columns have parts of each expert."""
+    """Return the plan in which each column has other experts, where those of each of `ranks` are in one tensor
+    and divide by the columns; there tokens are sent once. Elsewhere columns have parts of each expert."""
     for experts in found:
-        if plan.cols > 1 == plan.rows and experts.number % (ranks * plan.cols) == 0:
-            dims = {name: model.get_parameter(name).ndim for name in experts.parameters}
+        own = {name: model.get_parameter(name) for name in experts.parameters}
+        is_fused = all(len(parameter) == experts.number for parameter in own.values())
+        if is_fused and plan.cols > 1 == plan.rows and experts.number % (ranks * plan.cols) == 0:
+            dims = {name: parameter.ndim for name, parameter in own.items()}
             plan = plan.with_own_experts(experts.name, dims, experts.number, ranks)
     return plan
 
@@ -68,17 +198,23 @@ def divide_over_columns(plan: TPPlan, model: nn.Module, found: Iterable[Experts]
 def _experts(model: nn.Module) -> Iterator[Experts]:
     seen: set[int] = set()
     for name, module in model.named_modules():
-        if not hasattr(module, _DECORATED):
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and _is_common(module)
+        form = FORMS.get(type(module).__name__) or (_LIST if is_list else None)
+        if form is None and not (hasattr(module, _DECORATED) or _is_plain(module)):
             continue
-        number, own = getattr(module, "num_experts", 0), list(module.named_parameters())
+        own = dict(module.named_parameters())
+        listed = [*_listed(module)] if is_list else []
+        number = len(listed) or getattr(module, "num_experts", 0)
         problem = None
-        if any("." in key for key, _ in own) or any(True for _ in module.buffers()):
+        if any(True for _ in module.buffers()) or (form is None and any("." in key for key in own)):
             problem = "parameters or buffers of other modules in it"
-        elif any(parameter.ndim < 2 or len(parameter) != number for _, parameter in own):
+        elif not is_list and any(
+            len(p) % number or (form is None and len(p) != number) for p in own.values()
+        ):
             problem = f"a parameter without dim 0 of its {number} experts"
-        elif len(inspect.signature(type(module).forward).parameters) != 1 + _ARGUMENTS:
+        elif form is None and not _is_common(module):
             problem = "a forward with other arguments"
-        elif seen & {id(parameter) for _, parameter in own}:
+        elif seen & {id(parameter) for parameter in own.values()}:
             problem = "parameters of another module"
         if problem is not None:
             raise ModelError(
@@ -87,5 +223,22 @@ def _experts(model: nn.Module) -> Iterator[Experts]:
                 expected="parameters of each expert in dim 0, and a forward of tokens, choices and weights",
                 hint="a plan without ep",
             )
-        seen |= {id(parameter) for _, parameter in own}
-        yield Experts(name, number, tuple(f"{name}.{key}" for key, _ in own))
+        seen |= {id(parameter) for parameter in own.values()}
+        at = {key: (listed.index(key.partition(".")[0]), number) if is_list else (0, 1) for key in own}
+        yield Experts(name, number, {f"{name}.{key}": at[key] for key in own}, form or Form())
+
+
+def _is_common(module: nn.Module) -> bool:
+    """Return whether its forward has as many arguments as [Note: experts as transformers dispatches them]
+    says."""
+    return len(inspect.signature(type(module).forward).parameters) == 1 + _ARGUMENTS
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether it is like a module with the decorator."""
+    own, number = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
+    return (
+        bool(own)
+        and all(parameter.ndim == 3 and len(parameter) == number for parameter in own)
+        and _is_common(module)
+    )

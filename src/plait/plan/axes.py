@@ -6,6 +6,12 @@ axis. Gradients of a unit are summed over the axes along which its kind does not
 states over those of them with `shards_states`. Axes along which parameters of all kinds differ lead to ranks
 with other parts of the model, for the same tokens.
 
+[Note: ranks of ep]
+`ep` takes its ranks from the inside, so that as many as possible are on one host: out of `cp` the greatest
+number that divides both; for the rest, out of the shard groups likewise, and then out of the replicas. Each
+is an axis inside the one that it comes from, and divides the same. Any `ep` that divides dp x cp leaves
+integers.
+
 [Note: islands]
 Under local steps the replicas are islands: each sums gradients by itself, and they exchange weights instead.
 The roles of a step leave out REPLICAS then.
@@ -15,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from math import gcd, lcm
 from typing import Protocol
 
 Axes = tuple[str, ...]  # names, outermost first
@@ -27,6 +34,8 @@ class Degrees(Protocol):
     def pp(self) -> int: ...
     @property
     def local_steps(self) -> int: ...
+    @property
+    def shard(self) -> int: ...
     @property
     def data_ranks(self) -> int: ...
     @property
@@ -80,13 +89,36 @@ class Axis:
 
 _ALL = frozenset(UnitKind)
 
-# Outermost to innermost: neighbours on the last axis are the closest.
+
+def _ep_of_cp(plan: Degrees) -> int:
+    return gcd(plan.ep, plan.cp)
+
+
+def _ep_of_dp(plan: Degrees) -> int:
+    return plan.ep // _ep_of_cp(plan)
+
+
+def smallest_dp(plan: Degrees) -> int:
+    """Return the smallest `dp` that a plan with these other degrees can have: it divides all others."""
+    return lcm(plan.shard or 1, _ep_of_dp(plan))
+
+
+def _ep_of_shards(plan: Degrees) -> int:
+    return gcd(_ep_of_dp(plan), plan.data_shards)
+
+
+_OF_EXPERTS = frozenset({UnitKind.EXPERT})
+_DP, _CP = ("dp", Divides.SAMPLES), ("cp", Divides.SEQUENCE)
+
+# Outermost to innermost: neighbours on the last axis are the closest. See [Note: ranks of ep].
 TABLE = (
     Axis("pp", "pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
-    Axis("replicate", "dp", Divides.SAMPLES, lambda plan: plan.data_ranks // max(plan.data_shards, plan.ep)),
-    Axis("shard", "dp", Divides.SAMPLES, lambda plan: plan.data_shards // plan.ep or 1, shards_states=True),
-    Axis("ep", "dp", Divides.SAMPLES, lambda plan: plan.ep, frozenset({UnitKind.EXPERT}), shards_states=True),
-    Axis("cp", "cp", Divides.SEQUENCE, lambda plan: plan.cp, shards_states=True),
+    Axis("replicate", *_DP, lambda plan: plan.data_ranks // lcm(plan.data_shards, _ep_of_dp(plan))),
+    Axis("ep_replicate", *_DP, lambda plan: _ep_of_dp(plan) // _ep_of_shards(plan), _OF_EXPERTS),
+    Axis("shard", *_DP, lambda plan: plan.data_shards // _ep_of_shards(plan), shards_states=True),
+    Axis("ep_shard", *_DP, _ep_of_shards, _OF_EXPERTS, shards_states=True),
+    Axis("cp", *_CP, lambda plan: plan.cp // _ep_of_cp(plan), shards_states=True),
+    Axis("ep_cp", *_CP, _ep_of_cp, _OF_EXPERTS, shards_states=True),
     Axis("row", "tp", Divides.HIDDEN, lambda plan: plan.rows, _ALL),
     Axis("col", "tp", Divides.FEATURES, lambda plan: plan.cols, _ALL),
 )
@@ -119,7 +151,10 @@ EXPERTS = tuple(axis.name for axis in TABLE if axis.differs == {UnitKind.EXPERT}
 LAYERS = in_order((*TENSOR, *SEQUENCE, *EXPERTS))  # ranks that communicate inside layers
 PARTS = in_order((*MODEL, *EXPERTS))  # ranks with other parts of the model
 STAGE_PARTS: Axes = tuple(name for name in PARTS if name != STAGES)  # of these, ranks with the same layers
-REPLICAS: Axes = tuple(axis.name for axis in TABLE if axis.name in TOKENS and not axis.shards_states)
+# Ranks with copies of all units' states.
+REPLICAS: Axes = tuple(
+    axis.name for axis in TABLE if axis.name in TOKENS and not (axis.shards_states or axis.differs)
+)
 
 
 @dataclass(frozen=True)

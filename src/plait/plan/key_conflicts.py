@@ -86,19 +86,18 @@ def check_sequence(values: Mapping[str, Any], cols: int) -> None:
 
 
 def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise PlanError unless ep divides the data ranks that it is taken from, and for keys that do not work
-    with it."""
-    ep, dp, shard = values["ep"], values["dp"], values["shard"]
+    """Raise PlanError unless ep divides the ranks that it is taken from, and for keys that do not work with
+    it."""
+    ep, dp, cp = values["ep"], values["dp"], values["cp"]
     if ep == 1:
         return
-    if dp % ep or shard % ep:
-        common = math.gcd(dp, shard)
-        divisors = [f"ep={d}" for d in range(2, common + 1) if common % d == 0]
+    if dp * cp % ep:
+        divisors = [f"ep={d}" for d in range(2, min(ep, dp * cp) + 1) if dp * cp % d == 0]
         raise PlanError(
-            "ep does not divide the data ranks that it is taken from",
-            given=f"dp={dp}{f' shard={shard}' * bool(shard)} ep={ep}",
-            expected=f"{'shard' if shard else 'dp'} divisible by ep, whose ranks have other samples",
-            hint=" or ".join([*([] if shard else [f"dp={ep} ep={ep}"]), *divisors, "no ep"]),
+            "ep does not divide the ranks that it is taken from",
+            given=f"dp={dp}{f' cp={cp}' * (cp > 1)} ep={ep}",
+            expected=f"dp{' x cp' * (cp > 1)} divisible by ep, whose ranks have other tokens",
+            hint=" or ".join([f"dp={ep // math.gcd(ep, cp)} ep={ep}", *divisors, "no ep"]),
         )
     defaults = {"reduce": ("fp32", "bf16"), "offload": ("none", "cpu")} | {
         key: (defaults[key],) for key in ("algorithm", "local_steps")

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from plait.errors import PlanError, nearest, shown, unknown_key_hint
-from plait.plan.axes import TABLE
+from plait.plan.axes import TABLE, smallest_dp
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
 from plait.plan.key_conflicts import check_experts, check_precision, check_sequence, check_zero
@@ -159,8 +159,8 @@ class Plan:
     cp_method   how attention reaches other ranks' tokens: `allgather` gathers keys and values, `ring`
                 passes them on from rank to rank, `ulysses` exchanges heads for tokens, `RxU` does so among
                 U neighbours and has rings of R ranks; `auto`: what sends least, see `plan/context.py`
-    ep          ranks, out of those of dp, that share the experts of every layer: each has some of them, and
-                receives the tokens that are for these (expert parallelism)
+    ep          ranks, out of those of cp and dp, that share the experts of every layer: each has some of
+                them, and receives the tokens that are for these (expert parallelism)
     zero        what is sharded over `shard`: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters
     shard       ranks that share one copy of what `zero` shards; a divisor of dp, 0 for all of dp. There are
                 dp / shard replicas of it (hybrid sharding)
@@ -361,7 +361,7 @@ class Plan:
         """`dp` as a number. Raises PlanError while it is `auto`."""
         if self.dp:
             return self.dp
-        example = f"dp={2 * (self.shard or self.ep)}"
+        example = f"dp={2 * smallest_dp(self)}"
         raise PlanError(
             "dp=auto has no value until the number of ranks is known",
             given=str(self),
@@ -400,7 +400,7 @@ class Plan:
     @property
     def min_ranks(self) -> int:
         """Smallest number of ranks for dp=auto; all other valid numbers are multiples of it."""
-        return math.prod(axis.degree(self) for axis in TABLE if axis.key != "dp") * (self.shard or self.ep)
+        return math.prod(axis.degree(self) for axis in TABLE if axis.key != "dp") * smallest_dp(self)
 
     def resolved(self, num_ranks: int) -> "Plan":
         """The plan with dp=auto replaced for `num_ranks` ranks; other plans are returned unchanged. Raises
@@ -415,10 +415,10 @@ class Plan:
                 "dp=auto does not fit the number of ranks",
                 given=f"{self} on {num_ranks} rank{'s' * (num_ranks != 1)}",
                 expected=f"a multiple of {base} ranks: pp x {'cp x ' * (self.cp > 1)}tp x "
-                + ("ep" if self.ep > 1 and not self.shard else "shard"),
+                + ("shard" if self.ep == 1 else "what shard and ep need of dp"),
                 hint=f"{' or '.join(counts)} ranks",
             )
-        return replace(self, dp=num_ranks // (base // (self.shard or self.ep)))
+        return replace(self, dp=num_ranks // (base // smallest_dp(self)))
 
     @property
     def is_float8(self) -> bool:
@@ -567,7 +567,7 @@ class Plan:
             nearest = replace(nearest, tp=tp, sp=self.sp and tp != "1")
         dp = num_ranks // nearest.num_ranks
         shard = self.shard if self.shard and dp % self.shard == 0 else 0
-        return replace(nearest, dp=dp, shard=shard, ep=math.gcd(shard or dp, self.ep))
+        return replace(nearest, dp=dp, shard=shard, ep=math.gcd(dp * nearest.cp, self.ep))
 
     def check_batch(self, num_sequences: int) -> int:
         """Return the sequences in one micro-batch of one data rank, for a step of `num_sequences` in total.

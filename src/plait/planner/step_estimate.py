@@ -357,7 +357,7 @@ def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
         found.append(BlockCollective(HIDDEN, "all-reduce", 2, 2, tokens * inside / part.cols / 2, 2))
-    [axis] = SEQUENCE
+    axis = SEQUENCE[0]  # the other is of ep, without a price
     for each in _attention_messages(model, part):
         num_bytes = tokens * each.elements
         found.append(BlockCollective(axis, each.op, each.forward, each.backward, num_bytes, each.again))

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 from plait.comm import Group, Mesh, all_to_all_list
 from plait.errors import ModelError
-from plait.models.experts import Experts
+from plait.models.experts import Experts, Form
 from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.parallel.tensor.functional import gather, split
 from plait.parallel.tensor.shards import TokenShards
@@ -69,9 +69,12 @@ def distribute_experts(model: nn.Module, layers: Iterable[Experts], plan: TPPlan
             over = (FEATURES,) if experts.name in divided else ()
             group, columns = mesh.group(*EXPERTS, *over), mesh.group(*over)
             forward = own_forward(experts.name, module)
-            given = experts.name, layer, forward, group, columns, experts.number, inspect.signature(forward)
+            signature = inspect.signature(forward)
+            given = experts.name, layer, forward, group, columns, experts.number, signature, experts.form
             set_forward(module, DistributedExperts(*given))
             module.num_experts = experts.number // group.size
+            if experts.form.caller is not None:
+                set_forward(modules[experts.name.rpartition(".")[0]], experts.form.caller)
 
 
 @dataclass(frozen=True)
@@ -139,14 +142,19 @@ class DistributedExperts:
     columns: Group  # ranks of `group` with the same tokens
     number: int  # of the layer's experts
     signature: inspect.Signature
+    form: Form
 
     @torch.compiler.disable(reason="experts of other ranks")
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        x_TH, experts_Tk, weights_Tk = self.signature.bind(module, *args, **kwargs).args[1:]
+        if kwargs:
+            args = self.signature.bind(module, *args, **kwargs).args[1:]
+        x, experts_Tk, weights_Tk = self.form.read(*args)
+        x_TH = x.flatten(0, -2)
         shares = [share(len(x_TH), rank, self.columns.size) for rank in range(self.columns.size)]
         tokens = TokenShards(self.columns, tuple(part.stop - part.start for part in shares))
         x_tH, weights_tk = split(x_TH, tokens), split(weights_Tk, tokens)
-        return gather(self._of_tokens(module, x_tH, tokens.shard(experts_Tk), weights_tk), tokens)
+        y_TH = gather(self._of_tokens(module, x_tH, tokens.shard(experts_Tk), weights_tk), tokens)
+        return y_TH.unflatten(0, x.shape[:-1])
 
     def _of_tokens(self, module: nn.Module, x_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """The sums of the results of each token's experts."""
@@ -167,10 +175,10 @@ class DistributedExperts:
     def _computed(self, module: nn.Module, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
         """The results of this rank's experts, for one expert of each row."""
         if len(x_RH):
-            return self.forward(module, x_RH, experts_R1, x_RH.new_ones(len(x_RH), 1))
+            return self.form.compute(self.forward, module, x_RH, experts_R1)
         # See [Note: ranks without tokens]
         zeros = torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[-1])])
-        return self.forward(module, zeros, experts_R1.new_zeros(1, 1), zeros.new_ones(1, 1))[:0]
+        return self.form.compute(self.forward, module, zeros, experts_R1.new_zeros(1, 1))[:0]
 
 
 class _Exchange(torch.autograd.Function):

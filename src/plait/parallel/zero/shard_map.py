@@ -125,14 +125,17 @@ class ShardMap:
         return kind is UnitKind.EXPERT or rank // self.grid_size % self.copies == 0
 
     def params(self) -> Iterator[tuple[ParamShard, int | None]]:
-        """Every parameter in a unit once: one rank's shard, and its optimizer group; None if it is frozen."""
+        """Every parameter in a unit once: one rank's shard, and its optimizer group; None if it is frozen. A
+        rank that has some of it is taken, if there is one."""
         seen: set[str] = set()
         for _, _, by_rank in self.units():
-            unit = next(iter(by_rank.values()))
-            for shard in unit.params:
-                if shard.name not in seen:
-                    seen.add(shard.name)
-                    yield shard, unit.group_of(shard)
+            found: dict[str, tuple[ParamShard, int | None]] = {}
+            for unit in by_rank.values():
+                for shard in unit.params:
+                    if shard.name not in found or not found[shard.name][0].boxes.numel:
+                        found[shard.name] = shard, unit.group_of(shard)
+            yield from (each for name, each in found.items() if name not in seen)
+            seen |= found.keys()
 
     @property
     def num_parameters(self) -> int:
