@@ -3,7 +3,7 @@
 [Note: full tensors]
 ZeRO's ranges ignore the borders of matrices, and tensor parallelism shards matrices along their dims. An
 optimizer that needs a full matrix gets it on one rank, its owner, among the ranks that together hold one copy
-of the stage (shard x row x col). Only the owner keeps the states of the matrix. An update is
+of the stage (shard x ep x cp x row x col). Only the owner keeps the states of the matrix. An update is
 
   1. all-to-all    every rank sends what it holds of gradients and weights to the owners
   2. step          each owner steps torch's optimizer with its matrices as parameters
@@ -46,7 +46,7 @@ from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.state_io import boxes_of, view_of
 from plait.plan import Box, Boxes, UnitLayout
-from plait.plan.axes import Roles
+from plait.plan.axes import PARTS, STAGES, Roles
 
 
 @dataclass(frozen=True)
@@ -98,21 +98,21 @@ def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
 
 
 def full_tensors(
-    shard_map: ShardMap, model_ranks: Sequence[int], num_shards: int, groups: Sequence[GroupOptimizer]
+    shard_map: ShardMap, pp_rank: int, num_owners: int, groups: Sequence[GroupOptimizer]
 ) -> list[FullTensor]:
-    """The parameters whose optimizers need full tensors, of the stages on `model_ranks`: the ranks of one tp
-    grid, as the shard map counts them. `num_shards`: ranks along `shard`."""
+    """The parameters whose optimizers need full tensors, of a pipeline rank's stages. `num_owners`: ranks
+    that hold a copy of these."""
     found = []
+    num_parts = shard_map.copies * shard_map.grid_size
+    ranks = range(pp_rank * num_parts, (pp_rank + 1) * num_parts)
     for stage, index, by_rank in shard_map.units():
-        if model_ranks[0] not in by_rank:
-            continue
-        for shard in by_rank[model_ranks[0]].params:
-            group = by_rank[model_ranks[0]].group_of(shard)
+        units = [by_rank[rank] for rank in ranks if rank in by_rank]
+        for shard in units[0].params if units else ():
+            group = units[0].group_of(shard)
             if group is not None and _needs_tensor(groups, group):
-                copies = (p for rank in model_ranks for p in by_rank[rank].params if p.name == shard.name)
+                copies = (p for unit in units for p in unit.params if p.name == shard.name)
                 found.append((shard, group, (stage, index), any(copy.counted for copy in copies)))
-    costs = [_cost(shard.full_shape) for shard, *_ in found]
-    owners = assign_owners(costs, num_shards * len(model_ranks))
+    owners = assign_owners([_cost(shard.full_shape) for shard, *_ in found], num_owners)
     return [
         FullTensor(shard.name, shard.full_shape, group, unit, owner, counted)
         for (shard, group, unit, counted), owner in zip(found, owners, strict=True)
@@ -127,21 +127,22 @@ def _cost(shape: tuple[int, ...]) -> float:
 def full_tensor_bytes(
     groups: Sequence[GroupOptimizer],
     tensors: Iterable[FullTensor],
-    layouts: Iterable[UnitLayout],
+    ranges: Iterable[tuple[UnitLayout, int]],
     rank: int,
-    grid_size: int,
+    num_owners: int,
     itemsize: int,
 ) -> tuple[int, int]:
     """Bytes of the states of the tensors that a rank owns, and of gradients, weights and messages while they
-    are updated. `layouts`: of the rank's units; `itemsize`: of its master weights."""
+    are updated. `ranges`: of the rank's units, the layout and which range it owns; `itemsize`: of its master
+    weights."""
     owned = [tensor for tensor in tensors if tensor.owner == rank]
     shapes = [groups[tensor.group].state_shapes(tensor.shape).items() for tensor in owned]
     states = sum(math.prod(dims) for of in shapes for kind, dims in of if "." not in kind)
     held = 0
-    for layout in layouts:
-        if layout.num_shards * grid_size == 1:  # stepped in place
-            return itemsize * states, 0
-        parts = layout.overlaps(*layout.owned_range(rank // grid_size))
+    if num_owners == 1:  # stepped in place
+        return itemsize * states, 0
+    for layout, own in ranges:
+        parts = layout.overlaps(*layout.owned_range(own))
         held += sum(p.stop - p.start for p in parts if _needs_tensor(groups, layout.group_of(p.shard)))
     return itemsize * states, itemsize * (held + 3 * sum(tensor.numel for tensor in owned))
 
@@ -162,21 +163,20 @@ class FullTensorUpdate:
     ) -> None:
         """`units`: by stage."""
         self._units, self._shard_map, self._context = units, shard_map, context
-        grid = context.groups.tp.size
-        first = context.groups.same_data.rank // grid * grid
-        self._model_ranks = range(first, first + grid)
-        shards = context.groups.dense.all_gather.size
-        all_tensors = full_tensors(shard_map, self._model_ranks, shards, groups)
+        mesh, self._roles = context.mesh, Roles.from_plan(context.plan)
+        num_owners = mesh.grid.degree(*self._roles.stage_copy)
+        all_tensors = full_tensors(shard_map, mesh.coord[STAGES], num_owners, groups)
         self.owned: list[FullTensor] = []
         self.leaves: list[Tensor] = []  # the optimizer's parameters, of `owned`
         self.is_empty, self.bytes = not all_tensors, (0, 0)
         if self.is_empty:
             return
-        self._group = context.mesh.group(*Roles.from_plan(context.plan).stage_copy, channel="full tensors")
+        self._group = mesh.group(*self._roles.stage_copy, channel="full tensors")
         own = self._group.rank
-        layouts = [unit.layout for of_stage in units.values() for unit in of_stage]
+        of_rank = [unit for of_stage in units.values() for unit in of_stage]
+        ranges = [(unit.layout, unit.groups.all_gather.rank) for unit in of_rank]
         itemsize = context.precision.master.itemsize
-        self.bytes = full_tensor_bytes(groups, all_tensors, layouts, own, grid, itemsize)
+        self.bytes = full_tensor_bytes(groups, all_tensors, ranges, own, num_owners, itemsize)
         self.owned = [tensor for tensor in all_tensors if tensor.owner == own]
         dtype, device = context.precision.master, context.device
         nothing = torch.zeros((), dtype=dtype, device=device)
@@ -188,16 +188,18 @@ class FullTensorUpdate:
             given = vars(self._unit(tensor).parameters[tensor.name])
             vars(leaf).update({key: value for key, value in given.items() if not key.startswith("_plait")})
         # Parts that this rank holds, by the owner; parts of what it owns (index in `owned`), by the holder.
+        parts = {tensor.name: self._parts(tensor) for tensor in all_tensors}
         ranks = range(self._group.size)
         self._held = [
             [(self._unit(tensor), part) for tensor in all_tensors if tensor.owner == rank
-             for part in self._parts(tensor, own)]
+             if (part := parts[tensor.name][own]) is not None]
             for rank in ranks
         ]  # fmt: skip
         self._received = [
-            [(index, part) for index, tensor in enumerate(self.owned) for part in self._parts(tensor, rank)]
+            [(index, part) for index, tensor in enumerate(self.owned)
+             if (part := parts[tensor.name][rank]) is not None]
             for rank in ranks
-        ]
+        ]  # fmt: skip
         if self._group.size == 1:
             self._step_in_place()
 
@@ -211,20 +213,26 @@ class FullTensorUpdate:
         stage, index = tensor.unit
         return self._units[stage][index]
 
-    def _parts(self, tensor: FullTensor, rank: int) -> Iterator[_HeldPart]:
-        """The part of a tensor that a rank of the group holds, if any."""
-        shard_coord, at_grid = divmod(rank, len(self._model_ranks))
+    def _parts(self, tensor: FullTensor) -> list[_HeldPart | None]:
+        """The part of a tensor that each rank of the group holds, if any."""
         stage, index = tensor.unit
-        seen = []
-        for model_rank in self._model_ranks[: at_grid + 1]:
-            layout = self._shard_map.layouts[model_rank][stage].units[index]
+        grid, kind = self._context.mesh.grid, self._unit(tensor).layout.kind
+        states = self._roles.states(kind)
+        copies = [axis for axis in self._roles.stage_copy if axis not in states]
+        held, first_with = [], dict[Boxes, int]()
+        for rank in self._group.ranks:
+            layout = self._shard_map.layouts[grid.index(rank, *PARTS)][stage].units[index]
             shard = next(each for each in layout.params if each.name == tensor.name)
-            seen.append(shard.boxes)
-        low, high = layout.owned_range(shard_coord)
-        start, stop = max(shard.start, low), min(shard.stop, high)
-        if start < stop:
-            is_first = shard.boxes not in seen[:-1]
-            yield _HeldPart(shard.boxes, start - shard.start, stop - shard.start, start - low, is_first)
+            copy = grid.index(rank, *copies)
+            first_with[shard.boxes] = min(copy, first_with.get(shard.boxes, copy))
+            held.append((shard, copy, *layout.owned_range(grid.index(rank, *states))))
+        parts: list[_HeldPart | None] = []
+        for shard, copy, low, high in held:
+            start, stop = max(shard.start, low), min(shard.stop, high)
+            is_first = copy == first_with[shard.boxes]
+            part = _HeldPart(shard.boxes, start - shard.start, stop - shard.start, start - low, is_first)
+            parts.append(part if start < stop else None)
+        return parts
 
     def step(self, factor: float, update: Callable[[Sequence[Tensor]], object]) -> None:
         """Update the masters' full tensors. `update` steps the leaves. Gradients are multiplied by `factor`,

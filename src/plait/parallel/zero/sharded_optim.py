@@ -1,5 +1,6 @@
 """The optimizer over this rank's shards: ranges of the units' master weights, by optimizer group."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -183,7 +184,7 @@ class SumsOverShards:
         self._group = context.mesh.group(*Roles.from_plan(context.plan).stage_copy, channel="norms")
         self._device = context.device
         self._index_of: dict[Tensor, int] = {}  # by leaf, of its parameter
-        self._copies: dict[Tensor, int] = {}  # number of ranks that hold the same elements
+        self._copies: dict[Tensor, float] = {}  # ranks that hold the same elements; inf: another one counts
         self._num_parameters = 0
         for unit, parts in slices.items():
             # Not in the order of the storage, which depends on how many ranks hold a shard.
@@ -193,7 +194,7 @@ class SumsOverShards:
                 if len(overlaps) == 1:
                     shard = overlaps[0].shard
                     self._index_of[part.leaf] = self._num_parameters + names.index(shard.name)
-                    self._copies[part.leaf] = shard.copies
+                    self._copies[part.leaf] = shard.copies if unit.groups.counts else math.inf
             self._num_parameters += len(names)
 
     def reduce(self, shards: Sequence[Tensor], sums: Tensor) -> Tensor:
@@ -224,8 +225,6 @@ def check_groups(groups: Sequence[GroupOptimizer], plan: Plan) -> None:
             option = f"offload={plan.offload}"
         elif plan.optim_dtype == "bf16":
             option = "optim_dtype=bf16"
-        elif plan.ep > 1:
-            option = f"ep={plan.ep}"
         else:
             continue
         if not needs_elements:

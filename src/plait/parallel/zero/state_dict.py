@@ -108,7 +108,7 @@ class ShardedState:
             for unit in self._all_units():
                 of_units[unit.layout.kind] += self._shards_of(unit)
             if self._optimizer.has_states:
-                of_units[UnitKind.DENSE] += self._full_shards()
+                of_units[UnitKind.EXPERT] += self._full_shards()  # one owner, also of ranks along EXPERTS
             self._unit_shards[self._optimizer.has_states] = of_units
         by_kind = {kind: [*of] for kind, of in self._unit_shards[self._optimizer.has_states].items()}
         local = self._local_standalone()
