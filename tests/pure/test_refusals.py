@@ -58,7 +58,7 @@ FIXED = ("zb-h1", "zbv", "dualpipev")
 
 
 def _islands(v: Values) -> int:
-    return int(v["dp"] // ((v["shard"] or v["dp"]) if v["zero"] else 1))
+    return int(v["dp"] // max((v["shard"] or v["dp"]) if v["zero"] else 1, v["ep"]))
 
 
 def _miscounts(v: Values) -> bool:
@@ -122,14 +122,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
         v["shard"] % v["ep"] != 0 or v["dp"] % v["ep"] != 0
     ),
     "expert parallelism does not work with these keys yet": lambda v: (
-        v["ep"] > 1
-        and (
-            v["algorithm"] != "auto"
-            or v["reduce"] not in ("fp32", "bf16")
-            or v["offload"] == "disk"
-            or v["local_steps"] > 0
-            or v["precision"].startswith("fp8")
-        )
+        v["ep"] > 1 and (v["algorithm"] != "auto" or v["reduce"] not in ("fp32", "bf16"))
     ),
     "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange": lambda v: (
         v["precision"] == "fp64" and {v["reduce"], v["optim_dtype"], v["exchange"]} != {"fp32"}
