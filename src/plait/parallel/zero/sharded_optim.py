@@ -17,11 +17,12 @@ from plait.optim.flat_optimizer import FlatSlice, join_groups
 from plait.optim.stepper import ChunkedOptimizer
 from plait.optim.update_kinds import GroupOptimizer, UpdateScope, not_elementwise
 from plait.parallel.zero.flat_param import FlatParam
-from plait.parallel.zero.full_tensors import FullTensorUpdate
+from plait.parallel.zero.full_tensors import FullTensorUpdate, parameter_states
 from plait.parallel.zero.rank_context import Precision, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Layout, Plan
 from plait.plan.axes import Roles
+from plait.plan.layout import ParamShard
 from plait.plan.memory import CHUNK
 
 
@@ -134,7 +135,7 @@ class ShardedOptimizer:
             if group is None:
                 continue
             try:
-                self._groups[group].state_shapes(shard.full_shape)
+                self.parameter_states(shard, group)
             except ConfigError as error:
                 raise ConfigError(
                     f"{self._groups[group].name} cannot train a parameter of its group",
@@ -147,6 +148,10 @@ class ShardedOptimizer:
     def state_shapes(self, shape: tuple[int, ...], group: int) -> dict[str, tuple[int, ...]]:
         """Shapes of a parameter's states, by kind; () for counters."""
         return self._groups[group].state_shapes(shape)
+
+    def parameter_states(self, shard: ParamShard, group: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a full parameter's states, as they are saved."""
+        return parameter_states(self._groups[group], shard.name, shard.full_shape)
 
     @property
     def memory_facts(self) -> dict[str, Any]:
