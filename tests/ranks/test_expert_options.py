@@ -22,9 +22,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def _matrices(model: nn.Module, kind: str) -> list[Tensor]:
-    """The parameters of the optimizer: all, or the attention's matrices and, for Muon, the experts'."""
+    """The parameters of the optimizer: all, or for Muon the matrices of layers, those of experts too."""
     named = model.named_parameters()
-    return [p for name, p in named if kind != "Muon" or ("layers" in name and p.ndim == 2)]
+    return [p for name, p in named if kind != "Muon" or ("layers" in name and p.ndim > 1)]
 
 
 def _engine(kind: str, words: str, seed: int = 3) -> plait.Engine:
@@ -112,6 +112,42 @@ def test_islands_of_complete_ep_groups_train_as_in_a_simulation(pool: Pool, word
     local_steps.check(trace, task, plan)
     without = f"dp=2 micro=2 local_steps={plan.local_steps} outer={plan.outer} precision=fp64"
     assert trace.drifts == pytest.approx(pool.run(local_steps.train, 2, task, without)[0].drifts, rel=1e-9)
+
+
+def _by_hand() -> dict[str, Tensor]:
+    """Weights after steps of torch's Muon on each expert's matrix as a parameter."""
+    first = _engine("Muon", "dp=1").full_parameters()
+    model = hf_models.model_of("mixtral", on_meta=False).double()
+    model.load_state_dict(first, strict=False)
+    own = _matrices(model, "Muon")
+    ids = {id(p) for p in own}
+    leaves = [
+        (p, leaf) for p in own for leaf in ([nn.Parameter(m) for m in p.detach()] if p.ndim == 3 else [p])
+    ]
+    others = [p for p in model.parameters() if id(p) not in ids]
+    steppers = [
+        torch.optim.Muon([leaf for _, leaf in leaves], **OPTIMIZERS["Muon"][1]),
+        torch.optim.AdamW(others),
+    ]
+    for batch in programs.batches(3):
+        model.zero_grad()
+        programs.mean_loss(model, batch, 1).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), programs.CLIP)
+        for p in own:
+            stack = [leaf for of, leaf in leaves if of is p]
+            for leaf, gradient in zip(stack, p.grad if p.ndim == 3 else [p.grad], strict=True):
+                leaf.grad = gradient
+        for stepper in steppers:
+            stepper.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_muon_updates_the_matrix_of_each_expert(pool: Pool, alone: Any) -> None:
+    (expected,) = pool.run(_by_hand, 1)
+    for name, weight in expected.items():
+        torch.testing.assert_close(
+            alone("Muon")[1][f"weights/{name}"], weight, rtol=1e-9, atol=1e-9, msg=name
+        )
 
 
 def _on_disk(words: str, folder: str | None) -> Any:
