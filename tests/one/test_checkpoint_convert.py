@@ -51,9 +51,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **GPT2},
     "qwen2": {"model_type": "qwen2", **SMALL},
     "mixtral": {"model_type": "mixtral", **SMALL, "num_local_experts": 4},
+    "qwen3_moe": dict(parse_source("qwen3_moe", layers=2).config),
+    "hrm_text": dict(parse_source("hrm_text", layers=2).config),
     "opt": {"model_type": "opt", **SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1},
 }
-CONVERTED = ("mixtral",)  # in files in another form than in the model
+CONVERTED = ("hrm_text",)  # tensors of the files are divided
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +223,7 @@ def test_nothing_is_drawn_that_files_have() -> None:
 def test_weights_converted_on_loading_are_left_to_transformers(
     checkpoints: Checkpoints, tmp_path: Path, world: World
 ) -> None:
-    found, expected = checkpoints("mixtral")
+    found, expected = checkpoints("hrm_text")
     convert(found, tmp_path / "out")
     with pytest.raises(CheckpointError, match="cannot be read in shards") as caught:
         parallelize(causal_lm_on_meta(tmp_path / "out"), "dp=1", weights=tmp_path / "out", world=world)

@@ -58,7 +58,7 @@ FIXED = ("zb-h1", "zbv", "dualpipev")
 
 
 def _islands(v: Values) -> int:
-    return int(v["dp"] // ((v["shard"] or v["dp"]) if v["zero"] else 1))
+    return int(v["dp"] // max((v["shard"] or v["dp"]) if v["zero"] else 1, v["ep"]))
 
 
 def _miscounts(v: Values) -> bool:
@@ -120,14 +120,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "reshard has an effect only with zero=3": lambda v: v["reshard"] != "use" and v["zero"] != 3,
     "ep does not divide the ranks that it is taken from": lambda v: v["dp"] * v["cp"] % v["ep"] != 0,
     "expert parallelism does not work with these keys yet": lambda v: (
-        v["ep"] > 1
-        and (
-            v["algorithm"] != "auto"
-            or v["reduce"] not in ("fp32", "bf16")
-            or v["offload"] == "disk"
-            or v["local_steps"] > 0
-            or v["precision"].startswith("fp8")
-        )
+        v["ep"] > 1 and (v["algorithm"] != "auto" or v["reduce"] not in ("fp32", "bf16"))
     ),
     "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange": lambda v: (
         v["precision"] == "fp64" and {v["reduce"], v["optim_dtype"], v["exchange"]} != {"fp32"}

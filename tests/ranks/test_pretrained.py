@@ -1,5 +1,6 @@
 """Weights to start from come out of Hugging Face files, each rank its part, as from_pretrained has them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import plait
-from plait.checkpoint import HuggingFaceFiles
+from plait.checkpoint import HuggingFaceFiles, Reader, open_checkpoint
+from plait.checkpoint.manifest import Chunk
 from plait.errors import CheckpointError
-from plait.models import causal_lm_on_meta
+from plait.models import causal_lm_on_meta, read_config
+from plait.plan import Plan
+from plait.train.export import convert
+from plait.verify import parse_source
 from support.pool import Pool, RankError
 
 LLAMA = {
@@ -75,6 +80,67 @@ def test_each_rank_reads_its_part_of_the_weights_of_from_pretrained(
     assert num_bytes <= sum(read)
     assert max(read) <= most * num_bytes + 2
     assert [each[2] for each in ranks] == [0, 0]
+
+
+EXPERT = re.compile(r"layers\.(\d+)\..*\.experts\.(\d+)\.")
+
+
+def _read_and_saved(folder: Path, plan: str) -> Any:
+    """The keys and number of bytes that this rank reads, the rank of ep, and a checkpoint of the weights."""
+    model, files = causal_lm_on_meta(folder), HuggingFaceFiles.open(folder)
+    keys = {(path.name, files.headers[path].num_bytes + e.start): k for k, (path, e) in files.entries.items()}
+    read, begun = [], Reader._read
+
+    def noted(reader: Reader, key: str, chunk: Chunk, *rest: Any) -> None:
+        read.append(keys[Path(reader._names[chunk.file]).name, chunk.offset])
+        begun(reader, key, chunk, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reader, "_read", noted)
+        engine = plait.parallelize(model, plan)
+        with files.reader(causal_lm_on_meta(folder)) as reader:
+            engine.load_from(reader, weights_only=True)
+    headers = [header.num_bytes for header in files.headers.values()]
+    num_bytes = reader.bytes_read - sum(headers[number] for number in reader._valid_headers)
+    path = engine.save(folder / "saved", {"model": {"config": read_config(folder)}})
+    return read, num_bytes, engine.data_rank, path
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        ("mixtral", "dp=2 ep=2"),
+        ("qwen3_moe", "dp=4 ep=4 zero=1"),
+        ("deepseek_v3", "dp=4 ep=2 zero=3"),
+        ("phimoe", "dp=2 ep=2 pp=2 micro=2"),
+    ],
+)
+def test_a_rank_reads_its_own_experts_of_hub_files_which_an_export_makes_again(
+    pool: Pool, tmp_path: Path, family: str, plan: str
+) -> None:
+    config = dict(parse_source(family, layers=2).config)
+    torch.manual_seed(7)
+    model: Any = type(causal_lm_on_meta(config))(causal_lm_on_meta(config).config)
+    for tensor in [*model.parameters(), *model.buffers()]:  # those of routers, too
+        if tensor.is_floating_point():
+            tensor.data.normal_()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = HuggingFaceFiles.open(tmp_path).entries
+    parsed = Plan.parse(plan)
+    experts = {key: int(found[2]) for key in files if (found := EXPERT.search(key))}
+    each = (1 + max(experts.values())) // parsed.ep
+    assert len(experts) >= each * parsed.ep * 3
+    ranks = pool.run(_read_and_saved, parsed.num_ranks, tmp_path, plan)
+    assert {key for read, *_ in ranks for key in read} == files.keys()
+    for read, num_bytes, rank, _ in ranks:
+        assert {experts[key] // each for key in read if key in experts} == {rank % parsed.ep}
+        all_of_it = sum(files[key][1].stop - files[key][1].start for key in {*read})
+        assert num_bytes == all_of_it if parsed.zero == 0 else num_bytes <= all_of_it
+    convert(open_checkpoint(ranks[0][3]), tmp_path / "out")
+    exported: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert HuggingFaceFiles.open(tmp_path / "out").entries.keys() == files.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], tensor), name
 
 
 def _refused(folder: Path) -> None:

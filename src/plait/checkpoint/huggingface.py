@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.checkpoint import Checkpoint
-from plait.checkpoint.manifest import FORMAT, Chunk, FileFacts, Manifest, TensorFacts
+from plait.checkpoint.manifest import (
+    FORMAT,
+    Chunk,
+    FileFacts,
+    Manifest,
+    TensorFacts,
+    tensor_problems,
+)
 from plait.checkpoint.reader import Reader
 from plait.checkpoint.safetensors_format import DTYPES, Header, TensorEntry, encode_header, read_header
 from plait.checkpoint.writer import bytes_of
@@ -122,17 +129,21 @@ class HuggingFaceFiles:
         if isinstance(keys, str):
             return keys
         file_index = {path: index for index, path in enumerate(self.headers)}
-        tensors = {}
-        for name, key in keys.items():
-            path, entry = self.entries[key]
-            tensor = names.tensors[name]
-            if entry.shape != tuple(tensor.shape):
-                return f"{key} has the shape {entry.shape}, in the model {tuple(tensor.shape)}"
-            if DTYPES[entry.dtype].is_floating_point != tensor.is_floating_point():
-                return f"{key} is of dtype {entry.dtype}, in the model {tensor.dtype}"
-            start, offset = (0,) * len(entry.shape), self.headers[path].num_bytes + entry.start
-            chunks = (Chunk(file_index[path], offset, start, entry.shape, 0),) if tensor.numel() else ()
-            facts = TensorFacts(shape=entry.shape, dtype=entry.dtype, chunks=chunks)
+        shapes, tensors = {key: entry.shape for key, (_, entry) in self.entries.items()}, {}
+        for name, parts in keys.items():
+            tensor, chunks, dtypes = names.tensors[name], [], {}
+            for key, box in parts.boxes(shapes):
+                path, entry = self.entries[key]
+                dtypes[entry.dtype] = key
+                offset = self.headers[path].num_bytes + entry.start
+                chunks += [Chunk(file_index[path], offset, box.start, box.stop, 0)] * bool(box.numel)
+            facts = TensorFacts(shape=tuple(tensor.shape), dtype=min(dtypes), chunks=tuple(chunks))
+            if any(tensor_problems(name, facts, len(file_index))):
+                first = parts.by_source[0][0] if parts.by_source[0] else parts.by_source[-1][0]
+                return f"{first} has the shape {shapes[first]}, in the model {facts.shape}"
+            for dtype, key in dtypes.items():
+                if len(dtypes) > 1 or DTYPES[dtype].is_floating_point != tensor.is_floating_point():
+                    return f"{key} is of dtype {dtype}, in the model {tensor.dtype}"
             tensors[names.checkpoint_key(name)] = facts
         files = {
             str(path): FileFacts(bytes=of.file_bytes, header_bytes=of.num_bytes, header_crc32=of.crc32)

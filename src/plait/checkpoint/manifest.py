@@ -240,7 +240,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"{name} has a header of {facts.header_bytes} of {facts.bytes} bytes"
     filled: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     for key, tensor in manifest.tensors.items():
-        yield from _tensor_problems(key, tensor, len(manifest.files))
+        yield from tensor_problems(key, tensor, len(manifest.files))
         size = tensor.torch_dtype.itemsize
         for chunk in tensor.chunks:
             filled[chunk.file].append((chunk.offset, chunk.offset + chunk.box.numel * size))
@@ -250,7 +250,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"{name} is not filled by its chunks"
 
 
-def _tensor_problems(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]:
+def tensor_problems(key: str, tensor: TensorFacts, num_files: int) -> Iterator[str]:
+    """Yield the reasons why the chunks are not all of the tensor, each element once."""
     if tensor.dtype not in DTYPES:
         yield f"{key} is of dtype {tensor.dtype!r:.40}"
         return

@@ -28,7 +28,7 @@ from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_optim import check_groups, states_per_element
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
-from plait.plan.axes import REPLICAS, STAGE_PARTS, STAGES, TENSOR, TOKENS, Axes, Roles, UnitKind
+from plait.plan.axes import EXPERTS, REPLICAS, STAGE_PARTS, STAGES, TOKENS, Axes, Roles, UnitKind
 from plait.plan.communicators import num_communicators
 from plait.plan.context import MethodChoice
 from plait.plan.devices import Device
@@ -290,16 +290,17 @@ class _PlanView:
         if all(group.scope is not UpdateScope.TENSORS for group in optimizers):
             return 0, 0
         roles = Roles.from_plan(self.plan)
-        size, shards = self.grid.degree(*TENSOR), self.grid.degree(*roles.states())
-        model_ranks = range(pp_rank * size, (pp_rank + 1) * size)
-        tensors = full_tensors(self.shard_map, model_ranks, shards, optimizers)
+        holders = self.grid.group(ranks[0], *roles.stage_copy)
+        owners = [self.grid.index(rank, *EXPERTS) for rank in holders]
+        tensors = full_tensors(self.shard_map, pp_rank, owners, optimizers)
         owned: Counter[int] = Counter()
         for tensor in tensors:
             owned[tensor.owner] += tensor.numel
-        owners = (self.grid.index(rank, *roles.stage_copy) for rank in ranks)
-        largest = max(owners, key=lambda owner: owned[owner])
+        owner = {rank: self.grid.index(rank, *roles.stage_copy) for rank in ranks}
+        largest = max(ranks, key=lambda rank: owned[owner[rank]])
+        ranges = [(unit, self.grid.index(largest, *roles.states(unit.kind))) for unit in units]
         itemsize = MASTER_BYTES[self.plan.dtype]
-        return full_tensor_bytes(optimizers, tensors, units, largest, size, itemsize)
+        return full_tensor_bytes(optimizers, tensors, ranges, owner[largest], len(owners), itemsize)
 
     def _num_communicators(self) -> int | None:
         if self.cluster.device.type != "cuda":

@@ -4,22 +4,25 @@
 Most files contain a model's state dict unchanged. transformers renames some tensors as it loads them, adds or
 drops the prefix of the base model, and merges several into one (Mixtral's experts: one tensor per layer in
 the model, one per expert in files). Its own functions do this; on saving they do the reverse. A tied weight
-is in a file once, under any of its names. Tensors that are only renamed can be read directly, in slices.
-Merged ones cannot, and are left to `from_pretrained`; writing still takes one group of tensors at a time, as
-a group is at most one layer's.
+is in a file once, under any of its names. Writing takes one group of tensors at a time, at most one layer's.
+
+Tensors that are renamed, stacked or concatenated (all experts of the hub's files) are read directly: each
+tensor of the files is a box of one of the model, and a rank reads those of its own shard alone. Others
+(transposed, permuted, split) are left to `from_pretrained`.
 """
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from plait.models.init_weights import RecordedConstruction
 from plait.models.transformers_types import is_pretrained_model
+from plait.plan import Box
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,46 +85,110 @@ def _built_for_bfloat16(model: "PreTrainedModel") -> dict[str, torch.dtype]:
     return {name: b.dtype for name, b in rebuilt.named_buffers() if wide.isdisjoint(name.split("."))}
 
 
-def map_file_keys(model: nn.Module, keys: Iterable[str]) -> dict[str, str] | str:
-    """Map the first name of each tensor to its key in the files, or return why that is not possible."""
+@dataclass(frozen=True)
+class FileKeys:
+    """The keys of the files' tensors that one of the model consists of, in order. Those of a source are
+    stacked in a new dim 0 (`stacks`) or concatenated along `dim`, and then the sources along `dim`."""
+
+    by_source: Sequence[Sequence[str]]
+    stacks: bool = False
+    dim: int = 0
+
+    def boxes(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Box]]:
+        """Yield the place of each in the model's tensor, of the shapes in the files."""
+        at = 0  # of the next tensor, along `dim`
+        for keys in self.by_source:
+            for index, key in enumerate(keys):
+                shape = ((1,) if self.stacks else ()) + shapes[key]
+                start = [at if dim == self.dim else 0 for dim in range(len(shape))]
+                if self.stacks:
+                    start[0] = index
+                stop = tuple(low + size for low, size in zip(start, shape, strict=True))
+                yield key, Box(tuple(start), stop)
+                if self.dim < len(shape) and (not self.stacks or key == keys[-1]):
+                    at = stop[self.dim]
+
+
+class _Conversion(NamedTuple):
+    """What a converter of transformers does with the tensors of its sources: see FileKeys."""
+
+    sources: Sequence[str]
+    stacks: bool
+    dim: int
+
+
+_RENAMED = _Conversion([""], stacks=False, dim=0)
+
+
+def map_file_keys(model: nn.Module, keys: Iterable[str]) -> dict[str, FileKeys] | str:
+    """Map the first name of each tensor to its keys in the files, or return why that is not possible."""
     names = StateNames.from_model(model)
     name_of, ignored = _file_key_to_name(model), _ignored_keys(model)
-    file_keys: dict[str, str] = {}
+    found: dict[str, tuple[_Conversion, list[list[str]]]] = {}
     for key in keys:
-        name = name_of(key)
-        if name is None:
+        name, source, conversion = name_of(key)
+        if conversion is None:
             return f"{key} is converted as it is loaded"
         if name not in names.first:
             if ignored is not None and ignored.search(name):
                 continue
             return f"the model has no {name}"
-        if names.first[name] in file_keys:
-            return f"{file_keys[names.first[name]]} and {key} are both in the files, but tied in the model"
-        file_keys[names.first[name]] = key
-    missing = [name for name in names.tensors if name not in file_keys]
-    return f"{missing[0]} is missing" if missing else file_keys
+        new: tuple[_Conversion, list[list[str]]] = conversion, [[] for _ in conversion.sources]
+        earlier, by_source = found.setdefault(names.first[name], new)
+        if earlier != conversion or (conversion is _RENAMED and by_source[0]):
+            first = next(key for keys in by_source for key in keys)
+            return f"{first} and {key} are both in the files, but tied in the model"
+        by_source[conversion.sources.index(source)].append(key)
+    missing = [name for name in names.tensors if name not in found]
+    if missing:
+        return f"{missing[0]} is missing"
+    return {
+        name: FileKeys([sorted(keys, key=_in_order) for keys in by_source], conversion.stacks, conversion.dim)
+        for name, (conversion, by_source) in found.items()
+    }
 
 
-def _file_key_to_name(model: nn.Module) -> Callable[[str], str | None]:
-    """Return the function from a file's key to the name in the model; None if more than the name differs."""
+def _in_order(key: str) -> list[Any]:
+    """A key for sorting, with numbers by their values."""
+    return [int(word) if word.isdecimal() else word for word in re.split(r"([0-9]+)", key)]
+
+
+def _file_key_to_name(model: nn.Module) -> Callable[[str], tuple[str, str, _Conversion | None]]:
+    """Return the function from a file's key to the name in the model, the source of a conversion that it
+    matches, and this conversion; None if the tensor is no box of the model's."""
     if not is_pretrained_model(model):
-        return lambda key: key
+        return lambda key: (key, "", _RENAMED)
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = get_model_conversion_mapping(model)
     renamings: Any = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters: Any = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    conversions = {source: _conversion(each) for each in converters for source in each.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
 
-    def name_of(key: str) -> str | None:
+    def name_of(key: str) -> tuple[str, str, _Conversion | None]:
         """Rename as transformers' convert_and_load_state_dict_in_model."""
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
-        return name if pattern is None else None
+        return (name, "", _RENAMED) if pattern is None else (name, pattern, conversions[pattern])
 
     return name_of
+
+
+def _conversion(converter: Any) -> _Conversion | None:
+    """The conversion of a WeightConverter; None if it does more than stack and concatenate."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    kinds = [type(operation) for operation in converter.operations]
+    dims = [operation.dim for operation in converter.operations if hasattr(operation, "dim")]
+    stacks = kinds[:1] == [MergeModulelist] and dims[0] == 0
+    joins, dim = kinds[stacks:] == [Concatenate], dims[-1] if dims else 0
+    one_source = stacks and len(kinds) == 1 == len(converter.source_patterns)
+    if len(converter.target_patterns) > 1 or not (one_source or joins) or dim < (stacks and joins):
+        return None
+    return _Conversion(converter.source_patterns, stacks, dim)
 
 
 def _ignored_keys(model: nn.Module) -> re.Pattern[str] | None:

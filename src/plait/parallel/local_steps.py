@@ -251,7 +251,7 @@ class OuterOptimizer:
         groups = self.context.groups
         totals = torch.zeros(2, dtype=torch.float64, device=self.context.device)
         for shard in started:
-            totals += shard.apply()
+            totals += shard.apply() * shard.unit.groups.counts
         all_reduce(totals, groups.one_copy, label="drift of islands")
         all_reduce(totals, groups.islands, label="drift of islands")
         distance, change = totals.tolist()

@@ -87,7 +87,7 @@ class LocalSteps:
 def check_local_steps(values: Mapping[str, Any], islands: int | None) -> None:
     """Raise PlanError for values of a plan's keys that would have no effect or cannot be combined. `islands`:
     None if their number is not known yet."""
-    steps, dp, zero = values["local_steps"], values["dp"], values["zero"]
+    steps, dp, zero, ep = (values[key] for key in ("local_steps", "dp", "zero", "ep"))
     for key, default in _DEFAULTS.items() if not steps else ():
         if values[key] != default:
             raise PlanError(
@@ -99,11 +99,12 @@ def check_local_steps(values: Mapping[str, Any], islands: int | None) -> None:
     if not steps:
         return
     if islands is not None and islands < 2:
+        enough = f"dp={2 * ep}{f' shard={ep}' * bool(zero)}"
         raise PlanError(
             "local_steps needs at least two islands",
-            given=f"dp={dp} zero={zero} shard={values['shard']} local_steps={steps}",
-            expected="replicas of the model, which train alone: dp at least twice shard",
-            hint=("shard=1" if zero else "dp=2") if dp > 1 or not zero else "dp=2 shard=1",
+            given=f"dp={dp}{f' ep={ep}' * (ep > 1)} zero={zero} shard={values['shard']} local_steps={steps}",
+            expected="replicas of the model, which train alone: dp at least twice shard and ep",
+            hint="shard=1" if zero and dp > 1 == ep else enough,
         )
     if values["exchange_parts"] > steps:
         raise PlanError(

@@ -481,12 +481,12 @@ class Plan:
     @property
     def num_islands(self) -> int:
         """Replicas that train alone between exchanges; 1 without local steps."""
-        return self.data_ranks // self.data_shards if self.local_steps else 1
+        return self.data_ranks // max(self.data_shards, self.ep) if self.local_steps else 1
 
     @property
     def reduced_ranks(self) -> int:
         """Ranks over which a step's gradient is summed: those of an island under local steps."""
-        return self.data_shards * self.cp if self.local_steps else self.token_ranks
+        return max(self.data_shards, self.ep) * self.cp if self.local_steps else self.token_ranks
 
     @property
     def local(self) -> LocalSteps:

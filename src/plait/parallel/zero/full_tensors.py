@@ -3,7 +3,7 @@
 [Note: full tensors]
 ZeRO's ranges ignore the borders of matrices, and tensor parallelism shards matrices along their dims. An
 optimizer that needs a full matrix gets it on one rank, its owner, among the ranks that together hold one copy
-of the stage (shard x row x col). Only the owner keeps the states of the matrix. An update is
+of the stage (shard x ep x cp x row x col). Only the owner keeps the states of the matrix. An update is
 
   1. all-to-all    every rank sends what it holds of gradients and weights to the owners
   2. step          each owner steps torch's optimizer with its matrices as parameters
@@ -23,6 +23,11 @@ its range: twice (N-1)/N of P/N elements, and as an owner half as many back. A s
   all-gathered gradients        N times the bytes, and every rank computes every update
   masters on owners only        a third less, but all that reads masters would have two cases
 
+[Note: matrices of experts]
+A class that takes no stacks of matrices (torch's Muon) gets each expert's matrix as a parameter of its own.
+States are saved as one tensor, each matrix by its owner. Under ep an owner is one of the ranks that have the
+expert. A fused gate and up projection is one matrix, as the model has it.
+
 [Note: balance of owners]
 Owners are assigned once, for all stages of a rank: in order of decreasing cost, each tensor to the rank with
 the least cost so far. The cost is that of the product of a matrix and its transpose, for Muon.
@@ -34,25 +39,30 @@ same operations on tensors of the same shape, so that their bits stay equal.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait.comm import all_to_all_list
+from plait.errors import ConfigError
 from plait.optim.update_kinds import GroupOptimizer, UpdateScope
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.state_io import boxes_of, view_of
 from plait.plan import Box, Boxes, UnitLayout
-from plait.plan.axes import Roles
+from plait.plan.axes import EXPERTS, PARTS, STAGES, Roles, UnitKind
+from plait.plan.layout import ParamShard
 
 
 @dataclass(frozen=True)
 class FullTensor:
-    """A parameter of an optimizer group that needs full tensors.
+    """A parameter of an optimizer group that needs full tensors, or a matrix of it.
 
+    shape     of what the optimizer steps
+    expert    (index in dim 0, size of dim 0) of a matrix: see [Note: matrices of experts]
     unit      (stage, index) of its unit
     owner     index of its owner among the ranks that hold the stage
     counted   whether this stage's copy is saved
@@ -64,6 +74,24 @@ class FullTensor:
     unit: tuple[int, int]
     owner: int
     counted: bool
+    expert: tuple[int, int] | None = None
+
+    def state(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Boxes]:
+        """The shape of a saved state, and the boxes of it that the owner has, in `shape`."""
+        if self.expert is None:
+            return shape, Boxes.full(shape)
+        index, number = self.expert
+        return (number, *shape), Boxes((((index, index + 1),), *Boxes.full(shape).ranges))
+
+    def place(self, shard: ParamShard) -> tuple[Boxes, int] | None:
+        """The boxes of a shard that are of this tensor, as boxes of it, and their start in the storage."""
+        if self.expert is None:
+            return shard.boxes, shard.start
+        first, inner = shard.boxes.ranges[0], Boxes(shard.boxes.ranges[1:])
+        held = [index for low, high in first for index in range(low, high)]
+        if self.expert[0] not in held:
+            return None
+        return inner, shard.start + held.index(self.expert[0]) * inner.numel
 
     @property
     def numel(self) -> int:
@@ -88,35 +116,75 @@ class _HeldPart:
         return flat[self.at : self.at + self.numel]
 
 
-def assign_owners(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Return the rank of each cost: the largest first, each to the rank with the least so far."""
+def assign_owners(
+    costs: Sequence[float], num_ranks: int, allowed: Sequence[Sequence[int]] | None = None
+) -> list[int]:
+    """Return the rank of each cost: the largest first, each to the rank with the least so far, of those that
+    are `allowed` for it."""
     loads, owners = [0.0] * num_ranks, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        owners[index] = loads.index(min(loads))
+        owners[index] = min(allowed[index] if allowed else range(num_ranks), key=loads.__getitem__)
         loads[owners[index]] += costs[index]
     return owners
 
 
+def parameter_states(
+    optimizer: GroupOptimizer, name: str, shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """The states of a parameter, by kind, as they are saved. Raises ConfigError if the class cannot train
+    it."""
+    if not is_by_matrix(optimizer, name, shape):
+        return optimizer.state_shapes(shape)
+    states = optimizer.state_shapes(shape[1:])
+    return {kind: of if "." in kind else (shape[0], *of) for kind, of in states.items()}
+
+
+def is_by_matrix(optimizer: GroupOptimizer, name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether the class gets the matrices of experts: see [Note: matrices of experts]."""
+    if len(shape) != 3 or not name.rpartition(".")[0].endswith("experts"):
+        return False
+    try:
+        optimizer.state_shapes(shape)
+    except ConfigError:
+        return True
+    return False
+
+
 def full_tensors(
-    shard_map: ShardMap, model_ranks: Sequence[int], num_shards: int, groups: Sequence[GroupOptimizer]
+    shard_map: ShardMap, pp_rank: int, owners: Sequence[int], groups: Sequence[GroupOptimizer]
 ) -> list[FullTensor]:
-    """The parameters whose optimizers need full tensors, of the stages on `model_ranks`: the ranks of one tp
-    grid, as the shard map counts them. `num_shards`: ranks along `shard`."""
-    found = []
+    """The parameters whose optimizers need full tensors, of a pipeline rank's stages. `owners`: of the ranks
+    that hold a copy of these, the index along EXPERTS."""
+    found: list[FullTensor] = []
+    allowed: list[Sequence[int]] = []
+    num_parts = shard_map.copies * shard_map.grid_size
+    ranks = range(pp_rank * num_parts, (pp_rank + 1) * num_parts)
     for stage, index, by_rank in shard_map.units():
-        if model_ranks[0] not in by_rank:
-            continue
-        for shard in by_rank[model_ranks[0]].params:
-            group = by_rank[model_ranks[0]].group_of(shard)
-            if group is not None and _needs_tensor(groups, group):
-                copies = (p for rank in model_ranks for p in by_rank[rank].params if p.name == shard.name)
-                found.append((shard, group, (stage, index), any(copy.counted for copy in copies)))
-    costs = [_cost(shard.full_shape) for shard, *_ in found]
-    owners = assign_owners(costs, num_shards * len(model_ranks))
-    return [
-        FullTensor(shard.name, shard.full_shape, group, unit, owner, counted)
-        for (shard, group, unit, counted), owner in zip(found, owners, strict=True)
-    ]
+        units = [by_rank[rank] for rank in ranks if rank in by_rank]
+        for shard in units[0].params if units else ():
+            group = units[0].group_of(shard)
+            if group is None or not _needs_tensor(groups, group):
+                continue
+            copies = (p for unit in units for p in unit.params if p.name == shard.name)
+            shape, counted = shard.full_shape, any(copy.counted for copy in copies)
+            fields: dict[str, Any] = {
+                "name": shard.name,
+                "group": group,
+                "unit": (stage, index),
+                "counted": counted,
+            }
+            if not is_by_matrix(groups[group], shard.name, shape):
+                found.append(FullTensor(shape=shape, owner=0, **fields))
+                allowed.append(range(len(owners)))
+                continue
+            for number in range(shape[0]):
+                tensor = FullTensor(shape=shape[1:], owner=0, expert=(number, shape[0]), **fields)
+                has_it = number * shard_map.copies // shape[0] if units[0].kind is UnitKind.EXPERT else None
+                found.append(tensor)
+                allowed.append([rank for rank, at in enumerate(owners) if has_it in (None, at)])
+    costs = [_cost(tensor.shape) for tensor in found]
+    chosen = assign_owners(costs, len(owners), allowed)
+    return [replace(tensor, owner=owner) for tensor, owner in zip(found, chosen, strict=True)]
 
 
 def _cost(shape: tuple[int, ...]) -> float:
@@ -127,21 +195,22 @@ def _cost(shape: tuple[int, ...]) -> float:
 def full_tensor_bytes(
     groups: Sequence[GroupOptimizer],
     tensors: Iterable[FullTensor],
-    layouts: Iterable[UnitLayout],
+    ranges: Iterable[tuple[UnitLayout, int]],
     rank: int,
-    grid_size: int,
+    num_owners: int,
     itemsize: int,
 ) -> tuple[int, int]:
     """Bytes of the states of the tensors that a rank owns, and of gradients, weights and messages while they
-    are updated. `layouts`: of the rank's units; `itemsize`: of its master weights."""
+    are updated. `ranges`: of the rank's units, the layout and which range it owns; `itemsize`: of its master
+    weights."""
     owned = [tensor for tensor in tensors if tensor.owner == rank]
     shapes = [groups[tensor.group].state_shapes(tensor.shape).items() for tensor in owned]
     states = sum(math.prod(dims) for of in shapes for kind, dims in of if "." not in kind)
     held = 0
-    for layout in layouts:
-        if layout.num_shards * grid_size == 1:  # stepped in place
-            return itemsize * states, 0
-        parts = layout.overlaps(*layout.owned_range(rank // grid_size))
+    if num_owners == 1:  # stepped in place
+        return itemsize * states, 0
+    for layout, own in ranges:
+        parts = layout.overlaps(*layout.owned_range(own))
         held += sum(p.stop - p.start for p in parts if _needs_tensor(groups, layout.group_of(p.shard)))
     return itemsize * states, itemsize * (held + 3 * sum(tensor.numel for tensor in owned))
 
@@ -162,21 +231,21 @@ class FullTensorUpdate:
     ) -> None:
         """`units`: by stage."""
         self._units, self._shard_map, self._context = units, shard_map, context
-        grid = context.groups.tp.size
-        first = context.groups.same_data.rank // grid * grid
-        self._model_ranks = range(first, first + grid)
-        shards = context.groups.dense.all_gather.size
-        all_tensors = full_tensors(shard_map, self._model_ranks, shards, groups)
+        mesh, self._roles = context.mesh, Roles.from_plan(context.plan)
+        holders = mesh.grid.group(mesh.world.rank, *self._roles.stage_copy)
+        owners = [mesh.grid.index(rank, *EXPERTS) for rank in holders]
+        all_tensors = full_tensors(shard_map, mesh.coord[STAGES], owners, groups)
         self.owned: list[FullTensor] = []
         self.leaves: list[Tensor] = []  # the optimizer's parameters, of `owned`
         self.is_empty, self.bytes = not all_tensors, (0, 0)
         if self.is_empty:
             return
-        self._group = context.mesh.group(*Roles.from_plan(context.plan).stage_copy, channel="full tensors")
+        self._group = mesh.group(*self._roles.stage_copy, channel="full tensors")
         own = self._group.rank
-        layouts = [unit.layout for of_stage in units.values() for unit in of_stage]
+        of_rank = [unit for of_stage in units.values() for unit in of_stage]
+        ranges = [(unit.layout, unit.groups.all_gather.rank) for unit in of_rank]
         itemsize = context.precision.master.itemsize
-        self.bytes = full_tensor_bytes(groups, all_tensors, layouts, own, grid, itemsize)
+        self.bytes = full_tensor_bytes(groups, all_tensors, ranges, own, len(owners), itemsize)
         self.owned = [tensor for tensor in all_tensors if tensor.owner == own]
         dtype, device = context.precision.master, context.device
         nothing = torch.zeros((), dtype=dtype, device=device)
@@ -188,14 +257,16 @@ class FullTensorUpdate:
             given = vars(self._unit(tensor).parameters[tensor.name])
             vars(leaf).update({key: value for key, value in given.items() if not key.startswith("_plait")})
         # Parts that this rank holds, by the owner; parts of what it owns (index in `owned`), by the holder.
+        parts = [(tensor, self._parts(tensor)) for tensor in all_tensors]
         ranks = range(self._group.size)
         self._held = [
-            [(self._unit(tensor), part) for tensor in all_tensors if tensor.owner == rank
-             for part in self._parts(tensor, own)]
+            [(self._unit(tensor), part) for tensor, by_rank in parts if tensor.owner == rank
+             if (part := by_rank[own]) is not None]
             for rank in ranks
         ]  # fmt: skip
+        of_owned = [by_rank for tensor, by_rank in parts if tensor.owner == own]
         self._received = [
-            [(index, part) for index, tensor in enumerate(self.owned) for part in self._parts(tensor, rank)]
+            [(index, part) for index, by_rank in enumerate(of_owned) if (part := by_rank[rank]) is not None]
             for rank in ranks
         ]
         if self._group.size == 1:
@@ -211,20 +282,34 @@ class FullTensorUpdate:
         stage, index = tensor.unit
         return self._units[stage][index]
 
-    def _parts(self, tensor: FullTensor, rank: int) -> Iterator[_HeldPart]:
-        """The part of a tensor that a rank of the group holds, if any."""
-        shard_coord, at_grid = divmod(rank, len(self._model_ranks))
+    def _parts(self, tensor: FullTensor) -> list[_HeldPart | None]:
+        """The part of a tensor that each rank of the group holds, if any."""
         stage, index = tensor.unit
-        seen = []
-        for model_rank in self._model_ranks[: at_grid + 1]:
-            layout = self._shard_map.layouts[model_rank][stage].units[index]
+        grid, kind = self._context.mesh.grid, self._unit(tensor).layout.kind
+        states = self._roles.states(kind)
+        copies = [axis for axis in self._roles.stage_copy if axis not in states]
+        first_with: dict[Boxes, int] = {}
+        held: list[tuple[Boxes, int, int, int, int] | None] = []
+        for rank in self._group.ranks:
+            layout = self._shard_map.layouts[grid.index(rank, *PARTS)][stage].units[index]
             shard = next(each for each in layout.params if each.name == tensor.name)
-            seen.append(shard.boxes)
-        low, high = layout.owned_range(shard_coord)
-        start, stop = max(shard.start, low), min(shard.stop, high)
-        if start < stop:
-            is_first = shard.boxes not in seen[:-1]
-            yield _HeldPart(shard.boxes, start - shard.start, stop - shard.start, start - low, is_first)
+            if (place := tensor.place(shard)) is None:
+                held.append(None)
+                continue
+            copy = grid.index(rank, *copies)
+            first_with[place[0]] = min(copy, first_with.get(place[0], copy))
+            held.append((*place, copy, *layout.owned_range(grid.index(rank, *states))))
+        parts: list[_HeldPart | None] = []
+        for each in held:
+            part = None
+            if each is not None:
+                boxes, first, copy, low, high = each
+                start, stop = max(first, low), min(first + boxes.numel, high)
+                if start < stop:
+                    is_first = copy == first_with[boxes]
+                    part = _HeldPart(boxes, start - first, stop - first, start - low, is_first)
+            parts.append(part)
+        return parts
 
     def step(self, factor: float, update: Callable[[Sequence[Tensor]], object]) -> None:
         """Update the masters' full tensors. `update` steps the leaves. Gradients are multiplied by `factor`,

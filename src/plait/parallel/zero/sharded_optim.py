@@ -1,5 +1,6 @@
 """The optimizer over this rank's shards: ranges of the units' master weights, by optimizer group."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,11 +17,12 @@ from plait.optim.flat_optimizer import FlatSlice, join_groups
 from plait.optim.stepper import ChunkedOptimizer
 from plait.optim.update_kinds import GroupOptimizer, UpdateScope, not_elementwise
 from plait.parallel.zero.flat_param import FlatParam
-from plait.parallel.zero.full_tensors import FullTensorUpdate
+from plait.parallel.zero.full_tensors import FullTensorUpdate, parameter_states
 from plait.parallel.zero.rank_context import Precision, RankContext
 from plait.parallel.zero.shard_map import ShardMap
 from plait.plan import Layout, Plan
 from plait.plan.axes import Roles
+from plait.plan.layout import ParamShard
 from plait.plan.memory import CHUNK
 
 
@@ -133,7 +135,7 @@ class ShardedOptimizer:
             if group is None:
                 continue
             try:
-                self._groups[group].state_shapes(shard.full_shape)
+                self.parameter_states(shard, group)
             except ConfigError as error:
                 raise ConfigError(
                     f"{self._groups[group].name} cannot train a parameter of its group",
@@ -146,6 +148,10 @@ class ShardedOptimizer:
     def state_shapes(self, shape: tuple[int, ...], group: int) -> dict[str, tuple[int, ...]]:
         """Shapes of a parameter's states, by kind; () for counters."""
         return self._groups[group].state_shapes(shape)
+
+    def parameter_states(self, shard: ParamShard, group: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a full parameter's states, as they are saved."""
+        return parameter_states(self._groups[group], shard.name, shard.full_shape)
 
     @property
     def memory_facts(self) -> dict[str, Any]:
@@ -183,7 +189,7 @@ class SumsOverShards:
         self._group = context.mesh.group(*Roles.from_plan(context.plan).stage_copy, channel="norms")
         self._device = context.device
         self._index_of: dict[Tensor, int] = {}  # by leaf, of its parameter
-        self._copies: dict[Tensor, int] = {}  # number of ranks that hold the same elements
+        self._copies: dict[Tensor, float] = {}  # ranks that hold the same elements; inf: another one counts
         self._num_parameters = 0
         for unit, parts in slices.items():
             # Not in the order of the storage, which depends on how many ranks hold a shard.
@@ -193,7 +199,7 @@ class SumsOverShards:
                 if len(overlaps) == 1:
                     shard = overlaps[0].shard
                     self._index_of[part.leaf] = self._num_parameters + names.index(shard.name)
-                    self._copies[part.leaf] = shard.copies
+                    self._copies[part.leaf] = shard.copies if unit.groups.counts else math.inf
             self._num_parameters += len(names)
 
     def reduce(self, shards: Sequence[Tensor], sums: Tensor) -> Tensor:
@@ -224,8 +230,6 @@ def check_groups(groups: Sequence[GroupOptimizer], plan: Plan) -> None:
             option = f"offload={plan.offload}"
         elif plan.optim_dtype == "bf16":
             option = "optim_dtype=bf16"
-        elif plan.ep > 1:
-            option = f"ep={plan.ep}"
         else:
             continue
         if not needs_elements:

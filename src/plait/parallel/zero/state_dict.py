@@ -108,7 +108,7 @@ class ShardedState:
             for unit in self._all_units():
                 of_units[unit.layout.kind] += self._shards_of(unit)
             if self._optimizer.has_states:
-                of_units[UnitKind.DENSE] += self._full_shards()
+                of_units[UnitKind.EXPERT] += self._full_shards()  # one owner, also of ranks along EXPERTS
             self._unit_shards[self._optimizer.has_states] = of_units
         by_kind = {kind: [*of] for kind, of in self._unit_shards[self._optimizer.has_states].items()}
         local = self._local_standalone()
@@ -145,18 +145,21 @@ class ShardedState:
         """The states of the full tensors that this rank owns."""
         for tensor, leaf in self._owned():
             for kind in sorted(self._optimizer.state_shapes(tensor.shape, tensor.group)):
-                if tensor.counted:
-                    yield self._full_shard(leaf, kind, f"{kind}/{tensor.name}")
+                is_other_counter = "." in kind and tensor.expert is not None and tensor.expert[0]
+                if tensor.counted and not is_other_counter:
+                    yield self._full_shard(leaf, kind, f"{kind}/{tensor.name}", tensor)
 
-    def _full_shard(self, leaf: Tensor, kind: str, key: str) -> StateShard:
-        """A state that this rank has all of, such as a counter."""
+    def _full_shard(self, leaf: Tensor, kind: str, key: str, tensor: FullTensor | None = None) -> StateShard:
+        """A state that this rank has all of, such as a counter; of a full tensor, all of its matrix."""
 
         def read() -> Tensor:
             return self._state(leaf, kind).reshape(-1)
 
         state = self._state(leaf, kind)
         shape = tuple(state.shape)
-        return StateShard(key, shape, state.dtype, Boxes.full(shape), 0, state.numel(), read)
+        is_part = tensor is not None and "." not in kind
+        saved, boxes = tensor.state(shape) if tensor and is_part else (shape, Boxes.full(shape))
+        return StateShard(key, saved, state.dtype, boxes, 0, state.numel(), read)
 
     def check(self, source: StateReader, *, weights_only: bool = False) -> None:
         """Raise CheckpointError if a tensor is missing, or of another shape or optimizer. Of the engine's
@@ -296,7 +299,8 @@ class ShardedState:
             else:
                 state[kind] = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
                 flat = state[kind].view(-1)
-                source.read(f"{kind}/{tensor.name}", Boxes.full(shape), 0, flat, counted=tensor.counted)
+                boxes = tensor.state(shape)[1]
+                source.read(f"{kind}/{tensor.name}", boxes, 0, flat, counted=tensor.counted)
         return state
 
     def _state_of(self, unit: FlatParam, part: OptimizerSlice, source: StateReader) -> dict[str, Any]:
@@ -324,7 +328,7 @@ class ShardedState:
         }
         for shard, group in self._shard_map.params() if not weights_only and _has_states(shapes) else ():
             if group is not None:
-                states = self._optimizer.state_shapes(shard.full_shape, group)
+                states = self._optimizer.parameter_states(shard, group)
                 expected |= {f"{kind}/{shard.name}": shape for kind, shape in states.items()}
         empty = {shard.name for shard, _ in self._shard_map.params() if 0 in shard.full_shape}
         known = expected.keys() | (set() if weights_only else shapes.keys())
