@@ -344,7 +344,7 @@ def _timeline(ranked: RankedPlan) -> dict[str, Any]:
         hidden = f"{1e3 * reductions[rank].hidden:.3g} ms of it are hidden by the computation"
         parts = (
             reductions[rank].exposed,
-            update_s(plan, layouts[rank].numel, blocks, rates, links),
+            update_s(plan, layouts[rank], blocks, rates, links),
             constants.step_s,
         )
         end = row["spans"][-1]
