@@ -297,8 +297,7 @@ def _unit(
 def block_activation_bytes(
     model: ModelShape, plan: Plan, recompute: str, sequence: int, software: Software
 ) -> float:
-    """Bytes that one token keeps for one block, with 2-byte elements. See [Note: activations of a block]. Of a
-    mixture, rows of experts: the input and the result of each, and where the token is the results once more."""
+    """Bytes that one token keeps for one block, with 2-byte elements. See [Note: activations of a block]."""
     h, cols = model.hidden / plan.rows, plan.cols
     across = cols if plan.sp else 1  # what the residual stream is sharded over
     # What recomputed blocks keep of attention over ranks: outputs, and a float32 log-sum-exp of each head.
@@ -307,14 +306,12 @@ def block_activation_bytes(
         return 2 * h / across + results
     kv = 2.0 * model.kv_width
     gated = model.mlp_matrices == 3
-    rows, sent = (
-        model.experts_per_token * (software.expert_rows if plan.ep > 1 else 1),
-        model.experts_per_token,
-    )
+    chosen = model.experts_per_token
+    rows = chosen * software.expert_rows
     width = rows * model.ffn + model.shared_ffn if model.experts else model.ffn
     if software.eager and recompute == "selective":  # the results of products
         return (
-            (6 + 2 * rows - 2 * bool(rows)) * h / across
+            (6 + 2 * rows - 2 * (rows > 0)) * h / across
             + 2 * sum(model.latent or ())
             + (2.0 * model.attention_width + kv + 2.0 * (model.mlp_matrices - 1) * width) / cols
             + results
@@ -322,7 +319,8 @@ def block_activation_bytes(
     if software.eager:
         heads = 4.0 * model.attention_width + 4.0 * model.heads  # and float32 sums of softmax
         heads += _exchanged_bytes(model, plan) + _NORM_OF_HEADS * model.normed_width
-        routed = (4 * rows + 2 * sent * (plan.ep > 1)) * h + 4 * model.experts
+        # Of rows, inputs; results of all rows where the experts are or, wide, where the tokens are.
+        routed = (2 * rows + (4 if plan.ep > 1 else 2) * chosen) * h + 4 * model.experts
         if model.latent:  # norms of ranks, and copies of heads with and without positions
             routed += 8 * sum(model.latent[:2])
             heads += 2 * model.heads * (2 * model.head_dim - model.latent[2])

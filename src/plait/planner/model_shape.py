@@ -25,7 +25,7 @@ _KEYS = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_top_k", "moe_topk", "top_k"),
     "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
-    "shared_experts": ("n_shared_experts", "num_shared_experts"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts", "shared_experts"),
     "shared_ffn": ("shared_expert_intermediate_size", "shared_intermediate_size", "shared_ffn"),
     "dense_layers": ("first_k_dense_replace", "moe_layer_start_index", "dense_layers"),
     "dense_ffn": ("dense_ffn",),

@@ -3,8 +3,9 @@
 [Note: searched keys]
 Keys that change time or memory, and not the numbers: `pp`, `tp`, `cp`, `dp`, `ep`, `micro`, `sp`,
 `recompute`, `schedule`, `chunks`, `zero`, `shard`, `accumulate`, `reshard` and `offload`. All others have
-their defaults or pinned values. Ranks are placed in the one order of axes that the product has (`plan.grid.AXES`): which
-axis crosses hosts follows from the degrees, and `shard` decides which part of dp stays within hosts.
+their defaults or pinned values. Ranks are placed in the one order of axes that the product has
+(`plan.grid.AXES`): which axis crosses hosts follows from the degrees, and `shard` decides which part of dp
+stays within hosts. `ep` is a divisor of the experts, of dp and of `shard`.
 A rank of `cp` has at least LEAST_TOKENS of a sequence: with half of it, plans of an 8B model for sequences of
 16,384 tokens and more are at most 1 % faster.
 

@@ -383,6 +383,9 @@ def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list
     if part.cols > 1:
         hidden = tokens * model.hidden / part.rows
         calls = ("all-gather", 4, 6) if part.sp else ("all-reduce", 2, 2)
+        if part.sp and model.experts:  # all columns of an expert get its rows
+            calls = ("all-gather", 2, 3)
+            found.append(BlockCollective(FEATURES, *calls, hidden * model.experts_per_token, calls[1]))
         found.append(BlockCollective(FEATURES, *calls, hidden, calls[1]))
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
@@ -434,7 +437,7 @@ def _block_tensor_s(
     for each in block_collectives(model, part, rates.itemsize):
         if each.axis in groups:
             kind = "foreign all-reduce" if each.op == "all-reduce" else each.op
-            seconds[each.axis] = each.forward * collective_s(kind, links, groups[each.axis], each.num_bytes)
+            seconds[each.axis] += each.forward * collective_s(kind, links, groups[each.axis], each.num_bytes)
     for message in _attention_messages(model, part):
         group = Group(message.ranks, message.apart * part.rows * part.cols, part.ranks)
         full = part.tokens * rates.itemsize * message.received * message.ranks / (message.ranks - 1)
