@@ -22,7 +22,7 @@ from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
 HEADROOM = 0.05
-_kind = attrgetter("pp", "tp", "cp", "sp", "recompute", "schedule")
+_kind = attrgetter("pp", "tp", "cp", "ep", "sp", "recompute", "schedule")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
