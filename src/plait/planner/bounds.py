@@ -166,8 +166,8 @@ class EstimateCache:
     def _update_s(self, plan: Plan, layouts: Sequence[Layout]) -> float:
         constants = self._cluster.constants
         rates = Rates.of(self._cluster.device, plan.precision, plan.tf32, constants)
-        layout = min(layouts, key=lambda each: each.numel)
-        return update_s(plan, layout, 0, rates, self._links) + constants.step_s
+        differ = {(layout.numel, layout.expert_numel): layout for layout in layouts}.values()
+        return min(update_s(plan, each, 0, rates, self._links) for each in differ) + constants.step_s
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
         """The first rank's activations, with the model states that it keeps, then all that it holds."""

@@ -205,16 +205,22 @@ def micro_bytes(
     tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.precision] / 2
     policy, _, every = plan.recompute.partition("=")
     kinds = ("full", "none") if every else (policy, policy)
-    one, other = (block_activation_bytes(model, plan, kind, sequence, software) for kind in kinds)
     # Deferred weight gradients need the inputs of products and the gradients of their results.
     fused = Software(eager=False, expert_rows=software.expert_rows)
-    deferred = tokens * block_activation_bytes(model, plan, "none", sequence, fused)
+    of_blocks = []
+    for blocks in (model, model.dense_block) if model.dense_layers else (model, model):
+        one, other = (block_activation_bytes(blocks, plan, kind, sequence, software) for kind in kinds)
+        of_blocks.append((one, other, block_activation_bytes(blocks, plan, "none", sequence, fused)))
     sizes = []
     for kind in stage_kinds(model, counts):
-        full = kind.blocks // int(every or 1)
-        saved = full * one + (kind.blocks - full) * other
-        saved += _head_bytes(model, plan, software) if kind.is_last else 0.0
-        sizes.append((tokens * saved, kind.blocks * deferred))
+        saved, deferred = _head_bytes(model, plan, software) if kind.is_last else 0.0, 0.0
+        for number, (one, other, later) in zip(
+            (kind.blocks - kind.dense, kind.dense), of_blocks, strict=True
+        ):
+            full = number // int(every or 1)
+            saved += full * one + (number - full) * other
+            deferred += number * later
+        sizes.append((tokens * saved, tokens * deferred))
     return sizes
 
 

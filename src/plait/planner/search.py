@@ -16,7 +16,7 @@ from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
 from plait.planner.plan_families import PlanFamily, rejected_families
 from plait.planner.ranked_plan import SECONDS_PER_DAY, RankedPlan
-from plait.planner.space import DEFAULT_PRECISION, Space, no_plan_error, read_pins
+from plait.planner.space import DEFAULT_PRECISION, Space, experts_error, no_plan_error, read_pins
 from plait.planner.step_estimate import Software, StepEstimate, Workload, check_is_priced
 from plait.planner.workload import PLAIT
 
@@ -87,6 +87,8 @@ def search(
         )
     limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
     pinned = read_pins(pins)
+    if (error := experts_error(model, pinned.get("ep", 1))) is not None:
+        raise error
     check_is_priced(pinned.get("precision", DEFAULT_PRECISION), cluster.device)
     end_s = time.process_time() + seconds
 

@@ -187,18 +187,9 @@ class Space:
                         "cp": cp,
                         "cp_method": self.pins.get("cp_method", "auto"),
                     }
-                    for ep in self._expert_ranks(dp) if dp else ():
+                    of_experts = divisors(math.gcd(self.model.experts, dp)) if self.model.experts else (1,)
+                    for ep in self.values("ep", of_experts) if dp else ():
                         yield keys | {"ep": ep}
-
-    def _expert_ranks(self, dp: int) -> Iterator[int]:
-        """`ep` for the other degrees: divisors of the experts and of the data ranks."""
-        for ep in self.values(
-            "ep", divisors(math.gcd(self.model.experts, dp)) if self.model.experts else (1,)
-        ):
-            if (error := experts_error(self.model, ep)) is None:
-                yield ep
-            else:
-                self.refusals.add(error)
 
     def _data_ranks(self, pp: int, tp: str, cp: int) -> int:
         """`dp` for the other degrees; 0 if the model or the devices do not allow them."""
