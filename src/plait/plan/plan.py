@@ -469,11 +469,6 @@ class Plan:
         return self.data_shards * self.cp if self.zero else 1
 
     @property
-    def expert_shard_degree(self) -> int:
-        """Ranks that share one copy of what `zero` shards of an expert."""
-        return self.shard_degree // self.ep if self.zero else 1
-
-    @property
     def data_shards(self) -> int:
         """Data ranks that share one copy of what `zero` shards."""
         return (self.shard or self.data_ranks) if self.zero else 1

@@ -86,10 +86,7 @@ def search(
             hint=next(iter(OBJECTIVES)),
         )
     limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
-    pinned = read_pins(pins)
-    if (error := experts_error(model, pinned.get("ep", 1))) is not None:
-        raise error
-    check_is_priced(pinned.get("precision", DEFAULT_PRECISION), cluster.device)
+    pinned = _checked_pins(pins, model, cluster)
     end_s = time.process_time() + seconds
 
     def field(of: Cluster) -> Field:
@@ -112,6 +109,14 @@ def search(
     families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
     best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens) for at, estimate in ranked)
     return SearchResult(best, tuple(families), counts, is_complete=not found.gave_up)
+
+
+def _checked_pins(text: str, model: ModelShape, cluster: Cluster) -> dict[str, Any]:
+    pins = read_pins(text)
+    if (error := experts_error(model, pins.get("ep", 1))) is not None:
+        raise error
+    check_is_priced(pins.get("precision", DEFAULT_PRECISION), cluster.device)
+    return pins
 
 
 def _no_time(seconds: float, counts: SearchCounts) -> PlanError:

@@ -2,20 +2,18 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
-from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, SEQUENCE, Axes, UnitKind
-from plait.plan.compression import Factors
+from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, SEQUENCE
 from plait.plan.context import AttentionMessages, attention_messages, heads_degree
 from plait.plan.devices import Device
-from plait.plan.events import Collective, During, TransportFacts, UnitMessages, UnitSizes, unit_events
-from plait.plan.grid import Grid
-from plait.plan.layout import Layout, UnitLayout
-from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES
+from plait.plan.events import During
+from plait.plan.layout import Layout
+from plait.plan.memory import COMPUTE_BYTES
 from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import stages_by_rank, stages_of
@@ -42,8 +40,9 @@ from plait.planner.memory import (
     with_method,
 )
 from plait.planner.model_shape import ModelShape
-from plait.planner.space import experts_error, with_defaults
+from plait.planner.space import experts_error
 from plait.planner.stages import StageKind, block_counts, stage_kinds
+from plait.planner.unit_prices import unit_prices
 from plait.planner.workload import PLAIT, Software, Workload
 
 __all__ = ["Software", "StageSeconds", "StepEstimate", "Workload", "estimate_step", "stage_seconds"]
@@ -186,7 +185,7 @@ def update_s(plan: Plan, layout: Layout, blocks: int, rates: Rates, links: Links
     copies = 2 if plan.server == "replicated" else 1
     experts = layout.expert_numel
     owned = copies * (layout.numel - experts) // (plan.num_servers or plan.shard_degree)
-    owned += experts // plan.expert_shard_degree
+    owned += experts // max(1, plan.shard_degree // plan.ep)
     return optimizer_s(owned, blocks, rates) + _offload_s(plan, owned, links)
 
 
@@ -512,94 +511,6 @@ def stage_gathers(
             back = overlap(seconds.backward + seconds.weight, backward)
             result[kind] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0], ahead[1])
     return [result[kind] for kind in stage_kinds(model, counts)]
-
-
-def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
-    """The prices of a plan, which its stages and its ranks share, and plans that differ in what is computed
-    only."""
-    return _unit_prices(_without_computation(plan), links)
-
-
-_without_computation = with_defaults(
-    "schedule", "chunks", "stages", "sp", "cp_method", "recompute", "compile"
-)
-
-
-@lru_cache(maxsize=1 << 12)
-def _unit_prices(plan: Plan, links: Links) -> "UnitPrices":
-    return UnitPrices(plan, links)
-
-
-class UnitPrices:
-    """Seconds of the collectives of a plan's units, on devices that share no memory."""
-
-    def __init__(self, plan: Plan, links: Links) -> None:
-        self._plan = plan if plan.algorithm == "auto" else replace(plan, algorithm="auto")
-        self._links, self._groups = links, dict[Axes, Group]()
-        self._messages = {kind: messages_of(self._plan, kind) for kind in UnitKind}
-        self._rank = plan.powersgd_rank
-        self._shards = {UnitKind.DENSE: plan.shard_degree, UnitKind.EXPERT: plan.expert_shard_degree}
-        self._seconds: dict[tuple[object, ...], float] = {}
-        covers_replicas = self._messages[UnitKind.DENSE].covers_replicas
-        events = unit_events(self._plan, covers_replicas=covers_replicas)
-        # No unit of the planner has partial sums.
-        self.events = tuple(event for event in events if event.collective is not Collective.PARTIAL_SUM)
-        of_micros = During.PASSES, During.BACKWARDS
-        self.of_micros = tuple(event for event in self.events if event.during in of_micros)
-
-    def seconds(
-        self, collective: Collective, units: Sequence[UnitLayout], *, one_by_one: bool = False
-    ) -> float:
-        """Seconds of one call for these units together, by their kind, or of one for each."""
-        if self._plan.ep == 1:
-            return self._seconds_of_kind(collective, units, one_by_one=one_by_one)
-        of_kinds = ([unit for unit in units if unit.kind is kind] for kind in UnitKind)
-        return sum(self._seconds_of_kind(collective, of, one_by_one=one_by_one) for of in of_kinds if of)
-
-    def _seconds_of_kind(
-        self, collective: Collective, units: Sequence[UnitLayout], *, one_by_one: bool
-    ) -> float:
-        rank, kind, number = self._rank, units[0].kind, len(units) if one_by_one else 1
-        each = sum([unit.numel for unit in units]) / number
-        factors = (0.0, 0.0)
-        if rank is not None:
-            left, right = Factors.sizes_of(units, rank)
-            factors = left / number, right / number
-        key = collective, kind, each, factors
-        if key not in self._seconds:
-            sizes = UnitSizes(each, each // self._shards[kind], (), factors)
-            self._seconds[key] = self._once(collective, kind, sizes)
-        return number * self._seconds[key]
-
-    def _once(self, collective: Collective, of_kind: UnitKind, sizes: UnitSizes) -> float:
-        total = 0.0
-        for op, axes, calls in self._messages[of_kind].of(collective, sizes):
-            kind, group = _KINDS.get((collective, op), op), self._group(axes)
-            if group.degree > 1:
-                for num_bytes in calls:
-                    total += collective_s(kind, self._links, group, num_bytes)
-        return total
-
-    def _group(self, axes: Axes) -> Group:
-        if axes not in self._groups:
-            grid = self._messages[UnitKind.DENSE].grid
-            self._groups[axes] = Group(
-                grid.degree(*axes), grid.stride(axes[-1]) if axes else 1, self._plan.num_ranks
-            )
-        return self._groups[axes]
-
-
-_KINDS = {
-    (Collective.GATHER, "all-gather"): "unshard",
-    (Collective.REDUCE, "reduce-scatter"): "scattered sum",
-}
-
-
-def messages_of(plan: Plan, kind: UnitKind = UnitKind.DENSE) -> UnitMessages:
-    """Return the messages of the plan's units of a kind, on devices that share no memory."""
-    itemsize = MASTER_BYTES[plan.precision]
-    transport = TransportFacts(itemsize, shares=False, exchanges=False, host_size=plan.num_ranks)
-    return UnitMessages(plan, Grid.from_plan(plan), transport, kind=kind)
 
 
 def step_reductions(

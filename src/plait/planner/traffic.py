@@ -18,10 +18,10 @@ from plait.planner.stages import StageKind, block_counts, stage_kinds
 from plait.planner.step_estimate import (
     block_collectives,
     message_bytes,
-    messages_of,
     recomputed_attentions,
     recomputed_share,
 )
+from plait.planner.unit_prices import messages_of
 from plait.planner.workload import PLAIT, Workload
 
 
