@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, MusicgenDecoderConfig, MusicgenForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
+    PreTrainedModel,
+)
 
 from plait.api import parallelize
 from plait.comm import connect
@@ -16,6 +22,7 @@ from plait.errors import ModelError, PlanError
 from plait.models import (
     FlopFacts,
     activation_bytes,
+    active_parameters,
     blocks_of,
     causal_lm_on_meta,
     copy_to_meta,
@@ -25,6 +32,7 @@ from plait.models import (
     unit_facts,
     watch_activations,
 )
+from plait.planner import ModelShape
 
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
@@ -271,3 +279,19 @@ def test_a_model_without_trainable_parameters_is_evaluated_and_not_trained() -> 
             train(batch)
     with pytest.raises(ModelError, match="no trainable parameters"):
         engine.step(batch)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "granitemoe"],
+)
+def test_models_and_configurations_of_mixtures_give_equal_parameters_and_flops(
+    family: str,
+) -> None:
+    """All parameters exactly; of those that a token uses, the products: without norms and biases."""
+    config = {"model_type": family, **AutoConfig.for_model(family).to_dict()}
+    model, shape = causal_lm_on_meta(config), ModelShape.from_config(config)
+    assert shape.num_params == sum(p.numel() for p in model.parameters())
+    assert shape.active_params == pytest.approx(active_parameters(model), rel=1e-9)
+    flops = FlopFacts.from_model(model).per_token(4096)
+    assert flops == pytest.approx(shape.training_flops_per_token(4096), rel=0.002)

@@ -25,9 +25,16 @@ LLAMA |= {
 }
 GPT: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 512, "n_layer": 4, "n_head": 8}
 GPT |= {"n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+# Equal widths of keys and values, without which explain has no fused attention.
+DEEPSEEK: dict[str, Any] = LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 8}
+DEEPSEEK |= {"moe_intermediate_size": 256, "n_routed_experts": 16, "num_experts_per_tok": 4}
+DEEPSEEK |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+DEEPSEEK |= {"q_lora_rank": 192, "kv_lora_rank": 128, "v_head_dim": 96}
+DEEPSEEK |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
 SEQUENCES, LENGTH = 2, 512
 # Relative differences: what recomputation gathers again, and the last block's gather under sp, are left out.
-TRAFFIC = {"pp": 1e-4, "replicate": 1e-4, "shard": 0.08, "cp": 1e-4, "row": 0.11, "col": 0.19}
+TRAFFIC = {"pp": 1e-4, "replicate": 1e-4, "shard": 0.08, "ep": 1e-4, "cp": 1e-4, "row": 0.11, "col": 0.19}
 STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime", "host")
 
 
@@ -50,6 +57,15 @@ STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime"
         (LLAMA, "dp=2 cp=2 tp=2 sp=true zero=3 recompute=full", 0.07),
         (LLAMA, "pp=2 cp=2 micro=4 recompute=selective", 0.06),
         (LLAMA, "dp=2 zero=1 offload=cpu recompute=selective", 0.01),
+        (MIXTRAL, "dp=8 zero=1", 0.015),
+        (MIXTRAL, "dp=8 ep=4 zero=1", 0.015),
+        (MIXTRAL, "dp=8 ep=2 zero=1 recompute=selective", 0.06),
+        (MIXTRAL, "dp=8 ep=2 zero=2 shard=4 recompute=full", 0.015),
+        (MIXTRAL, "dp=4 ep=2 tp=2 zero=2", 0.015),
+        (MIXTRAL, "dp=2 cp=2 ep=2 tp=2", 0.015),
+        (MIXTRAL, "pp=2 dp=4 ep=4 micro=4", 0.015),
+        (DEEPSEEK, "dp=8 ep=4 zero=1", 0.06),
+        (DEEPSEEK, "pp=2 dp=4 ep=4 micro=4 recompute=full", 0.04),
         (GPT, "dp=8 zero=1", 0.02),
         (GPT, "pp=2 tp=2 micro=4 schedule=interleaved", 0.05),
     ],
@@ -68,6 +84,9 @@ def test_the_planner_and_explain_count_the_same_bytes(
     for ranks in explained.rank_classes:
         kept = kept_bytes(model, plan, ranks.coord["pp"], SEQUENCES, LENGTH, Software())
         assert kept == pytest.approx(ranks.memory.activations, rel=limit)
+        uneven = Software(expert_rows=plan.ep)
+        more = kept_bytes(model, plan, ranks.coord["pp"], SEQUENCES, LENGTH, uneven) - kept
+        assert more == pytest.approx(ranks.uneven_bytes, rel=limit)
         sent = sent_bytes(model, plan, work, ranks.ranks[0])
         traffic = sum_traffic(ranks.traffic.values())
         for axis, num_bytes in sent.items():

@@ -19,6 +19,7 @@ from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT
 from plait.planner.memory import block_activation_bytes, kept_bytes, stage_units
 from plait.planner.model_shape import ModelShape
+from plait.planner.stages import StageKind
 from plait.planner.step_estimate import message_bytes, stage_seconds
 from plait.planner.workload import Software, Workload
 from planner_lab.bills import zero_bytes
@@ -153,7 +154,7 @@ def first_stage(row: Row) -> float:
     if what == "params+optimizer":
         model, plan, _ = korthikanti(name, False, "none")
         blocks = model.layers // plan.pp
-        numel = sum(unit.numel for unit in stage_units(model, 1, 8, 1, blocks, False, False))
+        numel = sum(unit.numel for unit in stage_units(model, 1, 8, 1, StageKind(blocks, False, False, 0)))
         return difference(states_bytes(numel, "dp=1", 4) / GIB, float(row["value"]))
     model, plan, batch = korthikanti(name, *POLICIES[what.removeprefix("activations, ")])
     return difference(kept_bytes(model, plan, 0, batch, 2048, MEGATRON) / GIB, float(row["value"]))

@@ -24,6 +24,7 @@ from plait.planner.space import LEAST_TOKENS, Decided, Space, read_pins
 from plait.planner.step_estimate import StepEstimate
 
 SMALL = ModelShape.parse("layers=4 hidden=1024 heads=8 kv_heads=2 ffn=2816 vocab=32000 gated=true")
+MIXTURE = replace(SMALL, experts=4, experts_per_token=2, ffn=1408)
 SEVEN_B = ModelShape.parse("layers=32 hidden=4096 heads=32 kv_heads=8 ffn=14336 vocab=128256 gated=true")
 
 
@@ -46,6 +47,7 @@ def fields(model: ModelShape, machine: Cluster, work: Workload, pins: str = "") 
         (8, 8, 1024, 2.3, "tp=2 sp=true zero=3"),
         (4, 2, 32768, 12, "offload=none sp=false"),
         (8, 1, 32768, 6, "pp=2 zero=1"),
+        (4, 4, 1024, 4, "mixture: offload=none"),
         pytest.param(4, 4, 1024, 80, "", marks=pytest.mark.sweep),
         pytest.param(4, 4, 1024, 2.3, "", marks=pytest.mark.sweep),
         pytest.param(4, 4, 32768, 12, "", marks=pytest.mark.sweep),
@@ -58,26 +60,31 @@ def test_the_best_plans_are_those_of_an_exhaustive_search(
 ) -> None:
     """Search all plans of 4 devices, of which some do not fit, and parts of the plans of 8."""
     machine, work = small_cluster(devices, memory_gib), Workload(sequence, batch)
-    [at] = fields(SMALL, machine, work, pins)
-    estimates = [estimate_step(SMALL, plan, machine, work) for plan in at.space.plans()]
+    model, pins = MIXTURE if pins.startswith("mixture") else SMALL, pins.removeprefix("mixture: ")
+    [at] = fields(model, machine, work, pins)
+    estimates = [estimate_step(model, plan, machine, work) for plan in at.space.plans()]
+    assert any(each.plan.ep > 1 for each in estimates) == bool(model.experts)
     fitting = [each for each in estimates if each.memory_high_bytes <= machine.device.memory_bytes]
     assert len(estimates) > 100
     assert len(fitting) > 10
     assert (len(fitting) < len(estimates)) == (memory_gib < 80)
     assert any(each.plan.cp > 1 for each in fitting) == (sequence > 1024)
     expected = sorted(fitting, key=lambda each: (each.step_s, str(each.plan)))[:10]
-    found = islice(Search().fastest(fields(SMALL, machine, work, pins)), 10)
+    found = islice(Search().fastest(fields(model, machine, work, pins)), 10)
     assert [str(each.plan) for _, each in found] == [str(each.plan) for each in expected]
-    smallest = Search().smallest(fields(SMALL, machine, work, pins)[0])
+    smallest = Search().smallest(fields(model, machine, work, pins)[0])
     assert smallest is not None
     assert smallest[1] == min(each.memory_high_bytes for each in estimates)
 
 
 @pytest.mark.parametrize("work", [Workload(2048, 128), Workload(65536, 16)])
-def test_bounds_are_below_prices(work: Workload) -> None:
+@pytest.mark.parametrize(
+    "model", [SEVEN_B, replace(SEVEN_B, experts=8, experts_per_token=2, dense_layers=2, dense_ffn=28672)]
+)
+def test_bounds_are_below_prices(model: ModelShape, work: Workload) -> None:
     machine = cluster("dgx-h100:8")
-    estimates = EstimateCache(SEVEN_B, machine, work, Software())
-    space, draw = Space(SEVEN_B, 64, work.batch, sequence=work.sequence), random.Random(5)
+    estimates = EstimateCache(model, machine, work, Software())
+    space, draw = Space(model, 64, work.batch, sequence=work.sequence), random.Random(5)
     for _ in range(60):
         plan, path = Plan(), list[tuple[Plan, Decided]]()
         for level in (
@@ -90,7 +97,7 @@ def test_bounds_are_below_prices(work: Workload) -> None:
         ):
             plan = draw.choice(list(space.expand(plan, level)) or [plan])
             path.append((plan, Decided(level + 1)))
-        found = estimate_step(SEVEN_B, plan, machine, work)
+        found = estimate_step(model, plan, machine, work)
         for partial, decided in path:
             assert estimates.least_seconds(partial, decided) <= found.step_s * (1 + 1e-9), (plan, decided)
             assert estimates.least_bytes(partial, decided) <= found.memory_high_bytes * (1 + 1e-9), (

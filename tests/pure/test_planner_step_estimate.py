@@ -386,7 +386,7 @@ def test_an_all_to_all_between_hosts_passes_nothing_on() -> None:
     links = Links.of(cluster("dgx-h100:2"), DEFAULT)
     slow = links._replace(collective_s=0.0, hop_s=0.0, network_hop_s=0.0, link=links.network)
     group = Group(16, 1, 16)
-    assert collective_s("exchange of heads", slow, group, 1e9) == pytest.approx(8 * 0.5e9 / links.network)
+    assert collective_s("exchange in layers", slow, group, 1e9) == pytest.approx(8 * 0.5e9 / links.network)
     assert collective_s("all-gather", slow, group, 1e9) == pytest.approx(15 / 16 * 1e9 / links.network)
 
 

@@ -18,6 +18,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+from plait import planner
 from plait.errors import DataError, PlaitError
 from plait.fileio import parse_toml, read_text
 from plait.plan import Plan
@@ -28,6 +29,7 @@ from plait.planner.model_shape import ModelShape
 from plait.planner.workload import Software, Workload
 
 _REPORTS = Path(__file__).parent / "data" / "reports.toml"
+_MODELS = Path(planner.__file__).parent / "data" / "models.toml"
 _MOST_BYTES = 1 << 24  # of a file of runs: a row takes some 200, and some milliseconds
 _GBIT = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s)", re.IGNORECASE)
 _SCHEDULES = {"1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe"}
@@ -35,7 +37,7 @@ _SCHEDULES |= {"zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-v": "zbv", "zbv": "zbv"}
 _HEAD_DIM = 128  # where a row has no heads
 _VOCAB = 50304  # where it has no vocabulary: GPT-2's, padded
 _MOST = 1e12  # of any number
-_REQUIRED = ("layers", "hidden", "seq_len", "gpu", "n_gpus", "global_batch")
+_REQUIRED = ("seq_len", "gpu", "n_gpus", "global_batch")
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,10 @@ def _float(row: Mapping[str, str], key: str) -> float | None:
 
 
 def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
-    if _int(row, "ep", 1) > 1:
-        raise ValueError(f"expert parallel (ep={row['ep']}) is not priced")
-    if "moe" in row.get("model_name", "").lower() or _int(row, "experts", 0):
-        raise ValueError("models of experts are not priced: the columns do not give them")
     text = row.get("precision", "").lower()
-    precision = next((name for name in ("fp8", "fp16", "bf16", "fp32") if name in text), "bf16")
-    if precision == "fp8":
-        raise ValueError("fp8 is not priced")
+    precision = next((name for name in ("fp8", "fp4", "fp16", "bf16", "fp32") if name in text), "bf16")
+    if precision in ("fp8", "fp4"):
+        raise ValueError(f"{precision} is not priced")
     model, work = _model(row), Workload(_int(row, "seq_len"), _int(row, "global_batch"))
     notes = row.get("notes", "").lower()
     flash = re.search(r"flash[ -]?attention(-free| free)?", notes)
@@ -139,7 +137,7 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
         number,
         source,
         model,
-        _plans(row, precision, zero, ranks, work, notes),
+        _plans(row, precision, model.layers, ranks, work),
         _cluster(row, ranks),
         work,
         software,
@@ -151,6 +149,9 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
 
 
 def _model(row: Mapping[str, str]) -> ModelShape:
+    name = row.get("model_name", "model")
+    if _int(row, "ep", 1) > 1 or "moe" in name.lower() or _int(row, "experts", 0):
+        return _mixture(row, name)
     hidden = _int(row, "hidden")
     heads = _int(row, "heads", 0) or max(1, hidden // _HEAD_DIM)
     ffn = _int(row, "ffn_hidden", 4 * hidden)
@@ -159,7 +160,7 @@ def _model(row: Mapping[str, str]) -> ModelShape:
     kv_heads = _int(row, "kv_heads", heads)
     shapes = [
         ModelShape(
-            row.get("model_name", "model"), layers, hidden, heads, kv_heads, hidden // heads, ffn, matrices,
+            name, layers, hidden, heads, kv_heads, hidden // heads, ffn, matrices,
             vocab, tied=matrices == 2, biases=matrices == 2,
         )
         for matrices in (2, 3)
@@ -167,6 +168,17 @@ def _model(row: Mapping[str, str]) -> ModelShape:
     if size is None:
         return shapes[0 if ffn == 4 * hidden else 1]
     return min(shapes, key=lambda shape: abs(shape.num_params / 1e9 - size))
+
+
+def _mixture(row: Mapping[str, str], name: str) -> ModelShape:
+    """The model of planner/data/models.toml with this name, with the row's layers."""
+    words = re.sub(r"[^a-z0-9]", "", re.sub(r"-proxy-\w+|\(.*\)", "", name.lower()))
+    known = (key for key in parse_toml(read_text(_MODELS)) if re.sub(r"[^a-z0-9]", "", key) in words)
+    found = next(known, None)
+    if found is None:
+        raise ValueError(f"the columns do not give the experts of {name}, and no model has this name")
+    model = ModelShape.named(found)
+    return replace(model, name=name, layers=_int(row, "layers", model.layers))
 
 
 def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
@@ -184,13 +196,13 @@ def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
 
 
 def _plans(
-    row: Mapping[str, str], precision: str, zero: int, ranks: int, work: Workload, notes: str
+    row: Mapping[str, str], precision: str, layers: int, ranks: int, work: Workload
 ) -> tuple[Plan, ...]:
-    tp, pp, cp = (_int(row, key, 1) for key in ("tp", "pp", "cp"))
+    zero, notes = _int(row, "zero_stage", 0), row.get("notes", "").lower()
+    tp, pp, cp, ep = (_int(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
     dp = _int(row, "dp", max(1, ranks // (tp * pp * cp)))
     if tp * pp * cp * dp != ranks:
         raise ValueError(f"tp x pp x cp x dp = {tp} x {pp} x {cp} x {dp} is not {ranks} devices")
-    layers = _int(row, "layers")
     dividing = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else []
     open_chunks = dividing or [1]
     chunk_choices = [_int(row, "virtual_stages")] if row.get("virtual_stages") else open_chunks
@@ -220,8 +232,8 @@ def _plans(
             plans.append(
                 Plan(
                     dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved"
-                    else 0, sp=tp > 1 and row.get("seq_parallel", "").lower() in ("y", "yes", "true", "1"),
-                    cp=cp, zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
+                    else 0, sp=tp > 1 and row.get("seq_parallel", "").lower().startswith(("y", "true", "1")),
+                    cp=cp, ep=ep, zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
                     accumulate="auto" if zero == 3 or zero < 2 else "unsharded",
                     reduce=row.get("reduce") or "fp32",
                 )

@@ -27,6 +27,7 @@ from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
 from plait.models import BlockOutputs, copy_to_meta, device_kernels, running_on_meta
 from plait.parallel.activation_checkpoint import RecomputedForward
+from plait.parallel.experts.dispatch import all_rows
 from plait.parallel.pipeline.executor import StageInput
 from plait.parallel.pipeline.serialize import PackedOutput, pack
 from plait.parallel.pipeline.split_backward import BackwardSplitter
@@ -79,6 +80,7 @@ class DryStage:
     facts: StageFacts
     activation_bytes: tuple[int, int] | None
     loss_bytes: int  # see `MemoryUse.loss`
+    uneven_bytes: tuple[int, int] | None = None  # the same if the rank's experts receive all tokens
 
 
 class NullMasters:
@@ -124,6 +126,10 @@ def dry_stages(
         None if batch_shape is None else stage.estimated_bytes(batch_shape, device, block_outputs)
         for stage in stages.values()
     ]
+    uneven_bytes = activation_bytes
+    if plan.ep > 1 and batch_shape is not None:
+        with all_rows():
+            uneven_bytes = [s.estimated_bytes(batch_shape, device, block_outputs) for s in stages.values()]
     for _, block in chain.from_iterable(stage.module_part.blocks for stage in stages.values()):
         # Recomputed in backward in the same mode as in forward; torch does not enter function modes there.
         if isinstance(block.forward, RecomputedForward):
@@ -137,7 +143,7 @@ def dry_stages(
     gathers = not context.keeps_params_unsharded
     facts = [_stage_facts(run, stage, layout, gathers=gathers) for stage, layout in layouts.items()]
     loss_bytes = [stage.estimated_loss_bytes for stage in stages.values()]
-    return [DryStage(*each) for each in zip(facts, activation_bytes, loss_bytes, strict=True)]
+    return [DryStage(*each) for each in zip(facts, activation_bytes, loss_bytes, uneven_bytes, strict=True)]
 
 
 @contextmanager

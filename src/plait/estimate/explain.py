@@ -11,7 +11,7 @@ inside another. One rank per class is examined, so that a plan for many thousand
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from plait.engine.build import build_shard_map
 from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.errors import ModelError
 from plait.estimate.dry_run import META, DryStage, HypotheticalRanks, NullMasters, dry_stages
+from plait.models import active_parameters
 from plait.optim.update_kinds import UpdateScope
 from plait.parallel.float8 import Float8Layers
 from plait.parallel.zero.full_tensors import full_tensor_bytes, full_tensors
@@ -56,6 +57,7 @@ class RankClass:
     owned       elements that a rank updates, gaps included
     traffic     of a step, by strand
     exchange    of an exchange between islands, which local steps make instead of a reduction in every step
+    uneven_bytes  of activations, more than in `memory`, if its experts receive all tokens of the ranks of ep
     """
 
     ranks: tuple[int, ...]
@@ -68,6 +70,7 @@ class RankClass:
     memory: MemoryUse
     traffic: TrafficByStrand
     exchange: Mapping[CommKey, CommCount]
+    uneven_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Explanation:
     takes twice as long as a forward; `micro_shape`: of a micro-batch's first tensor; `float8`: layers of the
     blocks that multiply in float8, and those that do not; `shard_map`: boxes of every tensor; `servers`:
     bytes per step of a plan with parameter servers, whose grid is that of one worker; `hardware`: the ranks'
-    device, if it was given."""
+    device, if it was given; `active_parameters`: those that a token uses, of experts some."""
 
     plan: Plan
     grid: Grid
@@ -91,6 +94,7 @@ class Explanation:
     shard_map: ShardMap
     tensor: TPPlan
     cp_choice: MethodChoice | None = None
+    active_parameters: int = 0
     servers: ServerTraffic | None = None
     hardware: Device | None = None
 
@@ -138,6 +142,7 @@ def explain(
         view.shard_map,
         spec.tensor,
         spec.cp_choice,
+        active_parameters(given.model),
         servers,
         cluster.hardware,
     )
@@ -258,6 +263,8 @@ class _PlanView:
         own = self.spec.schedule.stages_of(facts.pp_coord)
         units = [unit for stage in own for unit in stages[stage].facts.layout.units]
         activation_bytes = {stage: stages[stage].activation_bytes for stage in own}
+        uneven_bytes = {stage: stages[stage].uneven_bytes for stage in own}
+        peak_of = partial(peak_activation_bytes, self.spec.schedule, facts.pp_coord)
         memory = estimated_bytes(
             Layout(tuple(units)),
             context,
@@ -265,7 +272,7 @@ class _PlanView:
             states_per_element=states_per_element(self.spec.optimizers),
             full_tensor_bytes=self._full_tensor_bytes(ranks, facts.pp_coord, units),
             scratch_bytes=scratch_bytes(facts),
-            activation_bytes=peak_activation_bytes(self.spec.schedule, facts.pp_coord, activation_bytes),
+            activation_bytes=peak_of(activation_bytes),
             num_communicators=self._num_communicators(),
             loss_bytes=max(stages[stage].loss_bytes for stage in own),
         )
@@ -280,6 +287,7 @@ class _PlanView:
             memory,
             step_traffic(facts),
             exchange_traffic(facts),
+            (peak_of(uneven_bytes) or 0) - (memory.activations or 0),
         )
 
     def _full_tensor_bytes(

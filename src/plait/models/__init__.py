@@ -1,6 +1,6 @@
 """Facts and forms of a model: its blocks, initial weights, sharding, stages, activations and file names."""
 
-from plait.models.blocks import Blocks, Chain, FlopFacts, default_groups, unit_facts
+from plait.models.blocks import Blocks, Chain, FlopFacts, active_parameters, default_groups, unit_facts
 from plait.models.huggingface import (
     causal_lm_on_meta,
     check_config_values,
@@ -71,6 +71,7 @@ __all__ = [
     "StateNames",
     "Task",
     "activation_bytes",
+    "active_parameters",
     "blocks_of",
     "buffers_like_weights",
     "build_tp_plan",

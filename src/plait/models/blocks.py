@@ -156,7 +156,8 @@ def _norm_parameters(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class FlopFacts:
-    """The sizes that determine a model's FLOPs. Taken before it is sharded."""
+    """The sizes that determine a model's FLOPs, of experts those that a token uses. Taken before it is
+    sharded."""
 
     matmul_parameters: int
     num_layers: int
@@ -169,16 +170,31 @@ class FlopFacts:
         head = model.get_output_embeddings() if is_pretrained_model(model) else None
         for parameter in () if head is None else head.parameters():  # a list, if it has several heads
             tables.pop(id(parameter), None)
-        total = sum(p.numel() for p in model.parameters())
+        total = active_parameters(model)
         config = getattr(model, "config", None)
         heads = config_int(config, "num_attention_heads", "n_head")
         width = heads * config_int(config, "head_dim") or config_int(config, "hidden_size", "n_embd")
+        if config_int(config, "kv_lora_rank"):  # latent attention: the mean of what scores and values have
+            names = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+            width = heads * sum(config_int(config, name) for name in names) // 2
         layers = config_int(config, "num_hidden_layers", "n_layer")
         return cls(total - sum(tables.values()), layers, width)
 
     def per_token(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of forward and backward for one token; counted as in `plan/cost_model.py`."""
         return training_flops_per_token(**asdict(self), sequence=sequence, causal=causal)
+
+
+def active_parameters(model: nn.Module) -> int:
+    """Number of elements that one token uses: of experts, those of its choice."""
+    config = getattr(model, "config", None)
+    experts = config_int(config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    chosen = config_int(config, "num_experts_per_tok", "moe_k")
+    total = sum(p.numel() for p in model.parameters())
+    if not experts or not chosen:
+        return total
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return total - of_experts * (experts - chosen) // experts
 
 
 def config_int(config: Any, *names: str) -> int:

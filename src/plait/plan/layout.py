@@ -288,6 +288,11 @@ class Layout:
         return sum(unit.numel for unit in self.units)
 
     @cached_property
+    def expert_numel(self) -> int:
+        """Of these, elements of units of kind EXPERT."""
+        return sum(unit.numel for unit in self.units if unit.kind is UnitKind.EXPERT)
+
+    @cached_property
     def trained_numel(self) -> int:
         """Number of elements in trainable units, gaps included."""
         return sum(unit.numel for unit in self.units if unit.trains)

@@ -322,8 +322,11 @@ def _buffers(
         return peak + sum(message_buffer_bytes(layout, plan))
     gathered_of = [0 if persistent or _stays_full(unit, plan) else unit.numel for unit in units]
     up_to = [0, *accumulate(gathered_of)]
-    # Units of one block are gathered together. (The planner has a block's unit several times.)
-    edges = [k for k, (u, b) in enumerate(pairwise(units), 1) if u.block != b.block or u.name == b.name]
+    # Units of one block are gathered together. (The planner has a block's units several times, which end with
+    # the experts.)
+    ends = (UnitKind.DENSE, UnitKind.EXPERT)
+    pairs = enumerate(pairwise(units), 1)
+    edges = [k for k, (u, b) in pairs if u.block != b.block or u.name == b.name or (u.kind, b.kind) == ends]
     edges = [0, *edges, len(units)]
     trained = [(0, 0, 0)]  # elements of the units so far, of what peers have sent for them, and of own ranges
     for k, unit in enumerate(units):

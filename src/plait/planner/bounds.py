@@ -103,7 +103,7 @@ class EstimateCache:
 
     def _total_s(self, plan: Plan, sp: bool) -> float:
         """Seconds of one micro-batch on all stages together, which does not depend on the stages."""
-        key = (plan.tp, plan.cp, plan.cp_method, plan.dp * plan.micro, sp, plan.recompute)
+        key = (plan.tp, plan.cp, plan.cp_method, plan.dp * plan.micro, plan.ep, sp, plan.recompute)
         if key not in self._totals:
             stages = self._stages(replace(plan, sp=sp))
             self._totals[key] = sum(stage.forward + stage.backward + stage.weight for stage in stages)
@@ -166,8 +166,8 @@ class EstimateCache:
     def _update_s(self, plan: Plan, layouts: Sequence[Layout]) -> float:
         constants = self._cluster.constants
         rates = Rates.of(self._cluster.device, plan.precision, plan.tf32, constants)
-        numel = min([layout.numel for layout in layouts])
-        return update_s(plan, numel, 0, rates, self._links) + constants.step_s
+        differ = {(layout.numel, layout.expert_numel): layout for layout in layouts}.values()
+        return min(update_s(plan, each, 0, rates, self._links) for each in differ) + constants.step_s
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
         """The first rank's activations, with the model states that it keeps, then all that it holds."""

@@ -261,7 +261,8 @@ def _of_devices(name: str, entry: Mapping[str, Any], num_devices: int, unit: str
     """Return the hosts that have this many devices: full ones, or a part of one that divides it."""
     size = entry["devices_per_host"]
     if num_devices % size == 0:
-        domain = min(entry.get("domain", size), num_devices)
+        largest = min(entry.get("domain", size), num_devices)
+        domain = next(domain for domain in range(largest, 0, -size) if num_devices % domain == 0)
         full = {"hosts": num_devices // size, "domain": domain}
         return _build(f"{name}:{num_devices}{unit}", {**entry, **full})
     if size % num_devices == 0:

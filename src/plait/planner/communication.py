@@ -66,7 +66,7 @@ _ELSEWHERE = {  # where no memory is shared
     "scattered sum": "reduce-scatter",
     "unshard": "all-gather",
     "foreign all-reduce": "all-reduce",
-    "exchange of heads": "all-to-all",
+    "exchange in layers": "all-to-all",
 }
 
 
@@ -90,8 +90,8 @@ class Group(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> float:
-    """Seconds of a collective of `plan.host_profile.KINDS`, or of an "exchange of heads" by attention over
-    ranks, on `num_bytes` of the full tensor.
+    """Seconds of a collective of `plan.host_profile.KINDS`, or of an "exchange in layers": of heads by
+    attention over ranks, of tokens by experts, on `num_bytes` of the full tensor.
 
     Each of the passes (reduce-scatter, all-gather) sends (n - 1) / n of the bytes along every level.
     """
@@ -108,8 +108,8 @@ def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> flo
     between = 0.0
     if domains > 1:
         sharing = min(links.domain, group.ranks) / local
-        # An exchange of heads passes nothing on: each member sends to every member of the other domains.
-        crossing = local * (group.degree - local) / group.degree if kind == "exchange of heads" else share
+        # It passes nothing on: each member sends to every member of the other domains.
+        crossing = local * (group.degree - local) / group.degree if kind == "exchange in layers" else share
         between = crossing * num_bytes * sharing / network(links, domains * group.stride)
         # A ring of few domains, a tree of many.
         hops += min(domains - 1, 2 * math.log2(domains)) * links.network_hop_s

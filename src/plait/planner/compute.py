@@ -6,6 +6,7 @@ Symbols: m tokens of a micro-batch, t columns and r rows of the tp grid, h hidde
 (m x k) times (k x n) is computed in tiles, one per SM at a time, in waves. A tile's loop over k has a start
 and an end during which the matrix unit is idle. If there are fewer tiles than SMs, libraries split k. The
 product is limited by its FLOPs at the device's highest measured rate or by reading and writing its matrices.
+A grouped product, of the experts of a rank, has the tiles of all its groups in the same waves.
 
 [Note: fused attention]
 A fused kernel computes products at a fraction of the peak, and for every score an exponential, a maximum, a
@@ -25,7 +26,7 @@ and backward. Per step, gradients are also moved into the buffer in which they a
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -102,6 +103,7 @@ class BlockWork(NamedTuple):
     ranks: int  # of the job
     cp: int
     cp_method: str  # not `auto`
+    ep: int
 
     @classmethod
     def of(
@@ -110,7 +112,7 @@ class BlockWork(NamedTuple):
         parts = plan.rows, plan.cols, plan.sp
         fused = software.fused_attention
         context = plan.cp, attention_method(model, plan.cols, plan.cp, plan.cp_method) if plan.cp > 1 else ""
-        return cls(*parts, batch, sequence, fused, plan.compile, overlaps, plan.num_ranks, *context)
+        return cls(*parts, batch, sequence, fused, plan.compile, overlaps, plan.num_ranks, *context, plan.ep)
 
     @property
     def tokens(self) -> int:
@@ -138,23 +140,23 @@ class Seconds:
 
 
 @lru_cache(maxsize=1 << 16)
-def product_s(rates: Rates, constants: Constants, m: int, n: int, k: int) -> float:
-    """Seconds of one product. See [Note: time of a product]."""
+def product_s(rates: Rates, constants: Constants, m: int, n: int, k: int, groups: int = 1) -> float:
+    """Seconds of one product, or of `groups` together. See [Note: time of a product]."""
     flops = 2.0 * m * n * k
     if rates.operator_rates:
-        return rates.operator_s("linear", flops, min(m, n, k))
+        return groups * rates.operator_s("linear", flops, min(m, n, k))
     if rates.product_rates:
-        return flops / _interpolated(rates.product_rates, flops)
+        return groups * flops / _interpolated(rates.product_rates, flops)
     rate = rates.flops * constants.product_fraction
     per_sm = rate / rates.num_sms
     best = float("inf")
     for tile_m, tile_n, speed in _TILES:
-        tiles = -(-m // tile_m) * -(-n // tile_n)
+        tiles = groups * -(-m // tile_m) * -(-n // tile_n)
         splits = max(1, min(rates.num_sms // tiles, k // 512)) if tiles < rates.num_sms else 1
         waves = -(-tiles * splits // rates.num_sms)
         steps = k / splits + constants.product_start_k
         best = min(best, waves * 2.0 * tile_m * tile_n * steps / (per_sm * speed))
-    moved = rates.itemsize * (m * k + k * n + m * n)
+    moved = groups * rates.itemsize * (m * k + k * n + m * n)
     return max(best, moved / rates.memory_bytes_per_s)
 
 
@@ -173,41 +175,40 @@ def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
     return points[-1][1]
 
 
-def _linear(rates: Rates, constants: Constants, m: int, n: int, k: int) -> tuple[float, float, float]:
+def _linear(
+    rates: Rates, constants: Constants, m: int, n: int, k: int, groups: int = 1
+) -> tuple[float, float, float]:
     """Forward, gradient of the input, gradient of the weight."""
     return (
-        product_s(rates, constants, m, n, k),
-        product_s(rates, constants, m, k, n),
-        product_s(rates, constants, k, n, m) + rates.operator_s("accumulate", n * k),
+        product_s(rates, constants, m, n, k, groups),
+        product_s(rates, constants, m, k, n, groups),
+        product_s(rates, constants, k, n, m, groups) + groups * rates.operator_s("accumulate", n * k),
     )
 
 
 @lru_cache(maxsize=1 << 14)
 def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Constants) -> Seconds:
     """Seconds of one block for one micro-batch on one rank."""
-    m, h, d = part.tokens, -(-model.hidden // part.rows), model.head_dim
-    heads = -(-model.heads // part.cols)
+    m, h = part.tokens, -(-model.hidden // part.rows)
+    heads, d = -(-model.heads // part.cols), model.attention_width // model.heads
     kv_heads = -(-model.kv_heads // part.cols)
-    # Tokens of an expert: all choices spread evenly.
-    experts = max(1, model.experts)
-    tokens = -(-m * max(1, model.experts_per_token) // experts)
-    ffn = -(-model.ffn // part.cols)
-    ups = model.mlp_matrices - 1
+    ffn, ups = -(-model.ffn // part.cols), model.mlp_matrices - 1
+    linear = partial(_linear, rates, constants)
+    # Rows of an expert, and experts of a rank: the choices of all tokens are spread evenly.
+    experts = max(1, model.experts // part.ep)
+    rows = -(-m * max(1, model.experts_per_token) // experts)
     # In turn, products whose input is on all columns, and products whose output is summed over them.
-    products = [
-        (_linear(rates, constants, m, (heads + 2 * kv_heads) * d, h), 1),
-        (_linear(rates, constants, m, h, heads * d), 1),
-        (_linear(rates, constants, tokens, ffn, h), ups * experts),
-        (_linear(rates, constants, tokens, h, ffn), experts),
-    ]
+    *first, last = (linear(m, *each) for each in model.attention_products(h, heads, kv_heads))
+    products = [([sum(times) for times in zip(*first, strict=True)], 1), (last, 1)]
+    products += [(linear(rows, ffn, h, experts), ups), (linear(rows, h, ffn, experts), 1)]
     if model.shared_ffn:
         shared = -(-model.shared_ffn // part.cols)
-        products.append((_linear(rates, constants, m, shared, h), ups))
-        products.append((_linear(rates, constants, m, h, shared), 1))
+        products += [(linear(m, shared, h), ups), (linear(m, h, shared), 1)]
     forward, backward, weight = (sum(times[i] * count for times, count in products) for i in range(3))
     attention, attention_back = _attention(part, heads, d, rates, constants)
     vector, vector_back = _elementwise(model, part, heads, kv_heads, ffn, h, rates)
-    launches = _FORWARD_OPERATORS + (2 * experts if model.experts else 0) + (0 if part.fused_attention else 4)
+    launches = _FORWARD_OPERATORS + (0 if part.fused_attention else 4)
+    launches += (_EXPERT_OPERATORS + _DISPATCH_OPERATORS * (part.ep > 1)) if model.experts else 0
     host = launches * rates.launch_s * (0.5 if part.compiled else 1.0)
     host = 0.0 if rates.operator_rates else host  # see [Note: measured operators]
     device_forward = forward + attention + vector
@@ -221,6 +222,8 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
 COLLECTIVE_OPERATORS = 2  # host time of a collective, in operators: the call and its wait
 # Of an eager block: 4 products and their biases, 2 norms, attention with the views around it, residuals.
 _FORWARD_OPERATORS = 32
+# Of experts: the router and its choice, the order of rows, products, rows of a token. Of ep: the counts.
+_EXPERT_OPERATORS, _DISPATCH_OPERATORS = 26, 20
 
 
 def _attention(
@@ -265,6 +268,7 @@ def _elementwise(
         )
         return forward, backward
     inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
+    inside += 10.0 * model.experts_per_token * h  # rows by expert, back, and the sum of a token's
     moved = 20.0 * stream + part.tokens * (inside + (2.0 + 2.0 * (model.mlp_matrices - 1)) * width)
     forward = moved * rates.itemsize / 2 / rates.memory_bytes_per_s
     return forward, 2 * forward

@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 
 from plait.plan import MemoryUse, Plan
+from plait.plan.axes import UnitKind
 from plait.plan.communicators import num_communicators
 from plait.plan.compression import full_grad_dtype
 from plait.plan.context import (
@@ -33,7 +34,7 @@ from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape, attention_method
 from plait.planner.space import SHARDING, with_defaults
-from plait.planner.stages import block_counts
+from plait.planner.stages import StageKind, block_counts, stage_kinds
 from plait.planner.workload import Software, Workload
 
 
@@ -162,30 +163,24 @@ def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> tuple[Lay
     """Return the units of each pipeline rank's stages, with the number of elements that a rank stores."""
     counts = block_counts(model, plan, software)
     of_ranks = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
-    return _layouts(model, plan.rows, plan.cols, plan.shard_degree, counts, of_ranks)
+    return _layouts(model, (plan.rows, plan.cols, plan.shard_degree, plan.ep), counts, of_ranks)
 
 
 @lru_cache(maxsize=1 << 12)
 def _layouts(
     model: ModelShape,
-    rows: int,
-    cols: int,
-    shards: int,
+    sizes: tuple[int, int, int, int],
     counts: tuple[int, ...],
     of_ranks: tuple[tuple[int, ...], ...],
 ) -> tuple[Layout, ...]:
-    last, owns = len(counts) - 1, []
-    for stages in of_ranks:  # most ranks are equal
-        owns.append(tuple((counts[stage], stage == 0, stage == last) for stage in stages))
-    return tuple(_layout(model, rows, cols, shards, own) for own in owns)
+    kinds = stage_kinds(model, counts)  # most ranks are equal
+    return tuple(_layout(model, sizes, tuple(kinds[stage] for stage in stages)) for stages in of_ranks)
 
 
 @lru_cache(maxsize=1 << 12)
-def _layout(
-    model: ModelShape, rows: int, cols: int, shards: int, own: tuple[tuple[int, bool, bool], ...]
-) -> Layout:
-    """`own`: of each stage its blocks, and whether it is the first and the last one."""
-    units = (stage_units(model, rows, cols, shards, *stage) for stage in own)
+def _layout(model: ModelShape, sizes: tuple[int, int, int, int], own: tuple[StageKind, ...]) -> Layout:
+    rows, cols, shards, ep = sizes
+    units = (stage_units(model, rows, cols, shards, stage, ep) for stage in own)
     return Layout(tuple(chain.from_iterable(units)))
 
 
@@ -210,60 +205,89 @@ def micro_bytes(
     tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.precision] / 2
     policy, _, every = plan.recompute.partition("=")
     kinds = ("full", "none") if every else (policy, policy)
-    one, other = (block_activation_bytes(model, plan, kind, sequence, software) for kind in kinds)
     # Deferred weight gradients need the inputs of products and the gradients of their results.
-    deferred = tokens * block_activation_bytes(model, plan, "none", sequence, _FUSED)
+    fused = Software(eager=False, expert_rows=software.expert_rows)
+    of_blocks = []
+    for blocks in (model, model.dense_block) if model.dense_layers else (model, model):
+        one, other = (block_activation_bytes(blocks, plan, kind, sequence, software) for kind in kinds)
+        of_blocks.append((one, other, block_activation_bytes(blocks, plan, "none", sequence, fused)))
     sizes = []
-    for stage, blocks in enumerate(counts):
-        full = blocks // int(every or 1)
-        saved = full * one + (blocks - full) * other
-        saved += _head_bytes(model, plan, software) if stage == len(counts) - 1 else 0.0
-        sizes.append((tokens * saved, blocks * deferred))
+    for kind in stage_kinds(model, counts):
+        saved, deferred = _head_bytes(model, plan, software) if kind.is_last else 0.0, 0.0
+        for number, (one, other, later) in zip(
+            (kind.blocks - kind.dense, kind.dense), of_blocks, strict=True
+        ):
+            full = number // int(every or 1)
+            saved += full * one + (number - full) * other
+            deferred += number * later
+        sizes.append((tokens * saved, tokens * deferred))
     return sizes
 
 
 @lru_cache(maxsize=1 << 12)
 def stage_units(
-    model: ModelShape, rows: int, cols: int, shards: int, blocks: int, is_first: bool, is_last: bool
+    model: ModelShape, rows: int, cols: int, shards: int, stage: StageKind, ep: int = 1
 ) -> tuple[UnitLayout, ...]:
     """The units of a stage with the number of elements that a rank stores."""
-    units = []
+    units, (blocks, is_first, is_last, dense) = [], stage
     words = model.vocab * model.hidden / (rows * cols)
     table = model.vocab // cols, model.hidden // rows
     if is_first:  # positions and norms are on every column
         rest = model.embedding_params - model.vocab * model.hidden
         units.append(_unit("embedding", words + rest / rows, shards, (table,)))
-    matrices = _block_matrices(model, rows, cols)
-    units += [_unit("block", _block_numel(model, rows, cols), shards, matrices)] * blocks
+    first = _block_units(model.dense_block, rows, cols, shards, 1) * dense if dense else []
+    units += [*first, *_block_units(model, rows, cols, shards, ep) * (blocks - dense)]
     if is_last:  # a tied embedding is on both ends of a pipeline
         own = not (model.tied and is_first)
         units.append(_unit("head", own * words + model.norm_params / rows, shards, (table,) * own))
     return tuple(units)
 
 
+def _block_units(model: ModelShape, rows: int, cols: int, shards: int, ep: int) -> list[UnitLayout]:
+    """A block's unit and, with ep, that of its experts."""
+    matrices, experts = _block_matrices(model, rows, cols), _expert_matrices(model, rows, cols, ep)
+    numel, of_experts = _block_numel(model, rows, cols), model.experts * model.expert_params / (rows * cols)
+    if ep == 1:
+        return [_unit("block", numel, shards, (*matrices, *experts))]
+    dense = _unit("block", numel - of_experts, shards, matrices)
+    return [dense, _unit("block", of_experts / ep, max(1, shards // ep), experts, UnitKind.EXPERT)]
+
+
 def _block_numel(model: ModelShape, rows: int, cols: int) -> float:
     kv_cols = min(cols, model.kv_heads)  # fewer kv heads than columns are replicated
-    kv = 2 * model.hidden * model.kv_heads * model.head_dim
-    vectors = (4 if model.biases else 2) * model.hidden
+    kv = 0 if model.latent else model.hidden * model.kv_width
+    vectors = (4 if model.biases else 2) * model.hidden + model.latent_params
     rest = model.block_params - kv - vectors
     return rest / (rows * cols) + kv / (rows * kv_cols) + vectors / rows
 
 
 def _block_matrices(model: ModelShape, rows: int, cols: int) -> tuple[tuple[int, int], ...]:
-    """The sizes on a rank of a block's matrices; those of all experts are one, with a row for each expert."""
+    """The sizes on a rank of a block's matrices, without experts."""
     hidden, kv = model.hidden // rows, model.kv_heads * model.head_dim // min(cols, model.kv_heads)
     heads, ffn, shared = (width // cols for width in (model.attention_width, model.ffn, model.shared_ffn))
-    experts = ((model.experts, (model.mlp_matrices - 1) * ffn * hidden), (model.experts, ffn * hidden))
     widths = [shared] * (shared > 0) if model.experts else [ffn]
     ups = [(width, hidden) for width in widths] * (model.mlp_matrices - 1)
     downs = [(hidden, width) for width in widths]
-    if model.experts:
-        ups.extend(experts)
+    if model.latent:
+        return (*model.attention_products(hidden, model.heads // cols, model.heads // cols), *ups, *downs)
     return ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads), *ups, *downs)
 
 
+def _expert_matrices(model: ModelShape, rows: int, cols: int, ep: int) -> tuple[tuple[int, int], ...]:
+    """The same of the experts of a rank: two, with a row for each expert."""
+    each = model.ffn // cols * (model.hidden // rows)
+    number = model.experts // ep
+    return ((number, (model.mlp_matrices - 1) * each), (number, each)) if number else ()
+
+
 @lru_cache(maxsize=1 << 12)
-def _unit(name: str, numel: float, shards: int, matrices: tuple[tuple[int, int], ...] = ()) -> UnitLayout:
+def _unit(
+    name: str,
+    numel: float,
+    shards: int,
+    matrices: tuple[tuple[int, int], ...] = (),
+    kind: UnitKind = UnitKind.DENSE,
+) -> UnitLayout:
     """A unit of these matrices and, for the rest of its elements, one vector."""
     multiple = shards * RANGE_ALIGNMENT
     padded = -(-round(numel) // multiple) * multiple
@@ -272,10 +296,8 @@ def _unit(name: str, numel: float, shards: int, matrices: tuple[tuple[int, int],
     params = tuple(
         ParamShard(name, shape, Boxes.full(shape), start) for shape, start in zip(shapes, starts, strict=True)
     )
-    return UnitLayout(name, name, params, ((0, 0, round(numel)),), padded, shards)
-
-
-_FUSED = Software(eager=False)
+    named = f"{name} (experts)" if kind is UnitKind.EXPERT else name
+    return UnitLayout(named, name, params, ((0, 0, round(numel)),), padded, shards, kind)
 
 
 def block_activation_bytes(
@@ -288,20 +310,30 @@ def block_activation_bytes(
     results = (2.0 * model.attention_width + 4.0 * model.heads) / cols if plan.cp > 1 else 0.0
     if recompute == "full":
         return 2 * h / across + results
-    kv = 4.0 * model.kv_heads * model.head_dim
+    kv = 2.0 * model.kv_width
     gated = model.mlp_matrices == 3
+    chosen = model.experts_per_token
+    rows = chosen * software.expert_rows
+    width = rows * model.ffn + model.shared_ffn if model.experts else model.ffn
     if software.eager and recompute == "selective":  # the results of products
         return (
-            6 * h / across
-            + (2.0 * model.attention_width + kv + 2.0 * (model.mlp_matrices - 1) * model.active_ffn) / cols
+            (6 + 2 * rows - 2 * (rows > 0)) * h / across
+            + 2 * sum(model.latent or ())
+            + (2.0 * model.attention_width + kv + 2.0 * (model.mlp_matrices - 1) * width) / cols
             + results
         )
     if software.eager:
         heads = 4.0 * model.attention_width + 4.0 * model.heads  # and float32 sums of softmax
-        heads += _exchanged_bytes(model, plan)
-        return _NORMS[gated] * h / across + (heads + kv + _ACTIVATIONS[gated] * model.active_ffn) / cols
-    residual = (8 if software.fused_attention else 10) * h / across
-    inside = 4.0 * model.attention_width + kv + 2.0 * model.mlp_matrices * model.active_ffn
+        heads += _exchanged_bytes(model, plan) + _NORM_OF_HEADS * model.normed_width
+        # Of rows, inputs; results of all rows where the experts are or, wide, where the tokens are.
+        routed = (2 * rows + (4 if plan.ep > 1 else 2) * chosen) * h + 4 * model.experts
+        if model.latent:  # norms of ranks, and copies of heads with and without positions
+            routed += 8 * sum(model.latent[:2])
+            heads += 2 * model.heads * (2 * model.head_dim - model.latent[2])
+        inside = (heads + kv + _ACTIVATIONS[gated] * width) / cols
+        return _NORMS[gated] * h / across + routed + inside
+    residual = (8 if software.fused_attention else 10) * h / across + 4 * rows * h
+    inside = 4.0 * model.attention_width + kv + 2.0 * model.mlp_matrices * width
     inside += _exchanged_bytes(model, plan)
     if not software.fused_attention and recompute != "selective":
         inside += 5.0 * model.heads * sequence
@@ -310,6 +342,7 @@ def block_activation_bytes(
 
 # Bytes per element that two norms, and an activation, keep in eager models: of two and of three matrices.
 _NORMS, _ACTIVATIONS = (12, 16), (10, 8)
+_NORM_OF_HEADS = 6  # and per element of normed queries and keys
 
 
 def _head_bytes(model: ModelShape, plan: Plan, software: Software) -> float:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,29 @@ _KEYS = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_top_k", "moe_topk", "top_k"),
     "expert_ffn": ("moe_intermediate_size", "expert_ffn"),
-    "shared_experts": ("n_shared_experts", "num_shared_experts"),
-    "shared_ffn": ("shared_expert_intermediate_size", "shared_ffn"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts", "shared_experts"),
+    "shared_ffn": ("shared_expert_intermediate_size", "shared_intermediate_size", "shared_ffn"),
+    "dense_layers": ("first_k_dense_replace", "moe_layer_start_index", "dense_layers"),
+    "dense_ffn": ("dense_ffn",),
+    "q_rank": ("q_lora_rank", "q_rank"),
+    "kv_rank": ("kv_lora_rank", "kv_rank"),
+    "rope_dim": ("qk_rope_head_dim", "rope_dim"),
+    "nope_dim": ("qk_nope_head_dim", "nope_dim"),
+    "value_dim": ("v_head_dim", "value_dim"),
     "positions": ("n_positions", "max_position_embeddings", "max_seq_len", "positions"),
 }
 _OTHERS = ("gated", "tied", "biases", "model_type", "tie_word_embeddings", "bias", "hidden_act")
 _EXAMPLE = '--model "layers=32 hidden=4096 heads=32 ..."'
 _MOST_LAYERS, _MOST = 2**12, 2**32  # of all other sizes
 _DATA = Path(__file__).parent / "data"
+_FROM_ONE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "mlp_matrices", "vocab")
 _GATED_ACTIVATIONS = ("silu", "swish", "swiglu", "geglu", "reglu")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A stack of equal decoder blocks between an embedding and a head.
+    """A stack of decoder blocks between an embedding and a head: equal ones, after `dense_layers` of them
+    whose MLP has no experts.
 
     ffn            width of the MLP (of one expert, if there are experts)
     mlp_matrices   2: up and down; 3: gated, as in Llama
@@ -48,6 +57,13 @@ class ModelShape:
     positions      rows of a learned table of positions; 0: none
     biases         linear layers and norms have biases
     embedding_norm the embedding is followed by a norm (BLOOM)
+    dense_ffn      width of the MLP of the first `dense_layers` blocks
+    latent         latent attention: ranks of queries (0: none) and of keys and values, width of rotary keys
+    value_dim      of a head; 0: head_dim
+    vectors        elements of a block that no other size counts: norms of heads and ranks, biases, sinks
+    shared_gate    the shared experts are weighted by a row of the router
+    expert_biases  each expert, and the router, have biases
+    head_norms     queries and keys have norms
     """
 
     name: str
@@ -66,10 +82,18 @@ class ModelShape:
     experts_per_token: int = 0
     shared_ffn: int = 0
     embedding_norm: bool = False
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    latent: tuple[int, int, int] | None = None
+    value_dim: int = 0
+    vectors: int = 0
+    shared_gate: bool = False
+    expert_biases: bool = False
+    head_norms: bool = False
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
-            least = 0 if key in ("positions", "experts", "experts_per_token", "shared_ffn") else 1
+            least = int(key in _FROM_ONE)
             most = _MOST_LAYERS if key == "layers" else _MOST
             if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
                 raise ConfigError(
@@ -109,8 +133,11 @@ class ModelShape:
         layers, hidden, heads, vocab = (
             _number(values, key) for key in ("layers", "hidden", "heads", "vocab")
         )
+        latent = _latent(values)
         head_dim = _number(values, "head_dim", 0) or hidden // heads
-        if not _find(values, "head_dim") and hidden % heads:
+        if latent is not None:
+            head_dim = _number(values, "nope_dim") + latent[2]
+        elif not _find(values, "head_dim") and hidden % heads:
             raise ConfigError(
                 "the heads do not divide the hidden size",
                 given=f"hidden={hidden} heads={heads}",
@@ -121,12 +148,13 @@ class ModelShape:
         ffn = _number(values, "ffn", 0) or round(hidden * _ratio(values))
         expert_ffn = (_number(values, "expert_ffn", 0) or ffn) if experts else ffn
         shared = _number(values, "shared_ffn", 0) or _number(values, "shared_experts", 0) * expert_ffn
+        kv_heads, value_dim = _kv_heads(values, heads), _number(values, "value_dim", 0) if latent else 0
         return cls(
             name=name or family or "model",
             layers=layers,
             hidden=hidden,
             heads=heads,
-            kv_heads=_kv_heads(values, heads),
+            kv_heads=kv_heads,
             head_dim=head_dim,
             ffn=expert_ffn,
             mlp_matrices=3 if _is_gated(values, family) else 2,
@@ -138,6 +166,16 @@ class ModelShape:
             experts_per_token=_number(values, "experts_per_token", 2) if experts else 0,
             shared_ffn=shared if experts else 0,
             embedding_norm=family == "bloom",
+            dense_layers=_dense_layers(values, layers) if experts else 0,
+            dense_ffn=(_number(values, "dense_ffn", 0) or ffn) if experts else 0,
+            latent=latent,
+            value_dim=value_dim,
+            vectors=sum(latent[:2])
+            if latent
+            else _vectors(values, family, (hidden, heads, kv_heads, head_dim)),
+            shared_gate=_is_of(family, "shared_gate"),
+            expert_biases=_is_of(family, "expert_biases"),
+            head_norms=_is_of(family, "wide_norms") or _has_head_norms(values, family),
         )
 
     @classmethod
@@ -160,13 +198,28 @@ class ModelShape:
         )
 
     @property
+    def value_width(self) -> int:
+        """Elements of the values of all query heads: the input of the output projection."""
+        return self.heads * (self.value_dim or self.head_dim)
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all keys and values of a token."""
+        return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+
+    @property
     def attention_width(self) -> int:
-        """Elements of all query heads of a token."""
-        return self.heads * self.head_dim
+        """Elements of all query heads of a token: the mean of those of scores and of values."""
+        return (self.heads * self.head_dim + self.value_width) // 2
 
     @property
     def qkv_width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.heads * self.head_dim + self.kv_width
+
+    @property
+    def normed_width(self) -> int:
+        """Elements of queries and keys that norms of heads compute."""
+        return (self.heads + self.kv_heads) * self.head_dim if self.head_norms else 0
 
     @property
     def active_ffn(self) -> int:
@@ -174,16 +227,62 @@ class ModelShape:
         return self.ffn * (self.experts_per_token if self.experts else 1) + self.shared_ffn
 
     @cached_property
+    def dense_block(self) -> "ModelShape":
+        """The model with the first blocks only: those without experts."""
+        dense = replace(self, ffn=self.dense_ffn, dense_layers=0, shared_gate=False, expert_biases=False)
+        return replace(dense, experts=0, experts_per_token=0, shared_ffn=0)
+
+    def attention_products(self, hidden: int, heads: int, kv_heads: int) -> list[tuple[int, int]]:
+        """Outputs and inputs of the linear layers of attention, the one after attention last."""
+        value_dim = self.value_dim or self.head_dim
+        last = (hidden, heads * value_dim)
+        if self.latent is None:
+            return [(heads * self.head_dim + kv_heads * (self.head_dim + value_dim), hidden), last]
+        q_rank, kv_rank, rope = self.latent
+        queries = [(q_rank, hidden), (heads * self.head_dim, q_rank or hidden)][q_rank == 0 :]
+        up = heads * (self.head_dim - rope + value_dim), kv_rank
+        return [*queries, (kv_rank + rope, hidden), up, last]
+
+    @cached_property
+    def attention_params(self) -> int:
+        """Elements of the matrices of attention."""
+        return sum(n * k for n, k in self.attention_products(self.hidden, self.heads, self.kv_heads))
+
+    @property
+    def latent_params(self) -> int:
+        """Of these, the elements of matrices that every column has."""
+        if self.latent is None:
+            return 0
+        return self.hidden * sum(self.latent)
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one expert."""
+        has_biases = self.biases or self.expert_biases
+        vectors = has_biases * ((self.mlp_matrices - 1) * self.ffn + self.hidden)
+        return self.mlp_matrices * self.hidden * self.ffn + vectors
+
+    @property
+    def block_vectors(self) -> int:
+        """Elements of a block that are in no matrix, of all but the experts."""
+        norms = 2 * self.norm_params + self.vectors + self.expert_biases * self.experts
+        if not self.biases:
+            return norms
+        width = self.shared_ffn if self.experts else self.ffn
+        of_mlp = (self.mlp_matrices - 1) * width + (0 if self.experts else self.hidden)
+        return norms + self.qkv_width + self.hidden + of_mlp
+
+    @cached_property
     def block_params(self) -> int:
         """Parameters of one block."""
-        attention = self.hidden * (self.qkv_width + self.attention_width)
-        widths = self.ffn * max(1, self.experts) + self.shared_ffn
-        router = self.hidden * self.experts
-        vectors = 2 * self.hidden  # scales of the norms
-        if self.biases:  # of the norms, the linear layers, the MLP
-            vectors += 2 * self.hidden + self.qkv_width + self.hidden
-            vectors += (self.mlp_matrices - 1) * widths + self.hidden * max(1, self.experts)
-        return attention + self.mlp_matrices * self.hidden * widths + router + vectors
+        width = self.shared_ffn if self.experts else self.ffn
+        return (
+            self.attention_params
+            + self.mlp_matrices * self.hidden * width
+            + self.hidden * (self.experts + self.shared_gate)
+            + self.experts * self.expert_params
+            + self.block_vectors
+        )
 
     @property
     def norm_params(self) -> int:
@@ -202,22 +301,33 @@ class ModelShape:
     @property
     def num_params(self) -> int:
         """All parameters; a tied one counts once."""
-        return self.embedding_params + self.layers * self.block_params + self.head_params
+        dense = self.dense_layers * self.dense_block.block_params if self.dense_layers else 0
+        blocks = (self.layers - self.dense_layers) * self.block_params
+        return self.embedding_params + blocks + dense + self.head_params
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token uses: of the experts, those that it is sent to."""
+        unused = (self.layers - self.dense_layers) * (self.experts - self.experts_per_token)
+        return self.num_params - unused * self.expert_params
 
     @property
     def block_matmul_params(self) -> int:
         """Parameters of a block that one token is multiplied with."""
-        attention = self.hidden * (self.qkv_width + self.attention_width)
-        return attention + self.mlp_matrices * self.hidden * self.active_ffn + self.hidden * self.experts
+        mlp = self.mlp_matrices * self.hidden * self.active_ffn
+        return self.attention_params + mlp + self.hidden * (self.experts + self.shared_gate)
 
     def heads_of_column(self, columns: int) -> tuple[int, int, int]:
         """Heads, kv heads, and the width of a key and a value on the first column of `tp`."""
-        return (*heads_of_columns(self.heads, self.kv_heads, columns)[0], 2 * self.head_dim)
+        return (*heads_of_columns(self.heads, self.kv_heads, columns)[0], self.kv_width // self.kv_heads)
 
     def training_flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of forward and backward, recomputation not counted."""
+        of_blocks = (self.layers - self.dense_layers) * self.block_matmul_params
+        if self.dense_layers:
+            of_blocks += self.dense_layers * self.dense_block.block_matmul_params
         return training_flops_per_token(
-            matmul_parameters=self.layers * self.block_matmul_params + self.vocab * self.hidden,
+            matmul_parameters=of_blocks + self.vocab * self.hidden,
             num_layers=self.layers,
             attention_width=self.attention_width,
             sequence=sequence,
@@ -237,7 +347,7 @@ def attention_method(
     """How attention reaches the tokens of other ranks in a plan with these keys. `on_host`: neighbours on
     each host; None: all. Raises PlanError if the heads do not divide."""
     pairs = heads_of_columns(model.heads, model.kv_heads, columns)
-    heads = [(*each, 2 * model.head_dim) for each in pairs]
+    heads = [(*each, model.kv_width // model.kv_heads) for each in pairs]
     return MethodChoice.of(cp_method, heads, cp, on_host, recomputed).method
 
 
@@ -323,6 +433,36 @@ def _kv_heads(values: Mapping[str, Any], heads: int) -> int:
     if values.get("multi_query") and not values.get("new_decoder_architecture"):
         return 1
     return _number(values, "kv_heads", heads)
+
+
+def _latent(values: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    kv_rank = _number(values, "kv_rank", 0)
+    return (_number(values, "q_rank", 0), kv_rank, _number(values, "rope_dim")) if kv_rank else None
+
+
+def _dense_layers(values: Mapping[str, Any], layers: int) -> int:
+    """The number of blocks without experts; of Qwen, those are not the first."""
+    step, listed = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
+    if step == 1 and not listed:
+        return min(layers, _number(values, "dense_layers", 0))
+    return sum((layer + 1) % step != 0 or layer in listed for layer in range(layers))
+
+
+def _vectors(values: Mapping[str, Any], family: str, sizes: tuple[int, int, int, int]) -> int:
+    hidden, heads, kv_heads, head_dim = sizes
+    kv, queries = kv_heads * head_dim, heads * head_dim
+    of_keys = values.get("attention_bias") is True and not _is_of(family, "qkv_biases")
+    return (
+        2 * head_dim * _has_head_norms(values, family)
+        + (queries + kv) * _is_of(family, "wide_norms")
+        + (queries + 2 * kv) * (of_keys or _is_of(family, "qkv_biases"))
+        + hidden * of_keys
+        + heads * _is_of(family, "sinks")
+    )
+
+
+def _has_head_norms(values: Mapping[str, Any], family: str) -> bool:
+    return _is_of(family, "head_norms") or values.get("use_qk_norm") is True
 
 
 def _is_gated(values: Mapping[str, Any], family: str) -> bool:

@@ -12,7 +12,7 @@ from plait.planner.step_estimate import StepEstimate
 
 _MOST_STEPS = 400  # of the search for a family's best plan
 _SLOWER = 1.005  # times the best plan's step: less is as fast
-_KEYS = ("pp", "tp", "cp", "zero", "schedule", "recompute", "sp", "offload")
+_KEYS = ("pp", "tp", "cp", "ep", "zero", "schedule", "recompute", "sp", "offload")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _groups(key: str, at: Field, degrees: Sequence[Plan]) -> Iterator[tuple[str,
         yield "tp of several rows", {tp for tp, plan in grids.items() if plan.rows > 1}
         return
     of_degrees = {getattr(plan, key) for plan in degrees}
-    values = of_degrees if key in ("pp", "cp") else at.space.values(key, VALUES[key])
+    values = of_degrees if key in ("pp", "cp", "ep") else at.space.values(key, VALUES[key])
     for value in sorted(values):
         yield f"{key}={str(value).lower() if isinstance(value, bool) else value}", {value}
 

@@ -1,7 +1,7 @@
 """Tables, JSON and pages of searched, priced and compared plans."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,7 +14,7 @@ from plait.plan.schedule.load import load_schedule, stages_of
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
 from plait.planner.frontier import front
-from plait.planner.memory import kept_bytes, micro_bytes, rank_layouts, rank_memory, with_method
+from plait.planner.memory import kept_bytes, micro_bytes, peak_memory, rank_layouts, rank_memory, with_method
 from plait.planner.plan_families import format_seconds
 from plait.planner.ranked_plan import RankedPlan
 from plait.planner.search import HEADROOM, SearchResult
@@ -100,23 +100,43 @@ def _limits(found: SearchResult) -> Iterator[str]:
     if not found.is_complete:
         yield "The search has ended because its time was over (--seconds): there may be faster plans."
     if first.model.experts:
-        yield (
-            "Experts: not calibrated by any published run; plans with ep are not priced yet; tokens are "
-            "assumed to be spread evenly."
-        )
+        yield f"Experts: {_experts(first)}. No constant was fitted to runs with experts."
+
+
+def _experts(ranked: RankedPlan) -> str:
+    """Say how many parameters of a mixture a token uses, and what uneven routing needs."""
+    model = ranked.model
+    text = (
+        f"a token uses {model.active_params:,} of {model.num_params:,} parameters; time and memory are for "
+    )
+    text += "tokens that are spread evenly"
+    if ranked.plan.ep == 1:
+        return text
+    return f"{text}; a rank whose experts get all of ep's needs {format_bytes(int(uneven_bytes(ranked)))}"
+
+
+def uneven_bytes(ranked: RankedPlan) -> float:
+    """Return the memory of a rank whose experts get all tokens of the ranks of ep, upper end."""
+    program = replace(PLAIT, expert_rows=ranked.plan.ep)
+    return peak_memory(ranked.model, ranked.plan, ranked.cluster, ranked.work, program)[1]
 
 
 def _across_hosts(ranked: RankedPlan) -> str:
-    ranks, domain = ranked.plan.rows * ranked.plan.cols, ranked.cluster.domain_size
-    if ranks > domain:
-        return "  (tp across hosts)"
-    return "  (cp across hosts)" if ranked.plan.cp > 1 and ranks * ranked.plan.cp > domain else ""
+    plan, domain = ranked.plan, ranked.cluster.domain_size
+    ranks = plan.rows * plan.cols
+    for key in ("tp", "cp", "ep"):
+        ranks *= 1 if key == "tp" else getattr(plan, key)
+        if ranks > domain and (key == "tp" or getattr(plan, key) > 1):
+            return f"  ({key} across hosts)"
+    return ""
 
 
 def estimate_tables(ranked: RankedPlan) -> Iterator[RenderableType]:
     """Yield the figures of one plan, and the parts of its step."""
     memory = f"{_memory(ranked)}, upper end on the fullest rank"
     facts = {"plan": _plan(ranked) + _across_hosts(ranked)} | dict(_columns(ranked)) | {"memory": memory}
+    if ranked.model.experts:
+        facts["experts"] = _experts(ranked)
     yield facts_table(subject(ranked), [*facts.items(), *_totals(ranked)])
     estimate = ranked.estimate
     rows = [
@@ -157,6 +177,9 @@ def to_json(ranked: RankedPlan) -> dict[str, Any]:
         "mfu_full": ranked.mfu(causal=False),
         "memory_bytes": estimate.memory.total,
         "memory_high_bytes": estimate.memory_high_bytes,
+        "memory_uneven_bytes": uneven_bytes(ranked),
+        "parameters": ranked.model.num_params,
+        "active_parameters": ranked.model.active_params,
         "exposed_s": ranked.exposed_s,
         "bubble": estimate.bubble,
         "parts_s": dict(estimate.parts),
@@ -344,7 +367,7 @@ def _timeline(ranked: RankedPlan) -> dict[str, Any]:
         hidden = f"{1e3 * reductions[rank].hidden:.3g} ms of it are hidden by the computation"
         parts = (
             reductions[rank].exposed,
-            update_s(plan, layouts[rank].numel, blocks, rates, links),
+            update_s(plan, layouts[rank], blocks, rates, links),
             constants.step_s,
         )
         end = row["spans"][-1]

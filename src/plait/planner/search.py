@@ -16,13 +16,13 @@ from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
 from plait.planner.plan_families import PlanFamily, rejected_families
 from plait.planner.ranked_plan import SECONDS_PER_DAY, RankedPlan
-from plait.planner.space import DEFAULT_PRECISION, Space, no_plan_error, read_pins
+from plait.planner.space import DEFAULT_PRECISION, Space, experts_error, no_plan_error, read_pins
 from plait.planner.step_estimate import Software, StepEstimate, Workload, check_is_priced
 from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
 HEADROOM = 0.05
-_kind = attrgetter("pp", "tp", "cp", "sp", "recompute", "schedule")
+_kind = attrgetter("pp", "tp", "cp", "ep", "sp", "recompute", "schedule")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
@@ -86,8 +86,7 @@ def search(
             hint=next(iter(OBJECTIVES)),
         )
     limit_s = math.inf if deadline_days is None else _limit_s(deadline_days, tokens, work)
-    pinned = read_pins(pins)
-    check_is_priced(pinned.get("precision", DEFAULT_PRECISION), cluster.device)
+    pinned = _checked_pins(pins, model, cluster)
     end_s = time.process_time() + seconds
 
     def field(of: Cluster) -> Field:
@@ -110,6 +109,14 @@ def search(
     families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
     best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens) for at, estimate in ranked)
     return SearchResult(best, tuple(families), counts, is_complete=not found.gave_up)
+
+
+def _checked_pins(text: str, model: ModelShape, cluster: Cluster) -> dict[str, Any]:
+    pins = read_pins(text)
+    if (error := experts_error(model, pins.get("ep", 1))) is not None:
+        raise error
+    check_is_priced(pins.get("precision", DEFAULT_PRECISION), cluster.device)
+    return pins
 
 
 def _no_time(seconds: float, counts: SearchCounts) -> PlanError:

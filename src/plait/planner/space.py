@@ -1,10 +1,11 @@
 """The plans that are searched: all plans of N devices that the product runs, as its own checks decide.
 
 [Note: searched keys]
-Keys that change time or memory, and not the numbers: `pp`, `tp`, `cp`, `dp`, `micro`, `sp`, `recompute`,
-`schedule`, `chunks`, `zero`, `shard`, `accumulate`, `reshard` and `offload`. All others have their defaults
-or pinned values. Ranks are placed in the one order of axes that the product has (`plan.grid.AXES`): which
-axis crosses hosts follows from the degrees, and `shard` decides which part of dp stays within hosts.
+Keys that change time or memory, and not the numbers: `pp`, `tp`, `cp`, `dp`, `ep`, `micro`, `sp`,
+`recompute`, `schedule`, `chunks`, `zero`, `shard`, `accumulate`, `reshard` and `offload`. All others have
+their defaults or pinned values. Ranks are placed in the one order of axes that the product has
+(`plan.grid.AXES`): which axis crosses hosts follows from the degrees, and `shard` decides which part of dp
+stays within hosts. `ep` is a divisor of the experts, of dp and of `shard`.
 A rank of `cp` has at least LEAST_TOKENS of a sequence: with half of it, plans of an 8B model for sequences of
 16,384 tokens and more are at most 1 % faster.
 
@@ -12,6 +13,7 @@ Not searched, but can be pinned: `recompute=every=k`, `offload=disk`, more than 
 `gpipe` and `bfs` without zero=3, which take the time of `1f1b` and `interleaved` and keep the activations
 of all micro-batches."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
@@ -38,7 +40,7 @@ class Decided(IntEnum):
     """How much of a plan is decided. The keys of later levels have their defaults."""
 
     NOTHING = 0
-    DEGREES = 1  # pp, tp, cp, dp, micro
+    DEGREES = 1  # pp, tp, cp, dp, ep, micro
     COMPUTATION = 2  # sp, recompute
     SCHEDULE = 3  # schedule, chunks
     SIMULATED = 4  # nothing more: the schedule's time is not bounded any more, but simulated
@@ -54,9 +56,9 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "offload": ("none", "cpu"),
 }
-SEARCHED = ("pp", "tp", "cp", "cp_method", "dp", "micro", "sp", "recompute", "schedule", "chunks")
+SEARCHED = ("pp", "tp", "cp", "cp_method", "dp", "ep", "micro", "sp", "recompute", "schedule", "chunks")
 DECIDED_AT = {
-    **dict.fromkeys(("pp", "tp", "cp"), Decided.DEGREES),
+    **dict.fromkeys(("pp", "tp", "cp", "ep"), Decided.DEGREES),
     **dict.fromkeys(("sp", "recompute"), Decided.COMPUTATION),
     "schedule": Decided.SCHEDULE,
     **dict.fromkeys(("zero", "offload"), Decided.STATES),
@@ -74,23 +76,11 @@ def read_pins(text: str) -> dict[str, Any]:
     check_choices({key: pins.get(key, getattr(defaults, key)) for key in asdict(defaults)})
     for key in ("zero", "schedule"):
         Plan(**{key: pins.get(key, getattr(defaults, key))})
-    check_experts_priced(pins.get("ep", 1))
     if "tp" in pins:
         pins["tp"] = canonical_tp(pins["tp"])
     if pins.get("dp") == 0:  # auto
         del pins["dp"]
     return pins
-
-
-def check_experts_priced(ep: int) -> None:
-    """Raise PlanError for a plan whose experts are divided over ranks."""
-    if ep > 1:
-        raise PlanError(
-            "the planner does not know the time of expert parallelism",
-            given=f"ep={ep}",
-            expected="experts that every data rank has, or that tp or zero=3 shards",
-            hint="no ep; plait explain, for its memory and bytes",
-        )
 
 
 @dataclass
@@ -190,9 +180,16 @@ class Space:
             for tp in self.values("tp", _grids(self.num_devices // pp)):
                 for cp in context:
                     dp = self._data_ranks(pp, tp, cp)
-                    if dp:
-                        method = self.pins.get("cp_method", "auto")
-                        yield {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "cp_method": method}
+                    keys = {
+                        "dp": dp,
+                        "tp": tp,
+                        "pp": pp,
+                        "cp": cp,
+                        "cp_method": self.pins.get("cp_method", "auto"),
+                    }
+                    of_experts = divisors(math.gcd(self.model.experts, dp)) if self.model.experts else (1,)
+                    for ep in self.values("ep", of_experts) if dp else ():
+                        yield keys | {"ep": ep}
 
     def _data_ranks(self, pp: int, tp: str, cp: int) -> int:
         """`dp` for the other degrees; 0 if the model or the devices do not allow them."""
@@ -258,7 +255,7 @@ class Space:
     def _shardings(self, plan: Plan) -> Iterator[dict[str, Any]]:
         prefetch = {"prefetch": self.pins["prefetch"]} if "prefetch" in self.pins else {}
         keys = {
-            "shard": self.values("shard", _shards(plan.dp) if plan.zero else (0,)),
+            "shard": self.values("shard", _shards(plan.dp, plan.ep) if plan.zero else (0,)),
             "accumulate": self.values(
                 "accumulate", ("auto", "unsharded") if plan.zero >= 2 and plan.micro > 1 else ("auto",)
             ),
@@ -306,9 +303,9 @@ def _grids(num_ranks: int) -> tuple[str, ...]:
 
 
 @cache
-def _shards(dp: int) -> tuple[int, ...]:
-    """Values of `shard`: 0 for all of dp, then the proper divisors."""
-    return (0, *(d for d in divisors(dp) if 1 < d < dp))
+def _shards(dp: int, ep: int) -> tuple[int, ...]:
+    """Values of `shard`: 0 for all of dp, then the proper divisors that ep divides."""
+    return (0, *(d for d in divisors(dp) if 1 < d < dp and d % ep == 0))
 
 
 @cache
@@ -329,6 +326,19 @@ def grid_error(model: ModelShape, rows: int, cols: int) -> PlanError | None:
     except PlanError as error:
         return error
     return None
+
+
+@cache
+def experts_error(model: ModelShape, ep: int) -> PlanError | None:
+    """The reason why the experts cannot be divided over ep, or None."""
+    if ep == 1 or (model.experts and model.experts % ep == 0):
+        return None
+    return PlanError(
+        "the experts do not divide over ep" if model.experts else "the model has no experts that ep divides",
+        given=f"ep={ep} experts={model.experts}",
+        expected="a divisor of the number of experts",
+        hint=" or ".join([*(f"ep={d}" for d in divisors(math.gcd(model.experts, ep)) if d > 1), "no ep"]),
+    )
 
 
 @cache

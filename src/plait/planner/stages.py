@@ -1,6 +1,7 @@
 """The number of blocks of every pipeline stage, as the engine balances them."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import Plan
@@ -8,6 +9,25 @@ from plait.plan.schedule.load import stages_of
 from plait.plan.stages import LOSS_AS_HIDDEN_UNITS, balance_blocks
 from plait.planner.model_shape import ModelShape
 from plait.planner.workload import PLAIT, Software
+
+
+class StageKind(NamedTuple):
+    """What a stage has: blocks, of which `dense` ones have no experts, and the model's ends."""
+
+    blocks: int
+    is_first: bool
+    is_last: bool
+    dense: int
+
+
+@lru_cache(maxsize=1 << 12)
+def stage_kinds(model: ModelShape, counts: tuple[int, ...]) -> tuple[StageKind, ...]:
+    """Return the kind of every stage, of which there are few."""
+    found, dense = [], model.dense_layers
+    for stage, blocks in enumerate(counts):
+        found.append(StageKind(blocks, stage == 0, stage == len(counts) - 1, min(blocks, dense)))
+        dense -= found[-1].dense
+    return tuple(found)
 
 
 def block_counts(model: ModelShape, plan: Plan, software: Software = PLAIT) -> tuple[int, ...]:

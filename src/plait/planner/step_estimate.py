@@ -2,20 +2,18 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
-from plait.plan.axes import FEATURES, HIDDEN, SEQUENCE, Axes
-from plait.plan.compression import Factors
+from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, SEQUENCE
 from plait.plan.context import AttentionMessages, attention_messages, heads_degree
 from plait.plan.devices import Device
-from plait.plan.events import Collective, During, TransportFacts, UnitMessages, UnitSizes, unit_events
-from plait.plan.grid import Grid
-from plait.plan.layout import Layout, UnitLayout
-from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES
+from plait.plan.events import During
+from plait.plan.layout import Layout
+from plait.plan.memory import COMPUTE_BYTES
 from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import stages_by_rank, stages_of
@@ -42,8 +40,9 @@ from plait.planner.memory import (
     with_method,
 )
 from plait.planner.model_shape import ModelShape
-from plait.planner.space import check_experts_priced, with_defaults
-from plait.planner.stages import block_counts
+from plait.planner.space import experts_error
+from plait.planner.stages import StageKind, block_counts, stage_kinds
+from plait.planner.unit_prices import unit_prices
 from plait.planner.workload import PLAIT, Software, Workload
 
 __all__ = ["Software", "StageSeconds", "StepEstimate", "Workload", "estimate_step", "stage_seconds"]
@@ -53,8 +52,8 @@ __all__ = ["Software", "StageSeconds", "StepEstimate", "Workload", "estimate_ste
 class StepEstimate:
     """A prediction. `parts`: seconds of the step on the slowest rank by what they are spent on (compute,
     recompute, bubble, tensor communication, data communication, pipeline communication, optimizer, ..., and
-    with cp attention communication): exposed time only, they add up to `step_s`. `hidden`: seconds of
-    communication during computation, by the same names."""
+    with cp and ep attention and expert communication): exposed time only, they add up to `step_s`. `hidden`:
+    seconds of communication during computation, by the same names."""
 
     plan: Plan
     step_s: float
@@ -74,6 +73,7 @@ class StageSeconds(NamedTuple):
     recompute   computed again in the backward
     tensor      communication inside layers, and its part in the forward
     attention   of it, that over the ranks of cp
+    experts     of it, that over the ranks of ep
     """
 
     forward: float
@@ -83,6 +83,7 @@ class StageSeconds(NamedTuple):
     tensor: float
     tensor_forward: float
     attention: float
+    experts: float
 
 
 _SPREAD = 0.16  # of an interval: more than 80 of 100 published steps are within theirs
@@ -110,7 +111,7 @@ def estimate_step(
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
     counts = block_counts(model, plan, software)
-    update = update_s(plan, layouts[slowest].numel, sum(counts[stage] for stage in own), rates, links)
+    update = update_s(plan, layouts[slowest], sum(counts[stage] for stage in own), rates, links)
     span = _span_s(ends, slowest, cluster.ranks_per_core)
     busy = min(span, ends.busy[slowest])
     step = span + data[slowest].exposed + update + constants.step_s
@@ -179,10 +180,12 @@ def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> 
     )
 
 
-def update_s(plan: Plan, numel: int, blocks: int, rates: Rates, links: Links) -> float:
-    """Seconds of the optimizer on a rank with `numel` parameters, before they are sharded."""
+def update_s(plan: Plan, layout: Layout, blocks: int, rates: Rates, links: Links) -> float:
+    """Seconds of the optimizer on a rank with these parameters."""
     copies = 2 if plan.server == "replicated" else 1
-    owned = copies * numel // (plan.num_servers or plan.shard_degree)
+    experts = layout.expert_numel
+    owned = copies * (layout.numel - experts) // (plan.num_servers or plan.shard_degree)
+    owned += experts // max(1, plan.shard_degree // plan.ep)
     return optimizer_s(owned, blocks, rates) + _offload_s(plan, owned, links)
 
 
@@ -205,11 +208,13 @@ def _busy_parts(
     """Split the seconds in which a rank's actions run."""
     parts = {
         "recompute": plan.micro * sum(stage.recompute for stage in stages),
-        "tensor communication": plan.micro * sum(stage.tensor - stage.attention for stage in stages),
+        "tensor communication": plan.micro * sum(s.tensor - s.attention - s.experts for s in stages),
         "data communication": plan.micro * sum(gather.exposed for gather in gathers),
     }
     if plan.cp > 1:
         parts["attention communication"] = plan.micro * sum(stage.attention for stage in stages)
+    if plan.ep > 1:
+        parts["expert communication"] = plan.micro * sum(stage.experts for stage in stages)
     return {"compute": busy_s - sum(parts.values()), **parts}
 
 
@@ -225,7 +230,8 @@ def check(
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     check_is_priced(plan.precision, cluster.device)
-    check_experts_priced(plan.ep)
+    if (error := experts_error(model, plan.ep)) is not None:
+        raise error
     if plan.sync != "all":
         raise PlanError(
             "the planner can price parameter servers only with sync=all",
@@ -267,6 +273,33 @@ def _stage_seconds(
     links: Links,
     constants: Constants,
 ) -> tuple[StageSeconds, ...]:
+    of_block = partial(
+        _block_seconds, part=part, recompute=recompute, rates=rates, links=links, constants=constants
+    )
+    block, dense = of_block(model), of_block(model.dense_block) if model.dense_layers else _NOTHING
+    head = head_seconds(model, part, rates, constants)
+    embedding = embedding_seconds(model, part, rates)
+    seconds: dict[StageKind, StageSeconds] = {}
+    for kind in stage_kinds(model, counts):
+        if kind not in seconds:
+            blocks = (kind.blocks - kind.dense, *block), (kind.dense, *dense)
+            forward, backward, weight, *others = (
+                sum(each[0] * each[i] for each in blocks) for i in range(1, len(block) + 1)
+            )
+            for end in [embedding] * kind.is_first + [head] * kind.is_last:
+                forward, backward, weight = (
+                    forward + end.forward,
+                    backward + end.backward,
+                    weight + end.weight,
+                )
+            seconds[kind] = StageSeconds(forward, backward, weight, *others)
+    return tuple(seconds[kind] for kind in stage_kinds(model, counts))
+
+
+def _block_seconds(
+    model: ModelShape, part: BlockWork, recompute: str, rates: Rates, links: Links, constants: Constants
+) -> StageSeconds:
+    """Seconds of one block."""
     block = block_seconds(model, part, rates, constants)
     tensor, tensor_back, attention, attention_again, attention_back = _block_tensor_s(
         model, part, links, rates, block, constants
@@ -274,30 +307,26 @@ def _stage_seconds(
     share = recomputed_share(recompute)
     again = block.selective if recompute == "selective" else share * block.forward
     attention_back += recomputed_attentions(recompute) * attention_again
-    across, across_back = tensor + attention, tensor_back + share * tensor + attention_back
-    head = head_seconds(model, part, rates, constants)
-    embedding = embedding_seconds(model, part, rates)
+    experts, experts_back = _expert_messages_s(model, part, links, rates)
+    experts_back += recomputed_attentions(recompute) * experts
+    across = tensor + attention + experts
+    across_back = tensor_back + share * tensor + attention_back + experts_back
     collectives = sum(each.forward for each in block_collectives(model, part, rates.itemsize))
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * collectives
-    forward_s = max(block.forward + across, host)
-    backward_s = max(block.backward + block.weight + across_back + again, (2 + share) * host) - block.weight
-    kinds: dict[tuple[int, bool, bool], StageSeconds] = {}
-    stages = []
-    for stage, blocks in enumerate(counts):
-        key = (blocks, stage == 0, stage == len(counts) - 1)
-        if key not in kinds:
-            ends = [embedding] * key[1] + [head] * key[2]
-            kinds[key] = StageSeconds(
-                blocks * forward_s + sum(end.forward for end in ends),
-                blocks * backward_s + sum(end.backward for end in ends),
-                blocks * block.weight + sum(end.weight for end in ends),
-                blocks * again,
-                blocks * (across + across_back),
-                blocks * across,
-                blocks * (attention + attention_back),
-            )
-        stages.append(kinds[key])
-    return tuple(stages)
+    weight = block.weight
+    return StageSeconds(
+        max(block.forward + across, host),
+        max(block.backward + weight + across_back + again, (2 + share) * host) - weight,
+        weight,
+        again,
+        across + across_back,
+        across,
+        attention + attention_back,
+        experts + experts_back,
+    )
+
+
+_NOTHING = StageSeconds(*[0.0] * len(StageSeconds._fields))
 
 
 def stage_seconds(
@@ -328,8 +357,8 @@ def recomputed_share(recompute: str) -> float:
 
 
 def recomputed_attentions(recompute: str) -> float:
-    """Share of the blocks whose attention is recomputed. Over the ranks of cp its results are kept, and some
-    messages are repeated."""
+    """Share of the blocks whose attention, and messages of experts, are recomputed. Over the ranks of cp its
+    results are kept, and some messages are repeated."""
     return 1.0 if recompute == "selective" else recomputed_share(recompute)
 
 
@@ -353,6 +382,9 @@ def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list
     if part.cols > 1:
         hidden = tokens * model.hidden / part.rows
         calls = ("all-gather", 4, 6) if part.sp else ("all-reduce", 2, 2)
+        if part.sp and model.experts:  # all columns of an expert get its rows
+            calls = ("all-gather", 2, 3)
+            found.append(BlockCollective(FEATURES, *calls, hidden * model.experts_per_token, calls[1]))
         found.append(BlockCollective(FEATURES, *calls, hidden, calls[1]))
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
@@ -361,7 +393,19 @@ def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list
     for each in _attention_messages(model, part):
         num_bytes = tokens * each.elements
         found.append(BlockCollective(axis, each.op, each.forward, each.backward, num_bytes, each.again))
+    if (
+        part.ep > 1 and model.experts
+    ):  # rows to the ranks of their experts and back, and before them their numbers
+        [axis], rows = (
+            EXPERTS,
+            tokens * model.experts_per_token * model.hidden / (part.cols if part.sp else 1),
+        )
+        found.append(BlockCollective(axis, "all-to-all", 2, 2, rows, 2))
+        found.append(BlockCollective(axis, "all-to-all", 1, 0, _COUNT_BYTES * (part.ep + model.experts), 1))
     return found
+
+
+_COUNT_BYTES = 8
 
 
 def _attention_messages(model: ModelShape, part: BlockWork) -> list[AttentionMessages]:
@@ -375,7 +419,7 @@ def _kind(message: AttentionMessages, part: BlockWork) -> str:
     if message.op not in ("all-to-all", "messages"):
         return message.op
     is_ring = message.ranks * heads_degree(part.cp_method, part.cp) == part.cp
-    return "all-gather" if is_ring else "exchange of heads"
+    return "all-gather" if is_ring else "exchange in layers"
 
 
 def _block_tensor_s(
@@ -390,9 +434,9 @@ def _block_tensor_s(
     groups = {FEATURES: Group(part.cols, 1, part.ranks), HIDDEN: Group(part.rows, part.cols, part.ranks)}
     seconds, attention, attention_again, attention_back = dict.fromkeys(groups, 0.0), 0.0, 0.0, 0.0
     for each in block_collectives(model, part, rates.itemsize):
-        if each.axis not in SEQUENCE:
+        if each.axis in groups:
             kind = "foreign all-reduce" if each.op == "all-reduce" else each.op
-            seconds[each.axis] = each.forward * collective_s(kind, links, groups[each.axis], each.num_bytes)
+            seconds[each.axis] += each.forward * collective_s(kind, links, groups[each.axis], each.num_bytes)
     for message in _attention_messages(model, part):
         group = Group(message.ranks, message.apart * part.rows * part.cols, part.ranks)
         full = part.tokens * rates.itemsize * message.received * message.ranks / (message.ranks - 1)
@@ -405,6 +449,16 @@ def _block_tensor_s(
         during = block.shared_weight + (block.shared_input if part.sp else 0.0)
         backward = _overlap(during, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
     return forward + seconds[HIDDEN], backward + seconds[HIDDEN], attention, attention_again, attention_back
+
+
+def _expert_messages_s(model: ModelShape, part: BlockWork, links: Links, rates: Rates) -> tuple[float, float]:
+    """Seconds of one block's messages to experts and back, in a forward and in a backward: nothing hides
+    them."""
+    group = Group(part.ep, part.cp * part.rows * part.cols, part.ranks)
+    calls = [each for each in block_collectives(model, part, rates.itemsize) if each.axis in EXPERTS]
+    once = [collective_s("exchange in layers", links, group, each.num_bytes) for each in calls]
+    forward = sum(each.forward * seconds for each, seconds in zip(calls, once, strict=True))
+    return forward, sum(each.backward * seconds for each, seconds in zip(calls, once, strict=True))
 
 
 class Overlapped(NamedTuple):
@@ -442,100 +496,21 @@ def stage_gathers(
         return [Overlapped(0.0, 0.0)] * len(stages)
     counts = block_counts(model, plan, software)
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
-    kinds: dict[tuple[int, bool, bool], Overlapped] = {}
-    result = []
-    for stage, (seconds, blocks) in enumerate(zip(stages, counts, strict=True)):
-        key = (blocks, stage == 0, stage == len(counts) - 1)
-        if key not in kinds:
-            units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, *key)
-            numel, forward, backward = sum([unit.numel for unit in units]), 0.0, 0.0
+    result: dict[StageKind, Overlapped] = {}
+    for seconds, kind in zip(stages, stage_kinds(model, counts), strict=True):
+        if kind not in result:
+            units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, kind, plan.ep)
+            forward = backward = 0.0
             for event in price.of_micros:
-                once = len(units) * price.seconds(event.collective, units, numel, len(units))
+                once = price.seconds(event.collective, units, one_by_one=True)
                 calls = event.calls / plan.micro
                 in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
                 forward += in_forward * once
                 backward += (calls - in_forward) * once
             ahead = overlap(seconds.forward, forward)
             back = overlap(seconds.backward + seconds.weight, backward)
-            kinds[key] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0], ahead[1])
-        result.append(kinds[key])
-    return result
-
-
-def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
-    """The prices of a plan, which its stages and its ranks share, and plans that differ in what is computed
-    only."""
-    return _unit_prices(_without_computation(plan), links)
-
-
-_without_computation = with_defaults(
-    "schedule", "chunks", "stages", "sp", "cp_method", "recompute", "compile"
-)
-
-
-@lru_cache(maxsize=1 << 12)
-def _unit_prices(plan: Plan, links: Links) -> "UnitPrices":
-    return UnitPrices(plan, links)
-
-
-class UnitPrices:
-    """Seconds of the collectives of a plan's units, on devices that share no memory."""
-
-    def __init__(self, plan: Plan, links: Links) -> None:
-        self._plan = plan if plan.algorithm == "auto" else replace(plan, algorithm="auto")
-        self._links, self._groups = links, dict[Axes, Group]()
-        self._messages = messages_of(self._plan)
-        self._shards, self._rank = plan.shard_degree, plan.powersgd_rank
-        self._seconds: dict[tuple[object, ...], float] = {}
-        events = unit_events(self._plan, covers_replicas=self._messages.covers_replicas)
-        # No unit of the planner has partial sums.
-        self.events = tuple(event for event in events if event.collective is not Collective.PARTIAL_SUM)
-        of_micros = During.PASSES, During.BACKWARDS
-        self.of_micros = tuple(event for event in self.events if event.during in of_micros)
-
-    def seconds(
-        self, collective: Collective, units: Sequence[UnitLayout], numel: int, number: int = 1
-    ) -> float:
-        """Seconds of one call for a `number`-th of these units together, which have `numel` elements."""
-        rank, each = self._rank, numel / number if number > 1 else numel
-        factors = (0.0, 0.0)
-        if rank is not None:
-            left, right = Factors.sizes_of(units, rank)
-            factors = left / number, right / number
-        key = collective, each, factors
-        if key not in self._seconds:
-            self._seconds[key] = self._once(collective, UnitSizes(each, each // self._shards, (), factors))
-        return self._seconds[key]
-
-    def _once(self, collective: Collective, sizes: UnitSizes) -> float:
-        total = 0.0
-        for op, axes, calls in self._messages.of(collective, sizes):
-            kind, group = _KINDS.get((collective, op), op), self._group(axes)
-            if group.degree > 1:
-                for num_bytes in calls:
-                    total += collective_s(kind, self._links, group, num_bytes)
-        return total
-
-    def _group(self, axes: Axes) -> Group:
-        if axes not in self._groups:
-            grid = self._messages.grid
-            self._groups[axes] = Group(
-                grid.degree(*axes), grid.stride(axes[-1]) if axes else 1, self._plan.num_ranks
-            )
-        return self._groups[axes]
-
-
-_KINDS = {
-    (Collective.GATHER, "all-gather"): "unshard",
-    (Collective.REDUCE, "reduce-scatter"): "scattered sum",
-}
-
-
-def messages_of(plan: Plan) -> UnitMessages:
-    """Return the messages of the plan's units, on devices that share no memory."""
-    itemsize = MASTER_BYTES[plan.precision]
-    transport = TransportFacts(itemsize, shares=False, exchanges=False, host_size=plan.num_ranks)
-    return UnitMessages(plan, Grid.from_plan(plan), transport)
+            result[kind] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0], ahead[1])
+    return [result[kind] for kind in stage_kinds(model, counts)]
 
 
 def step_reductions(
@@ -555,20 +530,20 @@ def step_reductions(
     if plan.token_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
     of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), unit_prices(plan, links)
-    seconds: dict[int, tuple[float, float]] = {}  # of many ranks with the same number of parameters
+    seconds: dict[tuple[int, int], tuple[float, float]] = {}  # of many ranks with as many parameters
     for layout in layouts:
-        if layout.numel in seconds:
+        if (layout.numel, layout.expert_numel) in seconds:
             continue
         scatter = gather = 0.0
         for collective, _, during in price.events:
             if during is During.LAST_BACKWARD:
-                scatter += price.seconds(collective, layout.units, layout.numel)
+                scatter += price.seconds(collective, layout.units)
             elif during is During.NEXT_FORWARD:
-                gather += price.seconds(collective, layout.units, layout.numel)
-        seconds[layout.numel] = scatter, gather
+                gather += price.seconds(collective, layout.units)
+        seconds[layout.numel, layout.expert_numel] = scatter, gather
     result = []
     for layout, own in zip(layouts, of_ranks, strict=True):
-        scatter, gather = seconds[layout.numel]
+        scatter, gather = seconds[layout.numel, layout.expert_numel]
         back = overlap(sum([stages[stage].backward + stages[stage].weight for stage in own]), scatter)
         ahead = overlap(sum([stages[stage].forward for stage in own]), gather)
         result.append(Overlapped(back[0] + ahead[0], back[1] + ahead[1]))

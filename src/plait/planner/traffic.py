@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from plait.plan import AXES, CommCount, CommKey, Grid, Layout, Plan
-from plait.plan.axes import FEATURES, SEQUENCE, STAGES, TENSOR, TOKENS
+from plait.plan.axes import EXPERTS, FEATURES, SEQUENCE, STAGES, TENSOR, TOKENS
 from plait.plan.events import Event, RankFacts, StageFacts, ring_bytes, step_events, sum_events
 from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.schedule.load import load_schedule
@@ -14,14 +14,14 @@ from plait.planner.communication import Group, Links, network
 from plait.planner.compute import BlockWork
 from plait.planner.memory import stage_units
 from plait.planner.model_shape import ModelShape
-from plait.planner.stages import block_counts
+from plait.planner.stages import StageKind, block_counts, stage_kinds
 from plait.planner.step_estimate import (
     block_collectives,
     message_bytes,
-    messages_of,
     recomputed_attentions,
     recomputed_share,
 )
+from plait.planner.unit_prices import messages_of
 from plait.planner.workload import PLAIT, Workload
 
 
@@ -99,22 +99,21 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
     part = BlockWork.of(model, plan, batch, work.sequence, PLAIT, overlaps=True)
     collectives = block_collectives(model, part, COMPUTE_BYTES[plan.precision])
     share, of_attention = recomputed_share(plan.recompute), recomputed_attentions(plan.recompute)
-    last = len(counts) - 1
 
-    def facts(stage: int, blocks: int) -> StageFacts:
-        sizes = plan.rows, plan.cols, plan.shard_degree, blocks
-        layout = Layout(stage_units(model, *sizes, stage == 0, stage == last))
+    def facts(kind: StageKind) -> StageFacts:
+        layout = Layout(stage_units(model, plan.rows, plan.cols, plan.shard_degree, kind, plan.ep))
         traffic: dict[CommKey, CommCount] = {}
         for axis, op, forward, backward, num_bytes, again in collectives:
-            recomputed = of_attention if axis in SEQUENCE else share
+            recomputed = of_attention if axis in (*SEQUENCE, *EXPERTS) else share
+            blocks = kind.blocks - (kind.dense if axis in EXPERTS else 0)
             calls = blocks * (forward + recomputed * again + backward)
             if axis == FEATURES:  # of the embedding's output, and of the gradient of the head's input
-                calls += (1 if op == "all-reduce" else 2) * ((stage == 0) + (stage == last))
+                calls += (1 if op == "all-reduce" else 2) * (kind.is_first + kind.is_last)
             count = CommCount(round(calls), round(calls * num_bytes))
             key = CommKey((axis,), "", op)
             traffic[key] = traffic.get(key, CommCount()) + count
         return StageFacts(layout, traffic, output=message, gradient=message)
 
     schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks)
-    stages = [facts(stage, blocks) for stage, blocks in enumerate(counts)]
+    stages = [facts(kind) for kind in stage_kinds(model, counts)]
     return RankFacts(plan, grid, rank, schedule, stages, {}, messages_of(plan).transport)

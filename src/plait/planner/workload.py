@@ -28,6 +28,7 @@ class Software:
     splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
                        head's cost is balanced
     narrow_gradients   full gradients are summed in the computation's precision
+    expert_rows        tokens of the experts of the fullest rank of ep, by those of even routing: up to ep
     """
 
     eager: bool = True
@@ -36,6 +37,7 @@ class Software:
     overlaps_tensor: bool = True
     splits_evenly: bool = False
     narrow_gradients: bool = False
+    expert_rows: int = 1
 
 
 PLAIT = Software()  # of this product

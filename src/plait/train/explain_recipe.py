@@ -100,7 +100,7 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
     facts = {
         "plan": str(plan),
         "grid": counted(plan.num_ranks, "rank") + (f": {degrees}" if degrees else ""),
-        "model": f"{explanation.model}, {explanation.num_parameters:,} parameters",
+        "model": f"{explanation.model}, {explanation.num_parameters:,} parameters{_active(explanation)}",
         "micro-batch": f"{shape}, {plan.micro} per step on each data rank",
         "transport": explanation.transport,
     }
@@ -112,6 +112,12 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         facts["float8"] = _float8_text(explanation.float8)
     if explanation.cp_choice is not None and explanation.cp_choice.sent:
         facts["attention"] = _method_text(explanation, explanation.cp_choice)
+    if plan.ep > 1:
+        more = format_bytes(max(row.uneven_bytes for row in explanation.rank_classes))
+        facts["experts"] = (
+            "memory is for tokens that are spread evenly over ranks; "
+            f"a rank whose experts receive all of them keeps {more} more"
+        )
     if plan.pp > 1:
         bubble = f"{explanation.bubble:.1%} of the time, if all stages take equally long"
         if measured is not None and measured.bubble is not None:
@@ -129,6 +135,12 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
             f"{format_bytes(sent // plan.local_steps)} per step"
         )
     return facts_table("plan", facts.items())
+
+
+def _active(explanation: Explanation) -> str:
+    """Of a mixture, say how many parameters a token uses."""
+    is_mixture = explanation.active_parameters < explanation.num_parameters
+    return f", {explanation.active_parameters:,} of them for each token" * is_mixture
 
 
 def _method_text(explanation: Explanation, choice: MethodChoice) -> str:
@@ -389,6 +401,7 @@ def to_json(explanation: Explanation, measured: Measurements | None) -> dict[str
         "transport": explanation.transport,
         "model": explanation.model,
         "parameters": explanation.num_parameters,
+        "active_parameters": explanation.active_parameters,
         "stages": explanation.num_stages,
         "micro_batch": list(explanation.micro_shape),
         "bubble": explanation.bubble,
@@ -430,6 +443,7 @@ def _row(explanation: Explanation, row: RankClass) -> dict[str, Any]:
             for key, count in traffic.items()
         ],
         "exchange": to_rows(row.exchange),
+        "uneven_bytes": row.uneven_bytes,
     }
 
 

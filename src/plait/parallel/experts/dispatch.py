@@ -36,11 +36,14 @@ in another order with messages of experts than on other ranks (see [Note: two ch
 `zero/sharded_model.py`).
 
 [Note: balanced routing]
-On meta there are no counts. Estimates are for rows that are evenly distributed over ranks.
+On meta there are no counts. Estimates are for rows that are evenly distributed over ranks or, in `all_rows`,
+for a rank that receives all.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +59,16 @@ from plait.parallel.tensor.shards import TokenShards
 from plait.plan.axes import EXPERTS, FEATURES
 from plait.plan.grid import share
 from plait.plan.sharding import Style, TPPlan
+
+_receives_all: ContextVar[bool] = ContextVar("_receives_all", default=False)
+
+
+@contextmanager
+def all_rows() -> Iterator[None]:
+    """Give this rank's experts, on meta, the rows of all ranks of the group."""
+    token = _receives_all.set(True)
+    yield
+    _receives_all.reset(token)
 
 
 def distribute_experts(model: nn.Module, layers: Iterable[Experts], plan: TPPlan, mesh: Mesh) -> None:
@@ -95,7 +108,8 @@ class Rows:
             even = [part.stop - part.start for part in parts]
             unknown = sorted_S.new_empty(group.size, 1 + own).unbind()
             all_to_all_list(unknown, unknown, group, label=label)
-            return cls(even, even, sorted_S.new_empty(group.size, own))
+            arriving = [len(sorted_S)] * group.size if _receives_all.get(False) else even
+            return cls(even, arriving, sorted_S.new_empty(group.size, own))
         experts_E = torch.arange(number, dtype=sorted_S.dtype, device=sorted_S.device)
         ends_E = torch.searchsorted(sorted_S, experts_E, right=True)
         before_1 = torch.searchsorted(sorted_S, experts_E[:1])  # choices below 0
@@ -202,5 +216,6 @@ def _exchanged(
     x_SH: Tensor, sent: Sequence[int], received: Sequence[int], group: Group, label: str
 ) -> Tensor:
     x_RH = x_SH.new_empty(sum(received), x_SH.shape[-1])
-    all_to_all_list(x_RH.split(list(received)), x_SH.contiguous().split(list(sent)), group, label=label)
+    if not _receives_all.get(False):  # in which no messages are counted
+        all_to_all_list(x_RH.split(list(received)), x_SH.contiguous().split(list(sent)), group, label=label)
     return x_RH

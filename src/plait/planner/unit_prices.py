@@ -1,0 +1,106 @@
+"""Seconds of the collectives of a plan's units, by the events of `plan/events.py`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from plait.plan import Plan
+from plait.plan.axes import Axes, UnitKind
+from plait.plan.compression import Factors
+from plait.plan.events import Collective, During, TransportFacts, UnitMessages, UnitSizes, unit_events
+from plait.plan.grid import Grid
+from plait.plan.layout import UnitLayout
+from plait.plan.memory import MASTER_BYTES
+from plait.planner.communication import Group, Links, collective_s
+from plait.planner.space import with_defaults
+
+
+def unit_prices(plan: Plan, links: Links) -> "UnitPrices":
+    """The prices of a plan, which its stages and its ranks share, and plans that differ in what is computed
+    only."""
+    return _unit_prices(_without_computation(plan), links)
+
+
+_without_computation = with_defaults(
+    "schedule", "chunks", "stages", "sp", "cp_method", "recompute", "compile"
+)
+
+
+@lru_cache(maxsize=1 << 12)
+def _unit_prices(plan: Plan, links: Links) -> "UnitPrices":
+    return UnitPrices(plan, links)
+
+
+class UnitPrices:
+    """Seconds of the collectives of a plan's units, on devices that share no memory."""
+
+    def __init__(self, plan: Plan, links: Links) -> None:
+        self._plan = plan if plan.algorithm == "auto" else replace(plan, algorithm="auto")
+        self._links, self._groups = links, dict[Axes, Group]()
+        self._messages = {kind: messages_of(self._plan, kind) for kind in UnitKind}
+        self._rank = plan.powersgd_rank
+        self._shards = {
+            UnitKind.DENSE: plan.shard_degree,
+            UnitKind.EXPERT: max(1, plan.shard_degree // plan.ep),
+        }
+        self._seconds: dict[tuple[object, ...], float] = {}
+        covers_replicas = self._messages[UnitKind.DENSE].covers_replicas
+        events = unit_events(self._plan, covers_replicas=covers_replicas)
+        # No unit of the planner has partial sums.
+        self.events = tuple(event for event in events if event.collective is not Collective.PARTIAL_SUM)
+        of_micros = During.PASSES, During.BACKWARDS
+        self.of_micros = tuple(event for event in self.events if event.during in of_micros)
+
+    def seconds(
+        self, collective: Collective, units: Sequence[UnitLayout], *, one_by_one: bool = False
+    ) -> float:
+        """Seconds of one call for these units together, by their kind, or of one for each."""
+        if self._plan.ep == 1:
+            return self._seconds_of_kind(collective, units, one_by_one=one_by_one)
+        of_kinds = ([unit for unit in units if unit.kind is kind] for kind in UnitKind)
+        return sum(self._seconds_of_kind(collective, of, one_by_one=one_by_one) for of in of_kinds if of)
+
+    def _seconds_of_kind(
+        self, collective: Collective, units: Sequence[UnitLayout], *, one_by_one: bool
+    ) -> float:
+        rank, kind, number = self._rank, units[0].kind, len(units) if one_by_one else 1
+        each = sum([unit.numel for unit in units]) / number
+        factors = (0.0, 0.0)
+        if rank is not None:
+            left, right = Factors.sizes_of(units, rank)
+            factors = left / number, right / number
+        key = collective, kind, each, factors
+        if key not in self._seconds:
+            sizes = UnitSizes(each, each // self._shards[kind], (), factors)
+            self._seconds[key] = self._once(collective, kind, sizes)
+        return number * self._seconds[key]
+
+    def _once(self, collective: Collective, of_kind: UnitKind, sizes: UnitSizes) -> float:
+        total = 0.0
+        for op, axes, calls in self._messages[of_kind].of(collective, sizes):
+            kind, group = _KINDS.get((collective, op), op), self._group(axes)
+            if group.degree > 1:
+                for num_bytes in calls:
+                    total += collective_s(kind, self._links, group, num_bytes)
+        return total
+
+    def _group(self, axes: Axes) -> Group:
+        if axes not in self._groups:
+            grid = self._messages[UnitKind.DENSE].grid
+            self._groups[axes] = Group(
+                grid.degree(*axes), grid.stride(axes[-1]) if axes else 1, self._plan.num_ranks
+            )
+        return self._groups[axes]
+
+
+_KINDS = {
+    (Collective.GATHER, "all-gather"): "unshard",
+    (Collective.REDUCE, "reduce-scatter"): "scattered sum",
+}
+
+
+def messages_of(plan: Plan, kind: UnitKind = UnitKind.DENSE) -> UnitMessages:
+    """Return the messages of the plan's units of a kind, on devices that share no memory."""
+    itemsize = MASTER_BYTES[plan.precision]
+    transport = TransportFacts(itemsize, shares=False, exchanges=False, host_size=plan.num_ranks)
+    return UnitMessages(plan, Grid.from_plan(plan), transport, kind=kind)

@@ -1,0 +1,165 @@
+"""Mixtures in the planner: published sizes, prices of plans with ep, and published runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.errors import PlanError
+from plait.plan import Plan
+from plait.planner import ModelShape, Workload, cluster, estimate_step, search
+from plait.planner.calibrate import Run
+from plait.planner.communication import Links
+from plait.planner.compute import Rates, product_s
+from plait.planner.memory import peak_memory
+from plait.planner.workload import PLAIT
+from planner_lab.runs import Refused, read_runs
+
+MIXTRAL = ModelShape.named("mixtral-8x7b")
+WORK = Workload(sequence=4096, batch=512)
+ROWS = Path(__file__).parents[1] / "data" / "planner" / "published_mixtures.csv"
+
+
+# In billions, as their publishers state them; gpt-oss without the embedding's 0.58.
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("mixtral-8x7b", "46.7", "12.9"),
+        ("mixtral-8x22b", "141", "39"),
+        ("qwen3-30b-a3b", "30.5", "3.35"),
+        ("qwen3-235b-a22b", "235", "22"),
+        ("qwen1.5-moe-a2.7b", "14.3", "2.7"),
+        ("olmoe-1b-7b", "6.9", "1.3"),
+        ("gpt-oss-20b", "20.91", "4.19"),
+        ("gpt-oss-120b", "116.83", "5.71"),
+        ("deepseek-v2-lite", "15.7", "2.7"),
+        ("deepseek-v2", "236", "21"),
+        ("deepseek-v3", "671.03", "37.55"),
+        ("kimi-k2", "1026", "33"),
+    ],
+)
+def test_mixtures_have_their_published_parameters(name: str, total: str, active: str) -> None:
+    model = ModelShape.named(name)
+    for number, published in ((model.num_params, total), (model.active_params, active)):
+        assert f"{number / 1e9:.{len(published.partition('.')[2])}f}" == published
+
+
+def test_a_token_of_a_mixture_has_the_flops_of_its_experts() -> None:
+    flops = MIXTRAL.training_flops_per_token(4096)
+    attention = 6 * MIXTRAL.layers * MIXTRAL.attention_width * 4096
+    words = MIXTRAL.vocab * MIXTRAL.hidden  # looked up
+    assert flops - attention == pytest.approx(6 * (MIXTRAL.active_params - words), rel=1e-4)
+
+
+def test_fewer_and_larger_groups_of_rows_are_no_slower() -> None:
+    node = cluster("dgx-h100:1")
+    rates = Rates.of(node.device, "bf16", False, node.constants)
+    times = [product_s(rates, node.constants, 8192 // groups, 768, 2048, groups) for groups in (128, 16, 2)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 1.05 * times[-1]
+    alone = 16 * product_s(rates, node.constants, 8192 // 16, 768, 2048)
+    assert times[1] < alone
+
+
+def _parts(text: str, model: ModelShape = MIXTRAL, hosts: int = 8) -> dict[str, float]:
+    plan = Plan.parse(f"{text} precision=bf16")
+    return dict(estimate_step(model, plan, cluster(f"dgx-h100:{hosts}"), WORK).parts)
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 4), ("selective", 6), ("full", 6)])
+@pytest.mark.parametrize("ep", [2, 8])
+def test_tokens_take_as_long_to_their_experts_as_their_bytes(ep: int, recompute: str, passes: int) -> None:
+    """Within a host, (P - 1) / P T k H b bytes in each direction and pass, without the fixed times."""
+    parts = _parts(f"dp=64 ep={ep} zero=1 recompute={recompute}")
+    sent = passes * (ep - 1) / ep * (8 * 4096) * 2 * 4096 * 2 * MIXTRAL.layers
+    node = cluster("dgx-h100:8")
+    seconds = sent / Links.of(node, node.constants).link
+    assert seconds < parts["expert communication"] < 1.1 * seconds
+
+
+def test_tokens_between_hosts_share_their_network() -> None:
+    near, far = (_parts(f"dp=64 ep={ep} zero=1 micro=2", replace(MIXTRAL, experts=64)) for ep in (8, 16))
+    links = Links.of(cluster("dgx-h100:8"), cluster("dgx-h100:8").constants)
+    # Half of 8 ranks' rows go to the other host; in a host, 7 / 8 of each rank's.
+    expected = (8 / 2 / links.network) / (7 / 8 / links.link)
+    ratio = far["expert communication"] / near["expert communication"]
+    assert ratio == pytest.approx(expected, rel=0.1)
+
+
+def test_gradients_of_experts_are_summed_over_ranks_with_the_same_experts() -> None:
+    """All of the step's reductions take less, by at least the experts' share."""
+    seconds = [
+        _parts(f"dp=64 ep={ep} zero=1 micro=1 recompute=full", hosts=8)["data communication"]
+        + estimate_step(
+            MIXTRAL,
+            Plan.parse(f"dp=64 ep={ep} zero=1 recompute=full precision=bf16"),
+            cluster("dgx-h100:8"),
+            WORK,
+        ).hidden["data communication"]
+        for ep in (1, 2, 8)
+    ]
+    assert seconds[1] < 0.6 * seconds[0]
+    assert seconds[2] < 0.25 * seconds[0]
+
+
+def test_uneven_routing_needs_more_memory_and_even_routing_decides_what_fits() -> None:
+    plan, node = Plan.parse("dp=64 ep=8 zero=1 micro=8 precision=bf16"), cluster("dgx-h100:8")
+    even, _ = peak_memory(MIXTRAL, plan, node, WORK, PLAIT)
+    uneven, high = peak_memory(MIXTRAL, plan, node, WORK, replace(PLAIT, expert_rows=8))
+    assert (uneven.parameters, uneven.optimizer) == (even.parameters, even.optimizer)
+    assert even.activations is not None
+    assert uneven.activations is not None
+    assert 3 * even.activations < uneven.activations < 8 * even.activations
+    assert estimate_step(MIXTRAL, plan, node, WORK).memory_high_bytes < high
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(PlanError, match="do not divide over ep") as caught:
+        search(MIXTRAL, cluster("dgx-h100:2"), WORK, pins="ep=16")
+    assert caught.value.hint
+    llama = ModelShape.named("llama-3-8b")
+    with pytest.raises(PlanError, match="no experts that ep divides"):
+        _parts("dp=64 ep=2", llama)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [
+        ("mixtral-8x7b", 8),
+        ("qwen3-30b-a3b", 8),
+        pytest.param("mixtral-8x7b", 256, marks=pytest.mark.sweep),
+        pytest.param("qwen3-30b-a3b", 256, marks=pytest.mark.sweep),
+        pytest.param("deepseek-v3", 128, marks=pytest.mark.sweep),
+        pytest.param("deepseek-v3", 256, marks=pytest.mark.sweep),
+    ],
+)
+def test_the_best_plans_of_published_mixtures_have_ep(name: str, hosts: int) -> None:
+    work = Workload(4096, 64 * hosts)
+    found = search(ModelShape.named(name), cluster(f"dgx-h100:{hosts}"), work, top=1, pins="offload=none")
+    assert found.is_complete
+    assert found.best[0].plan.ep > 1
+    assert "ep=1" in {family.name for family in found.families}
+
+
+# Predicted by measured steps. The last Grok row is from a later release, 1.3 times as fast for the same work;
+# without recompute it is estimated to need 0.9 GiB more than there is, and to take 1.36 times as long.
+RATIOS = {
+    "dgxc-grok-bf16-H100--8": 0.90,
+    "dgxc-grok-bf16-H100--16": 0.94,
+    "dgxc-grok-bf16-H100--128": 1.04,
+    "dgxc-grok-bf16-H100--512-v2505": 1.83,
+    "bridge-26.04.01-GPT OSS 120B-DGX-H100-BF16-64-86": 0.93,
+    "bridge-26.02.01-GPT OSS 120B-DGX-H100-BF16-64-176": 0.96,
+    "bridge-25.11-GPT OSS 120B-DGX-H100-BF16-64-245": 0.86,
+}
+
+
+def test_published_runs_of_mixtures_have_a_price() -> None:
+    lines = ROWS.read_text(encoding="utf-8").splitlines()
+    names = {number: line.partition(",")[0] for number, line in enumerate(lines, 1)}
+    found = list(read_runs(ROWS))
+    assert {run.reason for run in found if isinstance(run, Refused)} == {"unknown device"}
+    runs = [run for run in found if isinstance(run, Run) and "h100" in run.cluster.device.name]
+    ratios = {names[run.row]: run.estimate().step_s / (run.step_s or 0.0) for run in runs}
+    assert ratios == pytest.approx(RATIOS, rel=0.02)
+    assert sum(0.8 < ratio < 1.2 for ratio in ratios.values()) == len(ratios) - 1
