@@ -22,6 +22,7 @@ run so, or a function with other results for random logits, is refused.
 
 import copy
 import inspect
+import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,11 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.task import pretrained_base
+from plait.models.task import ROUTER_LOSS, pretrained_base
 from plait.models.transformers_types import is_pretrained_model
 
 _FUNCTION, _KEY = "load_balancing_loss_func", "router_logits"
-_MARK = "_plait_router_loss"  # an attribute of models whose loss of routers the engine adds
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def mark_router_loss(model: nn.Module, *, has_loss: bool) -> RouterLoss | None:
     base = pretrained_base(model)
     if base is None:
         return None
+    vars(base).pop(ROUTER_LOSS, None)
     found = None if has_loss else router_loss(model)
-    vars(base).pop(_MARK, None)
     if found is not None:
-        vars(base)[_MARK] = found
+        vars(base)[ROUTER_LOSS] = found
     return found
 
 
@@ -98,8 +98,8 @@ def router_loss(model: nn.Module) -> RouterLoss | None:
     base: Any = pretrained_base(model)
     if base is None or not getattr(base.config, "output_router_logits", False):
         return None
-    if _MARK in vars(base):
-        marked: RouterLoss = vars(base)[_MARK]
+    if ROUTER_LOSS in vars(base):
+        marked: RouterLoss = vars(base)[ROUTER_LOSS]
         return marked
     problem = "its forward does not call " + _FUNCTION
     forward: Any = inspect.unwrap(type(base).forward)
@@ -128,7 +128,11 @@ def _of_forward(base: Any, forward: Any, routers: Mapping[str, int]) -> RouterLo
     vars(probe)["_modules"] = {name: _Stub() for name, _ in base.named_children()}
     vars(probe)["_loss_function"] = lambda *_, **__: torch.zeros((), dtype=torch.float64)
     run = types.FunctionType(
-        forward.__code__, {**forward.__globals__, _FUNCTION: one}, None, forward.__defaults__, forward.__closure__
+        forward.__code__,
+        {**forward.__globals__, _FUNCTION: one},
+        None,
+        forward.__defaults__,
+        forward.__closure__,
     )
     run.__kwdefaults__ = forward.__kwdefaults__
     ids, mask = torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -137,11 +141,13 @@ def _of_forward(base: Any, forward: Any, routers: Mapping[str, int]) -> RouterLo
     assert len(others) == 1 and len(calls) == 1, f"other arguments of {_FUNCTION}"
     assert routers, "no module whose logits are recorded"
     found = RouterLoss(number, chosen, float(outputs.loss), others[0] is mask, routers)
-    logits = tuple(torch.randn(2, 6, number, generator=torch.Generator().manual_seed(0)))
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(2, 6, number, generator=generator, dtype=torch.float32))
     for given in (None, mask):
-        sums = found.sums(logits, torch.ones(6) if given is None else given.flatten().float())
-        theirs, ours = function(logits, number, chosen, given), found.value(sums, sums[0])
-        assert torch.allclose(theirs, ours, rtol=1e-5), f"another formula: {theirs:.6g}, not {ours:.6g}"
+        weights = torch.ones_like(mask) if given is None else given
+        sums = found.sums(logits, weights.flatten().float())
+        theirs, ours = float(function(logits, number, chosen, given)), float(found.value(sums, sums[0]))
+        assert math.isclose(theirs, ours, rel_tol=1e-5), f"another formula: {theirs:.6g}, not {ours:.6g}"
     return found
 
 
