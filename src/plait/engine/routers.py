@@ -199,10 +199,12 @@ class StageRouters:
 
     def update_biases(self, loads: Tensor) -> None:
         """After a step: see [Note: biases of routers]. `loads`: `totals` of all ranks."""
-        for name, own in self._ranges.values() if self._rate is not None else ():
+        if (rate := self._rate) is None:
+            return
+        for name, own in self._ranges.values():
             load_E = loads[own]
             if (bias := _bias_of(self._module, name, len(load_E))) is not None:
-                step = self._rate * torch.sign(load_E.mean() - load_E)
+                step = rate * torch.sign(load_E.mean() - load_E)
                 bias.add_(step.to(bias.dtype).view(bias.shape))
 
 

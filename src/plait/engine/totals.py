@@ -36,8 +36,8 @@ class StepResult:
     grad_norm   2-norm of the step's gradient before clipping, each element counted once
     num_tokens  targets of the step, over all micro-batches and data ranks
     skipped     loss or norm was not finite, or there was no target: weights and optimizer are unchanged
-    aux_loss    the auxiliary loss of routers, without its coefficient, if the model has `output_router_logits`
-    expert_loads  choices of each expert in the step, by the name of their layer
+    aux_loss    the auxiliary loss of routers, without its coefficient, if the model's configuration has one
+    expert_loads  how often each expert was chosen in the step, by the name of the layer
     exchange    under local steps: what islands have exchanged after the step. Loss, norm and targets are then
                 those of this rank's island
     """
@@ -114,8 +114,8 @@ class StepTotals:
 
     def read(self, others: Tensor) -> tuple[list[float], float, list[float], list[float]]:
         """Return loss, targets and unit; the number of units with late gradients; the totals of routers; and
-        the values of `others`, for which the device is waited for as well. Clears the totals. Raises RunError or ModelError, on all
-        ranks, if ranks are in different steps or a number of targets is invalid."""
+        the values of `others`, for which the device is waited for as well. Clears the totals. Raises RunError
+        or ModelError, on all ranks, if ranks are in different steps or a number of targets is invalid."""
         values = torch.cat([self._sums, others]).tolist()
         *totals, begun, of_squares, late = values[:_OWN]
         self.clear()

@@ -138,7 +138,7 @@ def _of_forward(base: Any, forward: Any, routers: Mapping[str, int]) -> RouterLo
     ids, mask = torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 1], [1, 1, 0]])
     outputs = run(probe, input_ids=ids, labels=ids, attention_mask=mask, output_router_logits=True)
     _, number, chosen, *others = calls[0].args
-    assert len(others) == 1 and len(calls) == 1, f"other arguments of {_FUNCTION}"
+    assert len(others) == len(calls) == 1, f"other arguments of {_FUNCTION}"
     assert routers, "no module whose logits are recorded"
     found = RouterLoss(number, chosen, float(outputs.loss), others[0] is mask, routers)
     generator = torch.Generator().manual_seed(0)
