@@ -12,10 +12,9 @@ from torch import Tensor
 import plait
 from plait.verify.model_spec import parse_source
 from plait.verify.result import Outcome, Verdict
-from support import hf_models, programs, verify_models
+from support import hf_models, programs, router_models, verify_models
 from support.pool import Pool
 
-COEFFICIENT = 0.5  # large, so that an error is above rounding
 PLANS = (
     "dp=2",
     "dp=2 ep=2",
@@ -31,52 +30,13 @@ PLANS = (
 )
 
 
-def model_of(family: str, *, on_meta: bool = True) -> Any:
-    more = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "num_hidden_layers": 4}
-    return hf_models.model_of(family, on_meta=on_meta, **more)
-
-
-def loss_of_model(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """The model's own loss times its targets: a micro-batch's share of the step."""
-    total, count = programs.summed_loss(outputs, batch)
-    return total + COEFFICIENT * outputs.aux_loss * count, count
-
-
-def padded(steps: int) -> list[dict[str, Tensor]]:
-    """Batches whose rows have padding at their ends."""
-    found = programs.batches(steps)
-    for batch in found:
-        lengths = torch.arange(len(batch["input_ids"]))[:, None] % 5 + 12
-        batch["attention_mask"] = (torch.arange(programs.LENGTH) < lengths).long()
-        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-    return found
-
-
-def task_of(family: str, data: Any = programs.batches) -> programs.Task:
-    build = functools.partial(model_of, family)
-    return programs.Task(build, data=data, own_loss=True, loss=loss_of_model, steps=3)
-
-
-def by_micro(data: Any, micro: int, ranks: int, steps: int) -> list[list[dict[str, Tensor]]]:
-    """Steps whose micro-batches are those that the ranks have at the same time."""
-    found = []
-    for batch in data(steps):
-        shares = [{k: v.chunk(ranks)[rank] for k, v in batch.items()} for rank in range(ranks)]
-        parts = [[{k: v.chunk(micro)[m] for k, v in share.items()} for m in range(micro)] for share in shares]
-        found.append([{k: torch.cat([of[m][k] for of in parts]) for k in batch} for m in range(micro)])
-    return found
-
-
 def check(pool: Pool, family: str, words: str, data: Any = programs.batches) -> None:
     plan = plait.Plan.parse(f"{words} precision=fp64")
-    task = task_of(family, data)
+    task = router_models.task_of(family, data)
     ours, *others = pool.run(programs.train_task, plan.num_ranks, task, str(plan))
     for other in others:
         assert (other.losses, other.norms) == (ours.losses, ours.norms)
-    alone = programs.Task(
-        task.build, data=functools.partial(by_micro, data, plan.micro, plan.dp), loss=loss_of_model, steps=3
-    )
-    programs.assert_same(ours, programs.one_process_task(alone, ours.first_weights, 1))
+    programs.assert_same(ours, router_models.one_process(task, plan, ours.first_weights))
 
 
 @pytest.mark.parametrize("words", PLANS)
@@ -86,7 +46,7 @@ def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, w
 
 @pytest.mark.parametrize("words", ["dp=2 ep=2 micro=2", "pp=2 micro=2", "cp=2"])
 def test_padding_is_not_counted(pool: Pool, words: str) -> None:
-    check(pool, "mixtral", words, padded)
+    check(pool, "mixtral", words, router_models.padded)
 
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "dbrx")
@@ -98,7 +58,11 @@ OTHER_FAMILIES = "qwen2_moe olmoe granitemoe phimoe ernie4_5_moe jamba minimax_m
 )
 def test_families_have_their_own_auxiliary_loss(pool: Pool, family: str) -> None:
     source = parse_source(family, layers=3, length=11)
-    config = {**source.config, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    config = {
+        **source.config,
+        "output_router_logits": True,
+        "router_aux_loss_coef": router_models.COEFFICIENT,
+    }
     verdict, _ = pool.run(
         verify_models.verify_on_ranks, 2, replace(source, config=config), "dp=2 micro=2", timeout_s=180
     )
@@ -106,7 +70,6 @@ def test_families_have_their_own_auxiliary_loss(pool: Pool, family: str) -> None
     assert verdict.outcome is Outcome.SAME, verdict.message
 
 
-RATE = 0.05  # of biases, which then change choices
 BIASED_PLANS = (
     "dp=2 micro=2",
     "dp=2 ep=2 zero=3 recompute=full",
@@ -114,37 +77,6 @@ BIASED_PLANS = (
     "cp=2",
     "pp=2 micro=2 schedule=zb-h1 recompute=full",
 )
-
-
-def _biased(words: str) -> tuple[list[Any], list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Loads and losses of four steps, with evaluations, and the biases before and after; the last step is
-    that of another engine, which has loaded the state."""
-    build = hf_models.builder("deepseek_v3")
-    task = programs.Task(build, own_loss=True, router_bias_update=RATE)
-    engine, loads, losses = programs.engine_of(task, f"{words} precision=fp64"), [], []
-    for number, batch in enumerate(programs.batches(4)):
-        if number == 3:
-            states = engine.world.group, engine.state()
-            engine = programs.engine_of(task, f"{words} precision=fp64", seed=4)
-            engine.load_state(_broadcast(*states))
-        result = engine.step(programs.share_of(batch, engine))
-        loads.append(dict(result.expert_loads))
-        losses.append(result.loss)
-        if number == 0:
-            first = _biases(engine)
-        engine.evaluate(programs.share_of(batch, engine))
-    return loads, losses, first, _biases(engine)
-
-
-def _broadcast(group: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    values = [state]
-    if group.size > 1:
-        torch.distributed.broadcast_object_list(values, 0)
-    return values[0]
-
-
-def _biases(engine: plait.Engine) -> dict[str, Tensor]:
-    return {name: bias for name, bias in engine.full_buffers().items() if name.endswith("correction_bias")}
 
 
 def _loads_in_one_process(batch: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -166,7 +98,7 @@ def _loads_in_one_process(batch: dict[str, Tensor]) -> dict[str, list[int]]:
 
 @functools.cache
 def _biased_alone(pool: Pool) -> Any:
-    return pool.run(_biased, 1, "dp=1")[0]
+    return pool.run(router_models.biased, 1, "dp=1")[0]
 
 
 def test_biases_follow_the_loads_of_all_tokens(pool: Pool) -> None:
@@ -177,14 +109,14 @@ def test_biases_follow_the_loads_of_all_tokens(pool: Pool) -> None:
     for name, load in loads[0].items():
         (bias,) = [of for key, of in biases.items() if key.startswith(name.rpartition(".")[0])]
         load_E = torch.tensor(load).double()
-        torch.testing.assert_close(bias.double(), RATE * torch.sign(load_E.mean() - load_E))
+        torch.testing.assert_close(bias.double(), router_models.RATE * torch.sign(load_E.mean() - load_E))
 
 
 @pytest.mark.parametrize("words", BIASED_PLANS)
 def test_biases_and_loads_are_those_of_one_process(pool: Pool, words: str) -> None:
     """Not changed by evaluation and recomputed blocks, and continued from a state."""
     loads, losses, _, biases = _biased_alone(pool)
-    ours, *others = pool.run(_biased, plait.Plan.parse(words).num_ranks, words)
+    ours, *others = pool.run(router_models.biased, plait.Plan.parse(words).num_ranks, words)
     assert ours[0] == loads
     assert ours[1] == pytest.approx(losses, rel=1e-9)
     assert biases.keys() == ours[3].keys()
