@@ -215,7 +215,7 @@ def _build_stage(
         recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
     divide = partial(own_tokens, sequence=groups.sequence, method=plan.cp_method, numbering=spec.numbering)
-    data_ranks, counts = groups.dense.gradient_sum, not (plan.compile and selective)
+    data_ranks, counts = groups.dense.gradient_sum, not (spec.job.compile and selective)
     routers = StageRouters(part.module, spec.routers, data_ranks, mesh.world.device, counts=counts)
     of_loss = (columns, grid.col, groups.tp, spec.given.loss)
     return StageRunner(part, sharded, head, *of_loss, tokens, divide, routers, is_last=is_last)

@@ -71,9 +71,9 @@ class RouterFacts:
         """From `StageRouters.totals` of all ranks: targets times auxiliary losses, and the loads of layers,
         which are empty where they are not counted."""
         numbers = iter(totals)
-        aux_sum = next(numbers)
+        aux_sum = None if self.loss is None else next(numbers)
         loads = {name: [round(load) for load in islice(numbers, of)] for name, of in self.layers.items()}
-        return None if self.loss is None else aux_sum, {name: of for name, of in loads.items() if of}
+        return aux_sum, {name: of for name, of in loads.items() if of}
 
 
 def _bias_of(model: nn.Module, experts: str, number: int) -> Tensor | None:
@@ -112,7 +112,8 @@ class StageRouters:
     """The routers of a stage.
 
     loss    the auxiliary loss of the model; None: it has none
-    totals  of a step so far, on this rank: targets times auxiliary losses; then the loads of all layers
+    totals  of a step so far, on this rank: targets times auxiliary losses, with a loss; and the loads of all
+            layers of the model
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class StageRouters:
         self.loss, self._group, self._rate = facts.loss, data_ranks, facts.bias_rate
         self._module, self._tap, self._sums = module, RouterTap(), torch.zeros(0)
         self._ranges: dict[nn.Module, tuple[str, slice]] = {}
-        modules, stop = dict(module.named_modules()), 1
+        modules, stop = dict(module.named_modules()), int(facts.loss is not None)
         for name, number in facts.layers.items() if counts else ():
             start, stop = stop, stop + number
             if name in modules:
