@@ -84,28 +84,33 @@ def _bias_of(model: nn.Module, experts: str, number: int) -> Tensor | None:
     return None
 
 
-class RouterTap:
-    """Keeps logits of routers and choices of experts during a forward. See [Note: outputs of a forward
-    alone]. A copied model has a tap of its own, which nothing opens."""
+class Tap:
+    """Keeps a tensor of each call of a module while it is open: an entry of its output, or of its arguments.
+    A copied model has taps of its own, which nothing opens. Compiled code has no value of a tap in it, so
+    that blocks of one kind still share it."""
 
     def __init__(self) -> None:
-        self.is_open = False
-        self.logits: list[Tensor] = []
-        self.choices: list[tuple[nn.Module, Tensor]] = []
+        self.is_open, self.seen = False, tuple[Tensor, ...]()
 
-    def watch_logits(self, router: nn.Module, index: int) -> None:
+    def of_output(self, module: nn.Module, index: int) -> "Tap":
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
             if self.is_open:
-                self.logits.append(output[index] if isinstance(output, tuple) else output)
+                self.seen = (*self.seen, output[index] if isinstance(output, tuple) else output)
 
-        router.register_forward_hook(keep)
+        module.register_forward_hook(keep)
+        return self
 
-    def watch_choices(self, experts: nn.Module) -> None:
-        experts.register_forward_pre_hook(self._keep_choices, with_kwargs=True)
+    def of_argument(self, module: nn.Module, index: int) -> "Tap":
+        def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.is_open:
+                self.seen = (*self.seen, [*args, *kwargs.values()][index])
 
-    def _keep_choices(self, experts: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.is_open:
-            self.choices.append((experts, [*args, *kwargs.values()][1]))
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+        return self
+
+    def close(self) -> tuple[Tensor, ...]:
+        seen, self.seen, self.is_open = self.seen, (), False
+        return seen
 
 
 class StageRouters:
@@ -121,18 +126,16 @@ class StageRouters:
     ) -> None:
         """`data_ranks`: with other tokens of a step. `counts`: loads of experts."""
         self.loss, self._group, self._rate = facts.loss, data_ranks, facts.bias_rate
-        self._module, self._tap, self._sums = module, RouterTap(), torch.zeros(0)
-        self._ranges: dict[nn.Module, tuple[str, slice]] = {}
+        self._module, self._sums = module, torch.zeros(0)
         modules, stop = dict(module.named_modules()), int(facts.loss is not None)
+        recorded = {} if facts.loss is None else facts.loss.routers
+        self._logits = [Tap().of_output(modules[n], at) for n, at in recorded.items() if n in modules]
+        self._choices: list[tuple[str, slice, Tap]] = []
         for name, number in facts.layers.items() if counts else ():
             start, stop = stop, stop + number
             if name in modules:
-                self._ranges[modules[name]] = name, slice(start, stop)
-                self._tap.watch_choices(modules[name])
+                self._choices.append((name, slice(start, stop), Tap().of_argument(modules[name], 1)))
         self.totals = torch.zeros(stop, dtype=torch.float64, device=device)
-        for name, index in facts.loss.routers.items() if facts.loss is not None else ():
-            if name in modules:
-                self._tap.watch_logits(modules[name], index)
 
     def received(self, message: Any) -> Any:
         """What the stage received, without the sums of earlier stages."""
@@ -146,28 +149,27 @@ class StageRouters:
     def watching(self, micro: Mapping[str, Tensor], *, is_counted: bool, trains: bool) -> Iterator[None]:
         """The context of a forward, after `received`: afterwards the sums, and in training the totals,
         include those of its layers. `is_counted`: False for a micro-batch that other ranks alone have."""
-        tap = self._tap
-        tap.logits, tap.choices, tap.is_open = [], [], True
+        taps = [*self._logits, *(tap for *_, tap in self._choices if trains)]
+        for tap in taps:
+            tap.is_open = True
         try:
             yield
         finally:
-            tap.is_open = False
-        logits, choices, tap.logits, tap.choices = tap.logits, tap.choices, [], []
-        if not (self.loss is not None or (choices and trains)):
+            seen = {tap: tap.close() for tap in taps}
+        if not taps and self.loss is None:
             return
         weights_T = _weights(micro) * is_counted
         if self.loss is not None:
-            given = self._sums if self._sums.numel() else None
+            logits = [each for tap in self._logits for each in seen[tap]]
             hidden_T = weights_T * _mask(micro).to(weights_T) if self.loss.masks else weights_T
             wide = torch.promote_types(logits[0].dtype if logits else torch.float32, torch.float32)
             own = self.loss.sums(logits, hidden_T.to(wide))
-            self._sums = own if given is None else given + own
-        for experts, chosen_Tk in choices if trains else ():
-            self._add_load(experts, chosen_Tk, weights_T)
+            self._sums = self._sums + own if self._sums.numel() else own
+        for _, own_range, tap in self._choices if trains else ():
+            for chosen_Tk in seen[tap]:
+                self._add_load(self.totals[own_range], chosen_Tk, weights_T)
 
-    def _add_load(self, experts: nn.Module, chosen_Tk: Tensor, weights_T: Tensor) -> None:
-        _, own = self._ranges[experts]
-        load_E = self.totals[own]
+    def _add_load(self, load_E: Tensor, chosen_Tk: Tensor, weights_T: Tensor) -> None:
         is_expert_Tk = (chosen_Tk >= 0) & (chosen_Tk < len(load_E))  # some models choose none for padding
         if len(weights_T) == len(chosen_Tk):
             is_expert_Tk = is_expert_Tk * weights_T[:, None]
@@ -202,7 +204,7 @@ class StageRouters:
         """After a step: see [Note: biases of routers]. `loads`: `totals` of all ranks."""
         if (rate := self._rate) is None:
             return
-        for name, own in self._ranges.values():
+        for name, own, _ in self._choices:
             load_E = loads[own]
             if (bias := _bias_of(self._module, name, len(load_E))) is not None:
                 step = rate * torch.sign(load_E.mean() - load_E)
