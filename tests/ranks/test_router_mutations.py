@@ -1,7 +1,5 @@
 """Defects of losses over all tokens: each changes the numbers, or the loads that biases follow."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,11 +9,11 @@ from torch import Tensor
 
 import plait
 from plait.engine import routers
-from plait.engine.routers import StageRouters
+from plait.engine.routers import StageRouters, Tap
 from support import programs, router_models
 from support.pool import Pool
 
-_watching, _added = StageRouters.watching, StageRouters.added
+_watching, _added, _close = StageRouters.watching, StageRouters.added, Tap.close
 
 
 def _without_counts(self: StageRouters, outputs: Any) -> Any:
@@ -30,13 +28,10 @@ def _divided(self: StageRouters, total: Tensor, count: Any, **given: Any) -> Ten
     return total + (_added(self, total, count, **given) - total) / self._group.size
 
 
-@contextmanager
-def _never_closed(self: StageRouters, micro: Any, **given: Any) -> Iterator[None]:
-    recomputed = self._tap.choices
-    with _watching(self, micro, **given):
-        self._tap.choices.extend(recomputed)
-        yield
-    self._tap.is_open = True
+def _kept_open(self: Tap) -> tuple[Tensor, ...]:
+    seen = _close(self)
+    self.is_open = True
+    return seen
 
 
 def _in_evaluation(self: StageRouters, micro: Any, *, is_counted: bool, trains: bool) -> Any:
@@ -50,10 +45,10 @@ OF_LOSSES: dict[str, tuple[str, Any, str, Any]] = {
     "auxiliary loss divided by dp": ("dp=2 ep=2", StageRouters, "added", _divided),
     "padding counted": ("dp=2", routers, "_mask", lambda _: torch.ones(())),
 }
-OF_LOADS: dict[str, tuple[str, str, Any]] = {
-    "recomputed blocks counted": ("dp=2 micro=2 recompute=full", "watching", _never_closed),
-    "evaluation counted": ("dp=2", "watching", _in_evaluation),
-    "loads of earlier steps counted": ("tp=2", "take_totals", lambda self: self.totals),
+OF_LOADS: dict[str, tuple[str, Any, str, Any]] = {
+    "recomputed blocks counted": ("dp=2 micro=2 recompute=full", Tap, "close", _kept_open),
+    "evaluation counted": ("dp=2", StageRouters, "watching", _in_evaluation),
+    "loads of earlier steps counted": ("tp=2", StageRouters, "take_totals", lambda self: self.totals),
 }
 
 
@@ -72,8 +67,7 @@ def test_a_defect_changes_the_numbers(pool: Pool, defect: str) -> None:
 
 
 def _loads(words: str, defect: str) -> list[Any]:
-    _, name, function = OF_LOADS[defect]
-    with mock.patch.object(StageRouters, name, function):
+    with mock.patch.object(*OF_LOADS[defect][1:]):
         return router_models.biased(words)[0]
 
 
