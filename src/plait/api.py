@@ -37,6 +37,7 @@ def parallelize(
     param_groups: Iterable[Any] | None = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
+    router_bias_update: float | None = None,
     loss: Loss | None = None,
     loss_scaling: LossScaling | None = None,
     blocks: Blocks | None = None,
@@ -56,6 +57,7 @@ def parallelize(
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
     param_groups    as in torch, or with an `optimizer` of their own. None: no decay for norms and biases
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
+    router_bias_update  rate at which biases of routers follow the loads of experts (DeepSeek-V3: 0.001)
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList

@@ -26,12 +26,13 @@ from plait.train.metrics import (
     PeakFlops,
     StepMetrics,
     data_sheet_peak,
+    expert_facts,
     matmul_peak,
     read_metrics,
     truncate_metrics,
 )
 from plait.train.run_dir import RunDir
-from plait.train.run_report import draw_losses, memory_table
+from plait.train.run_report import draw_experts, draw_losses, memory_table
 from plait.train.saved_recipe import SavedRecipe
 from support.cli_runs import ROOT
 
@@ -73,7 +74,7 @@ def test_every_step_is_in_the_file_and_every_second_on_the_screen(tmp_path: Path
     shown = record(RunDir(tmp_path), 0, 12)
     steps = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13))
-    assert steps[3] | {"loss_scale": None} == vars(facts(4))
+    assert steps[3] == {name: value for name, value in vars(facts(4)).items() if value is not None}
     assert "loss_scale" not in steps[3], "there is none"
     lines = [line for line in shown.splitlines() if "tok/s" in line]
     assert len(lines) == 6
@@ -274,6 +275,26 @@ def test_the_picture_shows_both_losses(tmp_path: Path) -> None:
     run.metrics.write_text("".join(kept))
     draw_losses(run.metrics, run.picture)
     assert run.picture.stat().st_size < with_validation
+
+
+@pytest.mark.parametrize("number", [4, 40])
+def test_the_picture_of_experts_shows_their_loads(tmp_path: Path, number: int) -> None:
+    run, loads = RunDir(tmp_path), [0, 5, *range(1, number - 1)]
+    record(run, 0, 12)
+    assert not draw_experts(run.metrics, run.experts)
+    with Metrics(run, Console(file=io.StringIO()), 12, 16, 1) as metrics:
+        for step in (13, 14):
+            metrics.experts(step, {"first": loads, "second": loads[::-1]})
+        metrics.step(
+            replace(facts(15), aux_loss=1.5, **expert_facts({"first": [3, 0, 1], "second": [1, 2, 3]}))
+        )
+    with run.metrics.open("a") as file:
+        file.write('{"step": 16, "expert_loads": {"first": "many"}}\n')
+    *_, experts, step = read_metrics(run.metrics)
+    assert experts["expert_loads"] == {"first": loads, "second": loads[::-1]}
+    assert (step["aux_loss"], step["expert_imbalance"], step["idle_experts"]) == (1.5, 9 / 4, 1)
+    assert draw_experts(run.metrics, run.experts)
+    assert run.experts.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("kind", [[], ["--validation"]])

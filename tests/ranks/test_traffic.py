@@ -53,8 +53,10 @@ def model_of(name: str) -> nn.Module:
         return Plain()
     if name == "wide":  # its dims are multiples of 16
         return programs.llama(hidden=64, ffn=96)
-    if name == "mixture":
-        return routed_experts.model_with("balanced", exact=False, experts_implementation="grouped_mm")
+    if name in ("mixture", "router-loss"):
+        mixture: Any = routed_experts.model_with("balanced", exact=False, experts_implementation="grouped_mm")
+        mixture.config.output_router_logits = name == "router-loss"
+        return mixture
     family, _, tied = name.partition("-")
     more = {"gpt2": {"n_layer": 4}, "llama": {"num_hidden_layers": 4}}.get(family, {})
     config = hf_models.config_of(family, **more, **({"tie_word_embeddings": True} if tied else {}))
@@ -116,6 +118,8 @@ CASES = [
     ("mixture", "dp=2 cp=2 ep=4 zero=3", "gloo"),
     ("mixture", "dp=4 ep=4 zero=1 shard=2", "host"),
     ("mixture", "dp=2 ep=2 pp=2 zero=1 micro=2 reduce=bf16", "gloo"),
+    ("router-loss", "dp=2 ep=2 micro=2 recompute=full", "host"),
+    ("router-loss", "dp=2 pp=2 micro=2", "gloo"),
     ("llama-tied", "tp=2", "gloo"),
     ("llama", "tp=4 recompute=selective micro=2", "host"),
     ("gpt2", "tp=2x2 recompute=full", "host"),

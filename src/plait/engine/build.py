@@ -9,6 +9,7 @@ from torch import nn
 from plait.comm import Mesh
 from plait.engine.inputs import Inputs, own_tokens
 from plait.engine.loss import Loss
+from plait.engine.routers import StageRouters
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.engine.usage_checks import refuse_shards_in_files
@@ -214,9 +215,10 @@ def _build_stage(
         recompute_blocks(blocks, plan.recompute)
     columns, groups = tensor.logit_columns, context.groups
     divide = partial(own_tokens, sequence=groups.sequence, method=plan.cp_method, numbering=spec.numbering)
-    return StageRunner(
-        part, sharded, head, columns, grid.col, groups.tp, spec.given.loss, tokens, divide, is_last=is_last
-    )
+    data_ranks, counts = groups.dense.gradient_sum, not (spec.job.compile and selective)
+    routers = StageRouters(part.module, spec.routers, data_ranks, mesh.world.device, counts=counts)
+    of_loss = (columns, grid.col, groups.tp, spec.given.loss)
+    return StageRunner(part, sharded, head, *of_loss, tokens, divide, routers, is_last=is_last)
 
 
 def _refuse_forward(*_: object) -> None:

@@ -115,7 +115,8 @@ class Engine:
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = self._groups.islands.rank > 0
         self._scale = SumLossScale(spec.loss_scaling)
-        self._totals = StepTotals(self._groups.world, self.device)
+        self._routers = [stage.routers for stage in self._parts.stages.values()]
+        self._totals = StepTotals(self._groups.world, self.device, self._routers[0].totals.numel())
         self._is_inconsistent = False  # an update or load was interrupted
         self._micros_done = 0
         self._trace: Trace | None = None
@@ -211,7 +212,7 @@ class Engine:
             self._runner.seeded((self.seed, self.num_steps, self.data_rank), 0, self._micros_done),
             stage.measured(),
         ):
-            return stage.summed_loss(self._inputs.prepared(batch))
+            return stage.summed_loss(self._inputs.prepared(batch), trains=True)
 
     @one_thread
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
@@ -286,11 +287,14 @@ class Engine:
         # Also over the ranks of tp grids, which have the same totals: if one rank has a non-finite loss, all
         # skip. Stages before the last one contribute zero.
         unit = self._scale.unit if self._runner.has_last_stage else 0.0
+        for routers in self._routers:
+            self._totals.of_routers.add_(routers.take_totals())
         work = self._totals.start_sum(unit, self._parts.sharded.start_remaining())
         sums = self._parts.sharded.finish_reductions()
         work.wait()
+        loads = self._totals.of_routers.clone()
         # The step's only wait for the device, except for late gradients.
-        totals, late, (square_sum, *digests) = self._totals.read(sums)
+        totals, late, of_routers, (square_sum, *digests) = self._totals.read(sums)
         self._parts.sharded.check_digests(digests)
         if late:
             square_sum = self._parts.sharded.reduce_late().item()
@@ -305,6 +309,8 @@ class Engine:
         with self.optimizer.stepping(skipped=skipped):
             if not skipped:
                 self._apply(clip_factor(norm, self._spec.given.clip_norm) / num_targets / scale)
+                for routers in self._routers:
+                    routers.update_biases(loads)
         if num_targets:
             self._scale.update(skipped=skipped)
         scaled = self._scale.factor / scale
@@ -316,7 +322,9 @@ class Engine:
         if self.plan.local_steps:  # weights may change
             self._wait_for_copy()
         self.num_steps, exchanged = self._updater.end_step(self.num_steps, self._mark_writing)
-        return StepResult(loss, norm, int(num_targets), skipped, exchanged)
+        aux_loss, expert_loads = self._spec.routers.of_step([n / self._groups.tp.size for n in of_routers])
+        aux_loss = None if aux_loss is None or not num_targets else aux_loss / num_targets
+        return StepResult(loss, norm, int(num_targets), skipped, exchanged, aux_loss, expert_loads)
 
     def _mark_writing(self, is_writing: bool) -> None:
         self._is_inconsistent = is_writing
@@ -566,5 +574,7 @@ class Engine:
         """Discard the micro-batches of an unfinished step; also called after an exception."""
         for stage in self._stages:
             stage.reset()
+        for routers in self._routers:
+            routers.take_totals()
         self._totals.clear()
         self._micros_done = 0

@@ -33,6 +33,7 @@ from plait.comm import Group, all_gather
 from plait.engine.inputs import prepared
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, OF_TOKENS, Task, pretrained_base, task_of
+from plait.models.routers import router_loss
 from plait.models.tensors import storage_key, summary
 from plait.models.tokens import TokenTrace
 from plait.models.trace.modes import watching_reads
@@ -62,7 +63,8 @@ def choose_loss(
 
     Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
     of each rank of `group`. None: full logits. `buffers`: see `cross_entropy`. `of_inputs`: the loss is for
-    micro-batches of `Inputs`, whose labels are shifted already, and not for batches of the data.
+    micro-batches of `Inputs`, whose labels are shifted already, and not for batches of the data; without the
+    loss of routers, which an engine adds (engine/routers.py).
     """
     if loss is not None:
         return loss
@@ -73,13 +75,6 @@ def choose_loss(
             given=type(base or model).__name__,
             expected=f"a Hugging Face model for one of: {', '.join(known.value for known in Task)}; or loss=",
             hint="parallelize(..., loss=lambda outputs, batch: (summed_loss, number_of_targets))",
-        )
-    if getattr(base.config, "output_router_logits", False):
-        raise ModelError(
-            "the model's auxiliary router loss is not part of the loss over tokens",
-            given="output_router_logits=True",
-            expected="the loss over tokens alone",
-            hint="output_router_logits=False, or loss= with the auxiliary term in it",
         )
     summed = partial(_cross_entropy, group=group, columns=columns, buffers=buffers)
     losses: dict[Task, Loss] = {
@@ -94,7 +89,15 @@ def choose_loss(
     chosen = losses[task]
     if of_inputs:
         return chosen
-    return lambda outputs, batch: chosen(outputs, prepared(batch, model, loss))
+    routers = router_loss(model)
+
+    def of_batch(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
+        total, count = chosen(outputs, prepared(batch, model, loss))
+        if routers is not None:
+            total = total + routers.coefficient * count * outputs.aux_loss
+        return total, count
+
+    return of_batch
 
 
 # (logits, labels) -> (cross entropy summed over targets, number of targets); see `_cross_entropy`

@@ -74,7 +74,9 @@ def run_with(loss: Loss) -> Run:
     def run(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
         rows = batch if has_pretrained_model(model) else row_attention(batch, SINGLE_RANK)
         with attention_of(rows):
-            outputs = model(**forward_inputs(model, batch))
+            inputs = forward_inputs(model, batch)
+            inputs.pop("output_router_logits", None)  # here the model computes its auxiliary loss itself
+            outputs = model(**inputs)
         return loss(outputs, batch)
 
     return run

@@ -90,7 +90,8 @@ class MicrobatchRunner:
         one has not. If ranks communicate in forwards, for parameters or experts, this rank joins them with
         forwards of a sample that is not counted."""
         context = self._parts.context
-        communicates = not context.keeps_params_unsharded or context.plan.ep > 1
+        has_router_loss = any(stage.routers.loss is not None for stage in self._parts.stages.values())
+        communicates = not context.keeps_params_unsharded or context.plan.ep > 1 or has_router_loss
         padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if communicates else 0)
         remaining = len(micros)
 
@@ -102,7 +103,7 @@ class MicrobatchRunner:
 
         with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
             schedule = forwards_only(self._schedule, len(micros) + len(padding))
-            self._run(schedule, [*micros, *padding], on_own_loss, None)
+            self._run(schedule, [*micros, *padding], on_own_loss, None, num_counted=len(micros))
 
     def outputs(self, micro: Micro, pick: Callable[[Any], Any] | None) -> Any:
         """The result of `pick` on the model's outputs (None: all of them), on every rank of the pipeline."""
@@ -183,6 +184,7 @@ class MicrobatchRunner:
         *,
         of_outputs: bool = False,
         records: bool = False,
+        num_counted: int | None = None,
     ) -> list[Span]:
         if self._is_broken:
             raise ModelError(
@@ -194,8 +196,10 @@ class MicrobatchRunner:
         if self._parts.dataflow is not None:
             for micro in micros:
                 self._parts.dataflow.check(micro, self._parts.loss)
+        counted = len(micros) if num_counted is None else num_counted
+        given = (micros, self._parts.inputs.prepared, on_loss, seeds)
         stages = {
-            number: _StagePass(stage, micros, self._parts.inputs.prepared, on_loss, seeds, number, of_outputs)
+            number: _StagePass(stage, *given, number, of_outputs, counted)
             for number, stage in self._parts.stages.items()
         }
         try:
@@ -278,6 +282,7 @@ class _StagePass:
     seeds: Callable[[int, int], Any] | None
     number: int
     of_outputs: bool
+    num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
     sharded: ShardedStage = field(init=False)
 
     def __post_init__(self) -> None:
@@ -287,11 +292,12 @@ class _StagePass:
         micro, stage = self.prepare(self.micros[number]), self.stage
         seeds = None if self.seeds is None else self.seeds(self.number, number)
         with seeds or nullcontext(), stage.measured() if seeds else nullcontext():  # a probe is not a step
+            counted = {"is_counted": number < self.num_counted, "trains": seeds is not None}
             if not stage.is_last:
-                return stage.outputs(micro, received)
+                return stage.outputs(micro, received, **counted)
             if self.of_outputs:
                 return self.on_loss(stage.outputs(micro, received))
-            return self.on_loss(*stage.summed_loss(micro, received))
+            return self.on_loss(*stage.summed_loss(micro, received, **counted))
 
 
 def _key_of(micro: Micro) -> Hashable:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plait.comm import World
 from plait.engine.loss import Loss, check_sums_tokens
+from plait.engine.routers import RouterFacts
 from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
 from plait.models import (
     Blocks,
@@ -48,6 +49,7 @@ class Arguments:
     param_groups: Iterable[Any] | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
+    router_bias_update: float | None = None
     loss: Loss | None = None
     loss_scaling: LossScaling | None = None
     blocks: Blocks | None = None
@@ -69,7 +71,8 @@ class Arguments:
                 expected="a class, which is built over the shards that each rank owns",
                 hint="optimizer=torch.optim.AdamW, optimizer_args={'lr': 1e-3}",
             )
-        for name, limit in (("clip_norm", norm), ("clip_value", value)):
+        rate = self.router_bias_update
+        for name, limit in (("clip_norm", norm), ("clip_value", value), ("router_bias_update", rate)):
             if limit is not None and not (isinstance(limit, int | float) and limit > 0):
                 raise ConfigError(
                     f"{name} is not a valid limit",
@@ -106,6 +109,7 @@ class TrainingSpec:
     cp_choice why attention reaches other ranks' tokens as it does; None without cp
     heads     (heads, kv heads) of each attention, with cp
     experts   those that ep divides
+    routers   of a mixture of experts
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
 
@@ -122,6 +126,7 @@ class TrainingSpec:
     float8: Float8Layers
     numbering: Numbering | None
     experts: tuple[Experts, ...]
+    routers: RouterFacts
     heads: Sequence[tuple[int, int]]
     cp_choice: MethodChoice | None = None
 
@@ -156,6 +161,7 @@ def validate(
     if device is not None:
         _check_device(plan, device)
     _check_dtypes(model)
+    routers = _routers(given, plan)
     blocks = _find_blocks(model, plan, given.blocks, example)
     choice, heads = None, list[tuple[int, int]]()
     if plan.cp > 1:
@@ -192,7 +198,25 @@ def validate(
         heads=heads,
         cp_choice=choice,
         experts=experts,
+        routers=routers,
     )
+
+
+def _routers(given: Arguments, plan: Plan) -> RouterFacts:
+    rate = given.router_bias_update
+    facts = RouterFacts.of_model(given.model, has_loss=given.loss is not None, bias_rate=rate)
+    if facts.loss is not None:
+        plan.check_no_servers("output_router_logits=True")
+    if rate is not None and (
+        plan.local_steps or plan.num_servers or (plan.compile and plan.recompute == "selective")
+    ):
+        raise PlanError(
+            "biases of routers are not updated under this plan",
+            given=f"router_bias_update={rate}, {plan}",
+            expected="ranks that train in one step, and loads that are counted outside of compiled blocks",
+            hint="no local_steps, servers or compile=true recompute=selective; or no router_bias_update",
+        )
+    return facts
 
 
 def _experts(model: nn.Module, plan: Plan, stages: StageAssignment) -> tuple[Experts, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from plait.comm import Group
 from plait.engine.inputs import prepared
 from plait.engine.loss import Loss, LossReads, choose_loss
+from plait.engine.routers import StageRouters
 from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
@@ -52,6 +53,7 @@ class StageRunner:
         loss: Loss | None,
         tokens: SequenceShard | None,
         divide: Callable[[Mapping[str, Tensor], nn.Module], Mapping[str, Tensor]],
+        routers: StageRouters,
         *,
         is_last: bool,
     ) -> None:
@@ -63,6 +65,7 @@ class StageRunner:
         self.estimated_loss_bytes = 0  # by `estimated_bytes`
         self.module_part = part
         self.sharded = sharded
+        self.routers = routers
         self.is_last = is_last
         self._is_checked = False  # its outputs were checked to use only its own weights
         self._checked_entries: set[frozenset[str]] = set()  # keys of batches
@@ -74,8 +77,16 @@ class StageRunner:
         self._loss_reads = LossReads(tp)
         self._col = SINGLE_RANK if self._columns is None else col
 
-    def outputs(self, micro: Mapping[str, Tensor], received: Any = None) -> Any:
-        """The stage's outputs: those of the model on the last stage."""
+    def outputs(
+        self,
+        micro: Mapping[str, Tensor],
+        received: Any = None,
+        *,
+        is_counted: bool = True,
+        trains: bool = False,
+    ) -> Any:
+        """The stage's outputs: those of the model on the last stage. See `StageRouters.watching`."""
+        received = self.routers.received(received)
         inputs = forward_inputs(self.module_part.module, micro)
         is_first = not self.module_part.earlier
         if self._tokens is not None:
@@ -84,12 +95,14 @@ class StageRunner:
             self.sharded.unsharder.watch_outside_uses(),
             attention_of(micro),
             contextlib.nullcontext() if is_first else receiving(self.module_part.module, received),
+            self.routers.watching(micro, is_counted=is_counted, trains=trains),
         ):
             outputs = self._forward(inputs, micro)
         if not self._is_checked:
             self.module_part.check_taint(outputs, inputs if is_first else received)
             self._is_checked = True
-        return outputs if self._tokens is None else self._tokens.message(outputs)
+        outputs = outputs if self._tokens is None else self._tokens.message(outputs)
+        return outputs if self.is_last else self.routers.message(outputs)
 
     def _forward(self, inputs: Mapping[str, Any], micro: Mapping[str, Tensor]) -> Any:
         try:
@@ -101,12 +114,20 @@ class StageRunner:
                 error.add_note(f"(forward does not take these entries of the batch: {', '.join(ignored)})")
             raise
 
-    def summed_loss(self, micro: Mapping[str, Tensor], received: Any = None) -> tuple[Tensor, int | Tensor]:
+    def summed_loss(
+        self,
+        micro: Mapping[str, Tensor],
+        received: Any = None,
+        *,
+        is_counted: bool = True,
+        trains: bool = False,
+    ) -> tuple[Tensor, int | Tensor]:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
-        else."""
+        else. See `StageRouters.watching`."""
         loss = self.loss()
         with self.sharded.unsharder.watch_outside_uses(), self.logits():
-            result = self._call(loss, self.outputs(micro, received), micro)
+            outputs = self.outputs(micro, received, is_counted=is_counted, trains=trains)
+            result = self._call(loss, outputs, micro)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
                 "loss must return two values",
@@ -114,7 +135,8 @@ class StageRunner:
                 expected="the summed loss, which the step divides by all ranks' targets, and their number",
                 hint="return loss_sum, num_targets",
             )
-        return result
+        total, count = result
+        return self.routers.added(total, count * is_counted, trains=trains), count
 
     def _call(self, loss: Loss, outputs: Any, micro: Mapping[str, Tensor]) -> Any:
         """The loss's result. Check that a user's loss reads nothing that is sharded; and that new entries are

@@ -10,8 +10,8 @@ n counts are equal if and only if n times the sum of their squares is the square
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from plait.plan.loss_scaling import LARGEST, LossScaling, is_power_of_two
 
 _SCALE_KEYS, _SCALE_UNIT = "engine/loss_scale.", "engine/scale_unit"
 _MAX_COUNT = 2**53
+_OWN = 6  # totals, apart from those of routers
 _MODULUS = 2**12  # of counts of steps, so that float64 sums are exact for 2 ** 14 ranks
 
 
@@ -35,6 +36,8 @@ class StepResult:
     grad_norm   2-norm of the step's gradient before clipping, each element counted once
     num_tokens  targets of the step, over all micro-batches and data ranks
     skipped     loss or norm was not finite, or there was no target: weights and optimizer are unchanged
+    aux_loss    the auxiliary loss of routers, without its coefficient, if the model's configuration has one
+    expert_loads  how often each expert was chosen in the step, by the name of the layer
     exchange    under local steps: what islands have exchanged after the step. Loss, norm and targets are then
                 those of this rank's island
     """
@@ -44,6 +47,8 @@ class StepResult:
     num_tokens: int
     skipped: bool
     exchange: ExchangeResult | None = None
+    aux_loss: float | None = None
+    expert_loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,12 @@ class ProbeResult:
 
 class StepTotals:
     """The totals of a step, which are summed in one all-reduce: loss, targets, unit of the loss scale, terms
-    of the count of steps, units with late gradients."""
+    of the count of steps, units with late gradients; and those of routers."""
 
-    def __init__(self, ranks: Group, device: torch.device) -> None:
-        """`ranks`: all ranks of a step."""
+    def __init__(self, ranks: Group, device: torch.device, of_routers: int) -> None:
+        """`ranks`: all ranks of a step. `of_routers`: the number of their totals."""
         self._ranks = ranks
-        self._sums = torch.zeros(6, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(_OWN + of_routers, dtype=torch.float64, device=device)
         self._begun = 0  # steps since the engine was created or has loaded a state
 
     def begin_step(self) -> None:
@@ -96,6 +101,10 @@ class StepTotals:
         self._sums[1] += count
         return count
 
+    @property
+    def of_routers(self) -> Tensor:
+        return self._sums[_OWN:]
+
     def start_sum(self, unit: float, late: int) -> Work:
         """Start to sum over the ranks. `unit`: of the loss scale; `late`: units with late gradients."""
         count = self._begun % _MODULUS
@@ -103,17 +112,17 @@ class StepTotals:
             self._sums[index : index + 1].fill_(number)  # `sums[index] = number` would block on CUDA
         return start_all_reduce(self._sums, self._ranks)
 
-    def read(self, others: Tensor) -> tuple[list[float], float, list[float]]:
-        """Return loss, targets and unit; the number of units with late gradients; and the values of `others`,
-        for which the device is waited for as well. Clears the totals. Raises RunError or ModelError, on all
-        ranks, if ranks are in different steps or a number of targets is invalid."""
+    def read(self, others: Tensor) -> tuple[list[float], float, list[float], list[float]]:
+        """Return loss, targets and unit; the number of units with late gradients; the totals of routers; and
+        the values of `others`, for which the device is waited for as well. Clears the totals. Raises RunError
+        or ModelError, on all ranks, if ranks are in different steps or a number of targets is invalid."""
         values = torch.cat([self._sums, others]).tolist()
-        *totals, begun, of_squares, late = values[:6]
+        *totals, begun, of_squares, late = values[:_OWN]
         self.clear()
         if of_squares * self._ranks.size != begun**2:
             self._raise_steps()
         check_total_count(totals[1])
-        return totals, late, values[6:]
+        return totals, late, values[_OWN : len(self._sums)], values[len(self._sums) :]
 
     def _raise_steps(self) -> None:
         """Raise RunError: see [Note: ranks in different steps]. Collective."""

@@ -37,7 +37,7 @@ from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.shard_map import persistent_buffers
 from plait.parallel.zero.sharded_model import Root
 from plait.plan import Grid, Layout, subtract_traffic, sum_traffic
-from plait.plan.axes import LAYERS
+from plait.plan.axes import LAYERS, TOKENS
 from plait.plan.comm_log import Traffic
 from plait.plan.devices import Device
 from plait.plan.events import StageFacts
@@ -212,14 +212,15 @@ class _MicrobatchRun:
 
     @contextmanager
     def _recording(self, stage: int) -> Iterator[None]:
-        """Record the communication inside layers as the stage's. Gradients have channels of their
-        own."""
+        """Record the communication inside layers as the stage's, and that of a loss of routers. Gradients
+        have channels of their own."""
+        axes = {*LAYERS, *(() if self.stages[stage].routers.loss is None else TOKENS)}
         comm_log = self.mesh.world.comm_log
         before = comm_log.read()
         yield
         since = subtract_traffic(before, comm_log.read())
         own = {key: count for key, count in since.items() if key.axes and not key.channel}
-        self.traffic[stage].append({key: count for key, count in own.items() if {*key.axes} <= {*LAYERS}})
+        self.traffic[stage].append({key: count for key, count in own.items() if {*key.axes} <= axes})
 
 
 def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: bool) -> StageFacts:
@@ -230,5 +231,6 @@ def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: b
         output=() if packed is None else tuple(spec.nbytes for spec in packed.specs),
         gradient=() if packed is None else tuple(spec.nbytes for spec in packed.grad_specs),
         buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.module_part.module).values()),
+        totals=stage.routers.totals.numel(),
     )
     return replace(facts, exec_order=stage.sharded.unsharder.recorded_order) if gathers else facts

@@ -159,6 +159,11 @@ FORMS = {
 }
 
 
+def expert_layers(model: nn.Module) -> dict[str, int]:
+    """The numbers of experts by the names of modules that are in the form of the note above."""
+    return {name: int(m.num_experts) for name, m in model.named_modules() if hasattr(m, _DECORATED)}
+
+
 def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
     """Return the model's experts, to be divided over so many ranks. Raises ModelError for a model without
     any, or with experts that are not in the form of the note above, and PlanError if they do not divide."""

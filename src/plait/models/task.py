@@ -34,6 +34,7 @@ _OF_MODELS_LOSS = ("num_items_in_batch",)
 # Entries of a batch with tokens in dim 1.
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+ROUTER_LOSS = "_plait_router_loss"  # an attribute of models whose auxiliary loss the engine adds
 IGNORED_LABEL = -100  # not a target, as in torch.nn.functional.cross_entropy and transformers
 
 
@@ -153,6 +154,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
         check_present(model, inputs, batch)
         return inputs
     inputs |= without_cache(base)
+    inputs |= {"output_router_logits": False} if hasattr(base, ROUTER_LOSS) else {}
     has_decoder = _is_encoder_decoder(base) and task_of(model) in (Task.ALIGNED_LM, Task.NGRAM_LM)
     if (
         has_decoder

@@ -2,7 +2,8 @@
 const FACTS = { loss: format.number, validation_loss: format.number, best_validation_loss: format.number, mfu: format.percent };
 const NAMES = { tokens_per_s: "tokens/s, median", mfu: "MFU, median" };
 const CURVES = [["grad_norm", "gradient norm", format.number], ["lr", "learning rate", (value) => digits(value)],
-  ["tokens_per_s", "tokens/s", format.number], ["mfu", "MFU", format.percent], ["loss_scale", "loss scale", format.number]];
+  ["tokens_per_s", "tokens/s", format.number], ["mfu", "MFU", format.percent], ["loss_scale", "loss scale", format.number],
+  ["aux_loss", "auxiliary loss of routers", format.number], ["expert_imbalance", "largest load of an expert, of the mean", format.number]];
 
 PAGES.runs = ({ runs }, main) => {
   const several = runs.length > 1;

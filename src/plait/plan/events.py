@@ -93,6 +93,7 @@ class StageFacts:
     output      bytes of each tensor sent to the next stage
     gradient    bytes of each gradient that comes back for them
     buffers     bytes of each buffer that is broadcast from the first data rank
+    totals      numbers that are summed with the loss of a step: of the model's routers
     """
 
     layout: Layout
@@ -101,6 +102,7 @@ class StageFacts:
     output: tuple[int, ...] = ()
     gradient: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
+    totals: int = 0
 
 
 @dataclass(frozen=True)
@@ -441,9 +443,9 @@ def _boundary_events(facts: RankFacts) -> Iterator[Event]:
 
 
 def _per_step_events(facts: RankFacts) -> Iterator[Event]:
-    """Yield what is sent once: loss, targets, step count, late gradients; the norm; buffers that forward
-    changes."""
-    loss, norm = 6 * 8, (1 + 2 * facts.grid.degree(STAGES)) * 8
+    """Yield what is sent once: loss, targets, step count, late gradients, totals of routers; the norm;
+    buffers that forward changes."""
+    loss, norm = (6 + facts.stages[0].totals) * 8, (1 + 2 * facts.grid.degree(STAGES)) * 8
     roles = facts.roles
     yield from facts.calls("step", "all-reduce", [norm], *roles.one_copy, channel="reductions")
     if roles.has_islands:

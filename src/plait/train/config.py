@@ -130,6 +130,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float | None = Field(default=None, gt=0)
     clip_value: float | None = Field(default=None, gt=0)
+    router_bias_update: float | None = Field(default=None, gt=0)
     args: dict[str, Any] = {}
     groups: tuple[ParamGroupConfig, ...] = ()
 

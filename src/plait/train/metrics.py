@@ -1,10 +1,10 @@
 """The metrics of a run: progress line, metrics.jsonl and TensorBoard. Written on rank 0 only.
 
-metrics.jsonl has one object per line: for a step all of `StepMetrics` (`loss_scale` only with fp16), for an
-evaluation `step`, `validation_loss` and `validation_perplexity`, for an exchange of islands `step`,
-`exchanged_part` and `island_drift`, for every `log_every`-th step with parameter servers `step` and the
-values of `ServerMetrics`, for a save `step` and `save_pause_s`, for a warning `step` and `warning`,
-for a start from a checkpoint `step` and `resumed`.
+metrics.jsonl has one object per line: for a step all of `StepMetrics` that are not None, for an evaluation
+`step`, `validation_loss` and `validation_perplexity`, for an exchange of islands `step`, `exchanged_part` and
+`island_drift`, for every `log_every`-th step with parameter servers `step` and the values of `ServerMetrics`,
+and of a mixture `step` and `expert_loads` (by layer), for a save `step` and `save_pause_s`, for a warning
+`step` and `warning`, for a start from a checkpoint `step` and `resumed`.
 Non-finite numbers are written as null. A resumed run truncates the file to the step that it resumes from, so
 that no step is recorded twice.
 
@@ -47,7 +47,7 @@ from plait.train.run_dir import RunDir
 
 _CURVES = {
     "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",
-    "mfu_of_matmul", "skipped_steps", "loss_scale",
+    "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "expert_imbalance", "idle_experts",
 }  # fmt: skip
 _STEPS_OF_TIME_LEFT = 100  # the time left is estimated from the last steps, of which single ones may be slow
 
@@ -65,6 +65,9 @@ class StepMetrics:
     mfu_full_attention  the same, with attention counted as if it were not causal, as in other reports
     mfu_of_matmul  model FLOP/s over the measured peak of a matrix product
     loss_scale     fp16: the scale of this step's loss; None for other precisions
+    aux_loss       the auxiliary loss of routers, without its coefficient; None for models without one
+    expert_imbalance  of mixtures: the largest load of an expert over the mean of its layer
+    idle_experts      of mixtures: experts of all layers without a token in this step
     """
 
     step: int
@@ -81,6 +84,9 @@ class StepMetrics:
     mfu_of_matmul: float
     seconds: float
     loss_scale: float | None = None
+    aux_loss: float | None = None
+    expert_imbalance: float | None = None
+    idle_experts: int | None = None
 
 
 _MAX_BYTES = 1 << 32  # of metrics.jsonl: ten million steps
@@ -222,6 +228,10 @@ class Metrics:
             with self._writing():
                 self._board.add_scalar("train/island_drift", result.drift, step)
 
+    def experts(self, step: int, loads: Mapping[str, Sequence[int]]) -> None:
+        """Record how often each expert was chosen in a step."""
+        self._record({"step": step, "expert_loads": loads}, flush=False)
+
     def servers(self, step: int, values: Mapping[str, Any]) -> None:
         """Record what parameter servers have counted in the last steps, as `ServerMetrics` returns it."""
         self._record({"step": step, **values})
@@ -262,11 +272,22 @@ class Metrics:
         loss = sum(losses) / len(losses) if losses else math.nan
         speed = sum(step.tokens_per_s for step in window) / len(window)
         mfu = sum(step.mfu for step in window) / len(window)
-        return f"loss {loss:.4f} lr {last.lr:.1e} grad {last.grad_norm:.2f} {speed:,.0f} tok/s mfu {mfu:.1%}"
+        aux = "" if last.aux_loss is None else f" aux {last.aux_loss:.3f}"
+        numbers = f"loss {loss:.4f}{aux} lr {last.lr:.1e} grad {last.grad_norm:.2f}"
+        return f"{numbers} {speed:,.0f} tok/s mfu {mfu:.1%}"
 
     def _time_left(self) -> str:
         left_s = (self._steps - self._since_log[-1].step) * sum(self._seconds) / len(self._seconds)
         return f"  {time.strftime('%H:%M:%S', time.gmtime(left_s))} left" if left_s < 86400 else ""
+
+
+def expert_facts(loads: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """The values of `StepMetrics` for these loads, by layer; none without experts."""
+    used = [load for load in loads.values() if any(load)]
+    if not used:
+        return {}
+    imbalance = max(max(load) * len(load) / sum(load) for load in used)
+    return {"expert_imbalance": imbalance, "idle_experts": sum(load.count(0) for load in loads.values())}
 
 
 def perplexity(loss: float) -> float:
@@ -312,8 +333,11 @@ def _is_valid(record: Any) -> bool:
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return False
     numbers = (record[name] for name in _NUMBERS & record.keys())
+    loads = record.get("expert_loads", {})
+    if not isinstance(loads, dict) or not all(isinstance(load, list) for load in loads.values()):
+        return False
     return isinstance(record.get("warning", ""), str) and all(
-        isinstance(number, int | float | None) for number in numbers
+        isinstance(number, int | float | None) for number in chain(numbers, *loads.values())
     )
 
 

@@ -61,6 +61,7 @@ class RunDir:
     metrics = _Name("metrics.jsonl")
     tensorboard = _Name("tensorboard")
     picture = _Name("loss.png")
+    experts = _Name("experts.png")  # loads of a mixture's experts
     clocks = _Name("clocks.png")  # of the workers of parameter servers
     measured = _Name("measured.json")  # memory and traffic of the ranks, for `plait explain`
     stacks = _Name("stacks")  # stack traces of hung ranks, and during training each rank's status

@@ -30,8 +30,12 @@ from plait.train.run_dir import RunDir
 if TYPE_CHECKING:
     from plait.estimate.explain import Explanation
 
-_CURVES = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "tokens", "seconds")
+_CURVES = (
+    "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "aux_loss", "expert_imbalance", "tokens",
+    "seconds",
+)  # fmt: skip
 _MOST_EVENTS = 1000  # the last ones
+_MOST_LAYERS, _MOST_EXPERTS = 8, 16  # in a picture
 
 
 def estimated_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
@@ -106,6 +110,32 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     )
     drawn = tuple(curve for curve in curves if curve.points)
     draw_figures([Figure("training", *losses, drawn)], "", picture)
+
+
+def draw_experts(metrics: Path, picture: Path) -> bool:
+    """Draw the loads of experts over steps, from metrics.jsonl, for at most `_MOST_LAYERS` layers: of each
+    expert; of many ones the least, median and largest. Return False, and draw nothing, without experts."""
+    records = ThinnedRecords(())
+    for record in read_metrics(metrics):
+        if record.get("expert_loads"):
+            records.add(record)
+    layers = records.last.get("expert_loads", {})
+    figures = []
+    for layer in [*layers][:: -(-len(layers) // _MOST_LAYERS) or 1]:
+        loads = [(record["step"], record["expert_loads"].get(layer, ())) for record in records]
+        names = [f"expert {number}" for number in range(len(layers[layer]))]
+        shares = [
+            (at, [n * len(of) / sum(of) for n in of]) for at, of in loads if len(of) == len(names) and any(of)
+        ]
+        if len(names) > _MOST_EXPERTS:
+            names = ["least", "median", "largest"]
+            shares = [(at, [min(of), median(of), max(of)]) for at, of in shares]
+        curves = (Curve(name, tuple((at, of[n]) for at, of in shares)) for n, name in enumerate(names))
+        axes = Axis("step"), Axis("load, of the mean")
+        figures.append(Figure(layer, *axes, tuple(curve for curve in curves if curve.points)))
+    if figures:
+        draw_figures(figures, "", picture)
+    return bool(figures)
 
 
 def draw_clocks(metrics: Path, picture: Path) -> None:

@@ -54,12 +54,13 @@ from plait.train.export import DTYPES, export, generate
 from plait.train.heartbeat import Heartbeat
 from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.measurements import StepRecorder, write_measured
-from plait.train.metrics import Metrics, PeakFlops, StepMetrics, read_metrics
+from plait.train.metrics import Metrics, PeakFlops, StepMetrics, expert_facts, read_metrics
 from plait.train.optimizer import lr_lambda
 from plait.train.prepare import ResolvedRun
 from plait.train.resume import load_newest
 from plait.train.run_report import (
     draw_clocks,
+    draw_experts,
     draw_losses,
     estimated_memory,
     largest_memory,
@@ -291,6 +292,8 @@ class Trainer:
             metrics.step(step_metrics)
             if result.exchange is not None:
                 metrics.exchange(self._step, result.exchange)
+            if result.expert_loads and _due(before, self._step, config.log_every, config.steps):
+                metrics.experts(self._step, result.expert_loads)
             if parts.servers is not None and _due(before, self._step, config.log_every, config.steps):
                 metrics.servers(self._step, parts.servers.since_last())
             if self._step == parts.first_step + 1:  # from here on the optimizer has states
@@ -391,6 +394,8 @@ class Trainer:
             mfu_of_matmul=causal_flops / possible_matmul,
             seconds=seconds,
             loss_scale=loss_scale,
+            aux_loss=result.aux_loss,
+            **expert_facts(result.expert_loads),
         )
 
     def _agree_on_requests(
@@ -511,6 +516,7 @@ class Trainer:
         console.print(memory_table(estimated_memory(self._recipe, engine), engine.memory(), ranks))
         with writing("cannot write a plot", run.picture):
             draw_losses(run.metrics, run.picture)
+            has_experts = draw_experts(run.metrics, run.experts)
             if engine.plan.num_servers:
                 draw_clocks(run.metrics, run.clocks)
         # The export from before a resume, and partial exports of a process that was killed.
@@ -523,6 +529,7 @@ class Trainer:
             "TensorBoard": run.tensorboard,
             "metrics": run.metrics,
             "loss": run.picture,
+            **({"loads of experts": run.experts} if has_experts else {}),
             **({"workers' clocks": run.clocks} if engine.plan.num_servers else {}),
         }
         for name, path in outputs.items():

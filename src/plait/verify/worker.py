@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from plait.engine.reference import Tolerances, relative_errors
 from plait.engine.spec import Arguments, validate
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import vocabulary_size
+from plait.models.routers import router_loss
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import AXES, Grid, Plan, Traffic, subtract_traffic
@@ -157,8 +159,10 @@ class Verifier:
             world.store.wait_for(_REFERENCE_READY)  # may take longer than a step's timeout
             _train(case, spec, engine, None)
             return None
-        islands = engine.plan.num_islands
-        expected, tolerances = self._reference(case, spec, products, weights, (islands, 1))
+        division = (engine.plan.dp, engine.plan.micro)
+        of_tokens = case.packed or spec.loss is not None or router_loss(engine.model) is None
+        first = (engine.plan.num_islands, 1) if of_tokens else division
+        expected, tolerances = self._reference(case, spec, products, weights, first)
         world.store.set(_REFERENCE_READY)
         comparator = Comparator(case, expected, tolerances)
         verdict = _train(case, spec, engine, comparator)
@@ -168,8 +172,7 @@ class Verifier:
             if problem := leak.problem(case.dtype):
                 return replace(verdict, outcome=Outcome.DIFFERS, message=problem)
             return verdict
-        division = (engine.plan.dp, engine.plan.micro)
-        if verdict.outcome is Outcome.SAME or division == (islands, 1):
+        if verdict.outcome is Outcome.SAME or division == first:
             return verdict
         is_divided = comparator.matches(*self._reference(case, spec, products, weights, division))
         return replace(verdict, message=DEPENDS_ON_DIVISION) if is_divided else verdict
@@ -325,6 +328,9 @@ def _run_reference(
     parts = documents_alone if case.packed else partial(divide, num_parts=micros)
     data = [[parts(share) for share in divide(batch, shares)] for batch in batches]
     last = documents_alone(evaluated) if case.packed else [evaluated]
+    if spec.loss is None and router_loss(model) is not None and not case.packed:  # of all ranks' tokens
+        data = [[joined(of_step)] for of_step in data]
+        last = joined([divide(share, micros) for share in divide(evaluated, shares)])
     trajectory = train_reference(model, weights, data, last, precision, spec.loss, case.local)
     if case.dtype == "float64" or case.tolerance is not None:
         return trajectory, Tolerances(case.base_tolerance)
@@ -340,6 +346,12 @@ def _run_reference(
             hint="--dtype float64",
         )
     return trajectory, Tolerances(case.base_tolerance, noise=noise, step_noise=step_noise)
+
+
+def joined(shares: Sequence[Sequence[Mapping[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    """The micro-batches that data ranks have at the same time, each as one."""
+    of_all = ([micro for micro in micros if micro] for micros in zip_longest(*shares))
+    return [{key: torch.cat([micro[key] for micro in micros]) for key in micros[0]} for micros in of_all]
 
 
 def locate_mismatches(expected: Mapping[str, Tensor], engine: Engine, *, tolerance: float) -> dict[str, str]:

@@ -1,0 +1,79 @@
+"""The auxiliary loss of routers as a model's own code computes it."""
+
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from plait.engine.spec import Arguments, validate
+from plait.errors import ConfigError, ModelError, PlanError
+from plait.models.routers import router_loss
+from support import hf_models
+
+IDS = torch.arange(10).view(2, 5)
+
+
+def _mixtral(**more: Any) -> Any:
+    return hf_models.model_of("mixtral", on_meta=False, exact=False, output_router_logits=True, **more)
+
+
+def test_sizes_and_coefficient_are_those_of_the_models_forward() -> None:
+    found = router_loss(_mixtral(router_aux_loss_coef=0.3))
+    assert found is not None
+    assert (found.number, found.chosen, found.coefficient, found.masks) == (4, 2, 0.3, True)
+    assert [*found.routers] == ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert router_loss(hf_models.model_of("mixtral")) is None
+
+
+def test_a_step_has_the_loss_that_the_model_returns() -> None:
+    """In float32, of an unmodified model, in training and in evaluation; and its state is its own."""
+    model = _mixtral(router_aux_loss_coef=0.3)
+    batch = {"input_ids": IDS, "labels": IDS}
+    with torch.no_grad():
+        expected = model(**batch)
+    engine = plait.parallelize(model, "dp=1", router_bias_update=None)
+    evaluated = engine.evaluate(batch)
+    assert evaluated.loss_sum / evaluated.num_tokens == pytest.approx(float(expected.loss), rel=1e-6)
+    result = engine.step(batch)
+    assert result.loss == pytest.approx(float(expected.loss), rel=1e-6)
+    assert result.aux_loss == pytest.approx(float(expected.aux_loss), rel=1e-6)
+    assert {name: sum(load) for name, load in result.expert_loads.items()} == dict.fromkeys(
+        ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"), IDS.numel() * 2
+    )
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text"])
+def test_another_formula_is_refused_by_the_models_name(family: str) -> None:
+    model: Any = hf_models.model_of(family)
+    model.config.output_router_logits = True
+    with pytest.raises(ModelError, match="auxiliary router loss is not known") as caught:
+        plait.parallelize(model, "dp=1")
+    assert type(model).__name__ in str(caught.value)
+
+
+def test_logits_of_other_tokens_are_refused() -> None:
+    model = _mixtral()
+    engine = plait.parallelize(model, "dp=1")
+    gate = model.model.layers[0].mlp.gate
+    own = gate.forward
+    gate.forward = MethodType(lambda _, x: tuple(part[1:] for part in own(x)), gate)
+    with pytest.raises(ModelError):
+        engine.step({"input_ids": IDS, "labels": IDS})
+
+
+def test_a_loss_of_ones_own_reads_the_models_auxiliary_loss() -> None:
+    engine = plait.parallelize(_mixtral(), "dp=1", loss=lambda outputs, _: (outputs.aux_loss, 1))
+    result = engine.step({"input_ids": IDS})
+    assert result.loss > 1
+    assert result.aux_loss is None
+
+
+def test_biases_that_cannot_be_updated_are_refused() -> None:
+    with pytest.raises(ConfigError, match="have no biases to update"):
+        plait.parallelize(hf_models.model_of("mixtral"), "dp=1", router_bias_update=0.001)
+    with pytest.raises(PlanError, match="biases of routers are not updated"):
+        validate(Arguments(hf_models.model_of("deepseek_v3"), "dp=2 local_steps=4", router_bias_update=0.001))
+    with pytest.raises(ConfigError, match="router_bias_update is not a valid limit"):
+        plait.parallelize(hf_models.model_of("deepseek_v3"), "dp=1", router_bias_update=0.0)
