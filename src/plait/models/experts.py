@@ -56,12 +56,11 @@ def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
 
 
 def divide_over_columns(plan: TPPlan, model: nn.Module, found: Iterable[Experts], ranks: int) -> TPPlan:
-    """Return the plan in which each column has other experts, where those of each of `ranks` divide by the
-    columns; there tokens are sent once. Elsewhere columns have parts of each expert."""
+    """Return the plan in which each column has other experts, so that tokens are sent once, of the modules
+    where those of each of `ranks` divide by the columns. Elsewhere columns have parts of each expert."""
     for experts in found:
-        if plan.cols > 1 == plan.rows and experts.number % (ranks * plan.cols) == 0:
-            dims = {name: model.get_parameter(name).ndim for name in experts.parameters}
-            plan = plan.with_own_experts(experts.name, dims, experts.number, ranks)
+        dims = {name: model.get_parameter(name).ndim for name in experts.parameters}
+        plan = plan.with_own_experts(experts.name, dims, experts.number, ranks)
     return plan
 
 
