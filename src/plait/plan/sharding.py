@@ -306,7 +306,7 @@ class TPPlan:
 
     def with_own_experts(self, module: str, dims: Mapping[str, int], number: int, ranks: int) -> "TPPlan":
         """The plan in which each column has other experts of a module; unchanged if they do not divide.
-        `dims`: of its parameters, with an expert in each element of dim 0. `ranks`: they divide these first."""
+        `dims`: of its parameters, with an expert in each element of dim 0. `ranks`: divide these first."""
         own, rest = divmod(number, ranks * self.cols)
         if rest or self.cols == 1 or self.rows > 1:
             return self
