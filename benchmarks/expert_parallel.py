@@ -2,12 +2,12 @@
 
     python benchmarks/expert_parallel.py [--ranks 4] [--tokens 256 2048] [--rounds 9] [--transport gloo]
 
-A Mixtral with two layers of 16 experts, two for each token, 13.1 M parameters; so many tokens on every rank,
-with one thread each. Routers choose by a token's number, so that every expert gets as many. The contenders live in the same
-processes and take turns; a time is that of the slowest rank, of a step with fused AdamW in float32. The
-yardstick is the step of the first one with a copy in place of each all-to-all: what a rank receives is what
-it has sent. transformers has its own expert parallelism over Gloo, by `DistributedConfig`, with FSDP2 for
-all else.
+A Mixtral with two layers of 16 experts, two for each token, 13.2 M parameters; so many tokens on every rank,
+with one thread each. Routers choose by a token's number, so that every expert gets as many. The contenders
+live in the same processes and take turns; a time is that of the slowest rank, of a step with fused AdamW in
+float32. The yardstick is the step of expert parallelism with a copy in place of each all-to-all: what a rank
+receives is what it has sent. transformers has its own expert parallelism over Gloo, by `DistributedConfig`,
+with FSDP2 for all else.
 
   processor_ms of a rank's process, for machines with other work; of_copied is its ratio to the yardstick
   comm_ms      of the training thread, including the time in which it waits for other ranks
@@ -20,7 +20,6 @@ import argparse
 import os
 import statistics
 import sys
-import types
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,7 @@ import tensor_peers
 from context_parallel import measured
 from llama import Batch, Llama, weights_folder
 from plait.bench.report import machine
-from plait.comm import Group, World, all_reduce, connect
+from plait.comm import World, all_reduce, connect
 from plait.parallel.experts import dispatch
 from tensor_parallel import ours
 from tensor_peers import Contender
@@ -85,7 +84,7 @@ def copied(contender: Contender) -> Contender:
     return replace(contender, name=COPIED, step=step)
 
 
-def _copy(outs: Sequence[Tensor], parts: Sequence[Tensor], _: Group, *, label: str) -> None:
+def _copy(outs: Sequence[Tensor], parts: Sequence[Tensor], *_: Any, **__: Any) -> None:
     for out, part in zip(outs, parts, strict=True):
         out.copy_(part)
 

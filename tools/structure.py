@@ -55,7 +55,7 @@ BUDGETS = {
     "models": 9310,
     "optim": 1460,
     "pages": 275,
-    "parallel": 14060,
+    "parallel": 14090,
     "plan": 6700,
     "planner": 4345,
     "server": 2250,

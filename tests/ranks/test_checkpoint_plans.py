@@ -346,6 +346,7 @@ EXPERT_PLANS = (
     "pp=2 dp=2 ep=2 zero=2 micro=2",
     "dp=4 ep=2 zero=1 shard=2",
     "dp=4 ep=2",
+    "dp=2 ep=2 tp=2 zero=1",
 )
 
 

@@ -171,8 +171,6 @@ def validate(
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
     tensor = _tensor_plan(model, plan, blocks, with_layout(given.tensor_plan, given.layout), example)
     stages = _stages(model, plan, blocks, schedule, example, given.loss)
-    experts = _experts(model, plan, stages) if plan.ep > 1 else ()
-    tensor = divide_over_columns(tensor, model, experts, plan.ep)
     if given.probe:
         plan.check_no_servers("probe")
     if given.weights is not None and not all(parameter.is_meta for parameter in model.parameters()):
@@ -197,7 +195,7 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
-        experts=experts,
+        experts=_experts(model, plan, stages) if plan.ep > 1 else (),
         routers=routers,
     )
 
@@ -375,9 +373,11 @@ def _tensor_plan(
     """How layers are sharded. On a 1x1 grid any model will do, but a given tensor_plan is still checked."""
     if plan.rows == plan.cols == 1 and given is None:
         return TPPlan(1, 1)
-    return build_tp_plan(
+    tensor = build_tp_plan(
         model, plan.rows, plan.cols, sequence=plan.sp, blocks=blocks, given=given, batch=batch
     )
+    experts = experts_of(model, plan.ep) if plan.ep > 1 else ()
+    return divide_over_columns(tensor, model, experts, plan.ep)
 
 
 def _groups(given: Iterable[Any] | None) -> list[Mapping[str, Any]] | None:

@@ -189,12 +189,12 @@ def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
 
 
 def divide_over_columns(plan: TPPlan, model: nn.Module, found: Iterable[Experts], ranks: int) -> TPPlan:
-    """Return the plan in which each column has other experts, where those of each of `ranks` are in one tensor
-    and divide by the columns; there tokens are sent once. Elsewhere columns have parts of each expert."""
+    """Return the plan in which each column has other experts, so that tokens are sent once, of the modules
+    that have those of each of `ranks` in one tensor, divisible by the columns. Elsewhere columns have parts
+    of each expert."""
     for experts in found:
         own = {name: model.get_parameter(name) for name in experts.parameters}
-        is_fused = all(len(parameter) == experts.number for parameter in own.values())
-        if is_fused and plan.cols > 1 == plan.rows and experts.number % (ranks * plan.cols) == 0:
+        if all(len(parameter) == experts.number for parameter in own.values()):
             dims = {name: parameter.ndim for name, parameter in own.items()}
             plan = plan.with_own_experts(experts.name, dims, experts.number, ranks)
     return plan

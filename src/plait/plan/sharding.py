@@ -305,10 +305,11 @@ class TPPlan:
         )
 
     def with_own_experts(self, module: str, dims: Mapping[str, int], number: int, ranks: int) -> "TPPlan":
-        """The plan in which each column has other experts of a module, complete ones. `dims`: numbers of dims
-        of its parameters, which have an expert in each element of dim 0; `ranks`: each has a range of the
-        experts, of which a column takes its part."""
-        own = number // (ranks * self.cols)
+        """The plan in which each column has other experts of a module; unchanged if they do not divide.
+        `dims`: of its parameters, with an expert in each element of dim 0. `ranks`: divide these first."""
+        own, rest = divmod(number, ranks * self.cols)
+        if rest or self.cols == 1 or self.rows > 1:
+            return self
         starts = [[(rank * self.cols + col) * own for rank in range(ranks)] for col in range(self.cols)]
         over_col = DimSharding(FEATURES, tuple(tuple((at, at + own) for at in of) for of in starts))
         sharded = [ParamSharding(key, (over_col, *[None] * (dims[key] - 1))) for key in dims]
