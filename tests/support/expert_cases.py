@@ -133,12 +133,13 @@ def drawn(number: int) -> Case:
         other = _plan(rng, rng.choice([1, 2, ep]), most_ranks) if rng.random() < 0.2 else ""
         if plan is None or other is None:
             continue
+        family, routing = rng.choice([*FAMILIES]), rng.choice(ROUTINGS)
         return Case(
             plan,
-            rng.choice([*FAMILIES]),
+            family,
             experts,
             rng.choice([1, 2, 2, 3, experts]),
-            rng.choice(ROUTINGS),
+            "own" if family == "gpt_oss" and routing == "no expert" else routing,  # which it does not know
             other,
             rng.choice(FROZEN),
             tied=rng.random() < 0.2,
