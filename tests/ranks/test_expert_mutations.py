@@ -71,7 +71,7 @@ def _filled(value: float) -> Callable[..., Tensor]:
 
     def new_zeros(self: Tensor, *shape: Any, **options: Any) -> Tensor:
         caller = sys._getframe(1).f_code
-        fills = caller.co_filename == dispatch.__file__ and caller.co_name == "__call__"
+        fills = caller.co_filename == dispatch.__file__ and caller.co_name != "_computed"
         return self.new_full(shape, value) if fills else _new_zeros(self, *shape, **options)
 
     return new_zeros
@@ -117,12 +117,12 @@ def _weighted_twice(self: Any, module: nn.Module, x: Tensor, experts: Tensor, we
     return _call(self, module, x, experts, weights * weights)
 
 
-def _shared_summed(model: nn.Module, layers: Any, group: Any) -> None:
-    """Shared experts as a part of what is summed over the ranks of ep."""
-    _distribute(model, layers, group)
+def _shared_summed(model: nn.Module, *given: Any) -> None:
+    """Shared experts as a part of what is summed over the two ranks of ep."""
+    _distribute(model, *given)
     for name, module in model.named_modules():
         if name.endswith("shared_expert"):
-            module.register_forward_hook(lambda _module, _args, output: output * group.size)
+            module.register_forward_hook(lambda _module, _args, output: output * 2)
 
 
 # --- norms, updates and states
@@ -208,7 +208,7 @@ MUTATIONS = {
         _without_row_of_zeros,
         {ENDS},
         replace(UNUSED, routing="first half"),
-        "DeepSpeed#5066 DeepSpeed#7461 DeepSpeed#4808 Megatron-LM#4851 Automodel#3680",
+        "DeepSpeed #4808, #5066, #7461; Megatron-LM #4851; Automodel #3680",
     ),
     "rows of no expert uninitialised": Mutation(
         torch.Tensor,
@@ -216,7 +216,7 @@ MUTATIONS = {
         _filled(float("nan")),
         ALL,
         NO_EXPERT,
-        "transformers#48205 transformers#45621",
+        "transformers #45621, #48205",
     ),
     "rows of no expert in the router's gradient": Mutation(
         torch.Tensor,
@@ -224,42 +224,42 @@ MUTATIONS = {
         _filled(1.0),
         GRADIENTS,
         NO_EXPERT,
-        "transformers#48687 transformers#48689",
+        "transformers #48687, #48689",
     ),
     "gradients of experts times the ranks of ep": Mutation(
         LAYER,
         "_computed",
         _scaled(1),
         {EXPERTS, NORM},
-        others="DeepSpeed#5618 DeepSpeed#6545 DeepSpeed#6546 DeepSpeed#5259 megablocks#20 pytorch#160285 "
-        "torchtitan#1551 Megatron-LM#5956 Megatron-LM#7160",
+        others="DeepSpeed #4957, #5259, #5618, #6545, #6546; megablocks #20; pytorch #160285; "
+        "torchtitan #1551, #3604; Megatron-LM #5956, #7160",
     ),
     "gradients of experts divided by the ranks of ep": Mutation(
-        LAYER, "_computed", _scaled(-1), {EXPERTS, NORM}, others="megablocks#86"
+        LAYER, "_computed", _scaled(-1), {EXPERTS, NORM}, others="megablocks #86"
     ),
     "gradients of experts read as zeros": Mutation(
-        LAYER, "_computed", _scaled(-1000), {EXPERTS, NORM}, others="pytorch#190745 pytorch#190747"
+        LAYER, "_computed", _scaled(-1000), {EXPERTS, NORM}, others="pytorch #190745, #190747"
     ),
     "gradients of other experts added": Mutation(
-        Roles, "replicas", _without_kind, {EXPERTS, NORM}, others="Megatron-LM#5916"
+        Roles, "replicas", _without_kind, {EXPERTS, NORM}, others="Megatron-LM #5916"
     ),
     "gradients of the same experts not added": Mutation(
-        Roles, "replicas", _without_replicas, {RANKS}, COPIES, "Megatron-LM#5916 fairseq#4220"
+        Roles, "replicas", _without_replicas, {RANKS}, COPIES, "Megatron-LM #5916; fairseq #4220"
     ),
     "weights without a gradient": Mutation(
         LAYER,
         "__call__",
         _detached,
         GRADIENTS,
-        others="transformers#48205 torchtitan#2416 Automodel#2995 Automodel#2092",
+        others="transformers #48205; torchtitan #2416; Automodel #2092, #2995",
     ),
     "gradients of columns not summed below experts": Mutation(
         ParallelExperts,
         "_copy_to_group",
         lambda _, value: value,
         GRADIENTS,
-        replace(OWN, plan="dp=2 ep=2 tp=2 precision=fp64"),
-        "torchtitan#4054 torchtitan#1805 torchtitan#1878",
+        replace(OWN, plan="dp=2 tp=2 precision=fp64"),
+        "torchtitan #1805, #1878, #4054",
     ),
     "shared experts summed over ranks": Mutation(
         build,
@@ -267,10 +267,10 @@ MUTATIONS = {
         _shared_summed,
         ALL,
         replace(OWN, family="qwen2_moe"),
-        "sglang#35535 sglang#31475 sglang#26845",
+        "sglang #26845, #31475, #35535",
     ),
     "norm of this rank's experts": Mutation(
-        Roles, "one_copy", property(_own_norm), {RANKS}, others="Automodel#3816"
+        Roles, "one_copy", property(_own_norm), {RANKS}, others="Automodel #3816; fastmoe #169"
     ),
     "norm of a rank's range": Mutation(
         Roles,
@@ -278,7 +278,7 @@ MUTATIONS = {
         property(_norm_of_ranges),
         {RANKS},
         replace(COPIES, plan="dp=4 ep=2 zero=1 precision=fp64"),
-        "DeepSpeed#8613",
+        "DeepSpeed #8613",
     ),
     "norm without experts": Mutation(
         UnitGroups,
@@ -286,16 +286,16 @@ MUTATIONS = {
         _counted(experts=False),
         {NORM},
         replace(OWN, plan="dp=2 ep=2 tp=2 precision=fp64"),
-        "Megatron-LM#5916 Megatron-LM#6470",
+        "Megatron-LM #5916, #6470",
     ),
     "norm as a mean of norms": Mutation(
-        sharded_model, "all_reduce", _mean_norm, {NORM}, others="DeepSpeed#8475 DeepSpeed#8478 DeepSpeed#5259"
+        sharded_model, "all_reduce", _mean_norm, {NORM}, others="DeepSpeed #5259, #8475, #8478"
     ),
     "dense units counted by all ranks of ep": Mutation(
         UnitGroups, "build", _counted(experts=True, dense=True), {NORM}
     ),
     "experts without tokens not decayed": Mutation(
-        torch.optim.AdamW, "step", _skipping, {LATER}, UNUSED, "Automodel#2995"
+        torch.optim.AdamW, "step", _skipping, {LATER}, UNUSED, "Automodel #2995"
     ),
     "moments lost under another ep": Mutation(
         ShardedState,
@@ -303,7 +303,7 @@ MUTATIONS = {
         _states_of_places,
         {LATER},
         replace(OWN, then="dp=4 ep=4 precision=fp64"),
-        "the README of Megatron Core's experts",
+        "Megatron Core, its README",
     ),
 }
 
@@ -357,6 +357,14 @@ def test_a_defect_changes_the_numbers_of_its_row(pool: Pool, mutation: str, tmp_
     ours = expert_cases.trace_of(pool, row.case, tmp_path, _mutated, mutation)
     expected = programs.one_process_task(row.case.task, ours.first_weights, 1)
     assert _differing(ours, expected) == row.differs
+
+
+def test_the_page_has_a_row_for_each_of_them() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    listed = {cells[-1].removesuffix(" |"): cells[0].removeprefix("| ") for cells in rows}
+    for name, row in MUTATIONS.items():
+        assert listed.get(name) == row.others or not row.others, name
 
 
 @pytest.mark.parametrize("case", {row.case: None for row in MUTATIONS.values()})

@@ -148,6 +148,9 @@ HARD = {
     "padded rows": replace(OWN, padded=True, family="deepseek_v3"),
     "frozen experts": replace(OWN, frozen="experts"),
     "frozen routers": replace(OWN, frozen="gate|router", plan="dp=4 ep=2 zero=3 precision=fp64"),
+    "experts with biases, over columns": replace(
+        OWN, family="gpt_oss", plan="dp=2 ep=2 tp=2 zero=1 precision=fp64"
+    ),
     "a stage without experts": replace(
         OWN, family="deepseek_v3", plan="dp=2 ep=2 pp=2 stages=1,3 zero=1 micro=2 precision=fp64"
     ),
