@@ -129,7 +129,7 @@ def _shared_summed(model: nn.Module, *given: Any) -> None:
 
 
 def _counted(experts: bool, dense: bool | None = None) -> Any:
-    """Whether a rank's units are counted in the norm, by their kind; None: as they are."""
+    """Groups whose units a rank counts in the norm, or not, by their kind; None: as they are."""
 
     def groups(cls: Any, mesh: Any, plan: Any, kind: UnitKind) -> UnitGroups:
         built, counts = _build(mesh, plan, kind), experts if kind is UnitKind.EXPERT else dense
@@ -327,7 +327,7 @@ def _before_clipping(trace: programs.Trace) -> dict[str, Tensor]:
 
 
 def _differing(ours: programs.Trace, expected: programs.Trace) -> set[str]:
-    """What differs in the first step; if nothing does, whether anything does later."""
+    """Names of what differs in the first step; if nothing does, check that something does later."""
     mine, theirs = (_before_clipping(trace) for trace in (ours, expected))
     scale = max(float(gradient.abs().max()) for gradient in theirs.values())
     first = {
