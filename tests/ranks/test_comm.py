@@ -1,6 +1,7 @@
 """The verbs against what they say, and the world's agreements."""
 
 import math
+import random
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from plait.comm import (
     reduce_scatter_list,
     sends_narrow,
     start_all_reduce,
+    start_all_to_all_list,
     start_exchange,
     start_scattered_sum,
 )
@@ -132,6 +134,41 @@ def test_lists_of_tensors_may_differ_in_size(pool: Pool, transport: str, ranks: 
             assert torch.equal(outs[source], _values(source, 2 * (source + rank))[::2])
             assert torch.equal(gathered[source], _values(source, 3 * source).view(source, 3))
         assert own.tolist() == [math.prod(r + rank + 1 for r in range(ranks))] * (rank + 1)
+
+
+def _random_lists(seed: int) -> None:
+    """Exchanges of rows with random counts, most of them 0, up to two under way; checks the results."""
+    group, chance = connect().group, random.Random(seed)  # alike on all ranks
+    under_way = []
+    for number in range(30):
+        most = chance.choice([0, 1, 5, 3000])
+        counts = [
+            [chance.choice([0, 0, chance.randint(0, most)]) for _ in range(group.size)]
+            for _ in range(group.size)
+        ]
+        dtype, width = chance.choice([torch.float64, torch.bfloat16, torch.int64]), chance.choice([1, 7])
+        rows = [
+            [
+                torch.full((count, width), 7 * number + 3 * source + to).to(dtype)
+                for to, count in enumerate(of)
+            ]
+            for source, of in enumerate(counts)
+        ]
+        received = torch.full((sum(of[group.rank] for of in counts), width), -1).to(dtype)
+        sent = torch.cat(rows[group.rank])
+        outs = received.split([of[group.rank] for of in counts])
+        work = start_all_to_all_list(outs, sent.split(counts[group.rank]), group, label="rows")
+        under_way.append((work, received, torch.cat([of[group.rank] for of in rows])))
+        while len(under_way) > number % 2:
+            work, got, expected = under_way.pop(0)
+            work.wait()
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("transport", ["host", "gloo"])
+def test_lists_of_random_and_empty_tensors_arrive(pool: Pool, transport: str, ranks: int) -> None:
+    pool.over(transport).run(_random_lists, ranks, ranks)
 
 
 def _starts_of_exchanges() -> tuple[list[list[str]], list[torch.Tensor]]:

@@ -16,7 +16,7 @@ from plait.errors import PlaitError
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, explain
 from plait.plan import MemoryUse, Plan, subtract_traffic, sum_traffic
-from plait.plan.comm_log import Traffic
+from plait.plan.comm_log import CommCount, CommKey, Traffic
 from support import hf_models, programs, routed_experts
 from support.pool import Pool
 
@@ -120,6 +120,10 @@ CASES = [
     ("mixture", "dp=2 ep=2 pp=2 zero=1 micro=2 reduce=bf16", "gloo"),
     ("router-loss", "dp=2 ep=2 micro=2 recompute=full", "host"),
     ("router-loss", "dp=2 pp=2 micro=2", "gloo"),
+    ("mixture", "dp=2 ep=2 zero=3 micro=3 accumulate=sharded prefetch=0", "host"),
+    ("mixture", "dp=4 ep=2 shard=2 zero=2 accumulate=unsharded micro=2 recompute=full", "gloo"),
+    ("mixture", "dp=2 ep=2 tp=2 pp=2 zero=1 micro=2 schedule=zb-h1", "host"),
+    ("mixture", "dp=3 ep=1 zero=1 micro=2", "host"),
     ("llama-tied", "tp=2", "gloo"),
     ("llama", "tp=4 recompute=selective micro=2", "host"),
     ("gpt2", "tp=2x2 recompute=full", "host"),
@@ -141,10 +145,44 @@ CASES = [
 ]
 
 
+# All-to-alls of a layer and a micro-batch, and those of them that send rows, by whether it is recomputed.
+EXCHANGES = {"none": (5, 4), "full": (8, 6)}
+
+
+@pytest.mark.parametrize("recompute", EXCHANGES)
+@pytest.mark.parametrize(
+    ("plan", "copies"),
+    [
+        ("dp=2 ep=2", 1),
+        ("dp=4 ep=2", 2),
+        ("dp=4 ep=4", 1),
+        ("dp=4 ep=2 micro=2", 2),
+        ("dp=2 ep=2 micro=3", 1),
+    ],
+)
+def test_experts_send_the_bytes_and_messages_of_the_formulas(
+    pool: Pool, plan: str, copies: int, recompute: str
+) -> None:
+    """Those of docs/experts.md, under "Bytes", and the counts of each expert."""
+    words = Plan.parse(plan)
+    exchanges, rows = EXCHANGES[recompute]
+    model, peers, layers = model_of("mixture"), words.ep - 1, 2
+    tokens, hidden, experts, choices = BATCH * SEQUENCE, 48, 4, 2
+    numel = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name) // words.ep
+    counts = (1 if recompute == "none" else 2) * peers * (1 + experts // words.ep) * 8
+    sent = rows * peers * tokens * choices // words.ep * hidden * 4 + counts
+    for traffic, _ in pool.run(said, words.num_ranks, "mixture", f"{plan} recompute={recompute}"):
+        times = layers * words.micro
+        assert traffic[CommKey(("ep",), "", "messages")] == CommCount(exchanges * times, sent * times)
+        reduced = [count for key, count in traffic.items() if key.axes == ("replicate",)]
+        assert sum(count.num_bytes for count in reduced) == (numel * 4 if copies > 1 else 0)
+
+
 WORDS = {
     "pp": "1 1 2",
     "tp": "1 1 2 4 2x1 2x2",
     "dp": "1 2 2 3 4",
+    "ep": "1 1 2 2 4",
     "sp": "false false true",
     "zero": "0 1 2 3 3 3",
     "shard": "0 0 1 2",
@@ -169,7 +207,7 @@ def sampled(number: int) -> tuple[str, str, str]:
         words = {key: random_words.choice(options.split()) for key, options in WORDS.items()}
         kept = {key: word for key, word in words.items() if random_words.random() < 0.7}
         plan = " ".join(f"{key}={word}" for key, word in kept.items())
-        name = random_words.choice(["llama", "llama-tied", "gpt2", "plain"])
+        name = random_words.choice(["llama", "llama-tied", "gpt2", "plain", "mixture"])
         if name == "plain" and {"tp", "pp"} & kept.keys():  # what is between its blocks is no stage's
             continue
         try:

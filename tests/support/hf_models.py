@@ -86,6 +86,12 @@ OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "qwen2_moe": {  # a shared expert with a gate
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 24,
+    },
     "gemma3_text": {  # windows, and norms of queries and keys
         "head_dim": 12,
         "query_pre_attn_scalar": 12,
