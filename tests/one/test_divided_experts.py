@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plait.engine.spec import Arguments, validate
-from plait.errors import ConfigError, PlaitError
+from plait.errors import PlaitError
 from plait.estimate.explain import explain
 from plait.models import token_batch
 from plait.plan import Plan
@@ -52,13 +52,6 @@ def test_experts_of_several_stages_are_refused() -> None:
     validate(Arguments(model, Plan.parse(PLAN)))
     with pytest.raises(PlaitError, match="experts that blocks of several stages share"):
         validate(Arguments(model, Plan.parse(f"{PLAN} pp=2 micro=2")))
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Muon, torch.optim.Adafactor])
-def test_optimizers_of_full_tensors_are_refused(optimizer: type[torch.optim.Optimizer]) -> None:
-    given = Arguments(hf_models.model_of("mixtral"), Plan.parse(PLAN), optimizer=optimizer)
-    with pytest.raises(ConfigError, match="ep=2"):
-        explain(given, token_batch(2, 8))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ class FileKeys:
 
 
 class _Conversion(NamedTuple):
-    """What a converter of transformers does with the tensors of its sources: see FileKeys."""
+    """The operations of a converter of transformers on the tensors of its sources: see FileKeys."""
 
     sources: Sequence[str]
     stacks: bool
