@@ -1,5 +1,5 @@
-"""What belongs to all tokens of a micro-batch or a step and not to a rank's: the auxiliary loss of routers,
-the loads of experts, and the biases that follow from these.
+"""Numbers of all tokens of a micro-batch or a step, and not of a rank's: the auxiliary loss of routers, the
+loads of experts, and the biases that follow from these.
 
 # E experts  k experts of a token  L layers of experts
 
@@ -138,7 +138,7 @@ class StageRouters:
         self.totals = torch.zeros(stop, dtype=torch.float64, device=device)
 
     def received(self, message: Any) -> Any:
-        """What the stage received, without the sums of earlier stages."""
+        """Return what the stage received, without the sums of earlier stages, which it keeps."""
         self._sums = torch.zeros(2, 0)
         if self.loss is None or message is None:
             return message
@@ -182,7 +182,7 @@ class StageRouters:
         return taken
 
     def message(self, outputs: Any) -> Any:
-        """What the stage sends: its outputs, and the sums."""
+        """Return what the stage sends: its outputs, and the sums."""
         return outputs if self.loss is None else (outputs, self._sums)
 
     def added(self, total: Tensor, count: int | Tensor, *, trains: bool) -> Tensor:
