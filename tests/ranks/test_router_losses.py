@@ -1,4 +1,4 @@
-"""What belongs to all tokens of a micro-batch: the auxiliary loss of routers, the loads of experts, and their
+"""Numbers of all tokens of a micro-batch: the auxiliary loss of routers, the loads of experts, and their
 biases, equal to one process under every plan."""
 
 import functools
@@ -80,7 +80,7 @@ BIASED_PLANS = (
 
 
 def _loads_in_one_process(batch: dict[str, Tensor]) -> dict[str, list[int]]:
-    """Of the model's initial weights."""
+    """The loads with the model's initial weights."""
     engine = programs.engine_of(programs.Task(hf_models.builder("deepseek_v3")), "dp=1 precision=fp64")
     model: Any = hf_models.model_of("deepseek_v3", on_meta=False).double()
     model.load_state_dict(engine.full_parameters(), strict=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import plait
 from plait.engine import routers
-from plait.engine.routers import StageRouters, Tap
+from plait.engine.routers import Pass, StageRouters, Tap
 from support import programs, router_models
 from support.pool import Pool
 
@@ -24,8 +24,8 @@ def _detached(self: StageRouters, outputs: Any) -> Any:
     return outputs, self._sums.detach()
 
 
-def _divided(self: StageRouters, total: Tensor, count: Any, **given: Any) -> Tensor:
-    return total + (_added(self, total, count, **given) - total) / self._group.size
+def _divided(self: StageRouters, total: Tensor, *given: Any) -> Tensor:
+    return total + (_added(self, total, *given) - total) / self._group.size
 
 
 def _kept_open(self: Tap) -> tuple[Tensor, ...]:
@@ -34,8 +34,8 @@ def _kept_open(self: Tap) -> tuple[Tensor, ...]:
     return seen
 
 
-def _in_evaluation(self: StageRouters, micro: Any, *, is_counted: bool, trains: bool) -> Any:
-    return _watching(self, micro, is_counted=is_counted, trains=True)
+def _in_evaluation(self: StageRouters, micro: Any, kind: Pass) -> Any:
+    return _watching(self, micro, kind._replace(trains=True))
 
 
 OF_LOSSES: dict[str, tuple[str, Any, str, Any]] = {

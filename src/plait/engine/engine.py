@@ -32,6 +32,7 @@ from plait.comm import Group, Mesh, all_reduce, broadcast
 from plait.engine.build import EngineParts, build_engine_parts
 from plait.engine.inputs import Batch, Shares, share_of
 from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
+from plait.engine.routers import Pass
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.spec import TrainingSpec
 from plait.engine.totals import (
@@ -212,7 +213,7 @@ class Engine:
             self._runner.seeded((self.seed, self.num_steps, self.data_rank), 0, self._micros_done),
             stage.measured(),
         ):
-            return stage.summed_loss(self._inputs.prepared(batch), trains=True)
+            return stage.summed_loss(self._inputs.prepared(batch), None, Pass(trains=True))
 
     @one_thread
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:

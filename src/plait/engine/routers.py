@@ -1,5 +1,5 @@
-"""What belongs to all tokens of a micro-batch or a step and not to a rank's: the auxiliary loss of routers,
-the loads of experts, and the biases that follow from these.
+"""Numbers of all tokens of a micro-batch or a step, and not of a rank's: the auxiliary loss of routers, the
+loads of experts, and the biases that follow from these.
 
 # E experts  k experts of a token  L layers of experts
 
@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,17 @@ def _bias_of(model: nn.Module, experts: str, number: int) -> Tensor | None:
         if name.rpartition(".")[2] == _BIAS and buffer.numel() == number:
             return buffer
     return None
+
+
+class Pass(NamedTuple):
+    """A forward. `is_counted`: False for a micro-batch that other ranks alone have; `trains`: it is part of a
+    step."""
+
+    is_counted: bool = True
+    trains: bool = False
+
+
+PLAIN = Pass()
 
 
 class Tap:
@@ -138,7 +149,7 @@ class StageRouters:
         self.totals = torch.zeros(stop, dtype=torch.float64, device=device)
 
     def received(self, message: Any) -> Any:
-        """What the stage received, without the sums of earlier stages."""
+        """Return what the stage received, without the sums of earlier stages, which it keeps."""
         self._sums = torch.zeros(2, 0)
         if self.loss is None or message is None:
             return message
@@ -146,10 +157,10 @@ class StageRouters:
         return message
 
     @contextmanager
-    def watching(self, micro: Mapping[str, Tensor], *, is_counted: bool, trains: bool) -> Iterator[None]:
+    def watching(self, micro: Mapping[str, Tensor], kind: Pass) -> Iterator[None]:
         """The context of a forward, after `received`: afterwards the sums, and in training the totals,
-        include those of its layers. `is_counted`: False for a micro-batch that other ranks alone have."""
-        taps = [*self._logits, *(tap for *_, tap in self._choices if trains)]
+        include those of its layers."""
+        taps = [*self._logits, *(tap for *_, tap in self._choices if kind.trains)]
         for tap in taps:
             tap.is_open = True
         try:
@@ -158,14 +169,14 @@ class StageRouters:
             seen = {tap: tap.close() for tap in taps}
         if not taps and self.loss is None:
             return
-        weights_T = _weights(micro) * is_counted
+        weights_T = _weights(micro) * kind.is_counted
         if self.loss is not None:
             logits = [each for tap in self._logits for each in seen[tap]]
             hidden_T = weights_T * _mask(micro).to(weights_T) if self.loss.masks else weights_T
             wide = torch.promote_types(logits[0].dtype if logits else torch.float32, torch.float32)
             own = self.loss.sums(logits, hidden_T.to(wide))
             self._sums = self._sums + own if self._sums.numel() else own
-        for _, own_range, tap in self._choices if trains else ():
+        for _, own_range, tap in self._choices if kind.trains else ():
             for chosen_Tk in seen[tap]:
                 self._add_load(self.totals[own_range], chosen_Tk, weights_T)
 
@@ -182,21 +193,21 @@ class StageRouters:
         return taken
 
     def message(self, outputs: Any) -> Any:
-        """What the stage sends: its outputs, and the sums."""
+        """Return what the stage sends: its outputs, and the sums."""
         return outputs if self.loss is None else (outputs, self._sums)
 
-    def added(self, total: Tensor, count: int | Tensor, *, trains: bool) -> Tensor:
+    def added(self, total: Tensor, count: int | Tensor, kind: Pass) -> Tensor:
         """On the last stage: a micro-batch's summed loss, with this rank's part of the auxiliary loss. See
         [Note: sums of stages and ranks]. Collective."""
         if self.loss is None:
             return total
         sums, self._sums = self._sums, torch.zeros(0)
-        targets = torch.as_tensor(count, device=sums.device).reshape(1)
+        targets = torch.as_tensor(count * kind.is_counted, device=sums.device).reshape(1)
         of_all = torch.cat([sums[0].detach().double(), targets.double()])
         all_reduce(of_all, self._group, label="counts of routers")
         *_, num_targets = of_all = of_all.to(sums.dtype)
         part = num_targets * self.loss.value(sums, of_all[:-1])
-        if trains:
+        if kind.trains:
             self.totals[0] += part.detach()
         return total + self.loss.coefficient * part
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from plait.comm import broadcast, broadcast_text
 from plait.engine.build import EngineParts
 from plait.engine.loss import check_replicated, named_tensors
+from plait.engine.routers import Pass
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
@@ -292,12 +293,12 @@ class _StagePass:
         micro, stage = self.prepare(self.micros[number]), self.stage
         seeds = None if self.seeds is None else self.seeds(self.number, number)
         with seeds or nullcontext(), stage.measured() if seeds else nullcontext():  # a probe is not a step
-            counted = {"is_counted": number < self.num_counted, "trains": seeds is not None}
+            kind = Pass(is_counted=number < self.num_counted, trains=seeds is not None)
             if not stage.is_last:
-                return stage.outputs(micro, received, **counted)
+                return stage.outputs(micro, received, kind)
             if self.of_outputs:
                 return self.on_loss(stage.outputs(micro, received))
-            return self.on_loss(*stage.summed_loss(micro, received, **counted))
+            return self.on_loss(*stage.summed_loss(micro, received, kind))
 
 
 def _key_of(micro: Micro) -> Hashable:

@@ -158,11 +158,9 @@ def validate(
             expected="loss_scaling=None for the other dtypes",
             hint="precision=fp16, or no loss_scaling",
         )
-    if device is not None:
-        _check_device(plan, device)
+    _check_device(plan, device)
     _check_dtypes(model)
-    routers = _routers(given, plan)
-    blocks = _find_blocks(model, plan, given.blocks, example)
+    routers, blocks = _routers(given, plan), _find_blocks(model, plan, given.blocks, example)
     choice, heads = None, list[tuple[int, int]]()
     if plan.cp > 1:
         plan, choice, heads = _with_method(plan, given, host_size, device if num_ranks else None)
@@ -263,8 +261,10 @@ def _heads_of_columns(attention: TracedAttention, plan: Plan) -> list[tuple[int,
     return [(*heads, width) for heads in heads_of_columns(attention.heads, attention.kv_heads, plan.cols)]
 
 
-def _check_device(plan: Plan, device: torch.device) -> None:
+def _check_device(plan: Plan, device: torch.device | None) -> None:
     """Raise PlanError for what is impossible or useless on this device."""
+    if device is None:
+        return
     if plan.algorithm != "auto" and device.type != "cpu":
         raise PlanError(
             "named all-reduce algorithms need CPU ranks",

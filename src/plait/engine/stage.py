@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plait.comm import Group
 from plait.engine.inputs import prepared
 from plait.engine.loss import Loss, LossReads, choose_loss
-from plait.engine.routers import StageRouters
+from plait.engine.routers import PLAIN, Pass, StageRouters
 from plait.errors import ModelError
 from plait.models import (
     BlockOutputs,
@@ -77,15 +77,8 @@ class StageRunner:
         self._loss_reads = LossReads(tp)
         self._col = SINGLE_RANK if self._columns is None else col
 
-    def outputs(
-        self,
-        micro: Mapping[str, Tensor],
-        received: Any = None,
-        *,
-        is_counted: bool = True,
-        trains: bool = False,
-    ) -> Any:
-        """The stage's outputs: those of the model on the last stage. See `StageRouters.watching`."""
+    def outputs(self, micro: Mapping[str, Tensor], received: Any = None, kind: Pass = PLAIN) -> Any:
+        """The stage's outputs: those of the model on the last stage."""
         received = self.routers.received(received)
         inputs = forward_inputs(self.module_part.module, micro)
         is_first = not self.module_part.earlier
@@ -95,7 +88,7 @@ class StageRunner:
             self.sharded.unsharder.watch_outside_uses(),
             attention_of(micro),
             contextlib.nullcontext() if is_first else receiving(self.module_part.module, received),
-            self.routers.watching(micro, is_counted=is_counted, trains=trains),
+            self.routers.watching(micro, kind),
         ):
             outputs = self._forward(inputs, micro)
         if not self._is_checked:
@@ -115,18 +108,13 @@ class StageRunner:
             raise
 
     def summed_loss(
-        self,
-        micro: Mapping[str, Tensor],
-        received: Any = None,
-        *,
-        is_counted: bool = True,
-        trains: bool = False,
+        self, micro: Mapping[str, Tensor], received: Any = None, kind: Pass = PLAIN
     ) -> tuple[Tensor, int | Tensor]:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
-        else. See `StageRouters.watching`."""
+        else."""
         loss = self.loss()
         with self.sharded.unsharder.watch_outside_uses(), self.logits():
-            outputs = self.outputs(micro, received, is_counted=is_counted, trains=trains)
+            outputs = self.outputs(micro, received, kind)
             result = self._call(loss, outputs, micro)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
@@ -136,7 +124,7 @@ class StageRunner:
                 hint="return loss_sum, num_targets",
             )
         total, count = result
-        return self.routers.added(total, count * is_counted, trains=trains), count
+        return self.routers.added(total, count, kind), count
 
     def _call(self, loss: Loss, outputs: Any, micro: Mapping[str, Tensor]) -> Any:
         """The loss's result. Check that a user's loss reads nothing that is sharded; and that new entries are
