@@ -43,7 +43,7 @@ OF_LOSSES: dict[str, tuple[str, Any, str, Any]] = {
     "no gradient sent back to stages": ("pp=2 micro=2", StageRouters, "message", _detached),
     "mean of local losses": ("dp=2", routers, "all_reduce", lambda *_, **__: None),
     "auxiliary loss divided by dp": ("dp=2 ep=2", StageRouters, "added", _divided),
-    "padding counted": ("dp=2", routers, "_mask", lambda _: torch.ones(())),
+    "padding counted": ("dp=2", routers, "_mask", lambda _: None),
 }
 OF_LOADS: dict[str, tuple[str, Any, str, Any]] = {
     "recomputed blocks counted": ("dp=2 micro=2 recompute=full", Tap, "close", _kept_open),

@@ -172,7 +172,8 @@ class StageRouters:
         weights_T = _weights(micro) * kind.is_counted
         if self.loss is not None:
             logits = [each for tap in self._logits for each in seen[tap]]
-            hidden_T = weights_T * _mask(micro).to(weights_T) if self.loss.masks else weights_T
+            mask = _mask(micro) if self.loss.masks else None
+            hidden_T = weights_T if mask is None else weights_T * mask.to(weights_T)
             wide = torch.promote_types(logits[0].dtype if logits else torch.float32, torch.float32)
             own = self.loss.sums(logits, hidden_T.to(wide))
             self._sums = self._sums + own if self._sums.numel() else own
@@ -231,6 +232,6 @@ def _weights(micro: Mapping[str, Tensor]) -> Tensor:
     return weights_BS.flatten()
 
 
-def _mask(micro: Mapping[str, Tensor]) -> Tensor:
+def _mask(micro: Mapping[str, Tensor]) -> Tensor | None:
     mask = micro.get("attention_mask")
-    return torch.ones(()) if mask is None else mask.flatten()
+    return None if mask is None else mask.flatten()
