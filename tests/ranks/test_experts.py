@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
-from plait.verify.model_spec import parse_source
+from plait.verify.model_spec import ModelSource, parse_source
 from plait.verify.result import Outcome, Verdict
 from plait.verify.sweep import simpler_plans
 from support import hf_models, programs, routed_experts, verify_models
@@ -54,11 +54,11 @@ def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, w
 
 
 # minimax differs by 2e-8 under dp=2 too: its attention computes a part in float32.
-FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "dbrx", "llama4_text")
 OTHER_FAMILIES = """
     afmoe deepseek_v2 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe granitemoe granitemoehybrid
-    granitemoeshared hunyuan_v1_moe jamba lfm2_moe minimax_m2 nemotron_h olmoe phimoe qwen2_moe qwen3_next
-    solar_open zaya
+    granitemoeshared hunyuan_v1_moe jamba jetmoe lfm2_moe minimax_m2 nemotron_h olmoe phimoe qwen2_moe
+    qwen3_next solar_open zaya
 """
 
 
@@ -67,6 +67,14 @@ OTHER_FAMILIES = """
 )
 def test_families_train_as_in_one_process(pool: Pool, family: str) -> None:
     source = parse_source(family, layers=3, length=11)
+    verdict, _ = pool.run(verify_models.verify_on_ranks, 2, source, "dp=2 ep=2 zero=1", timeout_s=180)
+    assert isinstance(verdict, Verdict)
+    assert verdict.outcome is Outcome.SAME, verdict.message
+
+
+def test_experts_with_a_capacity_for_each_sequence_train_as_in_one_process(pool: Pool) -> None:
+    """Their router leaves out tokens, for which nothing is sent."""
+    source = ModelSource(build="support.verify_models:switch")
     verdict, _ = pool.run(verify_models.verify_on_ranks, 2, source, "dp=2 ep=2 zero=1", timeout_s=180)
     assert isinstance(verdict, Verdict)
     assert verdict.outcome is Outcome.SAME, verdict.message
@@ -89,10 +97,12 @@ def test_experts_and_ranks_without_tokens_train_as_in_one_process(
         ("list", "dp=4 ep=2 zero=3 micro=3"),
         ("list", "dp=2 ep=2 pp=2"),
         ("plain", "dp=2 cp=2 ep=4 zero=2"),
+        ("shared", "dp=2 ep=2 zero=1"),
+        ("shared", "dp=4 ep=2 zero=3 recompute=full micro=3"),
         ("plain", "dp=2 ep=2 zero=3 reshard=step"),
     ],
 )
-def test_experts_of_a_users_own_train_as_in_one_process(pool: Pool, form: str, words: str) -> None:
+def test_experts_in_other_forms_train_as_in_one_process(pool: Pool, form: str, words: str) -> None:
     task = programs.Task(functools.partial(routed_experts.model_of, form), own_loss=True, steps=3)
     programs.check_parity(pool, task, f"{words} precision=fp64")
 
