@@ -53,6 +53,7 @@ FACTS = {
         "transformers {transformers} builds none: an assistant computes no keys and values, but reads those "
         "of the model that it assists; its layers' configuration raises an error if none computes them",
     ),
+    "longcat_flash": "a tensor of its experts has rows for experts that compute nothing, too",
     "albert": "its layers are one block, called several times, which cannot be divided into stages",
     **dict.fromkeys(("resnet", "plain_resnet", "unet"), "tp shards linear layers, and its blocks have none"),
     "lstm": "nn.LSTM is one module that runs all layers: it has no blocks, nor linear layers in them",

@@ -46,7 +46,9 @@ def task_of(model: str) -> programs.Task:
         build = functools.partial(hf_models.model_of, "mixtral", num_hidden_layers=3)
         if model != "mixtral":
             build = functools.partial(routed_experts.model_of, "list")
-        return replace(pipeline_plans.task("tied_llama", LAYERS, SEQUENCES, STEPS), build=build, own_loss=True)
+        return replace(
+            pipeline_plans.task("tied_llama", LAYERS, SEQUENCES, STEPS), build=build, own_loss=True
+        )
     task = pipeline_plans.task(model, LAYERS, SEQUENCES, STEPS)
     return replace(task, own_loss=model == "tied_llama")
 

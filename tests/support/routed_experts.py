@@ -68,11 +68,15 @@ class _Plain(nn.Module):
 
 
 def model_of(form: str, *, on_meta: bool = False) -> nn.Module:
-    """A mixture with experts of a user's own in each block, in a `list` or `plain`."""
+    """A mixture with experts of a user's own in each block, in a `list` or `plain`; or with those of the
+    first block in the last one, too (`shared`)."""
     torch.manual_seed(0)
-    del on_meta  # they have the values of one seed
+    del on_meta  # they have values
     model: Any = hf_models.model_of("mixtral", on_meta=False)
     hidden, width = model.config.hidden_size, 24
+    if form == "shared":
+        model.model.layers[-1].mlp.experts = model.model.layers[0].mlp.experts
+        return model
     for block in model.model.layers:
         mlps = [
             nn.Sequential(nn.Linear(hidden, wide), nn.Tanh(), nn.Linear(wide, hidden))

@@ -207,6 +207,14 @@ roberta = functools.partial(_of_task, "RobertaForMaskedLM")
 modernbert = functools.partial(_of_task, "ModernBertForMaskedLM", reference_compile=False)
 distilbert = functools.partial(_of_task, "DistilBertForMaskedLM", **_DISTILBERT)
 t5 = functools.partial(_of_task, "T5ForConditionalGeneration", **_T5)
+switch = functools.partial(
+    _of_task,
+    "SwitchTransformersForConditionalGeneration",
+    **_T5,
+    **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), 1),
+    num_experts=4,
+    expert_capacity=3,
+)
 bart = functools.partial(_of_task, "BartForConditionalGeneration", **_BART)
 marian = functools.partial(_of_task, "MarianMTModel", **_BART)
 

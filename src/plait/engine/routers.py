@@ -183,8 +183,8 @@ class StageRouters:
 
     def _add_load(self, load_E: Tensor, chosen_Tk: Tensor, weights_T: Tensor) -> None:
         is_expert_Tk = (chosen_Tk >= 0) & (chosen_Tk < len(load_E))  # some models choose none for padding
-        if len(weights_T) == len(chosen_Tk):
-            is_expert_Tk = is_expert_Tk * weights_T[:, None]
+        if not weights_T.ndim or len(weights_T) == len(chosen_Tk):
+            is_expert_Tk = is_expert_Tk * weights_T[..., None]
         chosen = chosen_Tk.clamp(0, len(load_E) - 1).flatten()
         load_E.scatter_add_(0, chosen.long(), is_expert_Tk.flatten().to(load_E.dtype))
 
@@ -224,8 +224,10 @@ class StageRouters:
 
 
 def _weights(micro: Mapping[str, Tensor]) -> Tensor:
-    """1 for tokens of the row, 0 for those that only fill up a rank's runs."""
-    tokens = micro["input_ids"] if "input_ids" in micro else micro["inputs_embeds"]
+    """1 for tokens of the row, 0 for those that only fill up a rank's runs; () for inputs of another kind."""
+    tokens = next((micro[key] for key in ("input_ids", "inputs_embeds") if key in micro), None)
+    if tokens is None:
+        return torch.ones(())
     weights_BS = torch.ones(tokens.shape[:2], device=tokens.device)
     if isinstance(micro, SharedTokens) and micro.num_filled:
         weights_BS[:, -micro.num_filled :] = 0

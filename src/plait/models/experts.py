@@ -173,7 +173,8 @@ def experts_of(model: nn.Module, ranks: int) -> tuple[Experts, ...]:
         raise ModelError(
             "the model has no experts that ep divides",
             given=f"{type(model).__name__}: {lists[0] + ', of its own code' if lists else 'no experts'}",
-            expected="a mixture of transformers whose experts are one module, by use_experts_implementation",
+            expected="experts in tensors of three dims, or in a list of a class with a forward of tokens, "
+            "choices and weights: docs/experts.md",
             hint="a plan without ep",
         )
     for experts in found:
