@@ -289,7 +289,7 @@ class Layout:
 
     @cached_property
     def expert_numel(self) -> int:
-        """Of these, elements of units of kind EXPERT."""
+        """Number of stored elements in units of kind EXPERT."""
         return sum(unit.numel for unit in self.units if unit.kind is UnitKind.EXPERT)
 
     @cached_property

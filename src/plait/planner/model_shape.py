@@ -250,7 +250,7 @@ class ModelShape:
 
     @property
     def latent_params(self) -> int:
-        """Of these, the elements of matrices that every column has."""
+        """Elements of the matrices of attention that every column has."""
         if self.latent is None:
             return 0
         return self.hidden * sum(self.latent)

@@ -12,7 +12,7 @@ from plait.planner.workload import PLAIT, Software
 
 
 class StageKind(NamedTuple):
-    """What a stage has: blocks, of which `dense` ones have no experts, and the model's ends."""
+    """Blocks of a stage, of which `dense` ones have no experts, and ends of the model."""
 
     blocks: int
     is_first: bool

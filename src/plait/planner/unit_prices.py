@@ -39,10 +39,8 @@ class UnitPrices:
         self._links, self._groups = links, dict[Axes, Group]()
         self._messages = {kind: messages_of(self._plan, kind) for kind in UnitKind}
         self._rank = plan.powersgd_rank
-        self._shards = {
-            UnitKind.DENSE: plan.shard_degree,
-            UnitKind.EXPERT: max(1, plan.shard_degree // plan.ep),
-        }
+        of_kinds = self._messages.items()
+        self._shards = {kind: of.grid.degree(*of.roles.states(kind)) for kind, of in of_kinds}
         self._seconds: dict[tuple[object, ...], float] = {}
         covers_replicas = self._messages[UnitKind.DENSE].covers_replicas
         events = unit_events(self._plan, covers_replicas=covers_replicas)

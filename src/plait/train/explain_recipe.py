@@ -138,7 +138,7 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
 
 
 def _active(explanation: Explanation) -> str:
-    """Of a mixture, say how many parameters a token uses."""
+    """Say how many parameters of a mixture a token uses."""
     is_mixture = explanation.active_parameters < explanation.num_parameters
     return f", {explanation.active_parameters:,} of them for each token" * is_mixture
 
