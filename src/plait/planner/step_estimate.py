@@ -1,5 +1,6 @@
 """Predict the step of one plan on a cluster: time by part, memory of the fullest rank."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
-from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, SEQUENCE
+from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, SEQUENCE, Axes
 from plait.plan.context import AttentionMessages, attention_messages, heads_degree
 from plait.plan.devices import Device
 from plait.plan.events import During
@@ -366,7 +367,7 @@ class BlockCollective(NamedTuple):
     """A collective of a block: calls in a forward and in a backward, and bytes of the full tensor of one.
     `again`: calls where a block is recomputed."""
 
-    axis: str
+    axes: Axes
     op: str
     forward: int
     backward: int
@@ -384,24 +385,19 @@ def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list
         calls = ("all-gather", 4, 6) if part.sp else ("all-reduce", 2, 2)
         if part.sp and model.experts:  # all columns of an expert get its rows
             calls = ("all-gather", 2, 3)
-            found.append(BlockCollective(FEATURES, *calls, hidden * model.experts_per_token, calls[1]))
-        found.append(BlockCollective(FEATURES, *calls, hidden, calls[1]))
+            found.append(BlockCollective((FEATURES,), *calls, hidden * model.experts_per_token, calls[1]))
+        found.append(BlockCollective((FEATURES,), *calls, hidden, calls[1]))
     if part.rows > 1:
         inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-        found.append(BlockCollective(HIDDEN, "all-reduce", 2, 2, tokens * inside / part.cols / 2, 2))
-    axis = SEQUENCE[0]  # the other is of ep, without a price
+        found.append(BlockCollective((HIDDEN,), "all-reduce", 2, 2, tokens * inside / part.cols / 2, 2))
     for each in _attention_messages(model, part):
         num_bytes = tokens * each.elements
-        found.append(BlockCollective(axis, each.op, each.forward, each.backward, num_bytes, each.again))
-    if (
-        part.ep > 1 and model.experts
-    ):  # rows to the ranks of their experts and back, and before them their numbers
-        [axis], rows = (
-            EXPERTS,
-            tokens * model.experts_per_token * model.hidden / (part.cols if part.sp else 1),
-        )
-        found.append(BlockCollective(axis, "all-to-all", 2, 2, rows, 2))
-        found.append(BlockCollective(axis, "all-to-all", 1, 0, _COUNT_BYTES * (part.ep + model.experts), 1))
+        found.append(BlockCollective(SEQUENCE, each.op, each.forward, each.backward, num_bytes, each.again))
+    if part.ep > 1 and model.experts:  # rows to their experts and back, and before them their numbers
+        rows = tokens * model.experts_per_token * model.hidden / (part.cols if part.sp else 1)
+        counts = _COUNT_BYTES * (part.ep + model.experts)
+        found.append(BlockCollective(EXPERTS, "all-to-all", 2, 2, rows, 2))
+        found.append(BlockCollective(EXPERTS, "all-to-all", 1, 0, counts, 1))
     return found
 
 
@@ -431,12 +427,15 @@ def _block_tensor_s(
 
     Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
     gathered again during the products of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
-    groups = {FEATURES: Group(part.cols, 1, part.ranks), HIDDEN: Group(part.rows, part.cols, part.ranks)}
+    groups = {
+        (FEATURES,): Group(part.cols, 1, part.ranks),
+        (HIDDEN,): Group(part.rows, part.cols, part.ranks),
+    }
     seconds, attention, attention_again, attention_back = dict.fromkeys(groups, 0.0), 0.0, 0.0, 0.0
     for each in block_collectives(model, part, rates.itemsize):
-        if each.axis in groups:
+        if each.axes in groups:
             kind = "foreign all-reduce" if each.op == "all-reduce" else each.op
-            seconds[each.axis] += each.forward * collective_s(kind, links, groups[each.axis], each.num_bytes)
+            seconds[each.axes] += each.forward * collective_s(kind, links, groups[each.axes], each.num_bytes)
     for message in _attention_messages(model, part):
         group = Group(message.ranks, message.apart * part.rows * part.cols, part.ranks)
         full = part.tokens * rates.itemsize * message.received * message.ranks / (message.ranks - 1)
@@ -444,18 +443,19 @@ def _block_tensor_s(
         attention += message.forward * once
         attention_again += message.again * once
         attention_back += message.backward * once
-    forward = backward = seconds[FEATURES]
+    forward = backward = seconds[FEATURES,]
     if part.overlaps:
         during = block.shared_weight + (block.shared_input if part.sp else 0.0)
         backward = _overlap(during, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
-    return forward + seconds[HIDDEN], backward + seconds[HIDDEN], attention, attention_again, attention_back
+    return forward + seconds[HIDDEN,], backward + seconds[HIDDEN,], attention, attention_again, attention_back
 
 
 def _expert_messages_s(model: ModelShape, part: BlockWork, links: Links, rates: Rates) -> tuple[float, float]:
     """Seconds of one block's messages to experts and back, in a forward and in a backward: nothing hides
     them."""
-    group = Group(part.ep, part.cp * part.rows * part.cols, part.ranks)
-    calls = [each for each in block_collectives(model, part, rates.itemsize) if each.axis in EXPERTS]
+    apart = part.cp if math.gcd(part.ep, part.cp) == 1 else 1  # see plan/axes.py [Note: ranks of ep]
+    group = Group(part.ep, apart * part.rows * part.cols, part.ranks)
+    calls = [each for each in block_collectives(model, part, rates.itemsize) if each.axes == EXPERTS]
     once = [collective_s("exchange in layers", links, group, each.num_bytes) for each in calls]
     forward = sum(each.forward * seconds for each, seconds in zip(calls, once, strict=True))
     return forward, sum(each.backward * seconds for each, seconds in zip(calls, once, strict=True))

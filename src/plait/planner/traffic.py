@@ -103,14 +103,14 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
     def facts(kind: StageKind) -> StageFacts:
         layout = Layout(stage_units(model, plan.rows, plan.cols, plan.shard_degree, kind, plan.ep))
         traffic: dict[CommKey, CommCount] = {}
-        for axis, op, forward, backward, num_bytes, again in collectives:
-            recomputed = of_attention if axis in (*SEQUENCE, *EXPERTS) else share
-            blocks = kind.blocks - (kind.dense if axis in EXPERTS else 0)
+        for axes, op, forward, backward, num_bytes, again in collectives:
+            recomputed = of_attention if axes in (SEQUENCE, EXPERTS) else share
+            blocks = kind.blocks - (kind.dense if axes == EXPERTS else 0)
             calls = blocks * (forward + recomputed * again + backward)
-            if axis == FEATURES:  # of the embedding's output, and of the gradient of the head's input
+            if axes == (FEATURES,):  # of the embedding's output, and of the gradient of the head's input
                 calls += (1 if op == "all-reduce" else 2) * (kind.is_first + kind.is_last)
             count = CommCount(round(calls), round(calls * num_bytes))
-            key = CommKey((axis,), "", op)
+            key = CommKey(grid.used(*axes), "", op)
             traffic[key] = traffic.get(key, CommCount()) + count
         return StageFacts(layout, traffic, output=message, gradient=message)
 
