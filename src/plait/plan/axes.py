@@ -103,6 +103,11 @@ def smallest_dp(plan: Degrees) -> int:
     return lcm(plan.shard or 1, _ep_of_dp(plan))
 
 
+def replica_dp(plan: Degrees) -> int:
+    """Return the ranks of dp that together have one copy of all units' states."""
+    return lcm(plan.data_shards, _ep_of_dp(plan))
+
+
 def _ep_of_shards(plan: Degrees) -> int:
     return gcd(_ep_of_dp(plan), plan.data_shards)
 
@@ -113,7 +118,7 @@ _DP, _CP = ("dp", Divides.SAMPLES), ("cp", Divides.SEQUENCE)
 # Outermost to innermost: neighbours on the last axis are the closest. See [Note: ranks of ep].
 TABLE = (
     Axis("pp", "pp", Divides.BLOCKS, lambda plan: plan.pp, _ALL),
-    Axis("replicate", *_DP, lambda plan: plan.data_ranks // lcm(plan.data_shards, _ep_of_dp(plan))),
+    Axis("replicate", *_DP, lambda plan: plan.data_ranks // replica_dp(plan)),
     Axis("ep_replicate", *_DP, lambda plan: _ep_of_dp(plan) // _ep_of_shards(plan), _OF_EXPERTS),
     Axis("shard", *_DP, lambda plan: plan.data_shards // _ep_of_shards(plan), shards_states=True),
     Axis("ep_shard", *_DP, _ep_of_shards, _OF_EXPERTS, shards_states=True),

@@ -12,6 +12,7 @@ In between an island has trained on, so the result is not its weights: each weig
 local and the new global one (section 2.3 of the paper, with its alpha of 0.5).
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class LocalSteps:
 def check_local_steps(values: Mapping[str, Any], islands: int | None) -> None:
     """Raise PlanError for values of a plan's keys that would have no effect or cannot be combined. `islands`:
     None if their number is not known yet."""
-    steps, dp, zero, ep = (values[key] for key in ("local_steps", "dp", "zero", "ep"))
+    steps, dp, cp, zero, ep = (values[key] for key in ("local_steps", "dp", "cp", "zero", "ep"))
     for key, default in _DEFAULTS.items() if not steps else ():
         if values[key] != default:
             raise PlanError(
@@ -99,12 +100,13 @@ def check_local_steps(values: Mapping[str, Any], islands: int | None) -> None:
     if not steps:
         return
     if islands is not None and islands < 2:
-        enough = f"dp={2 * ep}{f' shard={ep}' * bool(zero)}"
+        of_dp = ep // math.gcd(ep, cp)
+        experts = f"{f' cp={cp}' * (cp > 1)} ep={ep}" * (ep > 1)
         raise PlanError(
             "local_steps needs at least two islands",
-            given=f"dp={dp}{f' ep={ep}' * (ep > 1)} zero={zero} shard={values['shard']} local_steps={steps}",
-            expected="replicas of the model, which train alone: dp at least twice shard and ep",
-            hint="shard=1" if zero and dp > 1 == ep else enough,
+            given=f"dp={dp}{experts} zero={zero} shard={values['shard']} local_steps={steps}",
+            expected="replicas of the model, which train alone: dp at least twice what shard and ep need",
+            hint="shard=1" if zero and dp > 1 == of_dp else f"dp={2 * of_dp}{f' shard={of_dp}' * bool(zero)}",
         )
     if values["exchange_parts"] > steps:
         raise PlanError(

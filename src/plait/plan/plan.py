@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from plait.errors import PlanError, nearest, shown, unknown_key_hint
-from plait.plan.axes import TABLE, smallest_dp
+from plait.plan.axes import TABLE, replica_dp, smallest_dp
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
 from plait.plan.key_conflicts import check_experts, check_precision, check_sequence, check_zero
@@ -481,12 +481,12 @@ class Plan:
     @property
     def num_islands(self) -> int:
         """Replicas that train alone between exchanges; 1 without local steps."""
-        return self.data_ranks // max(self.data_shards, self.ep) if self.local_steps else 1
+        return self.data_ranks // replica_dp(self) if self.local_steps else 1
 
     @property
     def reduced_ranks(self) -> int:
         """Ranks over which a step's gradient is summed: those of an island under local steps."""
-        return max(self.data_shards, self.ep) * self.cp if self.local_steps else self.token_ranks
+        return replica_dp(self) * self.cp if self.local_steps else self.token_ranks
 
     @property
     def local(self) -> LocalSteps:
