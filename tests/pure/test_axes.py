@@ -37,8 +37,25 @@ def test_ranks_with_other_samples_sum_a_gradient_and_shard_its_states() -> None:
 def test_islands_leave_replicas_out_of_a_step() -> None:
     roles = Roles.from_plan(Plan(dp=4, zero=1, shard=2, local_steps=8))
     assert roles.gradient_sum() == ("ep_replicate", "shard", "ep_shard", "cp", "ep_cp")
-    assert roles.replicas() == ("ep_replicate",)  # one rank: no plan has islands and ep
+    assert roles.replicas() == ("ep_replicate",)  # inside an island
     assert roles.step == ("pp", *roles.gradient_sum(), "row", "col")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=4 zero=1 shard=2",
+        "dp=4 ep=2",
+        "dp=4 cp=2 ep=2",
+        "dp=4 cp=2 ep=4 zero=1 shard=2",
+        "dp=24 ep=6 zero=3 shard=4",
+    ],
+)
+def test_islands_are_the_ranks_along_replicas(text: str) -> None:
+    plan = Plan.parse(f"{text} local_steps=8")
+    grid = Grid.from_plan(plan)
+    assert plan.num_islands == grid.degree(*REPLICAS) > 1
+    assert plan.reduced_ranks == grid.degree(*Roles.from_plan(plan).gradient_sum())
 
 
 @pytest.mark.parametrize(

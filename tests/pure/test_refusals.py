@@ -1,5 +1,6 @@
 """A plan by itself refuses the combinations that docs/plans.md lists: none more, and none less."""
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -58,7 +59,8 @@ FIXED = ("zb-h1", "zbv", "dualpipev")
 
 
 def _islands(v: Values) -> int:
-    return int(v["dp"] // max((v["shard"] or v["dp"]) if v["zero"] else 1, v["ep"]))
+    shards = (v["shard"] or v["dp"]) if v["zero"] else 1
+    return int(v["dp"] // math.lcm(shards, v["ep"] // math.gcd(v["ep"], v["cp"])))
 
 
 def _miscounts(v: Values) -> bool:

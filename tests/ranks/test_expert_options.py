@@ -103,6 +103,7 @@ def test_their_states_continue_with_another_ep(
         "dp=4 ep=2 local_steps=2",
         "dp=4 ep=2 zero=1 shard=2 local_steps=3 outer=nesterov:0.7:0.9",
         "dp=4 ep=2 zero=3 shard=2 local_steps=2",
+        "dp=2 cp=2 ep=2 local_steps=2",
     ],
 )
 def test_islands_of_complete_ep_groups_train_as_in_a_simulation(pool: Pool, words: str) -> None:
@@ -110,8 +111,10 @@ def test_islands_of_complete_ep_groups_train_as_in_a_simulation(pool: Pool, word
     task = local_steps.task(hf_models.builder("mixtral"), own_loss=True)
     trace = pool.run(local_steps.train, plan.num_ranks, task, str(plan))[0]
     local_steps.check(trace, task, plan)
-    without = f"dp=2 micro=2 local_steps={plan.local_steps} outer={plan.outer} precision=fp64"
-    assert trace.drifts == pytest.approx(pool.run(local_steps.train, 2, task, without)[0].drifts, rel=1e-9)
+    islands = plan.num_islands
+    without = f"dp={islands} micro={plan.dp // islands} local_steps={plan.local_steps} outer={plan.outer}"
+    (alone, *_) = pool.run(local_steps.train, islands, task, f"{without} precision=fp64")
+    assert trace.drifts == pytest.approx(alone.drifts, rel=1e-9)
 
 
 def _by_hand() -> dict[str, Tensor]:
