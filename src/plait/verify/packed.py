@@ -18,6 +18,7 @@ from plait.engine.engine import Engine
 from plait.engine.inputs import divide
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, check_documents_apart, documents_of, numbering_of, vocabulary_size
+from plait.models.routers import router_loss
 from plait.verify.model_spec import ModelSpec, random_tokens
 from plait.verify.tiny_config import inputs_of
 
@@ -73,6 +74,13 @@ def check_packed(model: nn.Module, spec: ModelSpec, dtype: str) -> int:
             given=f"--packed --dtype {dtype}",
             expected="float64, float32 or bf16",
             hint="--dtype bf16",
+        )
+    if spec.loss is None and router_loss(model) is not None:
+        raise ModelError(
+            "the auxiliary loss of routers follows from all tokens of a micro-batch",
+            given="--packed, output_router_logits=True",
+            expected="a loss that each document has alone",
+            hint="output_router_logits=False, or no --packed",
         )
     check_documents_apart(model)
     return numbering_of(model).first

@@ -160,7 +160,7 @@ class Verifier:
             _train(case, spec, engine, None)
             return None
         division = (engine.plan.dp, engine.plan.micro)
-        of_tokens = case.packed or spec.loss is not None or router_loss(engine.model) is None
+        of_tokens = spec.loss is not None or router_loss(engine.model) is None
         first = (engine.plan.num_islands, 1) if of_tokens else division
         expected, tolerances = self._reference(case, spec, products, weights, first)
         world.store.set(_REFERENCE_READY)
@@ -328,9 +328,11 @@ def _run_reference(
     parts = documents_alone if case.packed else partial(divide, num_parts=micros)
     data = [[parts(share) for share in divide(batch, shares)] for batch in batches]
     last = documents_alone(evaluated) if case.packed else [evaluated]
-    if spec.loss is None and router_loss(model) is not None and not case.packed:  # of all ranks' tokens
-        data = [[joined(of_step)] for of_step in data]
-        last = joined([divide(share, micros) for share in divide(evaluated, shares)])
+    if spec.loss is None and router_loss(model) is not None:  # of the tokens of all ranks of an island
+        size = shares // case.local[1]
+        data = [[joined(of[at : at + size]) for at in range(0, shares, size)] for of in data]
+        of_ranks = [divide(share, micros) for share in divide(evaluated, shares)]
+        last = [micro for at in range(0, shares, size) for micro in joined(of_ranks[at : at + size])]
     trajectory = train_reference(model, weights, data, last, precision, spec.loss, case.local)
     if case.dtype == "float64" or case.tolerance is not None:
         return trajectory, Tolerances(case.base_tolerance)
