@@ -57,17 +57,29 @@ OTHER_FAMILIES = "qwen2_moe olmoe granitemoe phimoe ernie4_5_moe jamba minimax_m
     "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.sweep) for name in OTHER_FAMILIES.split())]
 )
 def test_families_have_their_own_auxiliary_loss(pool: Pool, family: str) -> None:
-    source = parse_source(family, layers=3, length=11)
-    config = {
-        **source.config,
-        "output_router_logits": True,
-        "router_aux_loss_coef": router_models.COEFFICIENT,
-    }
-    verdict, _ = pool.run(
-        verify_models.verify_on_ranks, 2, replace(source, config=config), "dp=2 micro=2", timeout_s=180
-    )
-    assert isinstance(verdict, Verdict)
+    verdict = _verified(pool, family, "dp=2 micro=2")
     assert verdict.outcome is Outcome.SAME, verdict.message
+
+
+def _verified(pool: Pool, family: str, words: str, **options: Any) -> Verdict:
+    source = parse_source(family, layers=3, length=11)
+    assert source.config is not None
+    more = {"output_router_logits": True, "router_aux_loss_coef": router_models.COEFFICIENT}
+    given = replace(source, config={**source.config, **more}), words
+    verdict, _ = pool.run(verify_models.verify_on_ranks, 2, *given, timeout_s=180, **options)
+    assert isinstance(verdict, Verdict)
+    return verdict
+
+
+def test_islands_have_the_loss_of_their_own_tokens(pool: Pool) -> None:
+    verdict = _verified(pool, "mixtral", "dp=2 micro=2 local_steps=2")
+    assert verdict.outcome is Outcome.SAME, verdict.message
+
+
+def test_packed_rows_have_no_loss_of_routers_to_compare(pool: Pool) -> None:
+    verdict = _verified(pool, "mixtral", "dp=2", packed=True)
+    assert verdict.outcome is Outcome.REFUSED
+    assert "follows from all tokens of a micro-batch" in verdict.message
 
 
 BIASED_PLANS = (
