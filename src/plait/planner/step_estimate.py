@@ -206,7 +206,7 @@ def _span_s(ends: PipelineEnds, rank: int, ranks_per_core: float) -> float:
 def _busy_parts(
     plan: Plan, stages: "list[StageSeconds]", gathers: "list[Overlapped]", busy_s: float
 ) -> dict[str, float]:
-    """Split the seconds in which a rank's actions run. Without tp, the difference would be a rounding error."""
+    """Split the seconds in which a rank's actions run. Without tp, a difference is of rounding alone."""
     tensor = sum(s.tensor - s.attention - s.experts for s in stages) if plan.rows * plan.cols > 1 else 0.0
     parts = {
         "recompute": plan.micro * sum(stage.recompute for stage in stages),
