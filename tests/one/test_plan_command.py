@@ -11,7 +11,7 @@ from plait.cli.main import app
 from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.plan.host_profile import DeviceSpeed, HostProfile, save
-from plait.planner import ModelShape
+from plait.planner import ModelShape, Workload, cluster, estimate_step
 
 CONFIG = {
     "model_type": "llama",
@@ -189,6 +189,7 @@ def test_parallelism_that_is_missing_is_named(config: str, words: tuple[str, str
     assert code == 2
     assert fact in text
     assert "try     : " in text
+    assert "ep=" not in text.split("try     : ")[1], "no value of ep divides what the model lacks"
 
 
 def test_a_plan_has_the_searched_numbers_and_its_two_memories_are_named(config: str, tmp_path: Path) -> None:
@@ -213,3 +214,26 @@ def test_an_answer_says_what_the_planner_does_not_know(config: str) -> None:
         assert words in text
     code, text = run("--model", config, *WORK, "--pin", "tp=2 pp=1")
     assert not any(words in text for words in ("fitted", "across"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "where"),
+    [
+        ("dp=32 cp=2 ep=8 zero=3", ""),  # ep takes the ranks of cp first: eight neighbours
+        ("dp=16 cp=4 ep=2 zero=3", ""),
+        ("dp=32 tp=2 ep=8 zero=3", "(ep across hosts)"),
+        ("dp=4 cp=16 ep=8 zero=3", "(cp across hosts)"),
+    ],
+)
+def test_a_group_across_hosts_is_named(plan: str, where: str) -> None:
+    work = ("--cluster", "dgx-h100:8", "--batch-tokens", "2M", "--seq", "4096")
+    code, text = run("--model", "mixtral-8x7b", *work, "--plan", plan)
+    assert code == 0, text
+    assert (where in text) if where else ("across" not in text)
+
+
+def test_no_time_is_lost_to_columns_that_a_plan_does_not_have() -> None:
+    plan, work = Plan.parse("dp=32 cp=2 ep=8 zero=3 precision=bf16"), Workload(sequence=4096, batch=512)
+    found = estimate_step(ModelShape.named("mixtral-8x7b"), plan, cluster("dgx-h100:8"), work)
+    assert found.parts["tensor communication"] == 0.0
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)

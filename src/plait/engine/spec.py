@@ -71,14 +71,15 @@ class Arguments:
                 expected="a class, which is built over the shards that each rank owns",
                 hint="optimizer=torch.optim.AdamW, optimizer_args={'lr': 1e-3}",
             )
-        rate = self.router_bias_update
-        for name, limit in (("clip_norm", norm), ("clip_value", value), ("router_bias_update", rate)):
-            if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        limits = [("clip_norm", norm, "limit", 1.0), ("clip_value", value, "limit", 1.0)]
+        limits.append(("router_bias_update", self.router_bias_update, "rate", 0.001))
+        for name, number, kind, usual in limits:
+            if number is not None and not (isinstance(number, int | float) and number > 0):
                 raise ConfigError(
-                    f"{name} is not a valid limit",
-                    given=f"{name}={limit}",
+                    f"{name} is not a valid {kind}",
+                    given=f"{name}={number}",
                     expected="above 0, or None",
-                    hint=f"{name}=1.0",
+                    hint=f"{name}={usual}",
                 )
         if norm is not None and value is not None:
             raise ConfigError(

@@ -9,6 +9,8 @@ from rich.text import Text
 
 from plait.pages.timeline import WORDS, timeline_values
 from plait.plan import format_bytes
+from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, SEQUENCE
+from plait.plan.grid import Grid
 from plait.plan.schedule import Kind, Timeline, simulate
 from plait.plan.schedule.load import load_schedule, stages_of
 from plait.planner.communication import Links
@@ -122,11 +124,10 @@ def uneven_bytes(ranked: RankedPlan) -> float:
 
 
 def _across_hosts(ranked: RankedPlan) -> str:
-    plan, domain = ranked.plan, ranked.cluster.domain_size
-    ranks = plan.rows * plan.cols
-    for key in ("tp", "cp", "ep"):
-        ranks *= 1 if key == "tp" else getattr(plan, key)
-        if ranks > domain and (key == "tp" or getattr(plan, key) > 1):
+    grid = Grid.from_plan(ranked.plan)
+    for key, axes in {"tp": (HIDDEN, FEATURES), "cp": SEQUENCE, "ep": EXPERTS}.items():
+        used = grid.used(*axes)
+        if used and grid.stride(used[0]) * grid.degree(used[0]) > ranked.cluster.domain_size:
             return f"  ({key} across hosts)"
     return ""
 

@@ -333,11 +333,12 @@ def experts_error(model: ModelShape, ep: int) -> PlanError | None:
     """The reason why the experts cannot be divided over ep, or None."""
     if ep == 1 or (model.experts and model.experts % ep == 0):
         return None
+    shared = math.gcd(model.experts, ep) if model.experts else 1
     return PlanError(
         "the experts do not divide over ep" if model.experts else "the model has no experts that ep divides",
         given=f"ep={ep} experts={model.experts}",
-        expected="a divisor of the number of experts",
-        hint=" or ".join([*(f"ep={d}" for d in divisors(math.gcd(model.experts, ep)) if d > 1), "no ep"]),
+        expected="a divisor of the number of experts" if model.experts else "a mixture of experts",
+        hint=" or ".join([*(f"ep={d}" for d in divisors(shared) if d > 1), "no ep"]),
     )
 
 

@@ -206,10 +206,11 @@ def _span_s(ends: PipelineEnds, rank: int, ranks_per_core: float) -> float:
 def _busy_parts(
     plan: Plan, stages: "list[StageSeconds]", gathers: "list[Overlapped]", busy_s: float
 ) -> dict[str, float]:
-    """Split the seconds in which a rank's actions run."""
+    """Split the seconds in which a rank's actions run. Without tp, a difference is of rounding alone."""
+    tensor = sum(s.tensor - s.attention - s.experts for s in stages) if plan.rows * plan.cols > 1 else 0.0
     parts = {
         "recompute": plan.micro * sum(stage.recompute for stage in stages),
-        "tensor communication": plan.micro * sum(s.tensor - s.attention - s.experts for s in stages),
+        "tensor communication": plan.micro * tensor,
         "data communication": plan.micro * sum(gather.exposed for gather in gathers),
     }
     if plan.cp > 1:
