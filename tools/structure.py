@@ -41,7 +41,7 @@ IMPORTS_BY_TEXT = {  # files in which such an import is none of optional product
     "plait/api.py": "the table of optional products",
     "plait/verify/model_spec.py": "a user's module",
 }
-LIMITS = {"axis files": 20, "circles": 0, "dynamic imports": 0}
+LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 # Lines of Python in a package; raising one is a commit of its own, with the reason.
 BUDGETS = {
     "bench": 1975,
@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 14215,
     "plan": 6760,
-    "planner": 4665,
+    "planner": 4775,
     "server": 2250,
     "train": 4885,
     "verify": 1750,

@@ -26,6 +26,7 @@ LLAMA |= {
 GPT: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 4096, "n_embd": 512, "n_layer": 4, "n_head": 8}
 GPT |= {"n_positions": 512, "bos_token_id": 0, "eos_token_id": 0}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+SIX_EXPERTS = MIXTRAL | {"num_local_experts": 6}
 # Equal widths of keys and values, without which explain has no fused attention.
 DEEPSEEK: dict[str, Any] = LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 8}
 DEEPSEEK |= {"moe_intermediate_size": 256, "n_routed_experts": 16, "num_experts_per_tok": 4}
@@ -34,7 +35,9 @@ DEEPSEEK |= {"q_lora_rank": 192, "kv_lora_rank": 128, "v_head_dim": 96}
 DEEPSEEK |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
 SEQUENCES, LENGTH = 2, 512
 # Relative differences: what recomputation gathers again, and the last block's gather under sp, are left out.
-TRAFFIC = {"pp": 1e-4, "replicate": 1e-4, "shard": 0.08, "ep": 1e-4, "cp": 1e-4, "row": 0.11, "col": 0.19}
+# Routers, which sp leaves complete, too.
+TRAFFIC = {"pp": 1e-4, "replicate": 1e-3, "shard": 0.08, "cp": 1e-4, "row": 0.11, "col": 0.19}
+TRAFFIC |= {"ep_replicate": 3e-3, "ep_shard": 1e-4, "ep_cp": 1e-4}
 STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime", "host")
 
 
@@ -63,6 +66,10 @@ STATES = ("parameters", "gradients", "master", "optimizer", "buffers", "runtime"
         (MIXTRAL, "dp=8 ep=2 zero=2 shard=4 recompute=full", 0.015),
         (MIXTRAL, "dp=4 ep=2 tp=2 zero=2", 0.015),
         (MIXTRAL, "dp=2 cp=2 ep=2 tp=2", 0.015),
+        (MIXTRAL, "dp=2 cp=2 ep=4 recompute=selective", 0.06),
+        (MIXTRAL, "dp=2 ep=2 tp=2 sp=true recompute=selective", 0.06),
+        (MIXTRAL, "dp=2 tp=4 sp=true", 0.02),
+        (SIX_EXPERTS, "dp=2 ep=2 tp=2 sp=true", 0.02),
         (MIXTRAL, "pp=2 dp=4 ep=4 micro=4", 0.015),
         (DEEPSEEK, "dp=8 ep=4 zero=1", 0.06),
         (DEEPSEEK, "pp=2 dp=4 ep=4 micro=4 recompute=full", 0.04),
@@ -84,7 +91,7 @@ def test_the_planner_and_explain_count_the_same_bytes(
     for ranks in explained.rank_classes:
         kept = kept_bytes(model, plan, ranks.coord["pp"], SEQUENCES, LENGTH, Software())
         assert kept == pytest.approx(ranks.memory.activations, rel=limit)
-        uneven = Software(expert_rows=plan.ep)
+        uneven = Software(expert_rows=plan.ep * model.expert_columns(plan.cols, plan.ep))
         more = kept_bytes(model, plan, ranks.coord["pp"], SEQUENCES, LENGTH, uneven) - kept
         assert more == pytest.approx(ranks.uneven_bytes, rel=limit)
         sent = sent_bytes(model, plan, work, ranks.ranks[0])
@@ -123,3 +130,37 @@ def test_the_messages_of_attention_are_those_of_explain_to_the_byte(text: str, r
     theirs = {key: count for key, count in ranks.traffic["layers"].items() if key.axes == ("cp",)}
     assert theirs
     assert {key: count for key, count in sum_events(events).items() if key.axes == ("cp",)} == theirs
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (MIXTRAL, "dp=2 cp=2 ep=2"),
+        (MIXTRAL, "dp=2 cp=2 ep=4"),
+        (MIXTRAL, "dp=2 cp=2 ep=2 tp=2"),
+        (MIXTRAL, "dp=2 ep=2 tp=2 sp=true"),
+        (SIX_EXPERTS, "dp=2 cp=2 ep=2 tp=2"),
+        (SIX_EXPERTS, "dp=2 ep=2 tp=2 sp=true"),
+    ],
+)
+def test_the_messages_of_experts_and_their_columns_are_those_of_explain(
+    config: dict[str, Any], text: str, recompute: str
+) -> None:
+    """To the byte, apart from the sums of the loss over columns."""
+    plan = Plan.parse(f"{text} precision=bf16 recompute={recompute}")
+    ids = torch.zeros((SEQUENCES, LENGTH), dtype=torch.long, device="meta")
+    node = HypotheticalRanks("nccl", plan.num_ranks, torch.device("cuda"))
+    explained = explain(Arguments(causal_lm_on_meta(config), plan), {"input_ids": ids, "labels": ids}, node)
+    facts = rank_facts(ModelShape.from_config(config), plan, Workload(LENGTH, SEQUENCES * plan.dp), 0)
+    ours = sum_events(event for event in step_events(facts) if event.strand == "layers")
+    theirs = explained.rank_classes[0].traffic["layers"]
+    assert {key.axes for key in ours} == {key.axes for key in theirs}
+    loss = 3 * 4 * SEQUENCES * LENGTH // plan.cp  # largest logits, sums and targets, in float32
+    for axes in {key.axes for key in ours}:
+        sent, expected = (
+            ring_bytes({key: count for key, count in of.items() if key.axes == axes}, explained.grid)
+            for of in (ours, theirs)
+        )
+        over_columns = axes == ("col",)
+        assert sent == pytest.approx(expected - over_columns * loss, rel=1e-6), axes

@@ -123,6 +123,7 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
         fused_attention=fused,
         overlaps_data=zero == 3 or modern,
         overlaps_tensor=modern,
+        gathers_rows=True,
         splits_evenly=True,
         narrow_gradients=precision == "fp16" and zero > 0,
     )

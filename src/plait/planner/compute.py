@@ -104,15 +104,28 @@ class BlockWork(NamedTuple):
     cp: int
     cp_method: str  # not `auto`
     ep: int
+    gathers_rows: bool
 
     @classmethod
     def of(
         cls, model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software, *, overlaps: bool
     ) -> "BlockWork":
-        parts = plan.rows, plan.cols, plan.sp
-        fused = software.fused_attention
-        context = plan.cp, attention_method(model, plan.cols, plan.cp, plan.cp_method) if plan.cp > 1 else ""
-        return cls(*parts, batch, sequence, fused, plan.compile, overlaps, plan.num_ranks, *context, plan.ep)
+        method = attention_method(model, plan.cols, plan.cp, plan.cp_method) if plan.cp > 1 else ""
+        return cls(
+            rows=plan.rows,
+            cols=plan.cols,
+            sp=plan.sp,
+            batch=batch,
+            sequence=sequence,
+            fused_attention=software.fused_attention,
+            compiled=plan.compile,
+            overlaps=overlaps,
+            ranks=plan.num_ranks,
+            cp=plan.cp,
+            cp_method=method,
+            ep=plan.ep,
+            gathers_rows=software.gathers_rows,
+        )
 
     @property
     def tokens(self) -> int:
@@ -186,6 +199,11 @@ def _linear(
     )
 
 
+def expert_columns(model: ModelShape, part: BlockWork) -> int:
+    """Return the columns over which complete experts of a rank of ep are divided."""
+    return 1 if part.gathers_rows else model.expert_columns(part.cols, part.ep)
+
+
 @lru_cache(maxsize=1 << 14)
 def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Constants) -> Seconds:
     """Seconds of one block for one micro-batch on one rank."""
@@ -195,12 +213,13 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     ffn, ups = -(-model.ffn // part.cols), model.mlp_matrices - 1
     linear = partial(_linear, rates, constants)
     # Rows of an expert, and experts of a rank: the choices of all tokens are spread evenly.
-    experts = max(1, model.experts // part.ep)
-    rows = -(-m * max(1, model.experts_per_token) // experts)
+    own = expert_columns(model, part)
+    experts, expert_ffn = max(1, model.experts // (part.ep * own)), ffn * own
+    rows = -(-m * max(1, model.experts_per_token) // (experts * own))
     # In turn, products whose input is on all columns, and products whose output is summed over them.
     *first, last = (linear(m, *each) for each in model.attention_products(h, heads, kv_heads))
     products = [([sum(times) for times in zip(*first, strict=True)], 1), (last, 1)]
-    products += [(linear(rows, ffn, h, experts), ups), (linear(rows, h, ffn, experts), 1)]
+    products += [(linear(rows, expert_ffn, h, experts), ups), (linear(rows, h, expert_ffn, experts), 1)]
     if model.shared_ffn:
         shared = -(-model.shared_ffn // part.cols)
         products += [(linear(m, shared, h), ups), (linear(m, h, shared), 1)]
@@ -213,7 +232,8 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     host = 0.0 if rates.operator_rates else host  # see [Note: measured operators]
     device_forward = forward + attention + vector
     device_backward = backward + attention_back + vector_back
-    shared_input, shared_weight = (sum(times[i] * count for times, count in products[::2]) for i in (1, 2))
+    gathered = products[:1] if model.experts else products[::2]  # the others' messages are not hidden
+    shared_input, shared_weight = (sum(times[i] * count for times, count in gathered) for i in (1, 2))
     return Seconds(
         device_forward, device_backward, weight, shared_weight, shared_input, attention + vector, host
     )
@@ -268,7 +288,9 @@ def _elementwise(
         )
         return forward, backward
     inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
-    inside += 10.0 * model.experts_per_token * h  # rows by expert, back, and the sum of a token's
+    inside += (
+        10.0 * model.experts_per_token * h / expert_columns(model, part)
+    )  # rows by expert, back, and the sum of a token's
     moved = 20.0 * stream + part.tokens * (inside + (2.0 + 2.0 * (model.mlp_matrices - 1)) * width)
     forward = moved * rates.itemsize / 2 / rates.memory_bytes_per_s
     return forward, 2 * forward

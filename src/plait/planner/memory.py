@@ -314,10 +314,16 @@ def block_activation_bytes(
     gated = model.mlp_matrices == 3
     chosen = model.experts_per_token
     rows = chosen * software.expert_rows
+    own = (
+        1 if software.gathers_rows else model.expert_columns(cols, plan.ep)
+    )  # each has its share of the rows
+    # Tokens that routers get.
+    gathered = 2 * h if plan.sp and model.experts and not software.gathers_rows else 0.0
     width = rows * model.ffn + model.shared_ffn if model.experts else model.ffn
     if software.eager and recompute == "selective":  # the results of products
         return (
-            (6 + 2 * rows - 2 * (rows > 0)) * h / across
+            (6 - 2 * (rows > 0)) * h / across
+            + 2 * rows * h / own
             + 2 * sum(model.latent or ())
             + (2.0 * model.attention_width + kv + 2.0 * (model.mlp_matrices - 1) * width) / cols
             + results
@@ -326,13 +332,13 @@ def block_activation_bytes(
         heads = 4.0 * model.attention_width + 4.0 * model.heads  # and float32 sums of softmax
         heads += _exchanged_bytes(model, plan) + _NORM_OF_HEADS * model.normed_width
         # Of rows, inputs; results of all rows where the experts are or, wide, where the tokens are.
-        routed = (2 * rows + (4 if plan.ep > 1 else 2) * chosen) * h + 4 * model.experts
+        routed = (2 * rows + (4 if plan.ep > 1 else 2) * chosen) * h / own + 4 * model.experts + gathered
         if model.latent:  # norms of ranks, and copies of heads with and without positions
             routed += 8 * sum(model.latent[:2])
             heads += 2 * model.heads * (2 * model.head_dim - model.latent[2])
         inside = (heads + kv + _ACTIVATIONS[gated] * width) / cols
         return _NORMS[gated] * h / across + routed + inside
-    residual = (8 if software.fused_attention else 10) * h / across + 4 * rows * h
+    residual = (8 if software.fused_attention else 10) * h / across + 4 * rows * h / own + gathered
     inside = 4.0 * model.attention_width + kv + 2.0 * model.mlp_matrices * width
     inside += _exchanged_bytes(model, plan)
     if not software.fused_attention and recompute != "selective":

@@ -64,6 +64,7 @@ class ModelShape:
     shared_gate    the shared experts are weighted by a row of the router
     expert_biases  each expert, and the router, have biases
     head_norms     queries and keys have norms
+    shards_tokens  sp=true is possible
     """
 
     name: str
@@ -90,6 +91,7 @@ class ModelShape:
     shared_gate: bool = False
     expert_biases: bool = False
     head_norms: bool = False
+    shards_tokens: bool = True
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
@@ -176,6 +178,7 @@ class ModelShape:
             shared_gate=_is_of(family, "shared_gate"),
             expert_biases=_is_of(family, "expert_biases"),
             head_norms=_is_of(family, "wide_norms") or _has_head_norms(values, family),
+            shards_tokens=not _is_of(family, "complete_tokens"),
         )
 
     @classmethod
@@ -320,6 +323,11 @@ class ModelShape:
     def heads_of_column(self, columns: int) -> tuple[int, int, int]:
         """Heads, kv heads, and the width of a key and a value on the first column of `tp`."""
         return (*heads_of_columns(self.heads, self.kv_heads, columns)[0], self.kv_width // self.kv_heads)
+
+    def expert_columns(self, columns: int, ep: int) -> int:
+        """Columns of `tp` over which complete experts of a rank of `ep` are divided; 1: each column has a
+        part of every expert. As `TPPlan.with_own_experts`."""
+        return columns if ep > 1 and self.experts % (ep * columns) == 0 else 1
 
     def training_flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of forward and backward, recomputation not counted."""

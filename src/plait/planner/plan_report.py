@@ -119,7 +119,8 @@ def _experts(ranked: RankedPlan) -> str:
 
 def uneven_bytes(ranked: RankedPlan) -> float:
     """Return the memory of a rank whose experts get all tokens of the ranks of ep, upper end."""
-    program = replace(PLAIT, expert_rows=ranked.plan.ep)
+    columns = ranked.model.expert_columns(ranked.plan.cols, ranked.plan.ep)
+    program = replace(PLAIT, expert_rows=ranked.plan.ep * columns)
     return peak_memory(ranked.model, ranked.plan, ranked.cluster, ranked.work, program)[1]
 
 

@@ -224,7 +224,7 @@ class Space:
                 self.refusals.add(error)
 
     def _computations(self, plan: Plan) -> Iterator[dict[str, Any]]:
-        shards_sequence = plan.cols > 1 and not self.model.experts
+        shards_sequence = plan.cols > 1 and self.model.shards_tokens
         for sp in self.values("sp", VALUES["sp"] if shards_sequence else (False,)):
             for recompute in self.values("recompute", VALUES["recompute"]):
                 yield {"sp": sp, "recompute": recompute}

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
-from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, SEQUENCE, Axes
-from plait.plan.context import AttentionMessages, attention_messages, heads_degree
+from plait.plan.context import AttentionMessages, heads_degree
 from plait.plan.devices import Device
 from plait.plan.events import During
 from plait.plan.layout import Layout
@@ -19,6 +18,7 @@ from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import stages_by_rank, stages_of
 from plait.plan.schedule.simulate import Durations, PipelineEnds, pipeline_s
+from plait.planner.block_messages import attention_of, block_collectives, sends_rows, tensor_groups
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, collective_s, send_s, server_exchange_s
 from plait.planner.compute import (
@@ -28,6 +28,7 @@ from plait.planner.compute import (
     Seconds,
     block_seconds,
     embedding_seconds,
+    expert_columns,
     head_seconds,
     optimizer_s,
 )
@@ -303,16 +304,15 @@ def _block_seconds(
 ) -> StageSeconds:
     """Seconds of one block."""
     block = block_seconds(model, part, rates, constants)
-    tensor, tensor_back, attention, attention_again, attention_back = _block_tensor_s(
-        model, part, links, rates, block, constants
-    )
-    share = recomputed_share(recompute)
+    share, of_attention = recomputed_share(recompute), recomputed_attentions(recompute)
     again = block.selective if recompute == "selective" else share * block.forward
-    attention_back += recomputed_attentions(recompute) * attention_again
-    experts, experts_back = _expert_messages_s(model, part, links, rates)
-    experts_back += recomputed_attentions(recompute) * experts
-    across = tensor + attention + experts
-    across_back = tensor_back + share * tensor + attention_back + experts_back
+    tensor = _block_tensor_s(model, part, links, rates, block, constants)
+    attention = _attention_messages_s(model, part, links, rates)
+    experts = _expert_messages_s(model, part, links, rates)
+    attention_back = attention.backward + of_attention * attention.again
+    experts_back = experts.backward + of_attention * experts.again
+    across = tensor.forward + attention.forward + experts.forward
+    across_back = tensor.backward + share * tensor.again + attention_back + experts_back
     collectives = sum(each.forward for each in block_collectives(model, part, rates.itemsize))
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * collectives
     weight = block.weight
@@ -323,8 +323,8 @@ def _block_seconds(
         again,
         across + across_back,
         across,
-        attention + attention_back,
-        experts + experts_back,
+        attention.forward + attention_back,
+        experts.forward + experts_back,
     )
 
 
@@ -364,53 +364,6 @@ def recomputed_attentions(recompute: str) -> float:
     return 1.0 if recompute == "selective" else recomputed_share(recompute)
 
 
-class BlockCollective(NamedTuple):
-    """A collective of a block: calls in a forward and in a backward, and bytes of the full tensor of one.
-    `again`: calls where a block is recomputed."""
-
-    axes: Axes
-    op: str
-    forward: int
-    backward: int
-    num_bytes: float
-    again: int
-
-
-def block_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> list[BlockCollective]:
-    """The collectives of a block that is sharded, and of attention over the ranks of cp. With sequence
-    parallelism, a reduce-scatter and an all-gather for every all-reduce, and backward gathers the inputs
-    again; both count as all-gathers."""
-    tokens, found = part.tokens * itemsize, []
-    if part.cols > 1:
-        hidden = tokens * model.hidden / part.rows
-        calls = ("all-gather", 4, 6) if part.sp else ("all-reduce", 2, 2)
-        if part.sp and model.experts:  # all columns of an expert get its rows
-            calls = ("all-gather", 2, 3)
-            found.append(BlockCollective((FEATURES,), *calls, hidden * model.experts_per_token, calls[1]))
-        found.append(BlockCollective((FEATURES,), *calls, hidden, calls[1]))
-    if part.rows > 1:
-        inside = model.qkv_width + (model.mlp_matrices - 1) * model.active_ffn
-        found.append(BlockCollective((HIDDEN,), "all-reduce", 2, 2, tokens * inside / part.cols / 2, 2))
-    for each in _attention_messages(model, part):
-        num_bytes = tokens * each.elements
-        found.append(BlockCollective(SEQUENCE, each.op, each.forward, each.backward, num_bytes, each.again))
-    if part.ep > 1 and model.experts:  # rows to their experts and back, and before them their numbers
-        rows = tokens * model.experts_per_token * model.hidden / (part.cols if part.sp else 1)
-        counts = _COUNT_BYTES * (part.ep + model.experts)
-        found.append(BlockCollective(EXPERTS, "all-to-all", 2, 2, rows, 2))
-        found.append(BlockCollective(EXPERTS, "all-to-all", 1, 0, counts, 1))
-    return found
-
-
-_COUNT_BYTES = 8
-
-
-def _attention_messages(model: ModelShape, part: BlockWork) -> list[AttentionMessages]:
-    if part.cp == 1:
-        return []
-    return attention_messages(part.cp_method, *model.heads_of_column(part.cols), part.cp)
-
-
 def _kind(message: AttentionMessages, part: BlockWork) -> str:
     """The kind of collective whose price a message has: a ring passes on what a gather does."""
     if message.op not in ("all-to-all", "messages"):
@@ -419,47 +372,63 @@ def _kind(message: AttentionMessages, part: BlockWork) -> str:
     return "all-gather" if is_ring else "exchange in layers"
 
 
+class Passes(NamedTuple):
+    """Exposed seconds of one block's messages in a forward, in one that is recomputed, and in a backward."""
+
+    forward: float
+    again: float
+    backward: float
+
+
 def _block_tensor_s(
     model: ModelShape, part: BlockWork, links: Links, rates: Rates, block: Seconds, constants: Constants
-) -> tuple[float, float, float, float, float]:
-    """Exposed seconds of one block's collectives in a forward and in a backward: those inside layers that are
-    sharded, of which a backward has as many, and those of attention over the ranks of cp, in a forward, in a
-    recomputed one, and in a backward. Nothing hides them, which is too slow for rings.
+) -> Passes:
+    """Return those of collectives inside layers that are sharded.
 
     Input gradients are reduced during the products of weight gradients, and sequence-parallel inputs are
-    gathered again during the products of input gradients (parallel/tensor/shared_input.py, and Megatron)."""
-    groups = {
-        (FEATURES,): Group(part.cols, 1, part.ranks),
-        (HIDDEN,): Group(part.rows, part.cols, part.ranks),
-    }
-    seconds, attention, attention_again, attention_back = dict.fromkeys(groups, 0.0), 0.0, 0.0, 0.0
+    gathered again during the products of input gradients (parallel/tensor/shared_input.py, and Megatron). No
+    products hide collectives of experts."""
+    groups = tensor_groups(part)
+    forward, again, backward, hidden = 0.0, 0.0, 0.0, 0.0
     for each in block_collectives(model, part, rates.itemsize):
         if each.axes in groups:
             kind = "foreign all-reduce" if each.op == "all-reduce" else each.op
-            seconds[each.axes] += each.forward * collective_s(kind, links, groups[each.axes], each.num_bytes)
-    for message in _attention_messages(model, part):
+            once = collective_s(kind, links, groups[each.axes], each.num_bytes)
+            forward += each.forward * once
+            again += each.again * once
+            if each.overlaps and part.overlaps:
+                hidden += each.forward * once
+            else:
+                backward += (each.forward if each.overlaps else each.backward) * once
+    if hidden:
+        during = block.shared_weight + (block.shared_input if part.sp else 0.0)
+        backward += _overlap(during, hidden, constants)[0] + (hidden / 2 if part.sp else 0.0)
+    return Passes(forward, again, backward)
+
+
+def _attention_messages_s(model: ModelShape, part: BlockWork, links: Links, rates: Rates) -> Passes:
+    """Return those of attention over the ranks of cp. Nothing hides them, which is too slow for rings."""
+    passes = [0.0, 0.0, 0.0]
+    for message in attention_of(model, part):
         group = Group(message.ranks, message.apart * part.rows * part.cols, part.ranks)
         full = part.tokens * rates.itemsize * message.received * message.ranks / (message.ranks - 1)
         once = collective_s(_kind(message, part), links, group, full)
-        attention += message.forward * once
-        attention_again += message.again * once
-        attention_back += message.backward * once
-    forward = backward = seconds[FEATURES,]
-    if part.overlaps:
-        during = block.shared_weight + (block.shared_input if part.sp else 0.0)
-        backward = _overlap(during, forward, constants)[0] + (forward / 2 if part.sp else 0.0)
-    return forward + seconds[HIDDEN,], backward + seconds[HIDDEN,], attention, attention_again, attention_back
+        calls = message.forward, message.again, message.backward
+        passes = [seconds + number * once for seconds, number in zip(passes, calls, strict=True)]
+    return Passes(*passes)
 
 
-def _expert_messages_s(model: ModelShape, part: BlockWork, links: Links, rates: Rates) -> tuple[float, float]:
-    """Seconds of one block's messages to experts and back, in a forward and in a backward: nothing hides
-    them."""
+def _expert_messages_s(model: ModelShape, part: BlockWork, links: Links, rates: Rates) -> Passes:
+    """Return those of messages to experts and back: nothing hides them."""
     apart = part.cp if math.gcd(part.ep, part.cp) == 1 else 1  # see plan/axes.py [Note: ranks of ep]
-    group = Group(part.ep, apart * part.rows * part.cols, part.ranks)
-    calls = [each for each in block_collectives(model, part, rates.itemsize) if each.axes == EXPERTS]
+    own = expert_columns(model, part)
+    group = Group(part.ep * own, apart * part.rows * part.cols // own, part.ranks)
+    calls = [each for each in block_collectives(model, part, rates.itemsize) if sends_rows(each)]
     once = [collective_s("exchange in layers", links, group, each.num_bytes) for each in calls]
     forward = sum(each.forward * seconds for each, seconds in zip(calls, once, strict=True))
-    return forward, sum(each.backward * seconds for each, seconds in zip(calls, once, strict=True))
+    return Passes(
+        forward, forward, sum(each.backward * seconds for each, seconds in zip(calls, once, strict=True))
+    )
 
 
 class Overlapped(NamedTuple):

@@ -5,22 +5,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from plait.plan import AXES, CommCount, CommKey, Grid, Layout, Plan
-from plait.plan.axes import EXPERTS, FEATURES, SEQUENCE, STAGES, TENSOR, TOKENS
+from plait.plan.axes import FEATURES, SEQUENCE, STAGES, TENSOR, TOKENS, Axes
 from plait.plan.events import Event, RankFacts, StageFacts, ring_bytes, step_events, sum_events
 from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.schedule.load import load_schedule
+from plait.planner.block_messages import block_collectives, sends_rows
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, network
 from plait.planner.compute import BlockWork
 from plait.planner.memory import stage_units
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import StageKind, block_counts, stage_kinds
-from plait.planner.step_estimate import (
-    block_collectives,
-    message_bytes,
-    recomputed_attentions,
-    recomputed_share,
-)
+from plait.planner.step_estimate import message_bytes, recomputed_attentions, recomputed_share
 from plait.planner.unit_prices import messages_of
 from plait.planner.workload import PLAIT, Workload
 
@@ -97,21 +93,25 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
     counts = block_counts(model, plan, PLAIT)
     message = (message_bytes(model, plan, batch, work.sequence),)
     part = BlockWork.of(model, plan, batch, work.sequence, PLAIT, overlaps=True)
-    collectives = block_collectives(model, part, COMPUTE_BYTES[plan.precision])
     share, of_attention = recomputed_share(plan.recompute), recomputed_attentions(plan.recompute)
+    shapes = [model, model.dense_block] if model.dense_layers else [model]
+    collectives = [block_collectives(shape, part, COMPUTE_BYTES[plan.precision]) for shape in shapes]
 
     def facts(kind: StageKind) -> StageFacts:
         layout = Layout(stage_units(model, plan.rows, plan.cols, plan.shard_degree, kind, plan.ep))
+        calls: list[tuple[Axes, str, float, float]] = []
+        for each, blocks in zip(collectives, (kind.blocks - kind.dense, kind.dense), strict=False):
+            for one in each:
+                again = one.again * (of_attention if one.axes == SEQUENCE or sends_rows(one) else share)
+                calls.append((one.axes, one.op, blocks * (one.forward + again + one.backward), one.num_bytes))
+        if plan.cols > 1:  # of the embedding's output, and of the gradient of the head's input
+            ends = kind.is_first + kind.is_last
+            num_bytes = part.tokens * COMPUTE_BYTES[plan.precision] * model.hidden / plan.rows
+            calls += [((FEATURES,), op, ends, num_bytes) for op in ("all-reduce", *["all-gather"] * plan.sp)]
         traffic: dict[CommKey, CommCount] = {}
-        for axes, op, forward, backward, num_bytes, again in collectives:
-            recomputed = of_attention if axes in (SEQUENCE, EXPERTS) else share
-            blocks = kind.blocks - (kind.dense if axes == EXPERTS else 0)
-            calls = blocks * (forward + recomputed * again + backward)
-            if axes == (FEATURES,):  # of the embedding's output, and of the gradient of the head's input
-                calls += (1 if op == "all-reduce" else 2) * (kind.is_first + kind.is_last)
-            count = CommCount(round(calls), round(calls * num_bytes))
+        for axes, op, number, num_bytes in calls:
             key = CommKey(grid.used(*axes), "", op)
-            traffic[key] = traffic.get(key, CommCount()) + count
+            traffic[key] = traffic.get(key, CommCount()) + CommCount(round(number), round(number * num_bytes))
         return StageFacts(layout, traffic, output=message, gradient=message)
 
     schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks)

@@ -28,7 +28,10 @@ class Software:
     splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
                        head's cost is balanced
     narrow_gradients   full gradients are summed in the computation's precision
-    expert_rows        tokens of the experts of the fullest rank of ep, by those of even routing: up to ep
+    gathers_rows       columns have parts of every expert, and with sp they send shares of the rows and gather
+                       them where the experts are (Megatron-LM)
+    expert_rows        tokens of the experts of the fullest rank of ep, by those of even routing: up to ep,
+                       and to ep x tp where columns have experts of their own
     """
 
     eager: bool = True
@@ -37,6 +40,7 @@ class Software:
     overlaps_tensor: bool = True
     splits_evenly: bool = False
     narrow_gradients: bool = False
+    gathers_rows: bool = False
     expert_rows: int = 1
 
 
