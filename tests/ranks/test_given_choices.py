@@ -53,6 +53,17 @@ def test_the_models_own_choices_change_no_bit(pool: Pool, family: str, words: st
     assert torch.equal(own.sort(-1).values, alone.own.sort(-1).values)
 
 
+@pytest.mark.parametrize("words", ["dp=2 ep=2 zero=3 recompute=full", "cp=2"])
+def test_loads_are_those_of_given_choices(pool: Pool, words: str) -> None:
+    """Also with tokens that only fill up a rank's, 15 of a row over two; and by `loss` and `backward`."""
+    chosen = given_choices.batches("mixtral", 1, 15)[0]["routing"]
+    expected = [torch.bincount(chosen[:, :, layer].flatten(), minlength=4).tolist() for layer in range(2)]
+    (_, alone), *_ = pool.run(given_choices.loads, 1, "dp=1", 15)
+    for loads, numbers in pool.run(given_choices.loads, 2, words, 15):
+        assert loads == expected
+        assert numbers == pytest.approx(alone, rel=1e-9)
+
+
 SHAPE = (programs.SEQUENCES, programs.LENGTH, 2)
 
 

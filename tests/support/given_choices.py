@@ -21,9 +21,9 @@ def model_of(family: str, *, on_meta: bool = True) -> Any:
     return hf_models.model_of(family, on_meta=on_meta, **(_GROUPED if family == "deepseek_v3" else {}))
 
 
-def batches(family: str, steps: int) -> list[dict[str, Tensor]]:
+def batches(family: str, steps: int, length: int = programs.LENGTH) -> list[dict[str, Tensor]]:
     """Batches with random choices of two of four experts, in any order."""
-    generator, found = torch.Generator().manual_seed(8), programs.batches(steps)
+    generator, found = torch.Generator().manual_seed(8), programs.batches(steps, length=length)
     for batch in found:
         scores = torch.rand(*batch["input_ids"].shape, LAYERS[family], 4, generator=generator)
         batch["routing"] = scores.argsort(-1)[..., :2]
@@ -105,3 +105,17 @@ def error_of(family: str, words: str, entries: dict[str, Tensor]) -> str:
     except plait.PlaitError as error:
         return str(error)
     return ""
+
+
+def loads(words: str, length: int) -> tuple[list[list[int]], list[float]]:
+    """The loads of a step with random choices, and its loss: by `step`, and by `loss` and `backward`."""
+    batch, results = batches("mixtral", 1, length)[0], []
+    for by_micro in (False, True):
+        engine = programs.engine_of(task_of("mixtral"), f"{words} precision=fp64")
+        share = programs.share_of(batch, engine)
+        if by_micro:
+            engine.backward(*engine.loss(share))
+        results.append(engine.update() if by_micro else engine.step(share))
+    first, second = results
+    assert first.expert_loads == second.expert_loads
+    return [*first.expert_loads.values()], [first.loss, first.grad_norm, second.loss, second.grad_norm]
