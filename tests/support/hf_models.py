@@ -92,6 +92,13 @@ OTHERS: dict[str, dict[str, Any]] = {  # outside of the covering sets
         "moe_intermediate_size": 20,
         "shared_expert_intermediate_size": 24,
     },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "head_dim": 12,
+    },
     "gemma3_text": {  # windows, and norms of queries and keys
         "head_dim": 12,
         "query_pre_attn_scalar": 12,

@@ -17,6 +17,7 @@ from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
 from plait.models.attention import dispatch_attention
 from plait.models.init_weights import parameter_only_modules
+from plait.models.routing import take_choices
 from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
 from plait.parallel.all_samples import sync_batch_norms
@@ -217,6 +218,8 @@ def _build_stage(
     divide = partial(own_tokens, sequence=groups.sequence, method=plan.cp_method, numbering=spec.numbering)
     data_ranks, counts = groups.dense.gradient_sum, not (spec.job.compile and selective)
     routers = StageRouters(part.module, spec.routers, data_ranks, mesh.world.device, counts=counts)
+    if not spec.job.compile:  # in whose code there are no modes
+        take_choices(part.module, spec.routers.layers)
     of_loss = (columns, grid.col, groups.tp, spec.given.loss)
     return StageRunner(part, sharded, head, *of_loss, tokens, divide, routers, is_last=is_last)
 

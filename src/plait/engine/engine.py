@@ -388,6 +388,15 @@ class Engine:
         with self._inputs.explained([micro]):
             return self._runner.outputs(micro, pick)
 
+    @one_thread
+    def routing(self, batch: Batch) -> Tensor:
+        """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode.
+        A batch can have them as its entry `routing`. Every rank must call it, with its share. Only under
+        pp=1."""
+        micro = self._inputs.single(batch, trains=False)
+        with self._inputs.explained([micro]):
+            return self._runner.routing(micro)
+
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
         {}. Every rank must call it, as `full_gradients` and `state`."""

@@ -68,7 +68,10 @@ from plait.models import (
     task_of,
 )
 from plait.models.attention import is_eager
+from plait.models.experts import expert_layers
 from plait.models.mask_decisions import host_values
+from plait.models.routing import check_choices
+from plait.models.task import ROUTING
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
@@ -172,6 +175,7 @@ class Inputs:
             except Exception as error:  # any error of the model's attributes
                 self._unchecked = error
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
+        self._layers, self._compiles = expert_layers(model), context.plan.compile
 
     def of_step(self, batch: Batch | Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of a step. Raises PlanError unless there are `plan.micro`, or the batch divides
@@ -204,14 +208,17 @@ class Inputs:
         """At most `plan.micro` micro-batches."""
         return divide(self.single(batch, trains=False), self._micro)
 
-    def uncompared(self, batch: Batch) -> Batch:
+    def uncompared(self, batch: Batch) -> dict[str, Tensor]:
         """The batch as one micro-batch, which may differ between ranks."""
+        check_is_batch(batch)
+        if self._layers and ROUTING in batch:
+            check_choices(batch, self._layers, compiles=self._compiles)
         return on_device(batch, self._device, self._dtype, self._names)
 
     def single(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
         """The batch as one micro-batch, on the device. Batches of training and of evaluation are counted
         separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples."""
-        moved = on_device(batch, self._device, self._dtype, self._names)
+        moved = self.uncompared(batch)
         if not any(value.shape[0] for value in moved.values()):
             raise PlanError(
                 "this rank's share of the batch has no samples",

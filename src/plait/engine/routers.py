@@ -38,6 +38,7 @@ from plait.comm import Group, all_reduce
 from plait.errors import ConfigError
 from plait.models.experts import expert_layers
 from plait.models.routers import RouterLoss, mark_router_loss
+from plait.models.task import ROUTING
 from plait.parallel.context.tokens import SharedTokens
 
 _BIAS = "e_score_correction_bias"
@@ -128,6 +129,7 @@ class StageRouters:
     """The routers of a stage.
 
     loss    the auxiliary loss of the model; None: it has none
+    layers  those of the model: numbers of experts by the names of their modules
     totals  of a step so far, on this rank: targets times auxiliary losses, with a loss; and the loads of all
             layers of the model
     """
@@ -137,7 +139,9 @@ class StageRouters:
     ) -> None:
         """`data_ranks`: with other tokens of a step. `counts`: loads of experts."""
         self.loss, self._group, self._rate = facts.loss, data_ranks, facts.bias_rate
+        self.layers = facts.layers
         self._module, self._sums = module, torch.zeros(0)
+        self._recorded: list[Tensor] | None = None
         modules, stop = dict(module.named_modules()), int(facts.loss is not None)
         recorded = {} if facts.loss is None else facts.loss.routers
         self._logits = [Tap().of_output(modules[n], at) for n, at in recorded.items() if n in modules]
@@ -156,17 +160,32 @@ class StageRouters:
         message, self._sums = message
         return message
 
+    def without_choices(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in entries.items() if key != ROUTING or not self.layers}
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Forwards inside the context record the choices (T, k) of each layer, in order."""
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
     @contextmanager
     def watching(self, micro: Mapping[str, Tensor], kind: Pass) -> Iterator[None]:
         """The context of a forward, after `received`: afterwards the sums, and in training the totals,
         include those of its layers."""
-        taps = [*self._logits, *(tap for *_, tap in self._choices if kind.trains)]
+        watches = kind.trains or self._recorded is not None
+        taps = [*self._logits, *(tap for *_, tap in self._choices if watches)]
         for tap in taps:
             tap.is_open = True
         try:
             yield
         finally:
             seen = {tap: tap.close() for tap in taps}
+        if self._recorded is not None:
+            self._recorded += [chosen for *_, tap in self._choices for chosen in seen[tap]]
         if not taps and self.loss is None:
             return
         weights_T = _weights(micro) * kind.is_counted

@@ -115,6 +115,24 @@ class MicrobatchRunner:
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
             )
 
+    def routing(self, micro: Micro) -> Tensor:
+        """See `Engine.routing`."""
+        routers = self.only_stage("engine.routing").routers
+        with self.eval_mode(), torch.no_grad(), self._weights_unchanged(), routers.recording() as recorded:
+            self._run(forwards_only(self._schedule, 1), [micro], lambda _: None, None, of_outputs=True)
+        samples, shapes = max(len(value) for value in micro.values()), {each.shape for each in recorded}
+        compiles, layers = self._parts.context.plan.compile, routers.layers
+        if compiles or len(shapes) != 1 or len(recorded) != len(layers) or len(recorded[0]) % samples:
+            raise ModelError(
+                "the model has no routers whose choices can be recorded",
+                given=f"{len(layers)} layers with experts, {[*map(tuple, shapes)]}, compile={compiles}",
+                expected="routers of transformers that choose as many experts for each token in each layer",
+                hint="engine.outputs, for all that the model returns",
+            )
+        chosen_BSLk = torch.stack(recorded, 1).unflatten(0, (samples, -1))
+        complete: Tensor = self._parts.inputs.complete(chosen_BSLk, micro)
+        return complete
+
     def _picked(self, outputs: Any, pick: Callable[[Any], Any] | None) -> Any:
         """The part of the outputs that is asked for, checked to be full on every rank of `tp`."""
         picked = outputs if pick is None else pick(outputs)
@@ -196,7 +214,8 @@ class MicrobatchRunner:
             )
         if self._parts.dataflow is not None:
             for micro in micros:
-                self._parts.dataflow.check(micro, self._parts.loss)
+                routers = next(iter(self._parts.stages.values())).routers
+                self._parts.dataflow.check(routers.without_choices(micro), self._parts.loss)
         counted = len(micros) if num_counted is None else num_counted
         given = (micros, self._parts.inputs.prepared, on_loss, seeds)
         stages = {

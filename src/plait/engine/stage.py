@@ -27,6 +27,8 @@ from plait.models import (
     token_batch,
     watch_activations,
 )
+from plait.models.routing import choices_by
+from plait.models.task import ROUTING
 from plait.parallel.context.tokens import SharedTokens, attention_of
 from plait.parallel.pipeline.split_backward import DeferredBytes
 from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers
@@ -80,13 +82,14 @@ class StageRunner:
     def outputs(self, micro: Mapping[str, Tensor], received: Any = None, kind: Pass = PLAIN) -> Any:
         """The stage's outputs: those of the model on the last stage."""
         received = self.routers.received(received)
-        inputs = forward_inputs(self.module_part.module, micro)
+        inputs = self.routers.without_choices(forward_inputs(self.module_part.module, micro))
         is_first = not self.module_part.earlier
         if self._tokens is not None:
             received = self._tokens.receive(received)
         with (
             self.sharded.unsharder.watch_outside_uses(),
             attention_of(micro),
+            choices_by(micro.get(ROUTING) if self.routers.layers else None),
             contextlib.nullcontext() if is_first else receiving(self.module_part.module, received),
             self.routers.watching(micro, kind),
         ):
@@ -137,6 +140,7 @@ class StageRunner:
         batch = batch if recorded is None else recorded
         result = self._loss_reads.call(loss, outputs, batch) if is_users else loss(outputs, batch)
         if recorded is not None:
+            recorded.read |= {ROUTING} if self.routers.layers else set()
             recorded.check_used(self.module_part.module)
             self._checked_entries.add(frozenset(micro))
         return result

@@ -68,6 +68,7 @@ from torch.utils.checkpoint import (
 
 from plait.errors import ModelError
 from plait.models.attention import active_handler, attention_by
+from plait.models.routing import active_choices, choices_by
 from plait.models.tensors import summary
 
 # Matrix products as dispatched to a device; bmm and baddbmm belong to attention.
@@ -165,12 +166,14 @@ class _Recomputation(AbstractContextManager[None]):
         """`before`: what the forward changed; see [Note: state that a forward changes]."""
         self._before = before
         self._modes = modes
-        self._handler = active_handler()  # of the micro-batch; another one's may run during its backward
+        # Of the micro-batch; another one's may run during its backward.
+        self._handler, self._choices = active_handler(), active_choices()
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(_put_back(self._before))
         self._stack.enter_context(attention_by(self._handler))
+        self._stack.enter_context(choices_by(self._choices))
         for mode in self._modes:
             self._stack.enter_context(mode)
 
