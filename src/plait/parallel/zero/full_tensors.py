@@ -161,12 +161,13 @@ def full_tensors(
     ranks = range(pp_rank * num_parts, (pp_rank + 1) * num_parts)
     for stage, index, by_rank in shard_map.units():
         units = [by_rank[rank] for rank in ranks if rank in by_rank]
-        for shard in units[0].params if units else ():
-            group = units[0].group_of(shard)
+        for name in [shard.name for shard in units[0].params] if units else ():
+            copies = [(unit, shard) for unit in units for shard in unit.params if shard.name == name]
+            unit, shard = max(copies, key=lambda each: each[1].boxes.numel)  # of a list, ranks have some
+            group = unit.group_of(shard)
             if group is None or not _needs_tensor(groups, group):
                 continue
-            copies = (p for unit in units for p in unit.params if p.name == shard.name)
-            shape, counted = shard.full_shape, any(copy.counted for copy in copies)
+            shape, counted = shard.full_shape, any(copy.counted for _, copy in copies)
             fields: dict[str, Any] = {
                 "name": shard.name,
                 "group": group,
