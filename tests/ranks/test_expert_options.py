@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.plan import Plan
-from support import hf_models, local_steps, programs
+from support import hf_models, local_steps, programs, routed_experts
 from support.pool import Pool
 
 OPTIMIZERS: dict[str, Any] = {
@@ -28,7 +28,9 @@ def _matrices(model: nn.Module, kind: str) -> list[Tensor]:
 
 
 def _engine(kind: str, words: str, seed: int = 3) -> plait.Engine:
-    model = hf_models.model_of("mixtral")
+    """`kind`: an optimizer; after it "list", for experts that are modules."""
+    kind, _, form = kind.partition(" ")
+    model = routed_experts.model_of(form) if form else hf_models.model_of("mixtral")
     chosen, options = OPTIMIZERS[kind]
     own = _matrices(model, kind)
     ids = {id(p) for p in own}
@@ -86,6 +88,15 @@ def test_norms_and_full_tensors_of_experts_are_those_of_one_process(
     pool: Pool, alone: Any, kind: str, words: str
 ) -> None:
     _check_same(pool.run(_trained, Plan.parse(words).num_ranks, kind, words)[0], alone(kind))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("words", ["dp=2 ep=2", "dp=4 ep=4 zero=1 shard=2"])
+def test_norms_and_full_tensors_of_a_list_of_experts_are_those_of_one_process(
+    pool: Pool, alone: Any, kind: str, words: str
+) -> None:
+    of_list = f"{kind} list"
+    _check_same(pool.run(_trained, Plan.parse(words).num_ranks, of_list, words)[0], alone(of_list))
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
