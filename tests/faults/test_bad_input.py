@@ -80,6 +80,7 @@ MIXTRAL = (
     'model.config={model_type="mixtral", hidden_size=32, intermediate_size=64, num_hidden_layers=1, '
     "num_attention_heads=2, num_key_value_heads=2, num_local_experts=2}"
 )
+GPT_OSS = MIXTRAL.replace("mixtral", "gpt_oss").replace("}", ", head_dim=16, num_experts_per_tok=1}")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ MIXTRAL = (
             ["--plan", "tp=2 sp=true", *sets('model.config={model_type="rwkv", hidden_size=32}')],
             ["ModelError", "may need all tokens", "tp=1x2 without sp"],
         ),
-        (["--plan", "tp=2 sp=true", *sets(MIXTRAL)], ["ModelError", "layers.0.mlp", "tp=1x2 without sp"]),
+        (["--plan", "tp=2 sp=true", *sets(GPT_OSS)], ["ModelError", "layers.0.mlp", "tp=1x2 without sp"]),
         (["--plan", "tp=2x2", *sets(MIXTRAL)], ["ModelError", "layers.0.mlp.experts", "try     : tp=1x4"]),
         (sets("model.config.vocab_size=100"), ["DataError", "vocabulary", "vocab_size=100"]),
         (sets("data.sequence=65"), ["DataError", "longer than the model allows", "65"]),

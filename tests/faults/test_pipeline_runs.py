@@ -164,11 +164,11 @@ from plait.engine.stage import StageRunner
 
 forward, calls = StageRunner.outputs, []
 
-def outputs(self, micro, received=None):
+def outputs(self, *given):
     calls.append(1)
     if self.module_part.number == 1 and len(calls) == 7:
         raise ZeroDivisionError("the stage's own")
-    return forward(self, micro, received)
+    return forward(self, *given)
 
 StageRunner.outputs = outputs
 main()

@@ -23,7 +23,7 @@ from plait.cli.main import app
         ),
         (["--model", "llama"], "ConfigError: verify needs one plan, a file of plans, or all plans"),
         (["--model", "llama", "--plan", "dp=2", "--ranks", "4"], "PlanError: the plan's degrees do not"),
-        (["--model", "mixtral", "--plan", "tp=2 sp=true"], "Error: "),
+        (["--model", "gpt_oss", "--plan", "tp=2 sp=true"], "Error: "),
         (
             ["--model", "llama", "--plan", "dp=2 reduce=int8"],
             "ConfigError: this plan cannot be verified in float64",

@@ -196,8 +196,8 @@ def _nan_loss(engine: plait.Engine) -> Any:
     """A loss that is no number, and has a gradient that is."""
     original = engine._parts.stages[0].summed_loss
 
-    def poisoned(micro: Any, received: Any) -> tuple[Tensor, Any]:
-        loss, count = original(micro, received)
+    def poisoned(*given: Any) -> tuple[Tensor, Any]:
+        loss, count = original(*given)
         return loss + float("nan"), count
 
     return poisoned
