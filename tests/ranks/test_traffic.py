@@ -16,7 +16,9 @@ from plait.errors import PlaitError
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, explain
 from plait.plan import MemoryUse, Plan, subtract_traffic, sum_traffic
+from plait.plan.axes import EXPERTS
 from plait.plan.comm_log import CommCount, CommKey, Traffic
+from plait.plan.grid import Grid
 from support import hf_models, programs, routed_experts
 from support.pool import Pool
 
@@ -166,6 +168,7 @@ def test_experts_send_the_bytes_and_messages_of_the_formulas(
     """Those of docs/experts.md, under "Bytes", and the counts of each expert."""
     words = Plan.parse(plan)
     exchanges, rows = EXCHANGES[recompute]
+    along = Grid.from_plan(words).used(*EXPERTS)
     model, peers, layers = model_of("mixture"), words.ep - 1, 2
     tokens, hidden, experts, choices = BATCH * SEQUENCE, 48, 4, 2
     numel = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name) // words.ep
@@ -173,7 +176,7 @@ def test_experts_send_the_bytes_and_messages_of_the_formulas(
     sent = rows * peers * tokens * choices // words.ep * hidden * 4 + counts
     for traffic, _ in pool.run(said, words.num_ranks, "mixture", f"{plan} recompute={recompute}"):
         times = layers * words.micro
-        assert traffic[CommKey(("ep",), "", "messages")] == CommCount(exchanges * times, sent * times)
+        assert traffic[CommKey(along, "", "messages")] == CommCount(exchanges * times, sent * times)
         reduced = [count for key, count in traffic.items() if key.axes == ("replicate",)]
         assert sum(count.num_bytes for count in reduced) == (numel * 4 if copies > 1 else 0)
 
