@@ -56,7 +56,7 @@ def _given(x: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> tuple[Tensor, T
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows, in the order of experts, are for each of a rank's: (e,), on the device and on the host."""
+    """Numbers of rows, in the order of a rank's experts, for each: (e,), on the device and on the host."""
 
     per_expert: Tensor
     on_host: Sequence[int]

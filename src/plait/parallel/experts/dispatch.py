@@ -14,8 +14,8 @@
 
 The backward of dispatch is combine of gradients, and the reverse, with as many rows as in the forward. The
 counts alone tell a rank how many rows it receives: on GPUs the host waits for them, once in each forward of a
-layer (`tolist` in `Rows.exchanged`). Every order is a permutation with its reverse: backward selects rows too,
-and adds none to others in memory.
+layer (`tolist` in `Rows.exchanged`). Every order is a permutation with its reverse: backward selects rows
+too, and adds none to others in memory.
 
 [Note: tokens of columns]
 Under tp all columns have the same tokens. If the experts of a rank along EXPERTS divide by the columns, each
@@ -120,8 +120,8 @@ class Rows:
         sent = torch.cat([counts.new_full((group.size, 1), layer), counts], 1)
         received = torch.empty_like(sent)
         all_to_all(received.view(-1), sent.view(-1), group, label=label)
-        arriving = received[:, 1:]
-        sums = [counts.sum(1), arriving.sum(1), received[:, 0], arriving.sum(0), before_1]
+        per_expert = received[:, 1:]
+        sums = [counts.sum(1), per_expert.sum(1), received[:, 0], per_expert.sum(0), before_1]
         values = torch.cat(sums).tolist()  # on GPUs, the host waits here
         if num_negative := values.pop():
             raise ModelError(
@@ -138,7 +138,7 @@ class Rows:
                 expected="the same layers in the same order on every rank",
                 hint="a plan without ep; or calls with zeros on ranks without data for a layer",
             )
-        return cls(sending, receiving, values[3 * group.size :], arriving)
+        return cls(sending, receiving, values[3 * group.size :], per_expert)
 
     def permutations(self, order_S: Tensor) -> tuple[Tensor, Tensor]:
         """Return the choice of each row to send, and the row of each choice."""
