@@ -41,7 +41,7 @@ _adamw, _new_zeros = torch.optim.AdamW.step, torch.Tensor.new_zeros
 # --- rows and their gradients
 
 
-def _not_sent(outs: Any, parts: Any, group: Any, *, label: str) -> None:  # noqa: ARG001
+def _not_sent(outs: Any, parts: Any, group: Any, *, label: str) -> None:
     for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
         out.copy_(part) if rank == group.rank else out.zero_()
 
