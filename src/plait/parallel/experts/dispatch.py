@@ -52,7 +52,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm import Group, Mesh, all_to_all, all_to_all_list
+from plait.comm import Group, Mesh, all_to_all_list
 from plait.errors import ModelError
 from plait.models.experts import Experts, Form, Sizes
 from plait.parallel.tensor.apply import own_forward, set_forward
@@ -108,8 +108,8 @@ class Rows:
         if ranks are in different layers."""
         own, label = number // group.size, f"counts of {name}"
         if sorted_S.is_meta:  # see [Note: balanced routing]
-            unknown = sorted_S.new_empty(group.size * (1 + own))
-            all_to_all(unknown, unknown, group, label=label)
+            unknown = sorted_S.new_empty(group.size, 1 + own).unbind()
+            all_to_all_list(unknown, unknown, group, label=label)
             even = _even(len(sorted_S), group.size)
             arriving = [len(sorted_S)] * group.size if _receives_all.get(False) else even
             return cls(even, arriving, _even(sum(arriving), own), sorted_S.new_empty(group.size, own))
@@ -119,7 +119,7 @@ class Rows:
         counts = torch.diff(ends_E, prepend=before_1).view(group.size, own)
         sent = torch.cat([counts.new_full((group.size, 1), layer), counts], 1)
         received = torch.empty_like(sent)
-        all_to_all(received.view(-1), sent.view(-1), group, label=label)
+        all_to_all_list(received.unbind(), sent.unbind(), group, label=label)
         per_expert = received[:, 1:]
         sums = [counts.sum(1), per_expert.sum(1), received[:, 0], per_expert.sum(0), before_1]
         values = torch.cat(sums).tolist()  # on GPUs, the host waits here
