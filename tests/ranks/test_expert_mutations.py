@@ -28,7 +28,12 @@ from support.expert_cases import Case
 from support.pool import Pool, RankError
 
 EXCHANGE, LAYER = dispatch._Exchange, dispatch.DistributedExperts
-_backward, _computed, _call = EXCHANGE.backward, LAYER._computed, LAYER.__call__
+_list, _backward, _computed, _call = (
+    dispatch.all_to_all_list,
+    EXCHANGE.backward,
+    LAYER._computed,
+    LAYER.__call__,
+)
 _replicas, _build = Roles.replicas, UnitGroups.build
 _all_reduce, _distribute, _state_of = (
     sharded_model.all_reduce,
@@ -42,6 +47,9 @@ _adamw, _new_zeros = torch.optim.AdamW.step, torch.Tensor.new_zeros
 
 
 def _not_sent(outs: Any, parts: Any, group: Any, *, label: str) -> None:
+    if label.startswith("counts"):
+        _list(outs, parts, group, label=label)
+        return
     for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
         out.copy_(part) if rank == group.rank else out.zero_()
 
