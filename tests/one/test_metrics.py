@@ -181,7 +181,7 @@ def test_a_directory_that_is_removed_is_one_error_and_no_traceback_of_a_thread(t
         limit_s = time.monotonic() + 20
         with Metrics(run, Console(file=io.StringIO()), 0, 10**9, 1) as metrics:
             metrics.step(facts(1))
-            metrics._board.flush()  # its thread does nothing now
+            metrics._boards[0]._writer.flush()  # its thread does nothing now
             shutil.rmtree(run.path)
             while time.monotonic() < limit_s:
                 metrics.validation(1, 2.0)

@@ -30,6 +30,8 @@ MONTH_S = 30 * 86400.0
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+BoardName = Literal["tensorboard", "wandb"]
+CallbackName = Annotated[str, Field(pattern=r"^[^\W\d][\w.]*:[^\W\d]\w*$")]  # module:Class
 
 
 class Section(BaseModel):
@@ -78,6 +80,8 @@ class RunConfig(Section):
     # how ranks communicate; on CPUs shared memory (host) or Gloo
     transport: Literal["auto", "host", "gloo", "nccl"] = "auto"
     offload_dir: FilePath | None = None  # for offload=disk: a folder on a local disk of each host
+    report_to: tuple[BoardName, ...] = ("tensorboard",)  # boards that show the curves
+    callbacks: tuple[CallbackName, ...] = ()  # classes whose methods run at the events of the run
     trace: FilePath | None = None  # file for a trace of the pipeline's actions in steps 3 to 5
     probe: bool = False  # before the first step, compare gradients with the one-process model's
 

@@ -29,6 +29,8 @@ from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta, numbering_of
 from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
+from plait.train.boards import check_boards
+from plait.train.callbacks import load_callbacks
 from plait.train.config import LossScaleConfig, Recipe, RunConfig, check_batches, differences, read_recipe
 from plait.train.heartbeat import any_stacks
 from plait.train.metrics import read_metrics
@@ -314,6 +316,8 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
     if plan.offload == "disk":  # other plans ignore the folder, so that one recipe can be run under several
         _check_offload(recipe.run)
     check_output_paths({"run.trace": recipe.run.trace})
+    check_boards(recipe.run.report_to)
+    load_callbacks(recipe.run.callbacks)
     if local:
         check_devices(num_ranks, recipe.run.device)
     check_optimizer_args(recipe.optimizer)

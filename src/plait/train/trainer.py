@@ -48,6 +48,7 @@ from plait.errors import RunError
 from plait.fileio import write_text, writing
 from plait.parallel.zero.memory_stats import num_allocator_retries
 from plait.tables import plain
+from plait.train.callbacks import CallbackRun, load_callbacks
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
 from plait.train.export import DTYPES, export, generate
@@ -96,6 +97,7 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
             stopped_by = trainer.loop(signals)
         if stopped_by is None:  # signals are ignored from here on: training is complete
             trainer.finish()
+        trainer.call("on_end", signals)
     return stopped_by
 
 
@@ -200,6 +202,7 @@ class Trainer:
         self._base_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self._console = rich.get_console() if world.rank == 0 else None
         self._recorder = StepRecorder(self._engine, self._config.trace)
+        self._callbacks = load_callbacks(self._config.callbacks)
         self.spikes = LossSpikeGuard(self._config, run.dir.checkpoints, world)
         self._sizes = run.batch_sizes()
         self._step = 0  # steps done
@@ -237,8 +240,16 @@ class Trainer:
             run.train_batches(left, engine.data_rank, engine.data_ranks, pin_memory=pin_memory)
         )
         with (
-            Metrics(run.dir, self._console, first_step, config.steps, config.log_every) as metrics,
-            Checkpointing(config, run.dir.checkpoints, self._world, metrics) as saving,
+            Metrics(
+                run.dir, self._console, first_step, config.steps, config.log_every, config.report_to
+            ) as metrics,
+            Checkpointing(
+                config,
+                run.dir.checkpoints,
+                self._world,
+                metrics,
+                lambda step: self.call("on_save", signals, step),
+            ) as saving,
             Heartbeat(run.dir.stacks, self._world, config.hang_s) as heartbeat,
             GarbageCollection(config.collect_garbage_every) as garbage,
         ):
@@ -260,8 +271,9 @@ class Trainer:
                 self._warn_of_jump(metrics)
             for text in self._warnings:
                 metrics.warn(first_step, text)
+            self.call("on_start", signals)
             if first_step == 0 and config.evaluate_every:
-                metrics.validation(0, self._evaluate(heartbeat))
+                self._validate(parts, signals)
             return self._run_steps(parts, signals)
 
     def _warn_of_jump(self, metrics: Metrics) -> None:
@@ -306,10 +318,10 @@ class Trainer:
                 metrics.log(message)
             if self.spikes.rollback_to is not None:
                 return None
+            self.call("on_step", signals, step_metrics)
             score = None
             if _due(before, self._step, config.evaluate_every, config.steps):
-                score = self._evaluate(heartbeat)
-                metrics.validation(self._step, score)
+                score = self._validate(parts, signals)
             if self._step == parts.first_step + 5:  # the first steps are slower than later ones
                 flags_every = self._flags_every(step_metrics.seconds)
             stop_signal, to_save = None, False
@@ -434,6 +446,18 @@ class Trainer:
         all_reduce(slowest_s, self._world.group, "max")
         return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
+    def call(self, event: str, signals: SignalHandler, *args: object) -> None:
+        """Call a method of all callbacks."""
+        run = CallbackRun(self._engine, self._run.dir.path, self._world.rank, self._step, signals)
+        self._callbacks.call(event, run, *args)
+
+    def _validate(self, parts: _LoopParts, signals: SignalHandler) -> float:
+        """Evaluate, and record and return the loss."""
+        loss = self._evaluate(parts.heartbeat)
+        parts.metrics.validation(self._step, loss)
+        self.call("on_evaluate", signals, loss)
+        return loss
+
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
         sizes, results = BatchSizes(self._config.batch), []
@@ -526,7 +550,7 @@ class Trainer:
         outputs = {
             "checkpoint": checkpoint.steps(run.checkpoints)[-1],
             "Hugging Face export": run.export,
-            "TensorBoard": run.tensorboard,
+            **({"TensorBoard": run.tensorboard} if "tensorboard" in self._config.report_to else {}),
             "metrics": run.metrics,
             "loss": run.picture,
             **({"loads of experts": run.experts} if has_experts else {}),
