@@ -56,7 +56,7 @@ def train(*words: object) -> list[str]:
     return ["train", *map(str, words), *[word for each in sets for word in ("--set", each)]]
 
 
-def test_every_rank_is_told_all_events_in_order_and_may_ask_to_save_and_to_stop(
+def test_every_rank_receives_all_events_in_order_and_may_ask_to_save_and_to_stop(
     recipe: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -72,7 +72,8 @@ def test_every_rank_is_told_all_events_in_order_and_may_ask_to_save_and_to_stop(
     assert [" ".join(w[:2] + ([] if w[1] in ("step", "evaluate") else w[2:])) for w in words] == [
         "0 start run", "0 evaluate", "1 step", "2 step", "3 step", "3 save 3 True", "4 step", "4 evaluate",
         "5 step", "5 save 5 True", "5 end False",
-        "5 start run", "6 step", "6 save 6 True", "7 step", "8 step", "8 evaluate", "8 save 8 True", "8 end True",
+        "5 start run", "6 step", "6 save 6 True", "7 step", "8 step", "8 evaluate",
+        "8 save 8 True", "8 end True",
     ]  # fmt: skip
     assert not (run / "tensorboard").exists(), "report_to is empty"
 
@@ -93,7 +94,7 @@ def test_an_error_in_a_callback_ends_the_run_and_names_its_line(recipe: Path, tm
         ("notes_of_a_run:Plain", "not derived from plait's class"),
     ],
 )
-def test_a_callback_that_cannot_be_made_is_refused(recipe: Path, name: str, words: str) -> None:  # noqa: ARG001
+def test_a_callback_that_cannot_be_made_is_refused(recipe: Path, name: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_callbacks([name])
     assert words in caught.value.message()

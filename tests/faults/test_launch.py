@@ -390,7 +390,7 @@ def test_a_rank_that_is_killed_between_looks_at_it_and_at_its_victim_is_the_caus
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cause = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    # Ends with 1 once `cause` is dead (or a zombie, which nobody has reaped yet).
+    # Ends with 1 once `cause` is dead (or a zombie, not yet reaped).
     program = f"while ! grep -qs '^State:.Z' /proc/{cause.pid}/status; do sleep 0.01; done; exit 1"
     victim = subprocess.Popen(["sh", "-c", program], start_new_session=True)
     look, looks = rank_monitor._poll_exit_code, []
