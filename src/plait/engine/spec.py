@@ -25,10 +25,11 @@ from plait.models import (
     task_of,
     with_layout,
 )
-from plait.models.experts import Experts, divide_over_columns, experts_of
+from plait.models.experts import expert_layers, Experts, divide_over_columns, experts_of
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
+from plait.parallel.experts.capacity import capacities_of
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
@@ -170,6 +171,7 @@ def validate(
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
     tensor = _tensor_plan(model, plan, blocks, with_layout(given.tensor_plan, given.layout), example)
     stages = _stages(model, plan, blocks, schedule, example, given.loss)
+    experts = _experts(model, plan, stages) if plan.ep > 1 else ()
     if given.probe:
         plan.check_no_servers("probe")
     if given.weights is not None and not all(parameter.is_meta for parameter in model.parameters()):
@@ -194,8 +196,8 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
-        experts=_experts(model, plan, stages) if plan.ep > 1 else (),
-        routers=routers,
+        experts=experts,
+        routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
 
 
@@ -225,6 +227,14 @@ def _experts(model: nn.Module, plan: Plan, stages: StageAssignment) -> tuple[Exp
             given=f"{shared[0]}, ep={plan.ep} pp={plan.pp}",
             expected="experts of one stage",
             hint="no pp, or no ep",
+        )
+    others = [each.name for each in found if each.name not in expert_layers(model)]
+    if others and plan.capacity != "none":
+        raise ModelError(
+            "capacity does not work with these experts",
+            given=f"{others[0]} ({type(model.get_submodule(others[0])).__name__}), capacity={plan.capacity}",
+            expected="one module with use_experts_implementation, whose choices are counted",
+            hint="no capacity",
         )
     return found
 
