@@ -86,10 +86,13 @@ def verify(
     from plait.verify import runner
     from plait.verify.model_spec import parse_source
     from plait.verify.result import print_verdict, verdict_matrix
-    from plait.verify.worker import Case, check
+    from plait.verify.sweep import all_plans
+    from plait.verify.worker import Case, check, common_experts
 
     fork_ranks(rank_entry(call))
     source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full), layout)
+    if num_ranks_of_all and (experts := common_experts(source)) > 1:
+        selected = [_with_dtype(dtype, one) for one in all_plans(num_ranks_of_all, experts)]
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance, packed) for p in selected]
