@@ -228,6 +228,13 @@ def _experts(model: nn.Module, plan: Plan, stages: StageAssignment) -> tuple[Exp
             expected="experts of one stage",
             hint="no pp, or no ep",
         )
+    if plan.capacity != "none" and plan.compile and plan.recompute == "selective":
+        raise PlanError(
+            "dropped choices of experts are not counted under this plan",
+            given=f"capacity={plan.capacity} compile=true recompute=selective",
+            expected="choices that are counted outside of compiled blocks",
+            hint="recompute=full, no compile or no capacity",
+        )
     others = [each.name for each in found if each.name not in expert_layers(model)]
     if others and plan.capacity != "none":
         raise ModelError(

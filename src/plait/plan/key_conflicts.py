@@ -92,7 +92,13 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
     """Raise PlanError unless ep divides the ranks that it is taken from, and for keys that do not work with
     it."""
     ep, dp, cp = values["ep"], values["dp"], values["cp"]
-    _check_capacity(values)
+    if ep == 1 and values["capacity"] != "none":
+        raise PlanError(
+            "capacity has an effect only with ep",
+            given=f"ep=1 capacity={values['capacity']}",
+            expected="experts over ranks, whose messages it makes equal",
+            hint=f"ep=2 capacity={values['capacity']}, or no capacity",
+        )
     if ep == 1:
         return
     if dp * cp % ep:
@@ -113,26 +119,6 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
             given=f"ep={ep} {' '.join(f'{key}={values[key]}' for key in excluded)}",
             expected="no compressed or named reductions",
             hint=f"{' and '.join(f'no {key}' for key in excluded)}, or no ep",
-        )
-
-
-def _check_capacity(values: Mapping[str, Any]) -> None:
-    if values["capacity"] == "none":
-        return
-    given = f"capacity={values['capacity']}"
-    if values["ep"] == 1:
-        raise PlanError(
-            "capacity has an effect only with ep",
-            given=f"ep=1 {given}",
-            expected="experts over ranks, whose messages it makes equal",
-            hint=f"ep=2 {given}, or no capacity",
-        )
-    if values["compile"] and values["recompute"] == "selective":
-        raise PlanError(
-            "dropped choices of experts are not counted under this plan",
-            given=f"{given} compile=true recompute=selective",
-            expected="choices that are counted outside of compiled blocks",
-            hint="recompute=full or no compile; or no capacity",
         )
 
 
