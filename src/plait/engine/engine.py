@@ -327,9 +327,9 @@ class Engine:
             self._wait_for_copy()
         self.num_steps, exchanged = self._updater.end_step(self.num_steps, self._mark_writing)
         of_routers = [number / self._groups.tp.size for number in of_routers]
-        aux_loss, *of_experts = self._spec.routers.of_step(of_routers)
+        aux_loss, loads_of, dropped = self._spec.routers.of_step(of_routers)
         aux_loss = None if aux_loss is None or not num_targets else aux_loss / num_targets
-        return StepResult(loss, norm, int(num_targets), skipped, exchanged, aux_loss, *of_experts)
+        return StepResult(loss, norm, int(num_targets), skipped, exchanged, aux_loss, loads_of, dropped)
 
     def _mark_writing(self, is_writing: bool) -> None:
         self._is_inconsistent = is_writing

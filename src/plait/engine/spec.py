@@ -25,7 +25,7 @@ from plait.models import (
     task_of,
     with_layout,
 )
-from plait.models.experts import expert_layers, Experts, divide_over_columns, experts_of
+from plait.models.experts import Experts, divide_over_columns, expert_layers, experts_of
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
@@ -171,7 +171,6 @@ def validate(
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
     tensor = _tensor_plan(model, plan, blocks, with_layout(given.tensor_plan, given.layout), example)
     stages = _stages(model, plan, blocks, schedule, example, given.loss)
-    experts = _experts(model, plan, stages) if plan.ep > 1 else ()
     if given.probe:
         plan.check_no_servers("probe")
     if given.weights is not None and not all(parameter.is_meta for parameter in model.parameters()):
@@ -196,7 +195,7 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
-        experts=experts,
+        experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
         routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
 

@@ -291,8 +291,8 @@ def _elementwise(
     residual stream; activations, rotary embeddings and biases inside. Unless they are measured, by the bytes
     of 2-byte elements that the forward reads and writes."""
     stream = part.tokens * h / (part.cols if part.sp else 1)
-    chosen, own = model.experts_per_token, expert_columns(model, part)
-    chosen *= rows_of_choices(model, part.capacity, part.tokens * chosen, own)
+    of_token, own = model.experts_per_token, expert_columns(model, part)
+    chosen = of_token * rows_of_choices(model, part.capacity, part.tokens * of_token, own)
     width = ffn * max(1, chosen) + model.shared_ffn / part.cols
     if rates.operator_rates:
         numels = (stream, stream, part.tokens * (heads + kv_heads) * model.head_dim, part.tokens * width)

@@ -129,8 +129,10 @@ class Dropped:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(partial(self._weights_kept, capacity, parts), with_kwargs=True)
 
-    def _weights_kept(self, capacity: Capacity, parts: int, module: Any, args: Any, kwargs: Any) -> Any:
-        x, experts_Tk, weights_Tk = (*args, *kwargs.values())
+    def _weights_kept(
+        self, capacity: Capacity, parts: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        x, experts_Tk, weights_Tk = [*args, *kwargs.values()]
         rows = torch.arange(len(experts_Tk)).view(parts, -1, self.order.num_tokens)
         kept_Tk, length = torch.empty_like(experts_Tk, dtype=torch.bool), self.order.run_length
         for rows_BS in rows:

@@ -1,4 +1,4 @@
-"""The plan's `capacity`: an expert takes a fixed number of rows from each rank, and messages have fixed sizes.
+"""The plan's `capacity`: an expert takes a fixed number of rows from each rank, so messages have one size.
 
 # T tokens  k experts of each  S = T k choices, by token  E experts of the layer  C rows of an expert
 
@@ -62,7 +62,7 @@ class Capacity:
     columns: int
 
     def kept(self, experts_Tk: Tensor, number: int) -> Tensor:
-        """Whether each choice of this rank's tokens is within the capacity of its expert: (T, k)."""
+        """Return which choices of this rank's tokens are within the capacity of their experts: (T, k)."""
         shares = [share(len(experts_Tk), rank, self.columns) for rank in range(self.columns)]
         parts = [experts_Tk[part] for part in shares]
         return torch.cat([self._of_share(part, number).view(part.shape) for part in parts])
@@ -85,7 +85,7 @@ def slots(sorted_S: Tensor, order_S: Tensor, number: int, limit: int, size: int)
 
 @dataclass
 class MessageSizes:
-    """What this rank knows of the tokens of the other ranks of ep. See [Note: sizes of messages]."""
+    """Numbers of tokens of the ranks of ep. See [Note: sizes of messages]."""
 
     group: Group
     device: torch.device

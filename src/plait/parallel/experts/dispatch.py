@@ -85,8 +85,8 @@ def distribute_experts(
             group, columns = mesh.group(*EXPERTS, *over), mesh.group(*over)
             forward = own_forward(experts.name, module)
             signature = inspect.signature(forward)
-            given = experts.name, layer, forward, group, columns, experts.number, signature, experts.form, capacity
-            set_forward(module, DistributedExperts(*given))
+            given = experts.name, layer, forward, group, columns, experts.number, signature, experts.form
+            set_forward(module, DistributedExperts(*given, capacity))
             module.num_experts = experts.number // group.size
             if experts.form.caller is not None:
                 set_forward(modules[experts.name.rpartition(".")[0]], experts.form.caller)
