@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 import plait
 from plait.verify.model_spec import parse_source
 from plait.verify.result import Outcome, Verdict
