@@ -47,21 +47,21 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 BUDGETS = {
     "bench": 1975,
     "checkpoint": 2120,
-    "cli": 3200,
+    "cli": 3205,
     "comm": 7160,
     "compat": 1550,
     "data": 2400,
-    "engine": 4205,
+    "engine": 4245,
     "estimate": 600,
     "models": 9905,
     "optim": 1460,
     "pages": 275,
-    "parallel": 14215,
-    "plan": 6760,
-    "planner": 4775,
+    "parallel": 14420,
+    "plan": 6795,
+    "planner": 4790,
     "server": 2250,
     "train": 5165,
-    "verify": 1760,
+    "verify": 1825,
 }
 ROOT_LINES = 1150  # of the modules next to the packages
 REPORTS = re.compile(r"(report|figures|page|pages|explain\w*|\w*plot|\w*table)$")

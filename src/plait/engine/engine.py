@@ -63,6 +63,7 @@ from plait.errors import CheckpointError, ModelError, PlanError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model
 from plait.optim.clip import clip_factor
+from plait.parallel.experts.capacity import sizes_of
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
@@ -208,7 +209,9 @@ class Engine:
         is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
         stage = self._runner.only_stage("engine.loss")
         batch = self._inputs.single(micro)
+        (sizes,) = self._runner.sizes([batch])
         with (
+            sizes_of(sizes),
             self._inputs.explained([batch]),
             self._runner.seeded((self.seed, self.num_steps, self.data_rank), 0, self._micros_done),
             stage.measured(),
@@ -323,9 +326,10 @@ class Engine:
         if self.plan.local_steps:  # weights may change
             self._wait_for_copy()
         self.num_steps, exchanged = self._updater.end_step(self.num_steps, self._mark_writing)
-        aux_loss, expert_loads = self._spec.routers.of_step([n / self._groups.tp.size for n in of_routers])
+        of_routers = [number / self._groups.tp.size for number in of_routers]
+        aux_loss, loads_of, dropped = self._spec.routers.of_step(of_routers)
         aux_loss = None if aux_loss is None or not num_targets else aux_loss / num_targets
-        return StepResult(loss, norm, int(num_targets), skipped, exchanged, aux_loss, expert_loads)
+        return StepResult(loss, norm, int(num_targets), skipped, exchanged, aux_loss, loads_of, dropped)
 
     def _mark_writing(self, is_writing: bool) -> None:
         self._is_inconsistent = is_writing

@@ -27,7 +27,7 @@ same sums, so they have the same biases. A step that is skipped leaves them as t
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ from plait.models.experts import expert_layers
 from plait.models.routers import RouterLoss, mark_router_loss
 from plait.models.task import ROUTING
 from plait.parallel.context.tokens import SharedTokens
+from plait.parallel.experts.capacity import Capacity
 
 _BIAS = "e_score_correction_bias"
 
@@ -47,11 +48,13 @@ _BIAS = "e_score_correction_bias"
 @dataclass(frozen=True)
 class RouterFacts:
     """A model's routers. `loss`: the auxiliary one, which the engine adds; `layers`: the numbers of experts
-    by the names of their modules; `bias_rate`: of [Note: biases of routers]."""
+    by the names of their modules; `bias_rate`: of [Note: biases of routers]; `capacities`: of layers, with
+    the plan's key."""
 
     loss: RouterLoss | None
     layers: Mapping[str, int]
     bias_rate: float | None = None
+    capacities: Mapping[str, Capacity] = field(default_factory=dict)
 
     @classmethod
     def of_model(cls, model: nn.Module, *, has_loss: bool, bias_rate: float | None) -> "RouterFacts":
@@ -68,13 +71,14 @@ class RouterFacts:
             )
         return cls(mark_router_loss(model, has_loss=has_loss), layers, bias_rate)
 
-    def of_step(self, totals: Sequence[float]) -> tuple[float | None, dict[str, list[int]]]:
-        """From `StageRouters.totals` of all ranks: targets times auxiliary losses, and the loads of layers,
-        which are empty where they are not counted."""
+    def of_step(self, totals: Sequence[float]) -> tuple[float | None, dict[str, list[int]], int | None]:
+        """From `StageRouters.totals` of all ranks: targets times auxiliary losses, the loads of layers, which
+        are empty where they are not counted, and with capacities the number of dropped choices."""
         numbers = iter(totals)
         aux_sum = None if self.loss is None else next(numbers)
         loads = {name: [round(load) for load in islice(numbers, of)] for name, of in self.layers.items()}
-        return aux_sum, {name: of for name, of in loads.items() if of}
+        dropped = round(next(numbers)) if self.capacities else None
+        return aux_sum, {name: of for name, of in loads.items() if of}, dropped
 
 
 def _bias_of(model: nn.Module, experts: str, number: int) -> Tensor | None:
@@ -131,7 +135,7 @@ class StageRouters:
     loss    the auxiliary loss of the model; None: it has none
     layers  those of the model: numbers of experts by the names of their modules
     totals  of a step so far, on this rank: targets times auxiliary losses, with a loss; and the loads of all
-            layers of the model
+            layers of the model; and with capacities, dropped choices
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class StageRouters:
     ) -> None:
         """`data_ranks`: with other tokens of a step. `counts`: loads of experts."""
         self.loss, self._group, self._rate = facts.loss, data_ranks, facts.bias_rate
-        self.layers = facts.layers
+        self.layers, self._capacities = facts.layers, facts.capacities
         self._module, self._sums = module, torch.zeros(0)
         self._recorded: list[Tensor] | None = None
         modules, stop = dict(module.named_modules()), int(facts.loss is not None)
@@ -150,6 +154,7 @@ class StageRouters:
             start, stop = stop, stop + number
             if name in modules:
                 self._choices.append((name, slice(start, stop), Tap().of_argument(modules[name], 1)))
+        stop += bool(facts.capacities)
         self.totals = torch.zeros(stop, dtype=torch.float64, device=device)
 
     def received(self, message: Any) -> Any:
@@ -196,16 +201,20 @@ class StageRouters:
             wide = torch.promote_types(logits[0].dtype if logits else torch.float32, torch.float32)
             own = self.loss.sums(logits, hidden_T.to(wide))
             self._sums = self._sums + own if self._sums.numel() else own
-        for _, own_range, tap in self._choices if kind.trains else ():
+        for name, own_range, tap in self._choices if kind.trains else ():
             for chosen_Tk in seen[tap]:
-                self._add_load(self.totals[own_range], chosen_Tk, weights_T)
+                load_E = self.totals[own_range]
+                is_expert_Tk = self._add_load(load_E, chosen_Tk, weights_T)
+                if (capacity := self._capacities.get(name)) is not None:
+                    self.totals[-1] += (is_expert_Tk * ~capacity.kept(chosen_Tk, len(load_E))).sum()
 
-    def _add_load(self, load_E: Tensor, chosen_Tk: Tensor, weights_T: Tensor) -> None:
+    def _add_load(self, load_E: Tensor, chosen_Tk: Tensor, weights_T: Tensor) -> Tensor:
         is_expert_Tk = (chosen_Tk >= 0) & (chosen_Tk < len(load_E))  # some models choose none for padding
         if not weights_T.ndim or len(weights_T) == len(chosen_Tk):
             is_expert_Tk = is_expert_Tk * weights_T[..., None]
         chosen = chosen_Tk.clamp(0, len(load_E) - 1).flatten()
         load_E.scatter_add_(0, chosen.long(), is_expert_Tk.flatten().to(load_E.dtype))
+        return is_expert_Tk
 
     def take_totals(self) -> Tensor:
         """Return the totals, and begin at zero."""

@@ -23,6 +23,7 @@ from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
 from plait.models.init_weights import seeded_rng
+from plait.parallel.experts.capacity import MessageSizes, MicroSizes, sizes_of
 from plait.parallel.pipeline.serialize import PackedOutput, pack, unpack
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
@@ -40,6 +41,9 @@ class MicrobatchRunner:
         self._last = schedule.num_stages - 1
         self._is_broken = False  # an exception left messages that no rank will receive
         self._collected = self._collected_outputs()
+        context = parts.context
+        is_limited = context.plan.capacity != "none"
+        self._sizes = MessageSizes(context.groups.experts, context.device) if is_limited else None
 
     @property
     def has_last_stage(self) -> bool:
@@ -81,6 +85,12 @@ class MicrobatchRunner:
         tokens = self._parts.context.groups.sequence
         self._parts.inputs.dropout.seed(*step, micro, data_rank, *suffix)
         return seeded_rng(self._device, *step, micro, data_rank * tokens.size + tokens.rank, *suffix)
+
+    def sizes(self, micros: Sequence[Micro]) -> Sequence[MicroSizes | None]:
+        """See [Note: sizes of messages] in parallel/experts/capacity.py. Collective under a capacity."""
+        if self._sizes is None:
+            return [None] * len(micros)
+        return self._sizes.exchanged([_key_of(micro) for micro in micros])
 
     def probe(self, micro: Micro, on_loss: OnLoss) -> None:
         """Forward and backward of one micro-batch."""
@@ -217,7 +227,8 @@ class MicrobatchRunner:
                 routers = next(iter(self._parts.stages.values())).routers
                 self._parts.dataflow.check(routers.without_choices(micro), self._parts.loss)
         counted = len(micros) if num_counted is None else num_counted
-        given = (micros, self._parts.inputs.prepared, on_loss, seeds)
+        sizes = self.sizes(micros)
+        given = (micros, self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
             number: _StagePass(stage, *given, number, of_outputs, counted)
             for number, stage in self._parts.stages.items()
@@ -300,6 +311,7 @@ class _StagePass:
     prepare: Callable[[Micro], Micro]
     on_loss: Callable[..., Any]
     seeds: Callable[[int, int], Any] | None
+    sizes: Sequence[MicroSizes | None]
     number: int
     of_outputs: bool
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
@@ -311,7 +323,8 @@ class _StagePass:
     def forward(self, number: int, received: Any) -> Any:
         micro, stage = self.prepare(self.micros[number]), self.stage
         seeds = None if self.seeds is None else self.seeds(self.number, number)
-        with seeds or nullcontext(), stage.measured() if seeds else nullcontext():  # a probe is not a step
+        measured = stage.measured() if seeds else nullcontext()  # a probe is not a step
+        with seeds or nullcontext(), measured, sizes_of(self.sizes[number]):
             kind = Pass(is_counted=number < self.num_counted, trains=seeds is not None)
             if not stage.is_last:
                 return stage.outputs(micro, received, kind)

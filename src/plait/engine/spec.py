@@ -25,10 +25,11 @@ from plait.models import (
     task_of,
     with_layout,
 )
-from plait.models.experts import Experts, divide_over_columns, experts_of
+from plait.models.experts import Experts, divide_over_columns, expert_layers, experts_of
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
+from plait.parallel.experts.capacity import capacities_of
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
@@ -194,8 +195,8 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
-        experts=_experts(model, plan, stages) if plan.ep > 1 else (),
-        routers=routers,
+        experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
+        routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
 
 
@@ -225,6 +226,21 @@ def _experts(model: nn.Module, plan: Plan, stages: StageAssignment) -> tuple[Exp
             given=f"{shared[0]}, ep={plan.ep} pp={plan.pp}",
             expected="experts of one stage",
             hint="no pp, or no ep",
+        )
+    if plan.capacity != "none" and plan.compile and plan.recompute == "selective":
+        raise PlanError(
+            "dropped choices of experts are not counted under this plan",
+            given=f"capacity={plan.capacity} compile=true recompute=selective",
+            expected="choices that are counted outside of compiled blocks",
+            hint="recompute=full, no compile or no capacity",
+        )
+    others = [each.name for each in found if each.name not in expert_layers(model)]
+    if others and plan.capacity != "none":
+        raise ModelError(
+            "capacity does not work with these experts",
+            given=f"{others[0]} ({type(model.get_submodule(others[0])).__name__}), capacity={plan.capacity}",
+            expected="one module with use_experts_implementation, whose choices are counted",
+            hint="no capacity",
         )
     return found
 

@@ -127,7 +127,7 @@ def dry_stages(
         for stage in stages.values()
     ]
     uneven_bytes = activation_bytes
-    if plan.ep > 1 and batch_shape is not None:
+    if plan.ep > 1 and plan.capacity == "none" and batch_shape is not None:
         with all_rows():
             uneven_bytes = [s.estimated_bytes(batch_shape, device, block_outputs) for s in stages.values()]
     for _, block in chain.from_iterable(stage.module_part.blocks for stage in stages.values()):

@@ -37,7 +37,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from plait.plan.axes import FEATURES, REPLICAS, STAGES, Axes, Roles, UnitKind
+from plait.plan.axes import EXPERTS, FEATURES, REPLICAS, STAGES, Axes, Roles, UnitKind
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
 from plait.plan.comm_log import CommCount, CommKey, Traffic, sum_traffic
 from plait.plan.compression import (
@@ -444,7 +444,7 @@ def _boundary_events(facts: RankFacts) -> Iterator[Event]:
 
 def _per_step_events(facts: RankFacts) -> Iterator[Event]:
     """Yield what is sent once: loss, targets, step count, late gradients, totals of routers; the norm;
-    buffers that forward changes."""
+    buffers that forward changes; and under a capacity shapes."""
     loss, norm = (6 + facts.stages[0].totals) * 8, (1 + 2 * facts.grid.degree(STAGES)) * 8
     roles = facts.roles
     yield from facts.calls("step", "all-reduce", [norm], *roles.one_copy, channel="reductions")
@@ -454,6 +454,9 @@ def _per_step_events(facts: RankFacts) -> Iterator[Event]:
         yield Event("step", CommKey((), "", "all-reduce"), CommCount(1, loss))
     buffers = [size for stage in facts.own.values() for size in stage.buffers]
     yield from facts.calls("step", "broadcast", buffers, *roles.same_stage)
+    if facts.plan.capacity != "none":  # shapes of micro-batches
+        sizes = [8 * (1 + facts.plan.micro) * facts.plan.ep]
+        yield from facts.calls("step", "all-gather", sizes, *EXPERTS)
 
 
 def exchange_events(facts: RankFacts) -> Iterator[Event]:

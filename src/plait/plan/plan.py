@@ -17,7 +17,7 @@ from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.axes import TABLE, replica_dp, smallest_dp
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
-from plait.plan.key_conflicts import check_experts, check_precision, check_sequence, check_zero
+from plait.plan.key_conflicts import CAPACITY, check_experts, check_precision, check_sequence, check_zero
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
@@ -47,6 +47,7 @@ SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.tr
 
 _PATTERNS = (
     ("cp_method", CP_METHOD, f"{', '.join(METHODS)}, or RxU: rings of R ranks, ulysses of U neighbours"),
+    ("capacity", CAPACITY, "none, or a factor from 0.01 such as 1.25"),
     ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
     (
         "reduce",
@@ -161,6 +162,8 @@ class Plan:
                 U neighbours and has rings of R ranks; `auto`: what sends least, see `plan/context.py`
     ep          ranks, out of those of cp and dp, that share the experts of every layer: each has some of
                 them, and receives the tokens that are for these (expert parallelism)
+    capacity    with ep: rows that an expert takes of a rank's tokens, as a multiple of those that it has if
+                all experts have as many. Others are dropped. `none`: takes all (dropless)
     zero        what is sharded over `shard`: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters
     shard       ranks that share one copy of what `zero` shards; a divisor of dp, 0 for all of dp. There are
                 dp / shard replicas of it (hybrid sharding)
@@ -217,6 +220,7 @@ class Plan:
     cp: int = 1
     cp_method: str = "auto"
     ep: int = 1
+    capacity: str = "none"
     zero: int = 0
     shard: int = 0
     micro: int = 1
@@ -250,6 +254,7 @@ class Plan:
                 hint=f'Plan.parse("{self.dp}"); parallelize takes the text as it is',
             )
         object.__setattr__(self, "tp", canonical_tp(self.tp))
+        object.__setattr__(self, "capacity", str(self.capacity))
         values = vars(self)
         for name, kind, default in _kinds():
             if values[name] is not default:
@@ -263,13 +268,6 @@ class Plan:
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
         check_servers(values, vars(Plan))
-        if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
-            raise PlanError(
-                "compressed gradients cannot use a named all-reduce algorithm",
-                given=f"algorithm={self.algorithm} reduce={self.reduce}",
-                expected="algorithm with reduce=fp32 or reduce=bf16",
-                hint=f"no algorithm, or algorithm={self.algorithm} reduce=bf16",
-            )
 
     def _check_pipeline(self) -> None:
         if not self.schedule.startswith("file:"):

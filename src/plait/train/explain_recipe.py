@@ -112,7 +112,12 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         facts["float8"] = _float8_text(explanation.float8)
     if explanation.cp_choice is not None and explanation.cp_choice.sent:
         facts["attention"] = _method_text(explanation, explanation.cp_choice)
-    if plan.ep > 1:
+    if plan.capacity != "none":
+        facts["experts"] = (
+            f"each takes {plan.capacity} of an even share of a rank's tokens, others are dropped: not the "
+            "numbers of one process. Memory and messages are the same for all routing"
+        )
+    elif plan.ep > 1:
         more = format_bytes(max(row.uneven_bytes for row in explanation.rank_classes))
         facts["experts"] = (
             "memory is for tokens that are spread evenly over ranks; "
@@ -247,7 +252,8 @@ def traffic_table(explanation: Explanation, row: RankClass) -> Table:
         ("for", "operation", "over", "calls", "bytes", "sent"),
         left=("for", "operation", "over"),
         caption="bytes: of the full tensors, or of messages; sent: by ring algorithms, the lower bound"
-        + "; over ep: tokens that are spread evenly over ranks" * (explanation.plan.ep > 1),
+        + "; over ep: tokens that are spread evenly over ranks"
+        * (explanation.plan.ep > 1 and explanation.plan.capacity == "none"),
     )
     every = explanation.plan.local_steps
     purposes = [(_PURPOSE[strand], traffic) for strand, traffic in row.traffic.items()]

@@ -70,6 +70,7 @@ class StepMetrics:
     aux_loss       the auxiliary loss of routers, without its coefficient; None for models without one
     expert_imbalance  of mixtures: the largest load of an expert over the mean of its layer
     idle_experts      of mixtures: experts of all layers without a token in this step
+    dropped_choices   of experts, beyond the plan's capacity, in this step; None without one
     """
 
     step: int
@@ -89,6 +90,7 @@ class StepMetrics:
     aux_loss: float | None = None
     expert_imbalance: float | None = None
     idle_experts: int | None = None
+    dropped_choices: int | None = None
 
 
 _MAX_BYTES = 1 << 32  # of metrics.jsonl: ten million steps

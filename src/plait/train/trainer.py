@@ -407,6 +407,7 @@ class Trainer:
             seconds=seconds,
             loss_scale=loss_scale,
             aux_loss=result.aux_loss,
+            dropped_choices=result.dropped_choices,
             **expert_facts(result.expert_loads),
         )
 
