@@ -214,7 +214,7 @@ class _MicrobatchRun:
     def _recording(self, stage: int) -> Iterator[None]:
         """Record the communication inside layers as the stage's, and that of a loss of routers. Gradients
         have channels of their own."""
-        axes = {*LAYERS, *(() if self.stages[stage].routers.loss is None else TOKENS)}
+        axes = {*LAYERS, *(TOKENS if self.stages[stage].routers.adds else ())}
         comm_log = self.mesh.world.comm_log
         before = comm_log.read()
         yield

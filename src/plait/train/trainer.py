@@ -395,6 +395,7 @@ class Trainer:
             seconds=seconds,
             loss_scale=loss_scale,
             aux_loss=result.aux_loss,
+            z_loss=result.z_loss,
             **expert_facts(result.expert_loads),
         )
 
