@@ -255,6 +255,11 @@ class StageRouters:
         self._of_step = None
         return taken
 
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of what `end_first_pass` sums."""
+        return 0 if self._of_step is None else self._of_step.nbytes
+
     def end_first_pass(self) -> None:
         """See [Note: counts of the step]. Collective, on the last stage."""
         if self._of_step is not None:

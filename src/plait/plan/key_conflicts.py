@@ -111,8 +111,8 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
 
 
 def check_precision(values: Mapping[str, Any]) -> None:
-    """Raise PlanError for dtypes narrower than fp64 next to it, for TF32 of other dtypes than float32, and for
-    a named algorithm of compressed gradients."""
+    """Raise PlanError for dtypes narrower than fp64 next to it, TF32 of other dtypes than float32, and named
+    algorithms of compressed gradients."""
     precision = values["precision"]
     narrow = [key for key in ("reduce", "optim_dtype", "exchange") if values[key] != "fp32"]
     if precision == "fp64" and narrow:
