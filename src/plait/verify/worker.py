@@ -160,7 +160,8 @@ class Verifier:
             _train(case, spec, engine, None)
             return None
         division = (engine.plan.dp, engine.plan.micro)
-        of_tokens = spec.loss is not None or router_loss(engine.model) is None
+        of_step = engine.plan.router_balance == "step"
+        of_tokens = spec.loss is not None or router_loss(engine.model) is None or of_step
         first = (engine.plan.num_islands, 1) if of_tokens else division
         expected, tolerances = self._reference(case, spec, products, weights, first)
         world.store.set(_REFERENCE_READY)
