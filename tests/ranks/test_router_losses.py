@@ -79,6 +79,11 @@ STEP_PLANS = (
 )
 
 
+def test_counts_of_the_step_are_verified_with_one_batch(pool: Pool) -> None:
+    verdict = _verified(pool, "mixtral", "dp=2 micro=2 router_balance=step")
+    assert verdict.outcome is Outcome.SAME, verdict.message
+
+
 @pytest.mark.parametrize(("family", "words"), STEP_PLANS)
 def test_counts_of_the_step_make_one_micro_batch_of_it(pool: Pool, family: str, words: str) -> None:
     """Loss, gradients and weights are those of one process that has no micro-batches."""
