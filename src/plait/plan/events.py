@@ -90,24 +90,24 @@ class StageFacts:
     """Facts of one stage at one coordinate of the tp grid.
 
     traffic     of one micro-batch's forward and backward, inside layers
-    counting    of one that counts for losses of routers before: see `Plan.counts_first`
-    counted     bytes that the last stage sums after them
     exec_order  order of use of the units, by their blocks; None: unknown
     output      bytes of each tensor sent to the next stage
     gradient    bytes of each gradient that comes back for them
     buffers     bytes of each buffer that is broadcast from the first data rank
     totals      numbers that are summed with the loss of a step: of the model's routers
+    counting    traffic of a forward that counts for losses of routers: see `Plan.counts_first`
+    counted     bytes that the last stage sums after these
     """
 
     layout: Layout
     traffic: Traffic = field(default_factory=dict)
-    counting: Traffic = field(default_factory=dict)
-    counted: int = 0
     exec_order: ExecOrder[str] | None = None
     output: tuple[int, ...] = ()
     gradient: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
     totals: int = 0
+    counting: Traffic = field(default_factory=dict)
+    counted: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class RankFacts:
 
     @cached_property
     def actions(self) -> Sequence[Action]:
-        """Of a step: forwards that count for losses of routers, and the schedule's."""
+        """Forwards that count for losses of routers, and the schedule's actions."""
         first = [forwards_only(self.schedule, self.plan.micro)] if self.plan.counts_first else []
         return [action for each in (*first, self.schedule) for action in each.ranks[self.pp_coord]]
 
