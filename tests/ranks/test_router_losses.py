@@ -63,7 +63,7 @@ Z_PLANS = (
 
 @pytest.mark.parametrize(("family", "words"), Z_PLANS)
 def test_the_z_loss_is_the_one_process_programs(pool: Pool, family: str, words: str) -> None:
-    """Of tokens that the attention mask does not hide, with and without an auxiliary loss."""
+    """With and without an auxiliary loss; of tokens that the attention mask does not hide."""
     check(pool, family, words, router_models.padded, z_loss=router_models.Z_LOSS)
 
 
