@@ -160,8 +160,7 @@ class Verifier:
             _train(case, spec, engine, None)
             return None
         division = (engine.plan.dp, engine.plan.micro)
-        of_step = engine.plan.router_balance == "step"
-        of_tokens = spec.loss is not None or router_loss(engine.model) is None or of_step
+        of_tokens = spec.loss is not None or router_loss(engine.model) is None
         first = (engine.plan.num_islands, 1) if of_tokens else division
         expected, tolerances = self._reference(case, spec, products, weights, first)
         world.store.set(_REFERENCE_READY)
@@ -191,7 +190,8 @@ class Verifier:
         key = (case.source, case.dtype, case.seed)
         if self._key != key:  # the cache is for one source at a time
             self._key, self._weights, self._references = key, weights, {}
-        data = (case.num_steps, case.samples, case.length, case.packed)
+        balance = Plan.parse(case.plan).router_balance
+        data = (case.num_steps, case.samples, case.length, case.packed, balance)
         data_key = (division, products.layers.names, data, case.tolerance, case.local)
         for name, weight in weights.items():
             if not torch.equal(weight, self._weights[name]):
@@ -332,6 +332,8 @@ def _run_reference(
     if spec.loss is None and router_loss(model) is not None:  # of the tokens of all ranks of an island
         size = shares // case.local[1]
         data = [[joined(of[at : at + size]) for at in range(0, shares, size)] for of in data]
+        if Plan.parse(case.plan).router_balance == "step":
+            data = [[joined([[micro] for micro in of]) for of in each] for each in data]
         of_ranks = [divide(share, micros) for share in divide(evaluated, shares)]
         last = [micro for at in range(0, shares, size) for micro in joined(of_ranks[at : at + size])]
     trajectory = train_reference(model, weights, data, last, precision, spec.loss, case.local)
