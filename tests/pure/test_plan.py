@@ -96,13 +96,14 @@ def test_every_key_takes_effect_on_the_value() -> None:
         "dp=8 tp=2x4 pp=2 schedule=bfs chunks=3 stages=1,2,3,4,5,6 sp=true "
         "zero=3 shard=4 micro=4 accumulate=unsharded prefetch=2 reshard=step "
         "precision=bf16 reduce=bf16 algorithm=ring optim_dtype=bf16 offload=cpu "
-        "recompute=every=2 compile=true sync_batchnorm=true deterministic=true"
+        "recompute=every=2 compile=true sync_batchnorm=true deterministic=true "
+        "router_balance=step"
     )
     plan = Plan.parse(text)
     assert plan == Plan(
         *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 1, "auto", 1, "none", 3, 4, 4, "unsharded"),
         *(2, "step", "bf16", "bf16", "ring"),
-        *("bf16", "cpu", "every=2", True, True, False, True),
+        *("bf16", "cpu", "every=2", True, True, False, True, "step"),
     )
     assert str(plan) == text
     of_servers = ("servers", "sync", "server")

@@ -44,6 +44,7 @@ OPTIONS: dict[str, list[Any]] = {
     "sync_batchnorm": [False, False, True],
     "tf32": [False, False, False, True],
     "deterministic": [False, False, True],
+    "router_balance": ["micro", "micro", "step"],
     "local_steps": [0, 0, 1, 4],
     "outer": ["average", "average", "nesterov:0.7:0.9"],
     "exchange": ["fp32", "fp32", "bf16", "int8"],

@@ -193,6 +193,8 @@ class Engine:
                 barrier_s = time.perf_counter()
             seed, records = (self.seed, self.num_steps, self.data_rank), self._trace is not None
             with self._inputs.explained(micros):
+                if self.plan.counts_first:
+                    self._runner.count(micros, seed)
                 spans = self._runner.train(micros, self._add_loss, seed, records=records)
             if self._trace is not None:
                 self._trace.add(self.num_steps, spans, barrier_s)
@@ -208,6 +210,13 @@ class Engine:
         built-in loss, logits stay sharded over the columns of `tp`; `model` itself returns full ones. Dropout
         is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
         stage = self._runner.only_stage("engine.loss")
+        if self.plan.counts_first:
+            raise PlanError(
+                "a single micro-batch has no counts of the step's",
+                given=f"engine.loss, router_balance=step micro={self.plan.micro}",
+                expected="all micro-batches of a step in one call",
+                hint="engine.step, or no router_balance",
+            )
         batch = self._inputs.single(micro)
         (sizes,) = self._runner.sizes([batch])
         with (
@@ -326,10 +335,8 @@ class Engine:
         if self.plan.local_steps:  # weights may change
             self._wait_for_copy()
         self.num_steps, exchanged = self._updater.end_step(self.num_steps, self._mark_writing)
-        of_routers = [number / self._groups.tp.size for number in of_routers]
-        aux_loss, loads_of, dropped = self._spec.routers.of_step(of_routers)
-        aux_loss = None if aux_loss is None or not num_targets else aux_loss / num_targets
-        return StepResult(loss, norm, int(num_targets), skipped, exchanged, aux_loss, loads_of, dropped)
+        found = self._spec.routers.of_step([n / self._groups.tp.size for n in of_routers], num_targets)
+        return StepResult(loss, norm, int(num_targets), skipped, exchanged, **found)
 
     def _mark_writing(self, is_writing: bool) -> None:
         self._is_inconsistent = is_writing

@@ -77,6 +77,20 @@ class MicrobatchRunner:
         seeds = partial(self.seeded, seed)
         return self._run(self._schedule, micros, on_loss, seeds, records=records)
 
+    def count(self, micros: Sequence[Micro], seed: tuple[int, int, int]) -> None:
+        """Forwards before those of `train`, with the same `seed`: see routers.py [Note: counts of the
+        step]."""
+        stages = [stage.module_part.module for stage in self._parts.stages.values()]
+        all_buffers = [module._buffers for stage in stages for module in stage.modules()]
+        named = [(of, name, b, b.clone()) for of in all_buffers for name, b in of.items() if b is not None]
+        with torch.no_grad():
+            schedule = forwards_only(self._schedule, len(micros))
+            self._run(schedule, micros, lambda *_: None, partial(self.seeded, seed), is_first=True)
+            for buffers, name, buffer, values in named:
+                buffers[name] = buffer.copy_(values)
+        for stage in self._parts.stages.values():
+            stage.routers.end_first_pass()
+
     def seeded(self, seed: tuple[int, int, int], stage: int, micro: int) -> AbstractContextManager[None]:
         """Seed the random generators for a pass of a micro-batch through a stage; those of the device inside
         the context. `seed`: the engine's, the step, and the data rank, which workers of parameter servers
@@ -101,7 +115,7 @@ class MicrobatchRunner:
         one has not. If ranks communicate in forwards, for parameters or experts, this rank joins them with
         forwards of a sample that is not counted."""
         context = self._parts.context
-        has_router_loss = any(stage.routers.loss is not None for stage in self._parts.stages.values())
+        has_router_loss = any(stage.routers.adds for stage in self._parts.stages.values())
         communicates = not context.keeps_params_unsharded or context.plan.ep > 1 or has_router_loss
         padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if communicates else 0)
         remaining = len(micros)
@@ -214,6 +228,7 @@ class MicrobatchRunner:
         of_outputs: bool = False,
         records: bool = False,
         num_counted: int | None = None,
+        is_first: bool = False,
     ) -> list[Span]:
         if self._is_broken:
             raise ModelError(
@@ -230,7 +245,7 @@ class MicrobatchRunner:
         sizes = self.sizes(micros)
         given = (micros, self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
-            number: _StagePass(stage, *given, number, of_outputs, counted)
+            number: _StagePass(stage, *given, number, of_outputs, counted, is_first)
             for number, stage in self._parts.stages.items()
         }
         try:
@@ -315,6 +330,7 @@ class _StagePass:
     number: int
     of_outputs: bool
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
+    is_first: bool  # see `MicrobatchRunner.count`
     sharded: ShardedStage = field(init=False)
 
     def __post_init__(self) -> None:
@@ -325,7 +341,8 @@ class _StagePass:
         seeds = None if self.seeds is None else self.seeds(self.number, number)
         measured = stage.measured() if seeds else nullcontext()  # a probe is not a step
         with seeds or nullcontext(), measured, sizes_of(self.sizes[number]):
-            kind = Pass(is_counted=number < self.num_counted, trains=seeds is not None)
+            trains = seeds is not None and not self.is_first
+            kind = Pass(number < self.num_counted, trains, self.is_first)
             if not stage.is_last:
                 return stage.outputs(micro, received, kind)
             if self.of_outputs:

@@ -51,6 +51,7 @@ class Arguments:
     clip_norm: float | None = None
     clip_value: float | None = None
     router_bias_update: float | None = None
+    router_z_loss: float | None = None
     loss: Loss | None = None
     loss_scaling: LossScaling | None = None
     blocks: Blocks | None = None
@@ -74,6 +75,7 @@ class Arguments:
             )
         limits = [("clip_norm", norm, "limit", 1.0), ("clip_value", value, "limit", 1.0)]
         limits.append(("router_bias_update", self.router_bias_update, "rate", 0.001))
+        limits.append(("router_z_loss", self.router_z_loss, "coefficient", 0.001))
         for name, number, kind, usual in limits:
             if number is not None and not (isinstance(number, int | float) and number > 0):
                 raise ConfigError(
@@ -201,10 +203,17 @@ def validate(
 
 
 def _routers(given: Arguments, plan: Plan) -> RouterFacts:
-    rate = given.router_bias_update
-    facts = RouterFacts.of_model(given.model, has_loss=given.loss is not None, bias_rate=rate)
-    if facts.loss is not None:
-        plan.check_no_servers("output_router_logits=True")
+    rate, z_loss = given.router_bias_update, given.router_z_loss
+    facts = RouterFacts.of_model(given.model, has_loss=given.loss is not None, bias_rate=rate, z_loss=z_loss)
+    if facts.losses:
+        plan.check_no_servers("output_router_logits=True" if z_loss is None else "router_z_loss")
+    if plan.router_balance == "step" and not facts.losses:
+        raise PlanError(
+            "router_balance has no effect without a loss of routers",
+            given=f"router_balance=step, {type(given.model).__name__}",
+            expected="output_router_logits=True in the model's configuration, and no loss=; or router_z_loss",
+            hint="no router_balance",
+        )
     if rate is not None and (
         plan.local_steps or plan.num_servers or (plan.compile and plan.recompute == "selective")
     ):

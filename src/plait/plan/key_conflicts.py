@@ -123,15 +123,8 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
 
 
 def check_precision(values: Mapping[str, Any]) -> None:
-    """Raise PlanError for dtypes narrower than fp64 next to it, for TF32 of other dtypes than float32, and
-    for compressed gradients with a named algorithm."""
-    if values["algorithm"] != "auto" and values["reduce"] not in ("fp32", "bf16"):
-        raise PlanError(
-            "compressed gradients cannot use a named all-reduce algorithm",
-            given=f"algorithm={values['algorithm']} reduce={values['reduce']}",
-            expected="algorithm with reduce=fp32 or reduce=bf16",
-            hint=f"no algorithm, or algorithm={values['algorithm']} reduce=bf16",
-        )
+    """Raise PlanError for dtypes narrower than fp64 next to it, TF32 of other dtypes than float32, and named
+    algorithms of compressed gradients."""
     precision = values["precision"]
     narrow = [key for key in ("reduce", "optim_dtype", "exchange") if values[key] != "fp32"]
     if precision == "fp64" and narrow:
@@ -148,4 +141,12 @@ def check_precision(values: Mapping[str, Any]) -> None:
             given=f"tf32=true precision={precision}",
             expected="matrix products of float32",
             hint="precision=fp32 tf32=true, or no tf32",
+        )
+    algorithm, reduce = values["algorithm"], values["reduce"]
+    if algorithm != "auto" and reduce not in ("fp32", "bf16"):
+        raise PlanError(
+            "compressed gradients cannot use a named all-reduce algorithm",
+            given=f"algorithm={algorithm} reduce={reduce}",
+            expected="algorithm with reduce=fp32 or reduce=bf16",
+            hint=f"no algorithm, or algorithm={algorithm} reduce=bf16",
         )

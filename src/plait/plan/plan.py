@@ -31,6 +31,7 @@ CHOICES = {
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
+    "router_balance": ("micro", "step"),
     "exchange": EXCHANGES,
     "server": SERVER,
 }
@@ -197,6 +198,7 @@ class Plan:
     tf32        on GPUs, compute float32 matrix products in TF32: with 10 bits of mantissa instead of 23
     deterministic  use only kernels, and algorithms of NCCL, that give the same bits in every run on the same
                 ranks. On CPUs all do
+    router_balance  losses of routers are of each `micro`-batch, or of the `step`, with two forwards of each
     local_steps  optimizer steps that each island takes alone before all exchange the change of their weights;
                 the islands are the dp / shard replicas. 0: every step sums gradients over all data ranks
     outer       what an exchange does with the islands' mean change: `average` adds it (local SGD);
@@ -237,6 +239,7 @@ class Plan:
     sync_batchnorm: bool = False
     tf32: bool = False
     deterministic: bool = False
+    router_balance: str = "micro"
     local_steps: int = 0
     outer: str = "average"
     exchange: str = "fp32"
@@ -381,6 +384,11 @@ class Plan:
         """Raise PlanError if the plan has parameter servers, of which the caller cannot do `purpose`."""
         if self.num_servers:
             raise no_servers_error(purpose, str(self), self.dp)
+
+    @property
+    def counts_first(self) -> bool:
+        """Forwards of all micro-batches of a step count for its losses of routers, before its backwards."""
+        return self.router_balance == "step" and self.micro > 1
 
     @property
     def of_worker(self) -> "Plan":

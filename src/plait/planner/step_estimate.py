@@ -115,8 +115,9 @@ def estimate_step(
     counts = block_counts(model, plan, software)
     update = update_s(plan, layouts[slowest], sum(counts[stage] for stage in own), rates, links)
     span = _span_s(ends, slowest, cluster.ranks_per_core)
+    counting = _counting_s(model, plan, links, stages, gathers, work)
     busy = min(span, ends.busy[slowest])
-    step = span + data[slowest].exposed + update + constants.step_s
+    step = span + counting + data[slowest].exposed + update + constants.step_s
     idle = span - busy
     sends = min(idle, 2 * (plan.pp - 1) * _transfer_s(model, plan, links, work))
     parts = {
@@ -125,6 +126,7 @@ def estimate_step(
         "bubble": idle - sends,
         "optimizer": update,
         "overhead": constants.step_s,
+        **({"counts of routers": counting} if plan.counts_first else {}),
     }
     parts["data communication"] += data[slowest].exposed
     use = peak_memory(model, plan, cluster, work, software)
@@ -170,6 +172,24 @@ def action_durations(
         tuple(stage.weight for stage in stages),
         (_transfer_s(model, plan, links, work),) * (len(stages) - 1),
     )
+
+
+def _counting_s(
+    model: ModelShape,
+    plan: Plan,
+    links: Links,
+    stages: "Sequence[StageSeconds]",
+    gathers: "Sequence[Overlapped]",
+    work: Workload,
+) -> float:
+    """Seconds of forwards that count for losses of routers before those of the schedule."""
+    if not plan.counts_first:
+        return 0.0
+    forwards = action_durations(model, plan, links, stages, gathers, work).forward
+    own = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
+    longest = max(sum(forwards[stage] for stage in of) for of in own)
+    sends = (len(forwards) - 1) * _transfer_s(model, plan, links, work)
+    return (plan.micro - 1) * longest + sum(forwards) + sends
 
 
 def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> float:

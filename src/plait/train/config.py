@@ -135,6 +135,7 @@ class OptimizerConfig(Section):
     clip_norm: float | None = Field(default=None, gt=0)
     clip_value: float | None = Field(default=None, gt=0)
     router_bias_update: float | None = Field(default=None, gt=0)
+    router_z_loss: float | None = Field(default=None, gt=0)
     args: dict[str, Any] = {}
     groups: tuple[ParamGroupConfig, ...] = ()
 

@@ -368,6 +368,7 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
         optimizer=optimizer_class(recipe.optimizer),
         optimizer_args=recipe.optimizer.torch_args(),
         param_groups=param_groups(recipe.optimizer, model),
+        router_z_loss=recipe.optimizer.router_z_loss,
         tensor_plan=recipe.model.tensor_plan,
     )
     return explain(given, token_batch(sequences, recipe.data.sequence), cluster)

@@ -49,7 +49,8 @@ from plait.train.run_dir import RunDir
 
 _CURVES = {
     "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",
-    "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "expert_imbalance", "idle_experts",
+    "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "z_loss", "expert_imbalance",
+    "idle_experts",
 }  # fmt: skip
 _STEPS_OF_TIME_LEFT = 100  # the time left is estimated from the last steps, of which single ones may be slow
 
@@ -68,6 +69,7 @@ class StepMetrics:
     mfu_of_matmul  model FLOP/s over the measured peak of a matrix product
     loss_scale     fp16: the scale of this step's loss; None for other precisions
     aux_loss       the auxiliary loss of routers, without its coefficient; None for models without one
+    z_loss         the same of their z loss, with `optimizer.router_z_loss`
     expert_imbalance  of mixtures: the largest load of an expert over the mean of its layer
     idle_experts      of mixtures: experts of all layers without a token in this step
     dropped_choices   of experts, beyond the plan's capacity, in this step; None without one
@@ -88,6 +90,7 @@ class StepMetrics:
     seconds: float
     loss_scale: float | None = None
     aux_loss: float | None = None
+    z_loss: float | None = None
     expert_imbalance: float | None = None
     idle_experts: int | None = None
     dropped_choices: int | None = None

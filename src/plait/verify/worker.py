@@ -244,8 +244,9 @@ class Verifier:
         key = (case.source, case.dtype, case.seed)
         if self._key != key:  # the cache is for one source at a time
             self._key, self._weights, self._references = key, weights, {}
-        data = (case.num_steps, case.samples, case.length, case.packed)
         products, dropped = of_layers
+        balance = Plan.parse(case.plan).router_balance
+        data = (case.num_steps, case.samples, case.length, case.packed, balance)
         data_key = (division, products.layers.names, dropped, data, case.tolerance, case.local)
         for name, weight in weights.items():
             if not torch.equal(weight, self._weights[name]):
@@ -388,6 +389,8 @@ def _run_reference(
     size = shares // case.local[1] if has_router_loss else 1
     if has_router_loss or dropped is not None:
         data = [[joined(of[at : at + size]) for at in range(0, shares, size)] for of in data]
+        if Plan.parse(case.plan).router_balance == "step":
+            data = [[joined([[micro] for micro in of]) for of in each] for each in data]
         of_ranks = [divide(share, micros) for share in divide(evaluated, shares)]
         last = [micro for at in range(0, shares, size) for micro in joined(of_ranks[at : at + size])]
     if dropped is not None:
