@@ -43,10 +43,13 @@ class DataConfig(BaseModel):
     """Sources of text, the directory of tokens, and the sampling of sequences.
 
     `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
-    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `samples`: `windows` of `sequence`
-    tokens each, across documents; `packed`, the same with documents separated; or `documents`, each truncated
-    to `sequence` tokens and padded to a multiple of `pad_to_multiple_of`; `group_by_length` batches are
-    sorted by length together (0: none).
+    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `weights`: of each source, in
+    samples; None: as many as it has. `samples`: `windows` of `sequence` tokens each, across documents;
+    `packed`, the same with documents separated; `bins`, rows of `sequence` tokens that complete documents
+    fill; or `documents`, padded to a multiple of `pad_to_multiple_of`; `group_by_length` batches are sorted
+    by length together (0: none). `long_documents`: what bins and documents do with documents of more than
+    `sequence` tokens. `tokens_per_micro_batch`: as many documents in a micro-batch as fit, with padding;
+    run.batch is then the number of micro-batches.
     `errors`: `raise` at files and rows that are not text, or `skip` them.
     `validation` is a fraction of the documents. `workers` load batches; `build_workers` tokenize (0: this
     process; None: one per core if the corpus is large enough). `verify` hashes the token files at start.
@@ -59,7 +62,10 @@ class DataConfig(BaseModel):
     text_key: str = "text"
     errors: Literal["raise", "skip"] = "raise"
     sequence: int = Field(ge=2, le=MAX_COUNT)
-    samples: Literal["windows", "packed", "documents"] = "windows"
+    samples: Literal["windows", "packed", "documents", "bins"] = "windows"
+    weights: list[Annotated[float, Field(gt=0, le=MAX_COUNT, allow_inf_nan=False)]] | None = None
+    long_documents: Literal["truncate", "split"] = "truncate"
+    tokens_per_micro_batch: int | None = Field(default=None, ge=2, le=MAX_COUNT)
     pad_to_multiple_of: int = Field(default=1, ge=1, le=MAX_COUNT)
     group_by_length: int = Field(default=0, ge=0, le=MAX_COUNT)
     order: Literal["random", "sequential"] = "random"

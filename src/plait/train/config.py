@@ -40,8 +40,9 @@ class RunConfig(Section):
     """`[run]`: directory, length and intervals. Every `*_every` is in steps; 0 means never."""
 
     dir: FilePath
-    steps: Positive
-    batch: Positive  # sequences per step, over all ranks
+    steps: Positive = 0  # 0: from `epochs`, until the data is known
+    epochs: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    batch: Positive  # sequences per step, over all ranks; or micro-batches of documents
     seed: int = Field(default=0, ge=0, lt=2**63)  # for initial weights, dropout and sample order
     log_every: Positive = 10
     evaluate_every: Count = 100  # also before the first step and after the last
@@ -217,6 +218,21 @@ def check_batches(recipe: Recipe, plan: Plan) -> None:
         except PlanError as error:  # name the recipe's key
             given, hint = (str(text).replace("batch", key, 1) for text in (error.given, error.hint))
             raise PlanError(error.fact, given=given, expected=error.expected, hint=hint) from error
+    shares, budget = plan.data_ranks * plan.micro, recipe.data.tokens_per_micro_batch
+    if budget is not None and recipe.run.batch != shares:
+        raise PlanError(
+            "the micro-batches of a step are not those of the plan",
+            given=f"run.batch = {recipe.run.batch}, {plan} (dp x micro = {shares})",
+            expected="run.batch micro-batches, each of at most data.tokens_per_micro_batch tokens",
+            hint=f"run.batch = {shares}, or micro={recipe.run.batch // plan.data_ranks}",
+        )
+
+
+def micro_batch_shape(recipe: Recipe, plan: Plan) -> tuple[int, int]:
+    """Return samples and tokens of a data rank's largest micro-batch. Raises PlanError."""
+    check_batches(recipe, plan)
+    sequence, budget = recipe.data.sequence, recipe.data.tokens_per_micro_batch
+    return (plan.check_batch(recipe.run.batch) if budget is None else budget // sequence), sequence
 
 
 def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -> Recipe:
@@ -289,7 +305,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
         raise _config_error(error, source) from error
     _check_model(recipe.model)
     _check_optimizer(recipe.optimizer)
-    _check_schedule(recipe.schedule, recipe.run.steps)
+    _check_length(recipe)
     if recipe.run.keep_best and not recipe.run.evaluate_every:
         raise ConfigError(
             "keep_best needs a validation loss, but evaluation is off",
@@ -298,18 +314,18 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
             hint="--set run.evaluate_every=100, or run.keep_best=false",
         )
     recipe.loss_scale.scaling()
-    for key in ("pad_to_multiple_of", "group_by_length"):
-        value = getattr(recipe.data, key)
-        if recipe.data.samples != "documents" and value != DataConfig.model_fields[key].default:
-            raise ConfigError(
-                f"data.{key} has no effect on samples that all have data.sequence tokens",
-                given=f"data.{key} = {value}, data.samples = {recipe.data.samples!r}",
-                expected="samples of different lengths",
-                hint="data.samples = 'documents'",
-            )
+    _check_data(recipe)
     if recipe.batch_ramp is not None:
         _check_batch_ramp(recipe.batch_ramp, recipe.run.batch)
     return recipe
+
+
+def with_steps(recipe: Recipe, steps: int) -> Recipe:
+    """Return the recipe with so many steps instead of epochs. Raises ConfigError."""
+    run = recipe.run.model_copy(update={"steps": steps, "epochs": None})
+    changed = recipe.model_copy(update={"run": run})
+    _check_length(changed)
+    return changed
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
@@ -377,7 +393,7 @@ def _qualified_key_hint(key: str) -> str:
 
 
 # Keys of other trainers: what there is instead.
-_EPOCHS = "run.steps: number of samples x epochs / run.batch"
+_EPOCHS = "run.epochs"
 _RECORDS = "metrics.jsonl and TensorBoard in run.dir, which every run writes; plait report RUN"
 _LORA = "LoRA in a script: docs/scripts.md, Fine-tuning"
 _ELSEWHERE = {
@@ -510,6 +526,62 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
                 expected="name, the class that takes them",
                 hint=f"name = {optimizer.name!r}",
             )
+
+
+def _check_length(recipe: Recipe) -> None:
+    """Raise ConfigError unless there are either steps, which fit the schedule, or epochs."""
+    run = recipe.run
+    if bool(run.steps) == (run.epochs is not None):
+        raise ConfigError(
+            "the recipe has both run.steps and run.epochs" if run.steps else "the recipe has no run.steps",
+            given=f"run.steps {'given' if run.steps else 'not given'}, run.epochs {_is_set(run.epochs)}",
+            expected="one of the two: the number of steps, or of epochs",
+            hint="--set run.steps= removes the steps" if run.steps else "--set run.steps=100",
+        )
+    if run.steps:
+        _check_schedule(recipe.schedule, run.steps)
+
+
+_OF_KINDS = {  # keys of [data]: the samples that use them
+    "pad_to_multiple_of": ("documents",),
+    "group_by_length": ("documents",),
+    "tokens_per_micro_batch": ("documents",),
+    "long_documents": ("documents", "bins"),
+}
+
+
+def _check_data(recipe: Recipe) -> None:
+    data, budget = recipe.data, recipe.data.tokens_per_micro_batch
+    for key, kinds in _OF_KINDS.items():
+        value = getattr(data, key)
+        if data.samples not in kinds and value != DataConfig.model_fields[key].default:
+            raise ConfigError(
+                f"data.{key} has no effect on samples that all have data.sequence tokens",
+                given=f"data.{key} = {value}, data.samples = {data.samples!r}",
+                expected="samples of different lengths",
+                hint=f"data.samples = {' or '.join(map(repr, kinds))}",
+            )
+    if budget is not None and budget < data.sequence:
+        raise ConfigError(
+            "the longest document does not fit into a micro-batch",
+            given=f"data.tokens_per_micro_batch = {budget}, data.sequence = {data.sequence}",
+            expected="tokens of a micro-batch for at least one document of data.sequence tokens",
+            hint=f"--set data.tokens_per_micro_batch={data.sequence}",
+        )
+    if budget is not None and recipe.batch_ramp is not None:
+        raise ConfigError(
+            "a step with a budget of tokens has one micro-batch for each of the plan",
+            given=f"data.tokens_per_micro_batch = {budget}, [batch_ramp]",
+            expected="as many micro-batches in each step",
+            hint="--set batch_ramp= removes the section from the recipe",
+        )
+    if data.weights is not None and len(data.weights) != len(data.sources):
+        raise ConfigError(
+            "each source needs a weight",
+            given=f"{len(data.weights)} weights for {len(data.sources)} sources",
+            expected="data.weights as long as data.sources",
+            hint="--set data.weights= removes them: sources then count by their size",
+        )
 
 
 def _check_batch_ramp(ramp: BatchRampConfig, full: int) -> None:

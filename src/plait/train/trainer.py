@@ -41,8 +41,7 @@ from plait import __version__, checkpoint
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
-from plait.data.loader import Batch, Batches, loader
-from plait.data.sampler import BatchSizes
+from plait.data.loader import Batch
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.fileio import write_text, writing
@@ -436,14 +435,13 @@ class Trainer:
 
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
-        sizes, results = BatchSizes(self._config.batch), []
         ranks = self._engine.data_group  # with servers, worker 0 evaluates by itself
-        shares = Batches(*self._run.validation_samples, sizes, data_rank=ranks.rank, data_ranks=ranks.size)
-        numbers, pin_memory = range(self._config.evaluate_batches), self._engine.device.type == "cuda"
-        for number, batch in enumerate(loader(shares, numbers, pin_memory=pin_memory)):
-            assert isinstance(batch, dict), "the engine splits batches of an evaluation"
+        pin_memory, results = self._engine.device.type == "cuda", []
+        batches = self._run.validation_batches(ranks.rank, ranks.size, pin_memory=pin_memory)
+        for number, batch in enumerate(batches):
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
-            results.append(self._engine.evaluate(batch))
+            for part in [batch] if isinstance(batch, dict) else batch:
+                results.append(self._engine.evaluate(part))
         return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
     def rollback(self, path: Path) -> None:
@@ -478,8 +476,8 @@ class Trainer:
         memory = largest_memory(self._recipe, self._engine)
         if self._console is None:
             return
-        skipped = self._run.store.index.skipped
-        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory, skipped))
+        facts = self._run.data_facts()
+        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory, facts))
         if self._step:
             is_complete = self._step >= self._config.steps
             done = ": training is complete (raise run.steps to go on)" if is_complete else ""
