@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import plait
+from plait.engine.inputs import shift_labels
 from plait.plan import Plan
 from support import document_rows, hf_models, programs
 from support.pool import Pool
@@ -101,6 +103,38 @@ def test_a_changed_token_of_a_full_row_moves_no_other_document(pool: Pool, famil
     for leak, moved in pool.run(largest_leak, Plan.parse(plan).num_ranks, family, plan):
         assert leak < 1e-12
         assert moved > 1e-4
+
+
+def weighted_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    """Of targets that the batch has shifted, divided by their number."""
+    targets, weights = batch["labels"], batch.get("loss_weights", torch.ones(()))  # cp tries it without
+    losses = F.cross_entropy(outputs.logits.mT, targets, reduction="none")  # 0 at -100
+    return (losses * weights).sum(), (targets != -100).sum()
+
+
+def _weighted(steps: int) -> Any:
+    """Rows whose labels and weights are shifted as the engine shifts them for its own loss."""
+    draw = torch.Generator().manual_seed(0)
+    rows = document_rows.bins(VOCABULARY, steps)
+    return [
+        dict(shift_labels({**b, "loss_weights": torch.rand(b["labels"].shape, generator=draw)})) for b in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "plan", ["cp=2", "cp=2 cp_method=ring", "dp=2 micro=2", "pp=2 micro=2", "tp=2 sp=true"]
+)
+def test_weights_of_targets_are_divided_as_labels_are(pool: Pool, plan: str) -> None:
+    task = programs.Task(hf_models.builder("llama"), _weighted, steps=STEPS, loss=weighted_loss)
+    ours = pool.run(programs.train_task, Plan.parse(plan).num_ranks, task, f"{plan} precision=fp64")[0]
+    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
+
+
+def test_weights_are_shifted_with_their_labels() -> None:
+    batch = {"labels": torch.tensor([[4, 5, -100, 7]]), "loss_weights": torch.tensor([[1.0, 2.0, 0.0, 3.0]])}
+    shifted = shift_labels(batch)
+    assert shifted["labels"].tolist() == [[5, -100, 7, -100]]
+    assert shifted["loss_weights"].tolist() == [[2, 0, 3, 0]]
 
 
 def _evaluated(plan: str) -> list[float]:
