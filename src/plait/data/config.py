@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from plait.errors import ConfigError
 from plait.fileio import check_path
 
 FilePath = Annotated[Path, AfterValidator(check_path)]
@@ -74,3 +75,39 @@ class DataConfig(BaseModel):
     workers: int = Field(default=1, ge=0, le=MAX_WORKERS)
     build_workers: int | None = Field(default=None, ge=0, le=MAX_WORKERS)
     verify: bool = True
+
+
+_OF_KINDS = {  # keys of [data]: the samples that use them
+    "pad_to_multiple_of": ("documents",),
+    "group_by_length": ("documents",),
+    "tokens_per_micro_batch": ("documents",),
+    "long_documents": ("documents", "bins"),
+}
+
+
+def check_data(data: DataConfig) -> None:
+    """Raise ConfigError for keys that contradict each other, or have no effect."""
+    budget = data.tokens_per_micro_batch
+    for key, kinds in _OF_KINDS.items():
+        value = getattr(data, key)
+        if data.samples not in kinds and value != DataConfig.model_fields[key].default:
+            raise ConfigError(
+                f"data.{key} has no effect on samples that all have data.sequence tokens",
+                given=f"data.{key} = {value}, data.samples = {data.samples!r}",
+                expected="samples of different lengths",
+                hint=f"data.samples = {' or '.join(map(repr, kinds))}",
+            )
+    if budget is not None and budget < data.sequence:
+        raise ConfigError(
+            "the longest document does not fit into a micro-batch",
+            given=f"data.tokens_per_micro_batch = {budget}, data.sequence = {data.sequence}",
+            expected="tokens of a micro-batch for at least one document of data.sequence tokens",
+            hint=f"--set data.tokens_per_micro_batch={data.sequence}",
+        )
+    if data.weights is not None and len(data.weights) != len(data.sources):
+        raise ConfigError(
+            "each source needs a weight",
+            given=f"{len(data.weights)} weights for {len(data.sources)} sources",
+            expected="data.weights as long as data.sources",
+            hint="--set data.weights= removes them: sources then count by their size",
+        )

@@ -50,7 +50,7 @@ class TokenStream:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether some token has another weight than 0 and 1."""
+        """True if some token has another weight than 0 and 1."""
         return any(not {*(table or ())} <= {0, 1} for table in self._tables)
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[object, ...]]:
@@ -147,7 +147,7 @@ class TokenStore:
         return self.dir / TOKENIZER
 
     def stops_of_sources(self) -> NDArray[np.int64]:
-        """Where the training tokens of each source stop. Parts are in the order of sources, whose tokens the
+        """The ends of each source's training tokens. Parts are in the order of sources, whose tokens the
         index has for both splits together."""
         counts: dict[int, NDArray[np.int64]] = {}
         for column, parts in ((0, self.index.train), (1, self.index.validation)):

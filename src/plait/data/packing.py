@@ -1,4 +1,4 @@
-"""Which documents share a row, or a micro-batch. Pure functions of the documents' lengths.
+"""Distribution of documents over rows and micro-batches: pure functions of the documents' lengths.
 
 [Note: rows once for all epochs]
 Documents are distributed over rows when a run starts, in memory. The rows are then samples like others:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from plait.data.config import MAX_COUNT, DataConfig, FilePath, TokenizerConfig
+from plait.data.config import MAX_COUNT, DataConfig, FilePath, TokenizerConfig, check_data
 from plait.errors import ConfigError, PlanError, nearest, unknown_key_hint
 from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_keys
 from plait.plan import Plan
@@ -314,9 +314,9 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
             hint="--set run.evaluate_every=100, or run.keep_best=false",
         )
     recipe.loss_scale.scaling()
-    _check_data(recipe)
+    check_data(recipe.data)
     if recipe.batch_ramp is not None:
-        _check_batch_ramp(recipe.batch_ramp, recipe.run.batch)
+        _check_batch_ramp(recipe.batch_ramp, recipe.run.batch, recipe.data.tokens_per_micro_batch)
     return recipe
 
 
@@ -542,49 +542,14 @@ def _check_length(recipe: Recipe) -> None:
         _check_schedule(recipe.schedule, run.steps)
 
 
-_OF_KINDS = {  # keys of [data]: the samples that use them
-    "pad_to_multiple_of": ("documents",),
-    "group_by_length": ("documents",),
-    "tokens_per_micro_batch": ("documents",),
-    "long_documents": ("documents", "bins"),
-}
-
-
-def _check_data(recipe: Recipe) -> None:
-    data, budget = recipe.data, recipe.data.tokens_per_micro_batch
-    for key, kinds in _OF_KINDS.items():
-        value = getattr(data, key)
-        if data.samples not in kinds and value != DataConfig.model_fields[key].default:
-            raise ConfigError(
-                f"data.{key} has no effect on samples that all have data.sequence tokens",
-                given=f"data.{key} = {value}, data.samples = {data.samples!r}",
-                expected="samples of different lengths",
-                hint=f"data.samples = {' or '.join(map(repr, kinds))}",
-            )
-    if budget is not None and budget < data.sequence:
-        raise ConfigError(
-            "the longest document does not fit into a micro-batch",
-            given=f"data.tokens_per_micro_batch = {budget}, data.sequence = {data.sequence}",
-            expected="tokens of a micro-batch for at least one document of data.sequence tokens",
-            hint=f"--set data.tokens_per_micro_batch={data.sequence}",
-        )
-    if budget is not None and recipe.batch_ramp is not None:
+def _check_batch_ramp(ramp: BatchRampConfig, full: int, budget: int | None) -> None:
+    if budget is not None:
         raise ConfigError(
             "a step with a budget of tokens has one micro-batch for each of the plan",
             given=f"data.tokens_per_micro_batch = {budget}, [batch_ramp]",
             expected="as many micro-batches in each step",
             hint="--set batch_ramp= removes the section from the recipe",
         )
-    if data.weights is not None and len(data.weights) != len(data.sources):
-        raise ConfigError(
-            "each source needs a weight",
-            given=f"{len(data.weights)} weights for {len(data.sources)} sources",
-            expected="data.weights as long as data.sources",
-            hint="--set data.weights= removes them: sources then count by their size",
-        )
-
-
-def _check_batch_ramp(ramp: BatchRampConfig, full: int) -> None:
     increments, remainder = divmod(full - ramp.start, ramp.step)
     if remainder or increments < 1:
         nearest_full = ramp.start + max(1, increments) * ramp.step

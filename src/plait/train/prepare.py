@@ -239,12 +239,7 @@ def prepare(
         )
     store = _open_data(recipe, is_saved=is_saved)
     complete = _complete(recipe, store, resolved, is_saved=is_saved)
-    run = ResolvedRun(complete, resolved, run_dir, store)
-    run.check_samples()
-    if (epochs := complete.run.epochs) is not None:
-        needed = math.ceil(epochs * len(run.train_samples[0]))
-        run = replace(run, recipe=with_steps(complete, run.batch_sizes().batches_of(needed)))
-        _check_local_steps(run.recipe.run, resolved)
+    run = _with_steps(ResolvedRun(complete, resolved, run_dir, store))
     if not resume:
         create_run_dir(run_dir, run.recipe, store, start, run.check_checkpoint)
         lock_run(run_dir, lock)
@@ -263,6 +258,19 @@ def prepare(
         run.check_checkpoint(newest)
     rewrite_recipe(run_dir, run.recipe, store)
     return run
+
+
+def _with_steps(run: ResolvedRun) -> ResolvedRun:
+    """Check the samples, and return the run with a number of steps for its epochs. Raises DataError and
+    ConfigError."""
+    run.check_samples()
+    epochs = run.recipe.run.epochs
+    if epochs is None:
+        return run
+    samples = math.ceil(epochs * len(run.train_samples[0]))
+    found = replace(run, recipe=with_steps(run.recipe, run.batch_sizes().batches_of(samples)))
+    _check_local_steps(found.recipe.run, found.plan)
+    return found
 
 
 def discard_unused(run: RunDir, start: Path | None = None) -> Path | None:
