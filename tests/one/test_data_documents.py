@@ -159,8 +159,8 @@ def test_labels_of_another_length_than_the_tokens_are_an_error() -> None:
 
 
 def of_five_documents(folder: Path, *, table: tuple[float, ...] = (0.0, 1.0), **options: Any) -> Documents:
-    """Of 2 to 6 tokens with the end, 0: token 10 n + m is number m of document n. Odd numbers have the last
-    weight of the table."""
+    """Documents of 2 to 6 tokens with the end, 0: token 10 n + m is number m of document n. Odd tokens have
+    the last weight of the table, others the first."""
     ids = [[*(10 * n + m for m in range(n)), 0] for n in range(1, 6)]
     weights = [[table[-1] if token % 2 else table[0] for token in document] for document in ids]
     return Documents(stream_of(folder, ids, weights, table), 0, plait.PaddingCollator(0, 1, 4), **options)

@@ -1,5 +1,5 @@
-"""Which documents share a row or a micro-batch: each document once, in no more rows than the textbook's best
-fit, and no wider than the budget."""
+"""Rows and micro-batches have each document once; rows are no more than the textbook's best fit makes, and
+micro-batches no larger than their budget."""
 
 import time
 

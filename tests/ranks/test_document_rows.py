@@ -106,7 +106,7 @@ def test_a_changed_token_of_a_full_row_moves_no_other_document(pool: Pool, famil
 
 
 def weighted_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Of targets that the batch has shifted, divided by their number."""
+    """The weighted loss of targets that the batch has shifted, and their number."""
     targets, weights = batch["labels"], batch.get("loss_weights", torch.ones(()))  # cp tries it without
     losses = F.cross_entropy(outputs.logits.mT, targets, reduction="none")  # 0 at -100
     return (losses * weights).sum(), (targets != -100).sum()
