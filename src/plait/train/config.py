@@ -53,6 +53,7 @@ class RunConfig(Section):
     keep_last: Positive = 2
     keep_every: Count = 0  # also keep checkpoints at multiples of this step
     keep_best: bool = False  # also keep the one with the lowest validation loss
+    early_stopping: Count = 0  # evaluations without a lower validation loss that end the run; 0: off
     save_in_background: bool = False  # training waits for a copy in memory, not for the disk
     max_failed_saves: Positive = 3  # failed saves in a row that end the run; see checkpointing.py
     check_replicas_every: Count = 100  # compare replicated weights between ranks; also before each save
@@ -306,13 +307,14 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     _check_model(recipe.model)
     _check_optimizer(recipe.optimizer)
     _check_length(recipe)
-    if recipe.run.keep_best and not recipe.run.evaluate_every:
-        raise ConfigError(
-            "keep_best needs a validation loss, but evaluation is off",
-            given="run.keep_best = true, run.evaluate_every = 0",
-            expected="run.evaluate_every from 1",
-            hint="--set run.evaluate_every=100, or run.keep_best=false",
-        )
+    for key, off in (("keep_best", "false"), ("early_stopping", "0")):
+        if (value := getattr(recipe.run, key)) and not recipe.run.evaluate_every:
+            raise ConfigError(
+                f"{key} needs a validation loss, but evaluation is off",
+                given=f"run.{key} = {str(value).lower()}, run.evaluate_every = 0",
+                expected="run.evaluate_every from 1",
+                hint=f"--set run.evaluate_every=100, or run.{key}={off}",
+            )
     recipe.loss_scale.scaling()
     check_data(recipe.data)
     if recipe.batch_ramp is not None:

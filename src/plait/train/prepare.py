@@ -374,13 +374,14 @@ def _check_local_steps(config: RunConfig, plan: Plan) -> None:
             expected="a multiple of local_steps",
             hint=f"--set run.steps={-(-config.steps // plan.local_steps) * plan.local_steps}",
         )
-    if config.spike_factor:
-        raise ConfigError(
-            "islands have losses of their own, and cannot be rolled back together",
-            given=f"run.spike_factor = {config.spike_factor}, local_steps={plan.local_steps}",
-            expected="no rollbacks under local_steps",
-            hint="--set run.spike_factor=0",
-        )
+    for key in ("spike_factor", "early_stopping"):
+        if value := getattr(config, key):
+            raise ConfigError(
+                "islands have losses of their own, and cannot be rolled back or stopped together",
+                given=f"run.{key} = {value}, local_steps={plan.local_steps}",
+                expected="no rollbacks and no early stopping under local_steps",
+                hint=f"--set run.{key}=0",
+            )
 
 
 def _check_offload(config: RunConfig) -> None:
@@ -408,13 +409,13 @@ def _check_offload(config: RunConfig) -> None:
 
 def _check_servers(config: RunConfig) -> None:
     """Raise ConfigError for options of a run that parameter servers do not have."""
-    for key, value in (("spike_factor", config.spike_factor), ("probe", config.probe)):
-        if value:
+    for key in ("spike_factor", "early_stopping", "probe"):
+        if value := getattr(config, key):
             raise ConfigError(
                 f"run.{key} cannot be combined with parameter servers",
                 given=f"run.{key} = {value}",
                 expected="the default, which turns it off",
-                hint=f"--set run.{key}={'0' if key == 'spike_factor' else 'false'}",
+                hint=f"--set run.{key}={'false' if key == 'probe' else '0'}",
             )
     if config.device == "cuda":
         raise ConfigError(

@@ -46,7 +46,7 @@ from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.fileio import write_text, writing
 from plait.parallel.zero.memory_stats import num_allocator_retries
-from plait.tables import plain
+from plait.tables import counted, plain
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
 from plait.train.export import DTYPES, export, generate
@@ -205,6 +205,7 @@ class Trainer:
         self._tokens = 0  # target tokens trained on
         self._skipped = 0  # steps skipped
         self._retries = 0  # of the allocator
+        self._best_score, self._since_best = math.inf, 0  # validation loss, and evaluations after it
         self._bad_steps_in_a_row = 0  # see [Note: skipped steps that end a run]
         newest, self._warnings = load_newest(self._engine, run.dir.checkpoints, run.check_checkpoint)
         if newest is not None:
@@ -220,7 +221,14 @@ class Trainer:
         """Set the progress to that of a checkpoint which the engine has loaded."""
         self._step, self._tokens = saved.step, int(saved.facts["tokens"])
         self._skipped, self._bad_steps_in_a_row = int(saved.facts["skipped"]), 0
+        best, self._since_best = saved.facts.get("best_score", (None, 0))
+        self._best_score = math.inf if best is None else float(best)
         self.spikes.load(saved.facts)
+
+    @property
+    def _is_stopped(self) -> bool:
+        """True if the validation loss has not improved for so long that the run ends."""
+        return 0 < self._config.early_stopping <= self._since_best
 
     def loop(self, signals: SignalHandler) -> signal.Signals | None:
         """Train to the last step, a loss spike that needs a rollback, or a stop signal, which is returned."""
@@ -260,7 +268,7 @@ class Trainer:
             for text in self._warnings:
                 metrics.warn(first_step, text)
             if first_step == 0 and config.evaluate_every:
-                metrics.validation(0, self._evaluate(heartbeat))
+                metrics.validation(0, self._scored(heartbeat))
             return self._run_steps(parts, signals)
 
     def _warn_of_jump(self, metrics: Metrics) -> None:
@@ -284,7 +292,7 @@ class Trainer:
             heartbeat.beat(self._step, "saving", slow=True)
             saving.wait(may_raise=may_raise)
 
-        while self._step < config.steps:
+        while self._step < config.steps and not self._is_stopped:
             before, factor = self._step, lr_factor(self._step)
             lr = self._recipe.optimizer.lr * factor
             result, step_metrics = self._run_step(parts, lr, factor)
@@ -307,14 +315,14 @@ class Trainer:
                 return None
             score = None
             if _due(before, self._step, config.evaluate_every, config.steps):
-                score = self._evaluate(heartbeat)
+                score = self._scored(heartbeat)
                 metrics.validation(self._step, score)
             if self._step == parts.first_step + 5:  # the first steps are slower than later ones
                 flags_every = self._flags_every(step_metrics.seconds)
             stop_signal, to_save = None, False
             if self._step % flags_every == 0:
                 stop_signal, to_save = self._agree_on_requests(signals, saving, metrics)
-            last = stop_signal is not None or self._step == config.steps
+            last = stop_signal is not None or self._step == config.steps or self._is_stopped
             to_save |= last or _due(before, self._step, config.checkpoint_every, config.steps)
             check_every = self._at_exchanges(config.check_replicas_every)
             if check_every and (to_save or self._step % check_every == 0):
@@ -332,6 +340,11 @@ class Trainer:
                 folder = self._run.dir.path
                 metrics.log(f"stopped after step {self._step} and saved: plait train {folder} --resume")
                 return stop_signal
+        if self._is_stopped:
+            metrics.log(
+                f"stopped early: {counted(self._since_best, 'evaluation')} without a validation loss below "
+                f"{self._best_score:.4f}"
+            )
         return None
 
     def _at_exchanges(self, every: int) -> int:
@@ -433,6 +446,13 @@ class Trainer:
         all_reduce(slowest_s, self._world.group, "max")
         return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
+    def _scored(self, heartbeat: Heartbeat) -> float:
+        """Evaluate, and count evaluations since the best one."""
+        score = self._evaluate(heartbeat)
+        self._since_best = 0 if score < self._best_score else self._since_best + 1
+        self._best_score = min(self._best_score, score) if math.isfinite(score) else self._best_score
+        return score
+
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
         ranks = self._engine.data_group  # with servers, worker 0 evaluates by itself
@@ -463,6 +483,7 @@ class Trainer:
             "tokens": self._tokens,
             "skipped": self._skipped,
             "spikes": self.spikes.facts(),
+            "best_score": (self._best_score if math.isfinite(self._best_score) else None, self._since_best),
             "seed": self._config.seed,
             "plan": str(self._engine.plan),
             "loss_scale": self._engine.loss_scale,
