@@ -130,6 +130,7 @@ def test_an_evaluation_of_full_rows_and_of_micro_batches_is_that_of_all_document
         (ConfigError, [DOCUMENTS, "data.tokens_per_micro_batch=20"], "does not fit into a micro-batch"),
         (ConfigError, [BUDGET], "data.tokens_per_micro_batch has no effect"),
         (ConfigError, ["data.long_documents=split"], "data.long_documents has no effect"),
+        (ConfigError, ["run.early_stopping=1", "run.evaluate_every=0"], "early_stopping needs a validation"),
         (ConfigError, ["data.weights=[1]"], "each source needs a weight"),
         (ConfigError, ["run.epochs=2"], "both run.steps and run.epochs"),
         (ConfigError, [DOCUMENTS, BUDGET, "batch_ramp={start=2, step=2, tokens=99}"], "a budget of tokens"),
@@ -152,3 +153,15 @@ def test_a_checkpoint_of_other_samples_is_refused(pool: Pool, recipe: Path) -> N
     for change in ("data.long_documents=split", "data.weights=[1, 2]"):
         with pytest.raises(CheckpointError, match="another order of samples"):
             prepared(recipe, "second", "data.samples=bins", change, *sets, start=saved)
+
+
+def test_a_run_stops_early_on_all_ranks_and_goes_on_with_more_patience(pool: Pool, recipe: Path) -> None:
+    """A learning rate of 9 makes every validation loss worse than the first."""
+    sets = ["data.samples=bins", "run.steps=9", "run.evaluate_every=1", "run.checkpoint_every=2"]
+    run = prepared(recipe, "early", "run.early_stopping=3", "optimizer.lr=9.0", "schedule.warmup=0", *sets)
+    assert max(record["step"] for record in trained(pool, run)) == 3
+    assert open_checkpoint(run.dir.checkpoints / "step-00000003").facts["best_score"][1] == 3
+    again = prepare(run.dir.path, resume=True)
+    assert max(record["step"] for record in trained(pool, again)) == 3, "it stays stopped"
+    longer = prepare(run.dir.path, sets=["run.early_stopping=5"], resume=True)
+    assert max(record["step"] for record in trained(pool, longer)) == 5
