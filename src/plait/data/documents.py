@@ -47,7 +47,7 @@ from plait.data.packing import Rows
 from plait.data.sampler import Int64s
 from plait.errors import DataError
 from plait.models import IGNORED_LABEL
-from plait.models.task import WEIGHTS
+from plait.models.task import LOSS_WEIGHTS
 
 Ids = Tensor | Sequence[int]
 
@@ -90,9 +90,9 @@ class PaddingCollator:
             "attention_mask": _stack([torch.ones_like(row) for row in ids], width, 0),
             "labels": _stack(labels, width, IGNORED_LABEL),
         }
-        if any(WEIGHTS in row for row in rows):
-            weights = [torch.as_tensor(row.get(WEIGHTS, [1.0] * len(row["input_ids"]))) for row in rows]
-            batch[WEIGHTS] = _stack([row.float()[: self.max_length] for row in weights], width, 0)
+        if any(LOSS_WEIGHTS in row for row in rows):
+            weights = [torch.as_tensor(row.get(LOSS_WEIGHTS, [1.0] * len(row["input_ids"]))) for row in rows]
+            batch[LOSS_WEIGHTS] = _stack([row.float()[: self.max_length] for row in weights], width, 0)
         return batch
 
     def _row(self, ids: Ids) -> Tensor:
@@ -146,7 +146,7 @@ class Documents:
         if weights is None:
             return {"input_ids": ids, "labels": ids}
         sample = {"input_ids": ids, "labels": ids.masked_fill(torch.from_numpy(weights == 0), IGNORED_LABEL)}
-        return sample | ({WEIGHTS: torch.from_numpy(weights)} if self._stream.is_weighted else {})
+        return sample | ({LOSS_WEIGHTS: torch.from_numpy(weights)} if self._stream.is_weighted else {})
 
     def without_targets(self, length: int) -> dict[str, Tensor]:
         """A sample of padding, with the same entries."""
@@ -154,7 +154,7 @@ class Documents:
             "input_ids": torch.full((length,), self.collator.pad_token),
             "labels": torch.full((length,), IGNORED_LABEL),
         }
-        return sample | ({WEIGHTS: torch.zeros(length)} if self._stream.is_weighted else {})
+        return sample | ({LOSS_WEIGHTS: torch.zeros(length)} if self._stream.is_weighted else {})
 
     def batch(self, indices: Int64s) -> Batch:
         """The documents with these indices, padded: see `PaddingCollator`."""

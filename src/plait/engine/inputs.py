@@ -72,7 +72,7 @@ from plait.models.attention import is_eager
 from plait.models.experts import expert_layers
 from plait.models.mask_decisions import host_values
 from plait.models.routing import check_choices
-from plait.models.task import ROUTING, WEIGHTS
+from plait.models.task import LOSS_WEIGHTS, ROUTING
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
@@ -100,15 +100,10 @@ def shifts_labels(model: nn.Module, loss: object) -> bool:
 
 
 def shift_labels(batch: Batch) -> Batch:
-    """Make the label of each position that of the next one, and its weight, if there are weights. Labels
-    (B, S); a loss refuses others."""
-    labels_BS = batch.get("labels")
-    if labels_BS is None or labels_BS.ndim != 2:
-        return batch
-    shifted = {"labels": F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]}
-    if (weights := batch.get(WEIGHTS)) is not None:
-        shifted[WEIGHTS] = F.pad(weights, (0, 1))[:, 1:]
-    return {**batch, **shifted}
+    """Make the label of each position that of the next one. Labels (B, S); a loss refuses others."""
+    fills = {"labels": IGNORED_LABEL, LOSS_WEIGHTS: 0}
+    entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim == 2}
+    return {**batch, **{key: F.pad(each, (0, 1), value=fills[key])[:, 1:] for key, each in entries.items()}}
 
 
 def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:

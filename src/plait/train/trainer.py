@@ -268,7 +268,7 @@ class Trainer:
             for text in self._warnings:
                 metrics.warn(first_step, text)
             if first_step == 0 and config.evaluate_every:
-                metrics.validation(0, self._scored(heartbeat))
+                self._score(heartbeat, metrics)
             return self._run_steps(parts, signals)
 
     def _warn_of_jump(self, metrics: Metrics) -> None:
@@ -315,8 +315,7 @@ class Trainer:
                 return None
             score = None
             if _due(before, self._step, config.evaluate_every, config.steps):
-                score = self._scored(heartbeat)
-                metrics.validation(self._step, score)
+                score = self._score(heartbeat, metrics)
             if self._step == parts.first_step + 5:  # the first steps are slower than later ones
                 flags_every = self._flags_every(step_metrics.seconds)
             stop_signal, to_save = None, False
@@ -340,11 +339,6 @@ class Trainer:
                 folder = self._run.dir.path
                 metrics.log(f"stopped after step {self._step} and saved: plait train {folder} --resume")
                 return stop_signal
-        if self._is_stopped:
-            metrics.log(
-                f"stopped early: {counted(self._since_best, 'evaluation')} without a validation loss below "
-                f"{self._best_score:.4f}"
-            )
         return None
 
     def _at_exchanges(self, every: int) -> int:
@@ -446,11 +440,15 @@ class Trainer:
         all_reduce(slowest_s, self._world.group, "max")
         return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
-    def _scored(self, heartbeat: Heartbeat) -> float:
-        """Evaluate, and count evaluations since the best one."""
+    def _score(self, heartbeat: Heartbeat, metrics: Metrics) -> float:
+        """Evaluate, log the loss, and count evaluations since the lowest one."""
         score = self._evaluate(heartbeat)
+        metrics.validation(self._step, score)
         self._since_best = 0 if score < self._best_score else self._since_best + 1
         self._best_score = min(self._best_score, score) if math.isfinite(score) else self._best_score
+        if self._is_stopped:
+            since = counted(self._since_best, "evaluation")
+            metrics.log(f"stopped early: {since} without a validation loss below {self._best_score:.4f}")
         return score
 
     def _evaluate(self, heartbeat: Heartbeat) -> float:
