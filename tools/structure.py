@@ -50,7 +50,7 @@ BUDGETS = {
     "cli": 3205,
     "comm": 7160,
     "compat": 1550,
-    "data": 2400,
+    "data": 3000,
     "engine": 4305,
     "estimate": 600,
     "models": 9925,

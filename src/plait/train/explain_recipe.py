@@ -27,7 +27,7 @@ from plait.plan.events import ServerTraffic, ring_bytes
 from plait.plan.layout_rules import layer_collectives
 from plait.plan.memory import COMPUTE_BYTES
 from plait.tables import counted, facts_table, table
-from plait.train.config import Recipe
+from plait.train.config import Recipe, micro_batch_shape
 from plait.train.measurements import Measurements
 from plait.train.model import check_config, config_of, model_on_meta
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
@@ -358,7 +358,7 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
     """Explain a recipe's plan without ranks or data. `is_saved`: the recipe is a run's. Raises a PlaitError
     if it cannot be trained."""
     plan = Plan.parse(recipe.plan)
-    sequences = plan.check_batch(recipe.run.batch)
+    batch_shape = micro_batch_shape(recipe, plan)
     check_optimizer_args(recipe.optimizer)
     check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
     model = model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None}))
@@ -371,7 +371,7 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
         router_z_loss=recipe.optimizer.router_z_loss,
         tensor_plan=recipe.model.tensor_plan,
     )
-    return explain(given, token_batch(sequences, recipe.data.sequence), cluster)
+    return explain(given, token_batch(*batch_shape), cluster)
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:

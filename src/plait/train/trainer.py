@@ -41,13 +41,12 @@ from plait import __version__, checkpoint
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
-from plait.data.loader import Batch, Batches, loader
-from plait.data.sampler import BatchSizes
+from plait.data.loader import Batch
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.fileio import write_text, writing
 from plait.parallel.zero.memory_stats import num_allocator_retries
-from plait.tables import plain
+from plait.tables import counted, plain
 from plait.train.callbacks import CallbackRun, load_callbacks
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
@@ -209,6 +208,7 @@ class Trainer:
         self._tokens = 0  # target tokens trained on
         self._skipped = 0  # steps skipped
         self._retries = 0  # of the allocator
+        self._best_score, self._since_best = math.inf, 0  # validation loss, and evaluations after it
         self._bad_steps_in_a_row = 0  # see [Note: skipped steps that end a run]
         newest, self._warnings = load_newest(self._engine, run.dir.checkpoints, run.check_checkpoint)
         if newest is not None:
@@ -224,7 +224,14 @@ class Trainer:
         """Set the progress to that of a checkpoint which the engine has loaded."""
         self._step, self._tokens = saved.step, int(saved.facts["tokens"])
         self._skipped, self._bad_steps_in_a_row = int(saved.facts["skipped"]), 0
+        best, self._since_best = saved.facts.get("best_score", (None, 0))
+        self._best_score = math.inf if best is None else float(best)
         self.spikes.load(saved.facts)
+
+    @property
+    def _is_stopped(self) -> bool:
+        """True if the validation loss has not improved for so long that the run ends."""
+        return 0 < self._config.early_stopping <= self._since_best
 
     def loop(self, signals: SignalHandler) -> signal.Signals | None:
         """Train to the last step, a loss spike that needs a rollback, or a stop signal, which is returned."""
@@ -273,7 +280,7 @@ class Trainer:
                 metrics.warn(first_step, text)
             self.call("on_start", signals)
             if first_step == 0 and config.evaluate_every:
-                self._validate(parts, signals)
+                self._score(parts, signals)
             return self._run_steps(parts, signals)
 
     def _warn_of_jump(self, metrics: Metrics) -> None:
@@ -297,7 +304,7 @@ class Trainer:
             heartbeat.beat(self._step, "saving", slow=True)
             saving.wait(may_raise=may_raise)
 
-        while self._step < config.steps:
+        while self._step < config.steps and not self._is_stopped:
             before, factor = self._step, lr_factor(self._step)
             lr = self._recipe.optimizer.lr * factor
             result, step_metrics = self._run_step(parts, lr, factor)
@@ -321,13 +328,13 @@ class Trainer:
             self.call("on_step", signals, step_metrics)
             score = None
             if _due(before, self._step, config.evaluate_every, config.steps):
-                score = self._validate(parts, signals)
+                score = self._score(parts, signals)
             if self._step == parts.first_step + 5:  # the first steps are slower than later ones
                 flags_every = self._flags_every(step_metrics.seconds)
             stop_signal, to_save = None, False
             if self._step % flags_every == 0:
                 stop_signal, to_save = self._agree_on_requests(signals, saving, metrics)
-            last = stop_signal is not None or self._step == config.steps
+            last = stop_signal is not None or self._step == config.steps or self._is_stopped
             to_save |= last or _due(before, self._step, config.checkpoint_every, config.steps)
             check_every = self._at_exchanges(config.check_replicas_every)
             if check_every and (to_save or self._step % check_every == 0):
@@ -453,23 +460,27 @@ class Trainer:
         run = CallbackRun(self._engine, self._run.dir.path, self._world.rank, self._step, signals)
         self._callbacks.call(event, run, *args)
 
-    def _validate(self, parts: _LoopParts, signals: SignalHandler) -> float:
-        """Evaluate, and record and return the loss."""
-        loss = self._evaluate(parts.heartbeat)
-        parts.metrics.validation(self._step, loss)
-        self.call("on_evaluate", signals, loss)
-        return loss
+    def _score(self, parts: _LoopParts, signals: SignalHandler) -> float:
+        """Evaluate, record and return the loss, and count evaluations since the lowest one."""
+        score = self._evaluate(parts.heartbeat)
+        parts.metrics.validation(self._step, score)
+        self._since_best = 0 if score < self._best_score else self._since_best + 1
+        self._best_score = min(self._best_score, score) if math.isfinite(score) else self._best_score
+        if self._is_stopped:
+            since = counted(self._since_best, "evaluation")
+            parts.metrics.log(f"stopped early: {since} without a validation loss below {self._best_score:.4f}")
+        self.call("on_evaluate", signals, score)
+        return score
 
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
-        sizes, results = BatchSizes(self._config.batch), []
         ranks = self._engine.data_group  # with servers, worker 0 evaluates by itself
-        shares = Batches(*self._run.validation_samples, sizes, data_rank=ranks.rank, data_ranks=ranks.size)
-        numbers, pin_memory = range(self._config.evaluate_batches), self._engine.device.type == "cuda"
-        for number, batch in enumerate(loader(shares, numbers, pin_memory=pin_memory)):
-            assert isinstance(batch, dict), "the engine splits batches of an evaluation"
+        pin_memory, results = self._engine.device.type == "cuda", []
+        batches = self._run.validation_batches(ranks.rank, ranks.size, pin_memory=pin_memory)
+        for number, batch in enumerate(batches):
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
-            results.append(self._engine.evaluate(batch))
+            for part in [batch] if isinstance(batch, dict) else batch:
+                results.append(self._engine.evaluate(part))
         return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
     def rollback(self, path: Path) -> None:
@@ -491,6 +502,7 @@ class Trainer:
             "tokens": self._tokens,
             "skipped": self._skipped,
             "spikes": self.spikes.facts(),
+            "best_score": (self._best_score if math.isfinite(self._best_score) else None, self._since_best),
             "seed": self._config.seed,
             "plan": str(self._engine.plan),
             "loss_scale": self._engine.loss_scale,
@@ -504,8 +516,8 @@ class Trainer:
         memory = largest_memory(self._recipe, self._engine)
         if self._console is None:
             return
-        skipped = self._run.store.index.skipped
-        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory, skipped))
+        facts = self._run.data_facts()
+        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory, facts))
         if self._step:
             is_complete = self._step >= self._config.steps
             done = ": training is complete (raise run.steps to go on)" if is_complete else ""
