@@ -218,9 +218,8 @@ class Engine:
                 hint="engine.step, or no router_balance",
             )
         batch = self._inputs.single(micro)
-        (sizes,) = self._runner.sizes([batch])
         with (
-            sizes_of(sizes),
+            sizes_of(*self._runner.sizes([batch])),
             self._inputs.explained([batch]),
             self._runner.seeded((self.seed, self.num_steps, self.data_rank), 0, self._micros_done),
             stage.measured(),

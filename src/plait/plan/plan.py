@@ -102,12 +102,8 @@ def check_type(key: str, kind: Any, value: object) -> None:
             f"{key} is not a boolean", given=f"{key}={value}", expected="true or false", hint=f"{key}=true"
         )
     if kind is str and not isinstance(value, str):
-        raise PlanError(
-            f"{key} is not text",
-            given=f"{key}={shown(value)}",
-            expected="a str",
-            hint="quotes around the value",
-        )
+        given = f"{key}={shown(value)}"
+        raise PlanError(f"{key} is not text", given=given, expected="a str", hint="quotes around the value")
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
@@ -525,14 +521,12 @@ class Plan:
 
     @property
     def algorithm_reduces_all(self) -> bool:
-        """True if a named algorithm reduces full gradients over all data ranks, which leaves no separate
-        reduction over replicas."""
+        """True if a named algorithm reduces full gradients over all data ranks, and nothing over replicas."""
         return self.algorithm != "auto" and self.shard_degree == 1 and self.accumulates_full
 
     @property
     def _owns_full_range(self) -> bool:
-        """True if this rank alone owns all gradients, so that sums need no memory besides the full
-        gradients."""
+        """True if this rank alone owns all gradients: sums need no memory besides the full gradients."""
         return self.shard_degree == 1 and self.offload != "cpu"
 
     def placed_on(self, device_type: str) -> "Plan":

@@ -67,7 +67,7 @@ class RunConfig(Section):
     spike_factor: float = Field(default=0.0, ge=0)
     spike_window: int = Field(
         default=100, ge=4, le=MAX_COUNT
-    )  # steps that define the typical loss; see loss_spikes.py
+    )  # steps of the typical loss; see loss_spikes.py
     spike_skip: Count = 100  # batches skipped after the spike, too
     max_spikes: Count = 3  # rollbacks before the run ends with an error
     max_skipped: Positive = 10  # steps in a row without a finite gradient that end the run; see trainer.py
@@ -76,8 +76,7 @@ class RunConfig(Section):
     timeout_s: float = Field(default=600.0, gt=0, le=MONTH_S)  # how long a rank waits for another rank
     # time without a step after which all ranks write their stacks and exit
     hang_s: float = Field(default=300.0, ge=0, le=MONTH_S)
-    # from a stop signal until local ranks are killed
-    save_s: float = Field(default=60.0, gt=0, le=MONTH_S)
+    save_s: float = Field(default=60.0, gt=0, le=MONTH_S)  # from a stop signal until local ranks are killed
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # how ranks communicate; on CPUs shared memory (host) or Gloo
     transport: Literal["auto", "host", "gloo", "nccl"] = "auto"

@@ -468,7 +468,9 @@ class Trainer:
         self._best_score = min(self._best_score, score) if math.isfinite(score) else self._best_score
         if self._is_stopped:
             since = counted(self._since_best, "evaluation")
-            parts.metrics.log(f"stopped early: {since} without a validation loss below {self._best_score:.4f}")
+            parts.metrics.log(
+                f"stopped early: {since} without a validation loss below {self._best_score:.4f}"
+            )
         self.call("on_evaluate", signals, score)
         return score
 
