@@ -51,7 +51,7 @@ BUDGETS = {
     "comm": 7160,
     "compat": 1550,
     "data": 3000,
-    "engine": 4305,
+    "engine": 4345,
     "estimate": 600,
     "models": 9925,
     "optim": 1460,
