@@ -71,8 +71,7 @@ class RunConfig(Section):
     spike_skip: Count = 100  # batches skipped after the spike, too
     max_spikes: Count = 3  # rollbacks before the run ends with an error
     max_skipped: Positive = 10  # steps in a row without a finite gradient that end the run; see trainer.py
-    # how often in all a worker of parameter servers that was killed is started again
-    max_restarts: Count = 3
+    max_restarts: Count = 3  # how often in all a killed worker of parameter servers is started again
     timeout_s: float = Field(default=600.0, gt=0, le=MONTH_S)  # how long a rank waits for another rank
     # time without a step after which all ranks write their stacks and exit
     hang_s: float = Field(default=300.0, ge=0, le=MONTH_S)
@@ -400,14 +399,15 @@ def _qualified_key_hint(key: str) -> str:
 
 # Keys of other trainers: what there is instead.
 _EPOCHS = "run.epochs"
-_RECORDS = "metrics.jsonl and TensorBoard in run.dir, which every run writes; plait report RUN"
+_RECORDS = "run.report_to, for TensorBoard and wandb; metrics.jsonl in run.dir; plait report RUN"
 _LORA = "LoRA in a script: docs/scripts.md, Fine-tuning"
 _ELSEWHERE = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
     **dict.fromkeys(("report_to", "wandb", "mlflow"), _RECORDS),
     **dict.fromkeys(("peft", "lora"), _LORA),
 }
-_EXAMPLES = {"int": "100", "float": "0.1", "bool": "true", "path": "FOLDER"}  # by pydantic's type of an error
+# By pydantic's type of an error
+_EXAMPLES = {"int": "100", "float": "0.1", "bool": "true", "path": "FOLDER", "tuple": "'[\"...\"]'"}
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
