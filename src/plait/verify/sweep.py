@@ -49,6 +49,7 @@ def simpler_plans(plan: Plan) -> dict[str, Plan]:
         "zero": {"zero": 0, "shard": 0, **zero_defaults},
         "local_steps": alone,
         "recompute": {"recompute": "none"},
+        "router_balance": {"router_balance": "micro"},
         "compile": {"compile": False},
         "offload": {"offload": "none"},
         "micro": {"micro": 1},

@@ -123,17 +123,17 @@ class Dropped:
             )
         return cls(tuple(spec.routers.capacities.items()), order)
 
-    def install(self, model: nn.Module, parts: int) -> None:
-        """Let a model drop these in its forward. `parts`: ranks with other samples, in one batch."""
+    def install(self, model: nn.Module, samples: int) -> None:
+        """Let a model drop these in its forward. `samples`: of a rank's micro-batch; a batch has several."""
         for name, capacity in self.capacities:
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(partial(self._weights_kept, capacity, parts), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._weights_kept, capacity, samples), with_kwargs=True)
 
     def _weights_kept(
-        self, capacity: Capacity, parts: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, capacity: Capacity, samples: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         x, experts_Tk, weights_Tk = [*args, *kwargs.values()]
-        rows = torch.arange(len(experts_Tk)).view(parts, -1, self.order.num_tokens)
+        rows = torch.arange(len(experts_Tk)).view(-1, samples, self.order.num_tokens)
         kept_Tk, length = torch.empty_like(experts_Tk, dtype=torch.bool), self.order.run_length
         for rows_BS in rows:
             for rank in range(self.order.num_ranks):
@@ -393,15 +393,16 @@ def _run_reference(
             data = [[joined([[micro] for micro in of]) for of in each] for each in data]
         of_ranks = [divide(share, micros) for share in divide(evaluated, shares)]
         last = [micro for at in range(0, shares, size) for micro in joined(of_ranks[at : at + size])]
+    samples = case.samples // (shares * micros)
     if dropped is not None:
-        dropped.install(model, size)
+        dropped.install(model, samples)
     trajectory = train_reference(model, weights, data, last, precision, spec.loss, case.local)
     if case.dtype == "float64" or case.tolerance is not None:
         return trajectory, Tolerances(case.base_tolerance)
     float64 = Precision(torch.float64, torch.float64)
     in_float64 = spec.build_reference(torch.float64)
     if dropped is not None:
-        dropped.install(in_float64, size)
+        dropped.install(in_float64, samples)
     exact = train_reference(in_float64, weights, data, last, float64, spec.loss, case.local)
     noise, step_noise = rounding_noise(trajectory, exact)
     if not math.isfinite(step_noise + sum(noise.values())):
