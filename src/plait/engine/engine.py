@@ -193,8 +193,6 @@ class Engine:
                 barrier_s = time.perf_counter()
             seed, records = (self.seed, self.num_steps, self.data_rank), self._trace is not None
             with self._inputs.explained(micros):
-                if self.plan.counts_first:
-                    self._runner.count(micros, seed)
                 spans = self._runner.train(micros, self._add_loss, seed, records=records)
             if self._trace is not None:
                 self._trace.add(self.num_steps, spans, barrier_s)

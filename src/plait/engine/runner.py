@@ -30,6 +30,7 @@ from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, 
 
 Micro = Mapping[str, Tensor]
 OnLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> root of backward
+Seeds = Callable[[int, int], Any]  # (stage, micro-batch) -> context of a pass
 
 
 class MicrobatchRunner:
@@ -74,18 +75,20 @@ class MicrobatchRunner:
         records: bool = False,
     ) -> list[Span]:
         """Forward and backward of a step; with `records`, return the spans of its actions."""
-        seeds = partial(self.seeded, seed)
-        return self._run(self._schedule, micros, on_loss, seeds, records=records)
+        self._check_no_messages()
+        sizes, seeds = self.sizes(micros), partial(self.seeded, seed)
+        if self._parts.context.plan.counts_first:
+            self._count(micros, seeds, sizes)
+        return self._run(self._schedule, micros, on_loss, seeds, sizes=sizes, records=records)
 
-    def count(self, micros: Sequence[Micro], seed: tuple[int, int, int]) -> None:
-        """Forwards before those of `train`, with the same `seed`: see routers.py [Note: counts of the
-        step]."""
+    def _count(self, micros: Sequence[Micro], seeds: Seeds, sizes: Sequence[MicroSizes | None]) -> None:
+        """Forwards that count for losses of routers: see routers.py [Note: counts of the step]."""
         stages = [stage.module_part.module for stage in self._parts.stages.values()]
         all_buffers = [module._buffers for stage in stages for module in stage.modules()]
         named = [(of, name, b, b.clone()) for of in all_buffers for name, b in of.items() if b is not None]
         with torch.no_grad():
             schedule = forwards_only(self._schedule, len(micros))
-            self._run(schedule, micros, lambda *_: None, partial(self.seeded, seed), is_first=True)
+            self._run(schedule, micros, lambda *_: None, seeds, sizes=sizes, is_first=True)
             for buffers, name, buffer, values in named:
                 buffers[name] = buffer.copy_(values)
         for stage in self._parts.stages.values():
@@ -223,26 +226,21 @@ class MicrobatchRunner:
         schedule: Schedule,
         micros: Sequence[Micro],
         on_loss: Callable[..., Any],
-        seeds: Callable[[int, int], Any] | None,
+        seeds: Seeds | None,
         *,
+        sizes: Sequence[MicroSizes | None] | None = None,
         of_outputs: bool = False,
         records: bool = False,
         num_counted: int | None = None,
         is_first: bool = False,
     ) -> list[Span]:
-        if self._is_broken:
-            raise ModelError(
-                "a step was interrupted while micro-batches were in flight between stages",
-                given=f"pp={self._schedule.num_ranks}",
-                expected="no messages in transfer between stages",
-                hint="restart all ranks, and load a checkpoint",
-            )
+        self._check_no_messages()
         if self._parts.dataflow is not None:
             for micro in micros:
                 routers = next(iter(self._parts.stages.values())).routers
                 self._parts.dataflow.check(routers.without_choices(micro), self._parts.loss)
         counted = len(micros) if num_counted is None else num_counted
-        sizes = self.sizes(micros)
+        sizes = self.sizes(micros) if sizes is None else sizes
         given = (micros, self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
             number: _StagePass(stage, *given, number, of_outputs, counted, is_first)
@@ -260,6 +258,15 @@ class MicrobatchRunner:
             for stage in self._parts.stages.values():
                 if stage.module_part.modules is not None:
                     stage.module_part.modules.end_pass()
+
+    def _check_no_messages(self) -> None:
+        if self._is_broken:
+            raise ModelError(
+                "a step was interrupted while micro-batches were in flight between stages",
+                given=f"pp={self._schedule.num_ranks}",
+                expected="no messages in transfer between stages",
+                hint="restart all ranks, and load a checkpoint",
+            )
 
     def _broadcast_from_last(self, make: Callable[[], Any]) -> Any:
         """Broadcast the result of `make` on the last stage's rank. If it fails there, all ranks raise."""
@@ -325,7 +332,7 @@ class _StagePass:
     micros: Sequence[Micro]
     prepare: Callable[[Micro], Micro]
     on_loss: Callable[..., Any]
-    seeds: Callable[[int, int], Any] | None
+    seeds: Seeds | None
     sizes: Sequence[MicroSizes | None]
     number: int
     of_outputs: bool
