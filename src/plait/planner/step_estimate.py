@@ -115,7 +115,7 @@ def estimate_step(
     counts = block_counts(model, plan, software)
     update = update_s(plan, layouts[slowest], sum(counts[stage] for stage in own), rates, links)
     span = _span_s(ends, slowest, cluster.ranks_per_core)
-    counting = _counting_s(model, plan, links, stages, gathers, work)
+    counting = _counting_s(plan, action_durations(model, plan, links, stages, gathers, work))
     busy = min(span, ends.busy[slowest])
     step = span + counting + data[slowest].exposed + update + constants.step_s
     idle = span - busy
@@ -174,22 +174,13 @@ def action_durations(
     )
 
 
-def _counting_s(
-    model: ModelShape,
-    plan: Plan,
-    links: Links,
-    stages: "Sequence[StageSeconds]",
-    gathers: "Sequence[Overlapped]",
-    work: Workload,
-) -> float:
+def _counting_s(plan: Plan, durations: Durations) -> float:
     """Seconds of forwards that count for losses of routers before those of the schedule."""
     if not plan.counts_first:
         return 0.0
-    forwards = action_durations(model, plan, links, stages, gathers, work).forward
     own = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
-    longest = max(sum(forwards[stage] for stage in of) for of in own)
-    sends = (len(forwards) - 1) * _transfer_s(model, plan, links, work)
-    return (plan.micro - 1) * longest + sum(forwards) + sends
+    longest = max(sum(durations.forward[stage] for stage in of) for of in own)
+    return (plan.micro - 1) * longest + sum(durations.forward) + sum(durations.transfer)
 
 
 def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> float:
@@ -255,6 +246,13 @@ def check(
     check_is_priced(plan.precision, cluster.device)
     if (error := experts_error(model, plan.ep)) is not None:
         raise error
+    if plan.router_balance == "step" and not model.experts:
+        raise PlanError(
+            "router_balance has no effect without experts",
+            given=f"router_balance=step, {model.name}",
+            expected="a mixture, whose routers have losses",
+            hint="no router_balance",
+        )
     if plan.sync != "all":
         raise PlanError(
             "the planner can price parameter servers only with sync=all",
