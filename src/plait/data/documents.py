@@ -111,6 +111,8 @@ class Documents:
     facts    what became of the documents, in words
     """
 
+    documents_per_sample = 1.0
+
     def __init__(
         self, stream: TokenStream, end_of_document: int, collator: PaddingCollator, *, split: bool = False
     ) -> None:
@@ -170,6 +172,7 @@ class Bins:
         self._documents, self._rows = documents, rows
         self._sequence, self._first = sequence, first_position
         self.facts = _filled(documents, f"{len(rows):,} rows", len(rows) * sequence)
+        self.documents_per_sample = len(documents) / len(rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -205,6 +208,7 @@ class MicroBatches:
         self.lengths = np.maximum.reduceat(documents.lengths[rows.documents], firsts)
         positions = int((self.lengths * np.diff(rows.stops, prepend=0)).sum())
         self.facts = _filled(documents, f"{len(rows):,} micro-batches", positions)
+        self.documents_per_sample = len(documents) / len(rows)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -224,7 +228,7 @@ def _filled(documents: Documents, where: str, positions: int) -> str:
 class PackedDocuments:
     """Windows of a stream as rows of separate documents: see [Note: packed documents]."""
 
-    facts = ""
+    facts, documents_per_sample = "", 1.0
 
     def __init__(self, windows: Windows, end_of_document: int, first_position: int = 0) -> None:
         self.name = windows.name

@@ -23,10 +23,12 @@ class Samples(Protocol):
 
     name    of the samples in messages, e.g. "training sequences of 9 tokens"
     facts   what became of the documents, in words; "" if samples are windows
+    documents_per_sample  mean number of separate documents in a sample; 1 for windows, also of documents
     """
 
     name: str
     facts: str
+    documents_per_sample: float
 
     def __len__(self) -> int: ...
 
@@ -41,7 +43,7 @@ class Windows:
     the stream's first and up to S - 2 at its end that fill no window.
     """
 
-    facts = ""
+    facts, documents_per_sample = "", 1.0
 
     def __init__(self, stream: TokenStream, sequence: int) -> None:
         """Raises DataError if the stream is too short."""

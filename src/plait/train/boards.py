@@ -1,7 +1,8 @@
 """Boards that show curves of a run: TensorBoard, and Weights & Biases."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -26,23 +27,20 @@ class Board(Protocol):
 
 def check_boards(names: Sequence[BoardName]) -> None:
     """Raise ConfigError if the package of a board is not installed."""
-    if "wandb" not in names:
-        return
-    try:
-        import wandb  # noqa: F401
-    except ImportError as error:
+    if "wandb" in names and find_spec("wandb") is None:
         raise ConfigError(
             "Weights & Biases is not installed",
-            given=f"run.report_to has wandb: {error}",
-            expected="the package wandb",
+            given="run.report_to has wandb, and there is no package wandb",
+            expected="the packages of plait[wandb]",
             hint="pip install 'plait[wandb]'",
-        ) from error
+        )
 
 
 def open_boards(names: Sequence[BoardName], run: RunDir, first_step: int) -> list[Board]:
     """Open the boards, which go on after `first_step`. Raises RunError, OSError."""
-    known: dict[BoardName, Callable[[RunDir, int], Board]] = {"tensorboard": _TensorBoard, "wandb": _WandB}
-    return [known[name](run, first_step) for name in dict.fromkeys(names)]
+    return [
+        _WandB(run) if name == "wandb" else _TensorBoard(run, first_step) for name in dict.fromkeys(names)
+    ]
 
 
 class _TensorBoard:
@@ -70,7 +68,7 @@ class _WandB:
     counter cannot go back.
     """
 
-    def __init__(self, run: RunDir, first_step: int) -> None:  # noqa: ARG002
+    def __init__(self, run: RunDir) -> None:
         import wandb
 
         self._wandb = wandb

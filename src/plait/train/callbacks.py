@@ -1,16 +1,15 @@
 """Callbacks: a user's code at the events of a run."""
 
-import importlib
 import signal
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, PlaitError, RunError
+from plait.fileio import import_object
 from plait.train.metrics import StepMetrics
 
 
@@ -93,29 +92,44 @@ class Callbacks:
 
 
 def load_callbacks(names: Sequence[str]) -> Callbacks:
-    """Make the callbacks with these names: `module:Class`, in this folder or installed. Raises
+    """Make the callbacks with these names. Raises ConfigError."""
+    return Callbacks({name: _make(name, kind) for name, kind in callback_classes(names).items()})
+
+
+def callback_classes(names: Sequence[str]) -> dict[str, type[Callback]]:
+    """Import the classes with these names: `module:Class`, in this folder or installed. Raises
     ConfigError."""
-    return Callbacks({name: _load(name) for name in names})
+    return {name: _class(name) for name in names}
 
 
-def _load(name: str) -> Callback:
+def _class(name: str) -> type[Callback]:
     module, _, attribute = name.partition(":")
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
     try:
-        callback: Any = getattr(importlib.import_module(module), attribute)()
+        found = import_object(name, Path.cwd())
     except Exception as error:  # whatever a user's module raises
-        raise ConfigError(
-            "cannot make a callback",
-            given=f"{name}: {type(error).__name__}: {error}",
-            expected="module:Class, in this folder or installed; a class without arguments",
-            hint=f'python -c "from {module} import {attribute}; {attribute}()"',
-        ) from error
-    if not isinstance(callback, Callback):
+        raise _not_made(name, f"{type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Callback)):
         raise ConfigError(
             "a callback is not derived from plait's class",
-            given=f"{name}: {type(callback).__name__}",
+            given=f"{name}: {found!r}",
             expected="a subclass of plait.train.callbacks.Callback",
-            hint=f"class {attribute}(Callback)",
+            hint=f"class {attribute}(Callback) in {module}",
         )
-    return callback
+    return found
+
+
+def _make(name: str, kind: type[Callback]) -> Callback:
+    try:
+        return kind()
+    except Exception as error:  # whatever a user's class raises
+        raise _not_made(name, f"{type(error).__name__}: {error}") from error
+
+
+def _not_made(name: str, problem: str) -> ConfigError:
+    module, _, attribute = name.partition(":")
+    return ConfigError(
+        "cannot make a callback",
+        given=f"{name}: {problem}",
+        expected="module:Class, in this folder or installed; a class without arguments",
+        hint=f'python -c "from {module} import {attribute}; {attribute}()"',
+    )

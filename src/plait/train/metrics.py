@@ -50,7 +50,7 @@ from plait.train.run_dir import RunDir
 _CURVES = {
     "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",
     "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "z_loss", "expert_imbalance",
-    "idle_experts",
+    "idle_experts", "dropped_choices",
 }  # fmt: skip
 _STEPS_OF_TIME_LEFT = 100  # the time left is estimated from the last steps, of which single ones may be slow
 

@@ -32,7 +32,7 @@ from plait.models import causal_lm_on_meta, numbering_of
 from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
 from plait.train.boards import check_boards
-from plait.train.callbacks import load_callbacks
+from plait.train.callbacks import callback_classes
 from plait.train.config import (
     LossScaleConfig,
     Recipe,
@@ -272,7 +272,11 @@ def _with_steps(run: ResolvedRun) -> ResolvedRun:
         return run
     samples = math.ceil(epochs * len(run.train_samples[0]))
     found = replace(run, recipe=with_steps(run.recipe, run.batch_sizes().batches_of(samples)))
-    _check_local_steps(found.recipe.run, found.plan)
+    try:
+        _check_local_steps(found.recipe.run, found.plan)
+    except ConfigError as error:
+        error.hint = f"--set run.epochs= {error.hint}"
+        raise
     return found
 
 
@@ -359,7 +363,7 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
         _check_offload(recipe.run)
     check_output_paths({"run.trace": recipe.run.trace})
     check_boards(recipe.run.report_to)
-    load_callbacks(recipe.run.callbacks)
+    callback_classes(recipe.run.callbacks)
     if local:
         check_devices(num_ranks, recipe.run.device)
     check_optimizer_args(recipe.optimizer)

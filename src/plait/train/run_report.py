@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _CURVES = (
     "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "aux_loss", "z_loss", "expert_imbalance",
-    "tokens", "seconds",
+    "dropped_choices", "tokens", "seconds",
 )  # fmt: skip
 _MOST_EVENTS = 1000  # the last ones
 _MOST_LAYERS, _MOST_EXPERTS = 8, 16  # in a picture

@@ -195,13 +195,13 @@ class Trainer:
         self._world = world
         self._recipe = run.recipe
         self._config = run.recipe.run
+        self._callbacks = load_callbacks(self._config.callbacks)
         # Rank 0 decides, as it also chooses the checkpoint: file systems show new files late on other hosts.
         resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.dir.checkpoints)))
         self._engine = run.build_engine(world, loads=resuming)
         self._base_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self._console = rich.get_console() if world.rank == 0 else None
         self._recorder = StepRecorder(self._engine, self._config.trace)
-        self._callbacks = load_callbacks(self._config.callbacks)
         self.spikes = LossSpikeGuard(self._config, run.dir.checkpoints, world)
         self._sizes = run.batch_sizes()
         self._step = 0  # steps done
@@ -389,9 +389,10 @@ class Trainer:
         self._skipped += result.skipped
         parts.garbage.after_step(self._step)
         seconds = time.perf_counter() - start_s
-        num_inputs = num_tokens + batch_size  # the last token of a sample is no input to a target
+        documents = round(batch_size * self._run.train_samples[0].documents_per_sample)
+        num_inputs = num_tokens + documents  # the last token of a document is no input to a target
         causal_flops, full_flops = (
-            self._engine.flops_per_token(num_inputs // batch_size, causal=causal) * num_inputs
+            self._engine.flops_per_token(num_inputs // documents, causal=causal) * num_inputs
             for causal in (True, False)
         )
         peaks = parts.peak_flops
