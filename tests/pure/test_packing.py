@@ -12,42 +12,42 @@ from plait.data.packing import Rows, best_fit, rows_of_sources, within_budget
 from plait.data.sampler import BLOCK, Int64s, MixedOrder, SampleOrder
 
 LAW = settings(deadline=None, max_examples=60)
-ROOMS = st.integers(1, 70)
+ROW_TOKENS = st.integers(1, 70)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def drawn(num: int, room: int, seed: int) -> Int64s:
-    return np.random.default_rng(seed).integers(1, room + 1, num)
+def drawn(num: int, row_tokens: int, seed: int) -> Int64s:
+    return np.random.default_rng(seed).integers(1, row_tokens + 1, num)
 
 
 def contents(rows: Rows) -> list[list[int]]:
     return [rows[number].tolist() for number in range(len(rows))]
 
 
-def textbook(lengths: Int64s, room: int, *, decreasing: bool) -> int:
+def textbook(lengths: Int64s, row_tokens: int, *, decreasing: bool) -> int:
     """Rows of best fit decreasing, or of first fit, document by document."""
     left: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True) if decreasing else lengths.tolist():
-        fitting = [room_left for room_left in left if room_left >= length]
+        fitting = [space for space in left if space >= length]
         if fitting:
             chosen = left.index(min(fitting) if decreasing else fitting[0])
             left[chosen] -= length
         else:
-            left.append(room - length)
+            left.append(row_tokens - length)
     return len(left)
 
 
 @LAW
-@given(num=st.integers(1, 90), room=ROOMS, seed=SEEDS)
+@given(num=st.integers(1, 90), row_tokens=ROW_TOKENS, seed=SEEDS)
 def test_best_fit_has_each_document_once_and_as_many_rows_as_the_textbook(
-    num: int, room: int, seed: int
+    num: int, row_tokens: int, seed: int
 ) -> None:
-    lengths = drawn(num, room, seed)
-    rows = contents(best_fit(lengths, room))
+    lengths = drawn(num, row_tokens, seed)
+    rows = contents(best_fit(lengths, row_tokens))
     assert sorted(document for row in rows for document in row) == list(range(num))
-    assert max(lengths[row].sum() for row in rows) <= room
-    assert len(rows) == textbook(lengths, room, decreasing=True)
-    assert rows == contents(best_fit(lengths, room)), "deterministic"
+    assert max(lengths[row].sum() for row in rows) <= row_tokens
+    assert len(rows) == textbook(lengths, row_tokens, decreasing=True)
+    assert rows == contents(best_fit(lengths, row_tokens)), "deterministic"
     assert [row[0] for row in rows] == sorted(row[0] for row in rows), "in the order of documents"
 
 
@@ -62,21 +62,23 @@ def test_best_fit_wastes_less_than_first_fit_and_is_fast_for_a_million_documents
 
 
 @LAW
-@given(num=st.integers(1, 90), room=ROOMS, more=st.integers(0, 100), seed=SEEDS)
+@given(num=st.integers(1, 90), row_tokens=ROW_TOKENS, more=st.integers(0, 100), seed=SEEDS)
 def test_micro_batches_within_a_budget_have_each_document_once(
-    num: int, room: int, more: int, seed: int
+    num: int, row_tokens: int, more: int, seed: int
 ) -> None:
-    lengths = drawn(num, room, seed)
-    rows = contents(within_budget(lengths, room + more))
+    lengths = drawn(num, row_tokens, seed)
+    rows = contents(within_budget(lengths, row_tokens + more))
     assert sorted(document for row in rows for document in row) == list(range(num))
-    assert max(lengths[row].max() * len(row) for row in rows) <= room + more
+    assert max(lengths[row].max() * len(row) for row in rows) <= row_tokens + more
 
 
 @LAW
-@given(num=st.integers(2, 90), room=ROOMS, seed=SEEDS, data=st.data())
-def test_rows_of_sources_are_apart(num: int, room: int, seed: int, data: st.DataObject) -> None:
-    lengths, border = drawn(num, room, seed), data.draw(st.integers(1, num - 1))
-    rows, stops = rows_of_sources(lengths, np.array([border, num]), lambda own: best_fit(own, room), seed)
+@given(num=st.integers(2, 90), row_tokens=ROW_TOKENS, seed=SEEDS, data=st.data())
+def test_rows_of_sources_are_apart(num: int, row_tokens: int, seed: int, data: st.DataObject) -> None:
+    lengths, border = drawn(num, row_tokens, seed), data.draw(st.integers(1, num - 1))
+    rows, stops = rows_of_sources(
+        lengths, np.array([border, num]), lambda own: best_fit(own, row_tokens), seed
+    )
     of_rows = contents(rows)
     for first, last, of_source in ((0, border, of_rows[: stops[0]]), (border, num, of_rows[stops[0] :])):
         assert sorted(document for row in of_source for document in row) == list(range(first, last))

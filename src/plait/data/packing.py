@@ -9,10 +9,10 @@ so little depends on which ones share it; those of one length are taken in the o
 which the caller shuffles.
 
 [Note: best fit]
-Best fit decreasing: the longest document first, each into the row with the least room that suffices, or else
+Best fit decreasing: the longest document first, each into the row with the least space that suffices, or else
 into a new one. This takes at most 11/9 of the fewest rows possible, and a few more (Johnson et al. 1974).
-Rows are kept by their room, and documents of one length are placed together: a row that is the best for one
-stays the best for the next ones until they no longer fit.
+Rows are kept by the space that is left in them, and documents of one length are placed together: a row that
+is the best for one stays the best for the next ones until they no longer fit.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,26 +51,26 @@ class Rows:
         return self.documents[self.stops[row - 1] if row else 0 : stop]
 
 
-def best_fit(lengths: Int64s, room: int) -> Rows:
-    """Distribute documents of at most `room` tokens over rows of `room` tokens. See [Note: best fit]."""
+def best_fit(lengths: Int64s, row_tokens: int) -> Rows:
+    """Distribute documents of at most `row_tokens` tokens over rows of so many. See [Note: best fit]."""
     row_of, num_rows = np.empty_like(lengths), 0
-    by_room: dict[int, list[Int64s]] = {}
-    with_room = 0  # bit i: some rows have room for i more tokens
+    by_space: dict[int, list[Int64s]] = {}
+    with_space = 0  # bit i: some rows have space for i more tokens
 
     def keep(rows: Int64s, left: int) -> None:
-        nonlocal with_room
+        nonlocal with_space
         if left and len(rows):
-            by_room.setdefault(left, []).append(rows)
-            with_room |= 1 << left
+            by_space.setdefault(left, []).append(rows)
+            with_space |= 1 << left
 
     for length, documents in _by_length(lengths):
         while len(documents):
-            if fitting := with_room >> length:
+            if fitting := with_space >> length:
                 left = length + (fitting & -fitting).bit_length() - 1
-                rows = np.concatenate(by_room.pop(left))
-                with_room ^= 1 << left
+                rows = np.concatenate(by_space.pop(left))
+                with_space ^= 1 << left
             else:
-                left, added = room, -(-len(documents) // (room // length))
+                left, added = row_tokens, -(-len(documents) // (row_tokens // length))
                 rows = np.arange(num_rows, num_rows + added)
                 num_rows += added
             each = left // length
