@@ -14,6 +14,9 @@ from plait.comm import all_reduce
 from plait.train.callbacks import Callback
 
 class Notes(Callback):
+    def __init__(self):
+        with open("made.txt", "a") as file:
+            file.write("x")
     def note(self, run, *words):
         with open(f"notes-{run.rank}.txt", "a") as file:
             print(run.step, *words, file=file)
@@ -37,6 +40,10 @@ class Notes(Callback):
 
 class Plain:
     pass
+
+class Failing(Callback):
+    def __init__(self):
+        raise FileNotFoundError("no file")
 
 class Broken(Callback):
     def on_step(self, run, metrics):
@@ -65,6 +72,7 @@ def test_every_rank_receives_all_events_in_order_and_may_ask_to_save_and_to_stop
     assert last_step(run) == 5, "stopped"
     finish(start("train", run, "--resume"))
     assert last_step(run) == 8
+    assert Path("made.txt").read_text() == "xx" * 2, "on each rank of each start, and nowhere else"
     of_rank_0, of_rank_1 = (Path(f"notes-{rank}.txt").read_text().splitlines() for rank in range(2))
     assert of_rank_0 == of_rank_1
     words = [line.split() for line in of_rank_0]
@@ -83,7 +91,7 @@ def test_an_error_in_a_callback_ends_the_run_and_names_its_line(recipe: Path, tm
     process = start(*train(recipe, "--set", f"run.dir={tmp_path / 'run'}", "--set", callbacks))
     _, err = finish(process, 2)
     assert err.count("a callback has failed in on_step") == 1
-    assert "notes_of_a_run.py:33" in err
+    assert "notes_of_a_run.py:40" in err
 
 
 @pytest.mark.parametrize(
@@ -92,6 +100,7 @@ def test_an_error_in_a_callback_ends_the_run_and_names_its_line(recipe: Path, tm
         ("missing_module:Notes", "missing_module"),
         ("notes_of_a_run:Missing", "Missing"),
         ("notes_of_a_run:Plain", "not derived from plait's class"),
+        ("notes_of_a_run:Failing", "no file"),
     ],
 )
 def test_a_callback_that_cannot_be_made_is_refused(recipe: Path, name: str, words: str) -> None:

@@ -180,6 +180,7 @@ def test_a_full_row_has_complete_documents_and_padding_numbered_as_another_one(t
     documents = of_five_documents(tmp_path, table=(0.0, 0.5))
     samples = pickle.loads(pickle.dumps(Bins(documents, best_fit(documents.lengths, 7), 7, first_position=2)))
     batch = samples.batch(np.arange(len(samples) + 1))
+    assert samples.documents_per_sample == pytest.approx(5 / 3), "whose attention is apart, for mfu"
     assert {key: value.tolist() for key, value in batch.items()} == {
         "input_ids": [
             [10, 0, 40, 41, 42, 43, 0],

@@ -82,8 +82,8 @@ def largest_leak(family: str, plan: str) -> tuple[float, float]:
     document = (batch["position_ids"] == 0).cumsum(1)
 
     def logits(ids: Tensor) -> Tensor:
-        own = {**batch, "input_ids": ids}
-        return engine.outputs(own, lambda outputs: outputs.logits)  # type: ignore[no-any-return]
+        found: Tensor = engine.outputs({**batch, "input_ids": ids}, lambda outputs: outputs.logits)
+        return found
 
     before, leak, moved = logits(batch["input_ids"]), 0.0, float("inf")
     for number in (1, 2):

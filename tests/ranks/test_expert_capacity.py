@@ -47,6 +47,7 @@ def test_steps_are_those_of_one_process_that_drops_the_same_choices(
         ("dp=2 ep=2 tp=2 capacity=0.7 zero=1 micro=2", {}),
         ("dp=2 cp=2 ep=2 capacity=0.7 cp_method=ring", {}),
         ("dp=4 ep=2 capacity=0.7 zero=3", {"output_router_logits": True}),
+        ("dp=4 ep=2 capacity=0.7 micro=2 router_balance=step", {"output_router_logits": True}),
     ],
 )
 def test_verify_drops_the_same_choices_in_one_process(

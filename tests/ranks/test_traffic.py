@@ -124,6 +124,7 @@ CASES = [
     ("router-loss", "dp=2 pp=2 micro=2", "gloo"),
     ("router-loss", "dp=2 ep=2 micro=2 router_balance=step recompute=full", "host"),
     ("router-loss", "dp=2 pp=2 micro=2 zero=3 router_balance=step", "gloo"),
+    ("router-loss", "dp=2 ep=2 micro=2 router_balance=step capacity=0.8", "host"),
     ("mixture", "dp=2 ep=2 zero=3 micro=3 accumulate=sharded prefetch=0", "host"),
     ("mixture", "dp=4 ep=2 shard=2 zero=2 accumulate=unsharded micro=2 recompute=full", "gloo"),
     ("mixture", "dp=2 ep=2 tp=2 pp=2 zero=1 micro=2 schedule=zb-h1", "host"),

@@ -17,6 +17,7 @@ from plait.data.packing import best_fit, within_budget
 END = 2
 SEQUENCE = 24
 BUDGET = 30
+Step = dict[str, Tensor] | list[dict[str, Tensor]]
 
 
 def stream_of(
@@ -63,13 +64,13 @@ def budgeted(vocabulary: int, steps: int, micros: int = 4) -> list[list[dict[str
     return [[*without[part], *trained[part]] for part in parts]
 
 
-def alone(steps: Sequence[object]) -> list[list[dict[str, Tensor]]]:
+def alone(steps: Sequence[Step]) -> list[list[dict[str, Tensor]]]:
     """The documents of steps, each as a batch of its own, without padding."""
     return [[document for batch in _micros(step) for document in _documents(batch)] for step in steps]
 
 
-def _micros(step: object) -> list[dict[str, Tensor]]:
-    return step if isinstance(step, list) else [step]  # type: ignore[list-item]
+def _micros(step: Step) -> list[dict[str, Tensor]]:
+    return step if isinstance(step, list) else [step]
 
 
 def _documents(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
