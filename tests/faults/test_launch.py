@@ -1,5 +1,6 @@
 """Jobs on local ranks as real processes: how they start, what they open, how they end."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -135,7 +136,8 @@ def start(how: str, script: Write, tmp_path: Path) -> Iterator[Start]:
     for launcher in launchers:
         if launcher.poll() is None:
             for pid in family(launcher.pid):  # ranks that are left would keep its output open
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
         launcher.communicate()
 
 
