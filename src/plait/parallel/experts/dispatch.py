@@ -39,7 +39,7 @@ in another order with messages of experts than on other ranks (see [Note: two ch
 
 [Note: balanced routing]
 On meta there are no counts. Estimates are for rows that are evenly distributed over ranks or, in `all_rows`,
-for a rank that receives all.
+for a rank that receives all. Under a capacity there is one number of rows, and no counts: `Rows.fixed`.
 """
 
 import inspect
@@ -55,12 +55,13 @@ from torch import Tensor, nn
 from plait.comm import Group, Mesh, all_to_all_list
 from plait.errors import ModelError
 from plait.models.experts import Experts, Form, Sizes
+from plait.parallel.experts.capacity import largest_tokens, slots
 from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.parallel.tensor.functional import gather, split
 from plait.parallel.tensor.shards import TokenShards
 from plait.plan.axes import EXPERTS, FEATURES
-from plait.plan.grid import share
-from plait.plan.sharding import Style, TPPlan
+from plait.plan.grid import expert_rows, share
+from plait.plan.sharding import TPPlan
 
 _receives_all: ContextVar[bool] = ContextVar("_receives_all", default=False)
 
@@ -73,20 +74,21 @@ def all_rows() -> Iterator[None]:
     _receives_all.reset(token)
 
 
-def distribute_experts(model: nn.Module, layers: Iterable[Experts], plan: TPPlan, mesh: Mesh) -> None:
+def distribute_experts(
+    model: nn.Module, layers: Iterable[Experts], plan: TPPlan, mesh: Mesh, capacity: str = "none"
+) -> None:
     """Replace the forwards of these modules of experts, those that the model (or stage) has, by ones that
     compute with the experts of all ranks along EXPERTS and, where the plan divides tokens, of all columns.
     Their parameters are this rank's shards already."""
     modules = dict(model.named_modules())
-    divided = {layer.module for layer in plan.layers if layer.style is Style.EXPERTS and layer.splits}
     for layer, experts in enumerate(layers):
         if (module := modules.get(experts.name)) is not None:
-            over = (FEATURES,) if experts.name in divided else ()
+            over = (FEATURES,) if experts.name in plan.own_experts else ()
             group, columns = mesh.group(*EXPERTS, *over), mesh.group(*over)
             forward = own_forward(experts.name, module)
             signature = inspect.signature(forward)
             given = experts.name, layer, forward, group, columns, experts.number, signature, experts.form
-            set_forward(module, DistributedExperts(*given))
+            set_forward(module, DistributedExperts(*given, capacity))
             module.num_experts = experts.number // group.size
             if experts.form.caller is not None:
                 set_forward(modules[experts.name.rpartition(".")[0]], experts.form.caller)
@@ -95,12 +97,24 @@ def distribute_experts(model: nn.Module, layers: Iterable[Experts], plan: TPPlan
 @dataclass(frozen=True)
 class Rows:
     """Numbers of rows. `sent`: to each rank; `received`: from each; `sizes`: received for each of this rank's
-    experts; `per_expert`: (P, e), received."""
+    experts; `per_expert`: (P, e), received; `slots`: under a capacity, of `capacity.slots`."""
 
     sent: Sequence[int]
     received: Sequence[int]
     sizes: Sequence[int]
     per_expert: Tensor
+    slots: Tensor | None = None
+
+    @classmethod
+    def fixed(
+        cls, sorted_S: Tensor, order_S: Tensor, group: Group, number: int, limit: int, size: int
+    ) -> "Rows":
+        """As many rows for each expert on all ranks. See [Note: sizes of messages] in `capacity.py`."""
+        own = number // group.size
+        per_expert = sorted_S.new_full((group.size, own), size)
+        of_rank = [own * size] * group.size
+        sizes = [group.size * size] * own
+        return cls(of_rank, of_rank, sizes, per_expert, slots(sorted_S, order_S, number, limit, size))
 
     @classmethod
     def exchanged(cls, sorted_S: Tensor, group: Group, number: int, layer: int, name: str) -> "Rows":
@@ -141,10 +155,15 @@ class Rows:
         return cls(sending, receiving, values[3 * group.size :], per_expert)
 
     def permutations(self, order_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the choice of each row to send, and the row of each choice."""
-        rows_S = torch.empty_like(order_S)
+        """Return the choice of each row to send, and the row of each choice; S and the number of rows for
+        none."""
+        num_rows = sum(self.sent)
         numbers_S = torch.arange(len(order_S), device=order_S.device)
-        return order_S[: sum(self.sent)], rows_S.scatter_(0, order_S, numbers_S)
+        if self.slots is None:
+            choices, rows_S = order_S[:num_rows], torch.full_like(order_S, num_rows)
+            return choices, rows_S.scatter_(0, choices, numbers_S[:num_rows])
+        choices = order_S.new_full((num_rows + 1,), len(order_S))
+        return choices.scatter_(0, self.slots, numbers_S)[:num_rows], self.slots
 
     def by_expert(self) -> tuple[Tensor, Tensor]:
         """Return the place, as it arrives, of each row by expert, and the reverse. Rows arrive by rank, and
@@ -178,6 +197,7 @@ class DistributedExperts:
     number: int  # of the layer's experts
     signature: inspect.Signature
     form: Form
+    capacity: str = "none"
 
     @torch.compiler.disable(reason="experts of other ranks")
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -195,49 +215,62 @@ class DistributedExperts:
         """The sums of the results of each token's experts."""
         k, label = experts_Tk.shape[-1], f"tokens of {self.name}"
         sorted_S, order_S = torch.sort(experts_Tk.flatten(), stable=True)
-        rows = Rows.exchanged(sorted_S, self.group, self.number, self.layer, self.name)
-        choices, rows_S = rows.permutations(order_S)
+        rows = self._rows(sorted_S, order_S, k)
+        choices, row_of_S = rows.permutations(order_S)
         by_expert, by_rank = rows.by_expert()
-        x_SH = _Permuted.apply(x_TH, choices, rows_S, k)
+        # Choices of no expert, which some models have for padding, or beyond a capacity.
+        is_partial = rows.slots is not None or len(choices) < len(order_S)
+        x_SH = _Permuted.apply(x_TH, choices, row_of_S, k, is_partial)
         x_RH = _Exchange.apply(x_SH, rows.sent, rows.received, self.group, label)
         x_RH = _Permuted.apply(x_RH, by_expert, by_rank, 1)
         y_RH = self._computed(module, x_RH, Sizes(rows.per_expert.sum(0), rows.sizes))
         y_RH = _Permuted.apply(y_RH, by_rank, by_expert, 1)
         y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label)
-        if unsent := len(order_S) - len(y_SH):  # choices of no expert, which some models have for padding
-            y_SH = torch.cat([y_SH, y_SH.new_zeros(unsent, y_SH.shape[-1])])
-        y_TkH = _Permuted.apply(y_SH, rows_S, order_S, 1).unflatten(0, experts_Tk.shape)
+        y_TkH = _Permuted.apply(y_SH, row_of_S, choices, 1, is_partial).unflatten(0, experts_Tk.shape)
         dtype = torch.promote_types(y_TkH.dtype, weights_Tk.dtype)
         return torch.bmm(weights_Tk.to(dtype)[:, None], y_TkH.to(dtype))[:, 0].to(x_TH.dtype)
+
+    def _rows(self, sorted_S: Tensor, order_S: Tensor, k: int) -> Rows:
+        if self.capacity == "none":
+            return Rows.exchanged(sorted_S, self.group, self.number, self.layer, self.name)
+        largest = largest_tokens(self.name, len(sorted_S) // k, self.group, sorted_S.device)
+        sizes = (expert_rows(self.capacity, choices, self.number) for choices in (len(sorted_S), largest * k))
+        return Rows.fixed(sorted_S, order_S, self.group, self.number, *sizes)
 
     def _computed(self, module: nn.Module, x_RH: Tensor, sizes: Sizes) -> Tensor:
         """The results of this rank's experts, for rows in their order."""
         if len(x_RH):
             return self.form.compute(self.forward, module, x_RH, sizes)
         # See [Note: ranks without tokens]
-        zeros = torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[-1])])
         one = Sizes(torch.cat([sizes.per_expert[:1] + 1, sizes.per_expert[1:]]), [1, *sizes.on_host[1:]])
-        return self.form.compute(self.forward, module, zeros, one)[:0]
+        return self.form.compute(self.forward, module, _with_zeros(x_RH), one)[:0]
+
+
+def _with_zeros(x_RH: Tensor) -> Tensor:
+    return torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[-1])])
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows of as many `copies` of each of `x`, in an order. `reverse`: the place in it of each copy."""
+    """Rows of as many `copies` of each of `x`, in an order. `reverse`: the place in it of each copy. If it
+    `is_partial`, the place after the last one is for zeros, and for copies that are not in the order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, reverse: Tensor, copies: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, reverse: Tensor, copies: int, is_partial: bool = False
+    ) -> Tensor:
         ctx.save_for_backward(reverse)
-        ctx.copies = copies
-        return x.index_select(0, order if copies == 1 else order // copies)
+        ctx.copies, ctx.is_partial = copies, is_partial
+        rows = _with_zeros(x) if is_partial else x
+        return rows.index_select(0, order if copies == 1 else order // copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (reverse,) = gradients, ctx.saved_tensors
-        if missing := len(reverse) - len(gradient):  # copies that are not in the order
-            gradient = torch.cat([gradient, gradient.new_zeros(missing, gradient.shape[-1])])
-        gradient = gradient.index_select(0, reverse)
+        rows = _with_zeros(gradient) if ctx.is_partial else gradient
+        gradient = rows.index_select(0, reverse)
         if ctx.copies > 1:
             gradient = gradient.unflatten(0, (-1, ctx.copies)).sum(1)
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
