@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine import build
+from plait.models.experts import Sizes
 from plait.optim.clip import clip_factor
 from plait.parallel.experts import dispatch
 from plait.parallel.tensor.other_layers import ParallelExperts
@@ -33,7 +34,7 @@ _list, _backward, _computed, _call = (
     LAYER._computed,
     LAYER.__call__,
 )
-_replicas, _build, _own_experts = Roles.replicas, UnitGroups.build, dispatch.Rows.experts
+_replicas, _build = Roles.replicas, UnitGroups.build
 _all_reduce, _distribute, _state_of = (
     sharded_model.all_reduce,
     build.distribute_experts,
@@ -58,14 +59,14 @@ def _own_gradients(ctx: Any, *gradients: Tensor) -> Any:
         return _backward(ctx, *gradients)
 
 
-def _by_expert(self: dispatch.Rows) -> Tensor:
+def _by_expert(self: dispatch.Rows) -> tuple[Tensor, Tensor]:
     """Rows as if they came by expert, and of an expert by rank."""
-    own = torch.arange(self.per_expert.shape[1]).repeat_interleave(self.per_expert.sum(0))
-    return own[:, None] if len(own) else _own_experts(self)
+    places = torch.arange(sum(self.received))
+    return places, places
 
 
-def _without_row_of_zeros(self: Any, module: nn.Module, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
-    return _computed(self, module, x_RH, experts_R1) if len(x_RH) else x_RH.new_zeros(x_RH.shape)
+def _without_row_of_zeros(self: Any, module: nn.Module, x_RH: Tensor, sizes: Sizes) -> Tensor:
+    return _computed(self, module, x_RH, sizes) if len(x_RH) else x_RH.new_zeros(x_RH.shape)
 
 
 def _filled(value: float) -> Callable[..., Tensor]:
@@ -96,9 +97,9 @@ class _Scale(torch.autograd.Function):
 def _scaled(power: int) -> Any:
     """Gradients of experts, and of these alone, times a power of the number of ranks of ep."""
 
-    def computed(self: Any, module: nn.Module, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
+    def computed(self: Any, module: nn.Module, x_RH: Tensor, sizes: Sizes) -> Tensor:
         factor = float(self.group.size) ** power
-        return _Scale.apply(_computed(self, module, _Scale.apply(x_RH, 1 / factor), experts_R1), factor)
+        return _Scale.apply(_computed(self, module, _Scale.apply(x_RH, 1 / factor), sizes), factor)
 
     return computed
 
@@ -206,7 +207,7 @@ class Mutation:
 MUTATIONS = {
     "rows not sent": Mutation(dispatch, "all_to_all_list", _not_sent, ALL),
     "gradients not sent back": Mutation(EXCHANGE, "backward", staticmethod(_own_gradients), GRADIENTS),
-    "rows taken by expert": Mutation(dispatch.Rows, "experts", _by_expert, ALL),
+    "rows taken by expert": Mutation(dispatch.Rows, "by_expert", _by_expert, ALL),
     "weights applied twice": Mutation(LAYER, "__call__", _weighted_twice, ALL),
     "a rank without rows leaves out its experts": Mutation(
         LAYER,

@@ -7,13 +7,15 @@
   order      rows by expert, and so by rank; of an expert in the order of tokens
   counts     (P, e) numbers of rows for each expert, and the layer's: an all-to-all, of 1 + e to each rank
   dispatch   all-to-all of rows, as many as there are: none is dropped, and none is added
+  order      rows from all ranks by expert; their numbers tell where each is
   experts    the module's own forward, with one expert for each row and 1 as its weight
   combine    the same all-to-all reversed
   sum        of a token's results, by the router's weights, where the token is
 
 The backward of dispatch is combine of gradients, and the reverse, with as many rows as in the forward. The
 counts alone tell a rank how many rows it receives: on GPUs the host waits for them, once in each forward of a
-layer (`tolist` in `Rows.exchanged`).
+layer (`tolist` in `Rows.exchanged`). Every order is a permutation with its reverse: backward selects rows
+too, and adds none to others in memory.
 
 [Note: tokens of columns]
 Under tp all columns have the same tokens. If the experts of a rank along EXPERTS divide by the columns, each
@@ -52,7 +54,7 @@ from torch import Tensor, nn
 
 from plait.comm import Group, Mesh, all_to_all_list
 from plait.errors import ModelError
-from plait.models.experts import Experts, Form
+from plait.models.experts import Experts, Form, Sizes
 from plait.parallel.experts.capacity import largest_tokens, slots
 from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.parallel.tensor.functional import gather, split
@@ -94,11 +96,12 @@ def distribute_experts(
 
 @dataclass(frozen=True)
 class Rows:
-    """Numbers of rows. `sent`: to each rank; `received`: from each; `per_expert`: (P, e), received; `slots`:
-    under a capacity, of `capacity.slots`."""
+    """Numbers of rows. `sent`: to each rank; `received`: from each; `sizes`: received for each of this rank's
+    experts; `per_expert`: (P, e), received; `slots`: under a capacity, of `capacity.slots`."""
 
     sent: Sequence[int]
     received: Sequence[int]
+    sizes: Sequence[int]
     per_expert: Tensor
     slots: Tensor | None = None
 
@@ -110,17 +113,8 @@ class Rows:
         own = number // group.size
         per_expert = sorted_S.new_full((group.size, own), size)
         of_rank = [own * size] * group.size
-        return cls(of_rank, of_rank, per_expert, slots(sorted_S, order_S, number, limit, size))
-
-    def permutations(self, order_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the choice of each row to send, and the row of each choice; S and the number of rows for
-        none."""
-        num_rows = sum(self.sent)
-        if self.slots is None:
-            return order_S[:num_rows], torch.argsort(order_S)
-        choices = order_S.new_full((num_rows + 1,), len(order_S))
-        numbers_S = torch.arange(len(order_S), device=order_S.device)
-        return choices.scatter_(0, self.slots, numbers_S)[:num_rows], self.slots
+        sizes = [group.size * size] * own
+        return cls(of_rank, of_rank, sizes, per_expert, slots(sorted_S, order_S, number, limit, size))
 
     @classmethod
     def exchanged(cls, sorted_S: Tensor, group: Group, number: int, layer: int, name: str) -> "Rows":
@@ -128,12 +122,11 @@ class Rows:
         if ranks are in different layers."""
         own, label = number // group.size, f"counts of {name}"
         if sorted_S.is_meta:  # see [Note: balanced routing]
-            parts = [share(len(sorted_S), rank, group.size) for rank in range(group.size)]
-            even = [part.stop - part.start for part in parts]
             unknown = sorted_S.new_empty(group.size, 1 + own).unbind()
             all_to_all_list(unknown, unknown, group, label=label)
+            even = _even(len(sorted_S), group.size)
             arriving = [len(sorted_S)] * group.size if _receives_all.get(False) else even
-            return cls(even, arriving, sorted_S.new_empty(group.size, own))
+            return cls(even, arriving, _even(sum(arriving), own), sorted_S.new_empty(group.size, own))
         experts_E = torch.arange(number, dtype=sorted_S.dtype, device=sorted_S.device)
         ends_E = torch.searchsorted(sorted_S, experts_E, right=True)
         before_1 = torch.searchsorted(sorted_S, experts_E[:1])  # choices below 0
@@ -141,7 +134,8 @@ class Rows:
         sent = torch.cat([counts.new_full((group.size, 1), layer), counts], 1)
         received = torch.empty_like(sent)
         all_to_all_list(received.unbind(), sent.unbind(), group, label=label)
-        sums = [counts.sum(1), received[:, 1:].sum(1), received[:, 0], before_1]
+        per_expert = received[:, 1:]
+        sums = [counts.sum(1), per_expert.sum(1), received[:, 0], per_expert.sum(0), before_1]
         values = torch.cat(sums).tolist()  # on GPUs, the host waits here
         if num_negative := values.pop():
             raise ModelError(
@@ -150,23 +144,45 @@ class Rows:
                 expected=f"0 to {number - 1}, or {number} for no expert",
                 hint="a plan without ep",
             )
-        if {*values[2 * group.size :]} != {layer}:
+        sending, receiving, layers = (values[at * group.size : (at + 1) * group.size] for at in range(3))
+        if {*layers} != {layer}:
             raise ModelError(
                 "the ranks of ep are not in the same layer",
-                given=f"{name}: layers with experts, by rank: {values[2 * group.size :]}",
+                given=f"{name}: layers with experts, by rank: {layers}",
                 expected="the same layers in the same order on every rank",
                 hint="a plan without ep; or calls with zeros on ranks without data for a layer",
             )
-        return cls(values[: group.size], values[group.size : 2 * group.size], received[:, 1:])
+        return cls(sending, receiving, values[3 * group.size :], per_expert)
 
-    def experts(self) -> Tensor:
-        """The expert of each received row, as this rank counts them: (R, 1)."""
-        num_ranks, own = self.per_expert.shape
-        total = sum(self.received)
+    def permutations(self, order_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the choice of each row to send, and the row of each choice; S and the number of rows for
+        none."""
+        num_rows = sum(self.sent)
+        numbers_S = torch.arange(len(order_S), device=order_S.device)
+        if self.slots is None:
+            choices, rows_S = order_S[:num_rows], torch.full_like(order_S, num_rows)
+            return choices, rows_S.scatter_(0, choices, numbers_S[:num_rows])
+        choices = order_S.new_full((num_rows + 1,), len(order_S))
+        return choices.scatter_(0, self.slots, numbers_S)[:num_rows], self.slots
+
+    def by_expert(self) -> tuple[Tensor, Tensor]:
+        """Return the place, as it arrives, of each row by expert, and the reverse. Rows arrive by rank, and
+        of a rank by expert."""
+        places_R = torch.arange(sum(self.received), device=self.per_expert.device)
         if self.per_expert.is_meta:
-            return self.per_expert.new_empty(total, 1)
-        each = torch.arange(own, device=self.per_expert.device).repeat(num_ranks)
-        return each.repeat_interleave(self.per_expert.flatten(), output_size=total)[:, None]
+            return places_R, places_R
+        ways = self.per_expert, self.per_expert.T
+        first, to = ((way.flatten().cumsum(0) - way.flatten()).view(way.shape) for way in ways)
+        further, back = (
+            places_R + by.flatten().repeat_interleave(way.flatten(), output_size=len(places_R))
+            for by, way in ((first.T - to, ways[1]), (to.T - first, ways[0]))
+        )
+        return further, back
+
+
+def _even(total: int, number: int) -> list[int]:
+    parts = [share(total, one, number) for one in range(number)]
+    return [part.stop - part.start for part in parts]
 
 
 @dataclass(frozen=True)
@@ -201,16 +217,16 @@ class DistributedExperts:
         sorted_S, order_S = torch.sort(experts_Tk.flatten(), stable=True)
         rows = self._rows(sorted_S, order_S, k)
         choices, row_of_S = rows.permutations(order_S)
-        # Each row is selected once: its gradient is added to nothing, in any order.
-        x_SH = x_TH[:, None].expand(-1, k, -1).flatten(0, 1)
-        x_SH = (x_SH if rows.slots is None else _with_zeros(x_SH, 1)).index_select(0, choices)
-        x_RH = _Exchange.apply(x_SH, rows.sent, rows.received, self.group, label)
-        y_RH = self._computed(module, x_RH, rows.experts())
-        y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label)
+        by_expert, by_rank = rows.by_expert()
         # Choices of no expert, which some models have for padding, or beyond a capacity.
-        if unsent := len(order_S) - len(y_SH) if rows.slots is None else 1:
-            y_SH = _with_zeros(y_SH, unsent)
-        y_TkH = y_SH.index_select(0, row_of_S).unflatten(0, experts_Tk.shape)
+        is_partial = rows.slots is not None or len(choices) < len(order_S)
+        x_SH = _Permuted.apply(x_TH, choices, row_of_S, k, is_partial)
+        x_RH = _Exchange.apply(x_SH, rows.sent, rows.received, self.group, label)
+        x_RH = _Permuted.apply(x_RH, by_expert, by_rank, 1)
+        y_RH = self._computed(module, x_RH, Sizes(rows.per_expert.sum(0), rows.sizes))
+        y_RH = _Permuted.apply(y_RH, by_rank, by_expert, 1)
+        y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label)
+        y_TkH = _Permuted.apply(y_SH, row_of_S, choices, 1, is_partial).unflatten(0, experts_Tk.shape)
         dtype = torch.promote_types(y_TkH.dtype, weights_Tk.dtype)
         return torch.bmm(weights_Tk.to(dtype)[:, None], y_TkH.to(dtype))[:, 0].to(x_TH.dtype)
 
@@ -221,16 +237,40 @@ class DistributedExperts:
         sizes = (expert_rows(self.capacity, choices, self.number) for choices in (len(sorted_S), largest * k))
         return Rows.fixed(sorted_S, order_S, self.group, self.number, *sizes)
 
-    def _computed(self, module: nn.Module, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
-        """The results of this rank's experts, for one expert of each row."""
+    def _computed(self, module: nn.Module, x_RH: Tensor, sizes: Sizes) -> Tensor:
+        """The results of this rank's experts, for rows in their order."""
         if len(x_RH):
-            return self.form.compute(self.forward, module, x_RH, experts_R1)
+            return self.form.compute(self.forward, module, x_RH, sizes)
         # See [Note: ranks without tokens]
-        return self.form.compute(self.forward, module, _with_zeros(x_RH, 1), experts_R1.new_zeros(1, 1))[:0]
+        one = Sizes(torch.cat([sizes.per_expert[:1] + 1, sizes.per_expert[1:]]), [1, *sizes.on_host[1:]])
+        return self.form.compute(self.forward, module, _with_zeros(x_RH), one)[:0]
 
 
-def _with_zeros(x_RH: Tensor, rows: int) -> Tensor:
-    return torch.cat([x_RH, x_RH.new_zeros(rows, x_RH.shape[-1])])
+def _with_zeros(x_RH: Tensor) -> Tensor:
+    return torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[-1])])
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows of as many `copies` of each of `x`, in an order. `reverse`: the place in it of each copy. If it
+    `is_partial`, the place after the last one is for zeros, and for copies that are not in the order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, order: Tensor, reverse: Tensor, copies: int, is_partial: bool = False
+    ) -> Tensor:
+        ctx.save_for_backward(reverse)
+        ctx.copies, ctx.is_partial = copies, is_partial
+        rows = _with_zeros(x) if is_partial else x
+        return rows.index_select(0, order if copies == 1 else order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (reverse,) = gradients, ctx.saved_tensors
+        rows = _with_zeros(gradient) if ctx.is_partial else gradient
+        gradient = rows.index_select(0, reverse)
+        if ctx.copies > 1:
+            gradient = gradient.unflatten(0, (-1, ctx.copies)).sum(1)
+        return gradient, None, None, None, None
 
 
 class _Exchange(torch.autograd.Function):
