@@ -208,12 +208,16 @@ class TorchTransport:
     ) -> Work:
         """On NCCL in one group, because its stream runs one call after the other. See [Note: receives before
         sends]."""
+        group = self.process_group
         messages = [(dist.irecv, *receive) for receive in receives] + [(dist.isend, *send) for send in sends]
-        p2p_ops = [
-            dist.P2POp(function, tensor, self._ranks[group_rank], self.process_group)
-            for function, tensor, group_rank in messages
-        ]
-        works = _guard(call, lambda: dist.batch_isend_irecv(p2p_ops))
+
+        def start() -> list[Any]:
+            if self.is_direct:  # a batch of two small messages takes 25 us more of each rank
+                return [message(tensor, None, group, 0, rank) for message, tensor, rank in messages]
+            batch = [dist.P2POp(f, tensor, self._ranks[rank], group) for f, tensor, rank in messages]
+            return dist.batch_isend_irecv(batch)
+
+        works = _guard(call, start)
         return Work(
             *(partial(_guard, call, work.wait) for work in works),
             is_done=lambda: all(work.is_completed() for work in works),
