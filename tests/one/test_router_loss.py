@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, JetMoeConfig
 
 import plait
 from plait.engine.spec import Arguments, validate
@@ -76,6 +77,8 @@ def test_losses_of_routers_that_a_model_does_not_have_are_refused() -> None:
         plait.parallelize(hf_models.model_of("llama"), "dp=1", router_z_loss=0.001)
     with pytest.raises(ConfigError, match=r"not a valid coefficient(?s:.)*: router_z_loss=0.001"):
         plait.parallelize(hf_models.model_of("mixtral"), "dp=1", router_z_loss=-1.0)
+    with pytest.raises(PlanError, match="losses of routers are not computed"):
+        plait.parallelize(_mixtral(), "dp=1 compile=true recompute=selective")
     with pytest.raises(PlanError, match="router_z_loss"):
         validate(Arguments(hf_models.model_of("mixtral"), "dp=2 servers=1", router_z_loss=0.001))
 
@@ -113,3 +116,29 @@ def test_biases_that_cannot_be_updated_are_refused() -> None:
         validate(Arguments(hf_models.model_of("deepseek_v3"), "dp=2 local_steps=4", router_bias_update=0.001))
     with pytest.raises(ConfigError, match=r"not a valid rate(?s:.)*: router_bias_update=0.001"):
         plait.parallelize(hf_models.model_of("deepseek_v3"), "dp=1", router_bias_update=0.0)
+
+
+def test_a_z_loss_has_each_router_once() -> None:
+    """jetmoe's attention records the logits of its own router a second time."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 8}
+    sizes |= {"intermediate_size": 32, "num_local_experts": 4, "vocab_size": 64}
+    torch.manual_seed(0)
+    model, seen = AutoModelForCausalLM.from_config(JetMoeConfig(**sizes)), list[torch.Tensor]()
+    for name, module in model.named_modules():
+        if name.endswith("router"):
+            module.register_forward_hook(lambda _, __, output: seen.append(output[4].detach()))
+    result = plait.parallelize(model, "dp=1", router_z_loss=0.1).step({"input_ids": IDS, "labels": IDS})
+    assert len(seen) == 4
+    expected = sum(float(logits.logsumexp(-1).square().mean()) for logits in seen)
+    assert result.z_loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_z_loss_of_probabilities_is_refused() -> None:
+    """gemma4 records these as its logits."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 16, "intermediate_size": 32, "vocab_size": 64, "hidden_size_per_layer_input": 0}
+    sizes |= {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+    sizes |= {"layer_types": ["full_attention"] * 2}
+    model = AutoModelForCausalLM.from_config(Gemma4TextConfig(**sizes))
+    with pytest.raises(ConfigError, match="no routers whose z loss"):
+        plait.parallelize(model, "dp=1", router_z_loss=0.1)

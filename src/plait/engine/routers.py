@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from plait.comm import Group, all_reduce
 from plait.errors import ConfigError
 from plait.models.experts import expert_layers
-from plait.models.routers import RouterLoss, mark_router_loss, routers_of, z_sum
+from plait.models.routers import RouterLoss, mark_router_loss, routers_of, z_routers_of, z_sum
 from plait.models.task import ROUTING
 from plait.parallel.context.tokens import SharedTokens
 from plait.parallel.experts.capacity import Capacity
@@ -57,13 +57,15 @@ _BIAS = "e_score_correction_bias"
 class RouterFacts:
     """A model's routers. `loss`: the auxiliary one, which the engine adds; `layers`: the numbers of experts
     by the names of their modules; `bias_rate`: of [Note: biases of routers]; `z_loss`: the coefficient;
-    `logits`: what losses read, as in `RouterLoss.routers`; `capacities`: of layers, with the plan's key."""
+    `logits`: what losses read, as in `RouterLoss.routers`; `z_routers`: the z loss, of these;
+    `capacities`: of layers, with the plan's key."""
 
     loss: RouterLoss | None
     layers: Mapping[str, int]
     bias_rate: float | None = None
     z_loss: float | None = None
     logits: Mapping[str, int] = field(default_factory=dict)
+    z_routers: frozenset[str] = frozenset()
     capacities: Mapping[str, Capacity] = field(default_factory=dict)
 
     @classmethod
@@ -73,11 +75,12 @@ class RouterFacts:
         """Raises ModelError for an unknown auxiliary loss, ConfigError for a rate without biases, or a
         coefficient without logits."""
         layers, logits = expert_layers(model), {} if z_loss is None else routers_of(model)
-        if z_loss is not None and not logits:
+        z_routers = z_routers_of(model) if logits else frozenset[str]()
+        if z_loss is not None and not z_routers:
             raise ConfigError(
                 "the model has no routers whose z loss could be added",
                 given=f"router_z_loss={z_loss}, {type(model).__name__}",
-                expected="a mixture of transformers that can record router_logits",
+                expected="a mixture of transformers that can record router_logits, and not probabilities",
                 hint="no router_z_loss",
             )
         if bias_rate is not None and not any(
@@ -90,7 +93,7 @@ class RouterFacts:
                 hint="no router_bias_update",
             )
         loss = mark_router_loss(model, has_loss=has_loss)
-        return cls(loss, layers, bias_rate, z_loss, logits if loss is None else loss.routers)
+        return cls(loss, layers, bias_rate, z_loss, logits if loss is None else loss.routers, z_routers)
 
     @property
     def losses(self) -> list[str]:
@@ -178,7 +181,9 @@ class StageRouters:
         self._of_step: Tensor | None = None  # from the first forward of its first pass to the step's end
         self._z_loss, self.adds = facts.z_loss, bool(facts.losses)
         modules, stop = dict(module.named_modules()), len(facts.losses)
-        self._logits = [Tap().of_output(modules[n], at) for n, at in facts.logits.items() if n in modules]
+        own = {name: at for name, at in facts.logits.items() if name in modules}
+        self._logits = {name: Tap().of_output(modules[name], at) for name, at in own.items()}
+        self._z_routers = facts.z_routers
         self._choices: list[tuple[str, slice, Tap]] = []
         for name, number in facts.layers.items() if counts else ():
             start, stop = stop, stop + number
@@ -212,7 +217,7 @@ class StageRouters:
         """The context of a forward, after `received`: afterwards the sums, and in training the totals,
         include those of its layers."""
         watches = kind.trains or self._recorded is not None
-        taps = [*self._logits, *(tap for *_, tap in self._choices if watches)]
+        taps = [*self._logits.values(), *(tap for *_, tap in self._choices if watches)]
         for tap in taps:
             tap.is_open = True
         try:
@@ -225,9 +230,8 @@ class StageRouters:
             return
         weights_T = _weights(micro) * kind.is_counted
         if self.adds:
-            own = self._own_sums(
-                [each for tap in self._logits for each in seen[tap]], weights_T, _mask(micro)
-            )
+            logits = {name: seen[tap] for name, tap in self._logits.items()}
+            own = self._own_sums(logits, weights_T, _mask(micro))
             self._sums = self._sums + own if self._sums.numel() else own
         for name, own_range, tap in self._choices if kind.trains else ():
             for chosen_Tk in seen[tap]:
@@ -236,8 +240,11 @@ class StageRouters:
                 if (capacity := self._capacities.get(name)) is not None:
                     self.totals[-1] += (is_expert_Tk * ~capacity.kept(chosen_Tk, len(load_E))).sum()
 
-    def _own_sums(self, logits: list[Tensor], weights_T: Tensor, mask_T: Tensor | None) -> Tensor:
+    def _own_sums(
+        self, by_router: Mapping[str, Sequence[Tensor]], weights_T: Tensor, mask_T: Tensor | None
+    ) -> Tensor:
         """See [Note: sums of stages and ranks]."""
+        logits = [each for of in by_router.values() for each in of]
         wide = torch.promote_types(logits[0].dtype if logits else torch.float32, torch.float32)
         all_T = weights_T.to(wide)
         seen_T = all_T if mask_T is None else all_T * mask_T.to(all_T)
@@ -246,7 +253,8 @@ class StageRouters:
             columns.append(self.loss.sums(logits, seen_T if self.loss.masks else all_T))
         if self._z_loss is not None:
             is_first_stage = not self._sums.numel()
-            columns.append(torch.stack([seen_T.sum() * is_first_stage, z_sum(logits, seen_T)])[:, None])
+            of_z = [each for name, of in by_router.items() if name in self._z_routers for each in of]
+            columns.append(torch.stack([seen_T.sum() * is_first_stage, z_sum(of_z, seen_T)])[:, None])
         return torch.cat(columns, 1)
 
     def _add_load(self, load_E: Tensor, chosen_Tk: Tensor, weights_T: Tensor) -> Tensor:

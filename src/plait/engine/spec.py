@@ -207,6 +207,13 @@ def _routers(given: Arguments, plan: Plan) -> RouterFacts:
     facts = RouterFacts.of_model(given.model, has_loss=given.loss is not None, bias_rate=rate, z_loss=z_loss)
     if facts.losses:
         plan.check_no_servers("output_router_logits=True" if z_loss is None else "router_z_loss")
+    if facts.losses and plan.compile and plan.recompute == "selective":
+        raise PlanError(
+            "losses of routers are not computed under this plan",
+            given=f"{', '.join(facts.losses)}, compile=true recompute=selective",
+            expected="logits that are kept outside of compiled blocks",
+            hint="recompute=full, no compile; or no output_router_logits and no router_z_loss",
+        )
     if plan.router_balance == "step" and not facts.losses:
         raise PlanError(
             "router_balance has no effect without a loss of routers",

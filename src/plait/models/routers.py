@@ -42,6 +42,7 @@ from plait.models.task import ROUTER_LOSS, pretrained_base
 from plait.models.transformers_types import is_pretrained_model
 
 _FUNCTION, _KEY = "load_balancing_loss_func", "router_logits"
+_PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")  # what they record has been through softmax
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,17 @@ def z_sum(logits: Iterable[Tensor], weights_T: Tensor) -> Tensor:
 def routers_of(model: nn.Module) -> dict[str, int]:
     """The names of modules whose outputs transformers records as logits, and the index in the outputs."""
     return dict(_recorded(model))
+
+
+def z_routers_of(model: nn.Module) -> frozenset[str]:
+    """The names of routers whose logits a z loss reads, each once: jetmoe's attention records those of the
+    router inside it, too. Empty if probabilities are recorded instead."""
+    recorded = routers_of(model)
+    around = {name for name in recorded if any(other.startswith(f"{name}.") for other in recorded)}
+    own = frozenset(recorded.keys() - around)
+    if any(type(model.get_submodule(name)).__name__ in _PROBABILITIES for name in own):
+        return frozenset()
+    return own
 
 
 def mark_router_loss(model: nn.Module, *, has_loss: bool) -> RouterLoss | None:

@@ -285,8 +285,11 @@ class Metrics:
         loss = sum(losses) / len(losses) if losses else math.nan
         speed = sum(step.tokens_per_s for step in window) / len(window)
         mfu = sum(step.mfu for step in window) / len(window)
-        aux = "" if last.aux_loss is None else f" aux {last.aux_loss:.3f}"
-        numbers = f"loss {loss:.4f}{aux} lr {last.lr:.1e} grad {last.grad_norm:.2f}"
+        routers = "" if last.aux_loss is None else f" aux {last.aux_loss:.3f}"
+        routers += "" if last.z_loss is None else f" z {last.z_loss:.3f}"
+        dropped = [step.dropped_choices for step in window if step.dropped_choices is not None]
+        routers += f" dropped {sum(dropped):,}" if dropped else ""
+        numbers = f"loss {loss:.4f}{routers} lr {last.lr:.1e} grad {last.grad_norm:.2f}"
         return f"{numbers} {speed:,.0f} tok/s mfu {mfu:.1%}"
 
     def _time_left(self) -> str:
