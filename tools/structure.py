@@ -47,7 +47,7 @@ BUDGETS = {
     "bench": 1975,
     "checkpoint": 2120,
     "cli": 3205,
-    "comm": 7160,
+    "comm": 7165,
     "compat": 1550,
     "data": 3000,
     "engine": 4365,
@@ -59,7 +59,7 @@ BUDGETS = {
     "plan": 6815,
     "planner": 4815,
     "server": 2250,
-    "train": 5290,
+    "train": 5295,
     "verify": 1825,
 }
 ROOT_LINES = 1150  # of the modules next to the packages
