@@ -50,6 +50,7 @@ from plait.comm import Group, all_gather
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import (
     IGNORED_LABEL,
+    LOSS_WEIGHTS,
     OF_TOKENS,
     Numbering,
     PackedRows,
@@ -69,7 +70,7 @@ from plait.models import (
 )
 from plait.models.attention import is_eager
 from plait.models.experts import expert_layers
-from plait.models.mask_decisions import host_values
+from plait.models.mask_decisions import host_values, known_values, remember_values
 from plait.models.routing import check_choices
 from plait.models.task import ROUTING
 from plait.parallel.context.attention import row_attention, share_tokens
@@ -100,10 +101,9 @@ def shifts_labels(model: nn.Module, loss: object) -> bool:
 
 def shift_labels(batch: Batch) -> Batch:
     """Make the label of each position that of the next one. Labels (B, S); a loss refuses others."""
-    labels_BS = batch.get("labels")
-    if labels_BS is None or labels_BS.ndim != 2:
-        return batch
-    return {**batch, "labels": F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]}
+    fills = {"labels": IGNORED_LABEL, LOSS_WEIGHTS: 0}
+    entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim == 2}
+    return {**batch, **{key: F.pad(each, (0, 1), value=fills[key])[:, 1:] for key, each in entries.items()}}
 
 
 def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
@@ -235,6 +235,9 @@ class Inputs:
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
         batch = prepared(micro, self._model, self._loss)
+        if batch is not micro and (labels := known_values(micro.get("labels"))) is not None:
+            shifted = prepared({"labels": labels}, self._model, self._loss)
+            remember_values(batch["labels"], shifted["labels"])
         if self._sequence.size == 1 and self._is_own:
             return row_attention(batch, self._sequence)
         if self._sequence.size == 1 and (documents := documents_of(batch)) is not None:

@@ -32,12 +32,14 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from plait.comm import Group, all_gather
 from plait.engine.inputs import prepared
 from plait.errors import ModelError
-from plait.models import IGNORED_LABEL, OF_TOKENS, Task, pretrained_base, task_of
+from plait.models import IGNORED_LABEL, LOSS_WEIGHTS, OF_TOKENS, Task, pretrained_base, task_of
+from plait.models.mask_decisions import known_values
 from plait.models.routers import router_loss
 from plait.models.tensors import storage_key, summary
 from plait.models.tokens import TokenTrace
 from plait.models.trace.modes import watching_reads
-from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, cross_entropy
+from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, TokenLoss, cross_entropy
+from plait.parallel.tensor.head import DeferredLogits, Targets, head_loss
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
@@ -110,13 +112,14 @@ def token_loss(summed: _Summed, outputs: Any, batch: Mapping[str, Tensor]) -> tu
     Computed in float32 or wider, for any dtype of logits; see `choose_loss` for sharded ones. Raises
     ModelError for labels that are missing, have another shape than the logits, or are outside the vocabulary.
     """
-    return summed(outputs.logits, _labels(batch))
+    return summed(outputs.logits, _labels(batch), weights=batch.get(LOSS_WEIGHTS))
 
 
 def image_token_loss(summed: _Summed, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """`token_loss` of the last positions, as many as labels: those of an image are before them."""
     labels_BS = _labels(batch)
-    return summed(outputs.logits[:, -labels_BS.shape[1] :], labels_BS)
+    before = max(0, outputs.logits.shape[1] - labels_BS.shape[1])
+    return summed(outputs.logits, F.pad(labels_BS, (before, 0), value=IGNORED_LABEL))
 
 
 def ngram_loss(
@@ -142,21 +145,55 @@ def _cross_entropy(
     columns: Sequence[tuple[int, int]] | None = None,
     buffers: LossBuffers | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over targets, and their number. `labels` has the shape of `logits` without the last dim:
-    `words`."""
+    """Return the sum over targets, and their number; with `weights`, the weighted sum, and the sum of the
+    targets' weights. `labels` has the shape of `logits` without the last dim: `words`."""
     _check_shape(labels, logits.shape[:-1], words)
-    targets_T = labels.reshape(-1)
-    total = cross_entropy(
-        logits.flatten(0, -2),
-        targets_T,
-        group,
-        columns or [(0, logits.shape[-1])],
-        ignore_index=IGNORED_LABEL,
-        label_smoothing=label_smoothing,
-        buffers=buffers,
+    targets_T, weights_T = labels.reshape(-1).to(logits.device), None
+    is_target_T = targets_T != IGNORED_LABEL
+    if weights is not None:
+        _check_shape(weights, labels.shape, "a weight for each label", LOSS_WEIGHTS)
+        weights_T = _widened(weights.reshape(-1)) * is_target_T
+    columns = columns or [(0, logits.shape[-1])]
+    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss, "buffers": buffers}
+    if isinstance(logits, DeferredLogits) and logits.is_deferred:
+        loss = token_loss_of(logits, group, columns, **terms)
+        total = head_loss(logits, _kept(targets_T, weights_T, labels), loss)
+    else:
+        full = logits.value() if isinstance(logits, DeferredLogits) else logits
+        total = cross_entropy(
+            full.flatten(0, -2), targets_T, group, columns, ignore_index=IGNORED_LABEL, weights_T=weights_T, **terms
+        )
+    return total, is_target_T.sum() if weights_T is None else weights_T.sum(dtype=torch.float64)
+
+
+def token_loss_of(
+    logits: DeferredLogits, group: Group, columns: Sequence[tuple[int, int]], **terms: Any
+) -> TokenLoss:
+    """The loss of deferred logits, of which each rank has `columns`."""
+    start, size = columns[group.rank][0], max(stop for _, stop in columns)
+    return TokenLoss(
+        group, start, size, ignore_index=IGNORED_LABEL, softcap=logits.softcap, scale=logits.scale, **terms
     )
-    return total, (targets_T != IGNORED_LABEL).sum()
+
+
+def _kept(targets_T: Tensor, weights_T: Tensor | None, labels: Tensor) -> Targets:
+    """The tokens that have a loss; all, if that is unknown without waiting for a GPU."""
+    host = labels if labels.device.type == "cpu" else known_values(labels)
+    if host is None:
+        return Targets(targets_T, weights_T, None)
+    is_kept_T = host.reshape(-1) != IGNORED_LABEL
+    if weights_T is not None and weights_T.device.type == "cpu":
+        is_kept_T &= weights_T != 0
+    if is_kept_T.all():
+        return Targets(targets_T, weights_T, None)
+    rows_n = is_kept_T.nonzero().flatten()
+    if targets_T.is_cuda:
+        rows_n = rows_n.pin_memory()
+    rows_n = rows_n.to(targets_T.device, non_blocking=True)
+    return Targets(targets_T[rows_n], None if weights_T is None else weights_T[rows_n], rows_n)
 
 
 def class_loss(config: Any, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
@@ -216,15 +253,15 @@ def _labels(batch: Mapping[str, Tensor], key: str = "labels") -> Tensor:
     return batch[key]
 
 
-def _check_shape(labels: Tensor, expected: Sequence[int], words: str) -> None:
+def _check_shape(labels: Tensor, expected: Sequence[int], words: str, name: str = "labels") -> None:
     if tuple(labels.shape) != tuple(expected):
         raise ModelError(
-            "the labels do not fit the model's outputs",
-            given=f"labels {tuple(labels.shape)}",
+            f"the {name} do not fit the model's outputs",
+            given=f"{name} {tuple(labels.shape)}",
             expected=f"{tuple(expected)}, {words}",
-            hint=f"labels.reshape{tuple(expected)}"
+            hint=f"{name}.reshape{tuple(expected)}"
             if labels.numel() == math.prod(expected)
-            else "labels that are padded like the inputs, or loss=",
+            else f"{name} that are padded like the inputs, or loss=",
         )
 
 

@@ -95,7 +95,7 @@ class StageRunner:
         ):
             outputs = self._forward(inputs, micro)
         if not self._is_checked:
-            self.module_part.check_taint(outputs, inputs if is_first else received)
+            self.module_part.check_taint(self._head.result or outputs, inputs if is_first else received)
             self._is_checked = True
         outputs = outputs if self._tokens is None else self._tokens.message(outputs)
         return outputs if self.is_last else self.routers.message(outputs)
@@ -115,10 +115,10 @@ class StageRunner:
     ) -> tuple[Tensor, int | Tensor]:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
         else."""
-        loss = self.loss()
-        with self.sharded.unsharder.watch_outside_uses(), self.logits():
+        loss = partial(self._call, self.loss(), batch=micro)
+        with self.sharded.unsharder.watch_outside_uses(), self._head.calling(self._in_forward(loss)):
             outputs = self.outputs(micro, received, kind)
-            result = self._call(loss, outputs, micro)
+            result = self._head.result or loss(outputs)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
                 "loss must return two values",
@@ -129,11 +129,11 @@ class StageRunner:
         total, count = result
         return self.routers.added(total, count, kind), count
 
-    def _call(self, loss: Loss, outputs: Any, micro: Mapping[str, Tensor]) -> Any:
+    def _call(self, loss: Loss, outputs: Any, batch: Mapping[str, Tensor]) -> Any:
         """The loss's result. Check that a user's loss reads nothing that is sharded; and that new entries are
         used: [Note: entries of a batch]."""
         is_users = self._user_loss is not None
-        batch = micro
+        micro = batch
         if is_users and isinstance(micro, SharedTokens):
             outputs, batch = micro.for_loss(outputs)
         recorded = None if frozenset(micro) in self._checked_entries else RecordedBatch(batch)
@@ -165,9 +165,9 @@ class StageRunner:
             module, self._user_loss, group=self._col, columns=columns, buffers=buffers, of_inputs=True
         )
 
-    def logits(self) -> contextlib.AbstractContextManager[None]:
-        """The built-in loss takes this rank's logits; a user's loss takes full ones."""
-        return self._head.keep_logits_sharded() if self._user_loss is None else contextlib.nullcontext()
+    def _in_forward(self, loss: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+        """The built-in loss takes this rank's logits, within the forward; a user's loss takes full ones."""
+        return loss if self._user_loss is None and self.is_last else None
 
     def estimated_bytes(
         self, batch_shape: tuple[int, int], device: torch.device, block_outputs: BlockOutputs | None
@@ -181,7 +181,6 @@ class StageRunner:
         with (
             contextlib.suppress(Exception),
             self.sharded.unsharder.paused(),
-            self.logits(),
             attention_of(batch),
         ):
             meta_module = copy_to_meta(module)
@@ -195,9 +194,11 @@ class StageRunner:
             buffers = LossBuffers(device.type)
 
             def run() -> None:
-                outputs = meta_module(**inputs)
-                if self.is_last:
-                    self.loss(buffers)(outputs, batch)
+                loss = partial(self.loss(buffers), batch=batch) if self.is_last else None
+                with self._head.calling(None if loss is None else self._in_forward(loss)):
+                    outputs = meta_module(**inputs)
+                    if loss is not None and self._head.result is None:
+                        loss(outputs)
 
             deferred = DeferredBytes()
             with received, deferred.recording(meta_module):
