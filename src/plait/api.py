@@ -39,6 +39,8 @@ def parallelize(
     clip_value: float | None = None,
     router_bias_update: float | None = None,
     loss: Loss | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     loss_scaling: LossScaling | None = None,
     blocks: Blocks | None = None,
     offload_dir: str | Path | None = None,
@@ -59,6 +61,8 @@ def parallelize(
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     router_bias_update  rate at which biases of routers follow the loads of experts (DeepSeek-V3: 0.001)
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
+    label_smoothing fraction of a target that all tokens share; `z_loss`: weight of the squared log partition
+                    function. Terms of the built-in loss of language models, in training only
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList
     tensor_plan     {"*.fc1": "colwise"}; with layout="ffn:col", {"*.fc1": "ffn hidden"}. None: model's own

@@ -224,7 +224,7 @@ def _build_stage(
     routers = StageRouters(part.module, spec.routers, data_ranks, mesh.world.device, counts=counts)
     if not spec.job.compile:  # in whose code there are no modes
         take_choices(part.module, spec.routers.layers)
-    of_loss = (columns, grid.col, groups.tp, spec.given.loss)
+    of_loss = (columns, grid.col, groups.tp, spec.given.loss, spec.given.loss_terms)
     return StageRunner(part, sharded, head, *of_loss, tokens, divide, routers, is_last=is_last)
 
 

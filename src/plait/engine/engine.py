@@ -376,7 +376,8 @@ class Engine:
         broadcast(totals, self._groups.pp, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
         check_total_count(num_targets)
-        return EvalResult(loss_sum, int(num_targets))
+        is_whole = num_targets == int(num_targets)
+        return EvalResult(loss_sum, int(num_targets) if is_whole else num_targets)
 
     @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
@@ -387,6 +388,16 @@ class Engine:
         micro = self._inputs.single(batch, trains=False)
         with self._inputs.explained([micro]):
             return self._runner.outputs(micro, pick)
+
+    @one_thread
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """For each of the batch's labels (B, S): its log-probability, and the entropy of the distribution
+        that it is drawn from, in nats; 0 where there is no target. In eval mode and without gradients, on
+        every rank. Every rank must call it, with its share."""
+        micro = self._inputs.single(batch, trains=False)
+        with self._inputs.explained([micro]):
+            log_probs_BS, entropies_BS = self._runner.label_statistics(micro).unbind(-1)
+        return log_probs_BS, entropies_BS
 
     @one_thread
     def routing(self, batch: Batch) -> Tensor:

@@ -266,6 +266,12 @@ class Inputs:
             check_documents_apart(self._unchecked)
             self._unchecked = None
 
+    def of_labels(self, found_BS: Tensor) -> Tensor:
+        """What was found for the labels of a prepared batch, at the labels' own positions."""
+        if not shifts_labels(self._model, self._loss):
+            return found_BS
+        return torch.cat([torch.zeros_like(found_BS[:, :1]), found_BS[:, :-1]], 1)
+
     def complete(self, outputs: Any, micro: Batch) -> Any:
         """A model's outputs for a micro-batch, with the tokens of all ranks. Collective."""
         if self._sequence.size == 1:

@@ -38,8 +38,14 @@ from plait.models.routers import router_loss
 from plait.models.tensors import storage_key, summary
 from plait.models.tokens import TokenTrace
 from plait.models.trace.modes import watching_reads
-from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, TokenLoss, cross_entropy
-from plait.parallel.tensor.head import DeferredLogits, Targets, head_loss
+from plait.parallel.tensor.cross_entropy import (
+    SINGLE_RANK,
+    LossBuffers,
+    TokenLoss,
+    cross_entropy,
+    token_statistics,
+)
+from plait.parallel.tensor.head import DeferredLogits, Targets, head_loss, head_statistics
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
@@ -58,13 +64,16 @@ def choose_loss(
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
     buffers: LossBuffers | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     of_inputs: bool = False,
 ) -> Loss:
     """The user's loss, or that of a Hugging Face model's task: the loss that the model itself returns, but
     summed over targets instead of averaged. Raises ModelError if neither applies.
 
     Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
-    of each rank of `group`. None: full logits. `buffers`: see `cross_entropy`. `of_inputs`: the loss is for
+    of each rank of `group`. None: full logits. `buffers`, `label_smoothing`, `z_loss`: see `cross_entropy`.
+    `of_inputs`: the loss is for
     micro-batches of `Inputs`, whose labels are shifted already, and not for batches of the data; without the
     loss of routers, which an engine adds (engine/routers.py).
     """
@@ -78,7 +87,8 @@ def choose_loss(
             expected=f"a Hugging Face model for one of: {', '.join(known.value for known in Task)}; or loss=",
             hint="parallelize(..., loss=lambda outputs, batch: (summed_loss, number_of_targets))",
         )
-    summed = partial(_cross_entropy, group=group, columns=columns, buffers=buffers)
+    of_head: dict[str, Any] = {"group": group, "columns": columns, "buffers": buffers}
+    summed = partial(_cross_entropy, **of_head, label_smoothing=label_smoothing, z_loss=z_loss)
     losses: dict[Task, Loss] = {
         Task.CAUSAL_LM: partial(token_loss, summed),
         Task.IMAGE_LM: partial(image_token_loss, summed),
@@ -157,15 +167,14 @@ def _cross_entropy(
         _check_shape(weights, labels.shape, "a weight for each label", LOSS_WEIGHTS)
         weights_T = _widened(weights.reshape(-1)) * is_target_T
     columns = columns or [(0, logits.shape[-1])]
-    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss, "buffers": buffers}
+    terms: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "buffers": buffers}
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
         loss = token_loss_of(logits, group, columns, **terms)
         total = head_loss(logits, _kept(targets_T, weights_T, labels), loss)
     else:
         full = logits.value() if isinstance(logits, DeferredLogits) else logits
-        total = cross_entropy(
-            full.flatten(0, -2), targets_T, group, columns, ignore_index=IGNORED_LABEL, weights_T=weights_T, **terms
-        )
+        terms |= {"ignore_index": IGNORED_LABEL, "weights_T": weights_T}
+        total = cross_entropy(full.flatten(0, -2), targets_T, group, columns, **terms)
     return total, is_target_T.sum() if weights_T is None else weights_T.sum(dtype=torch.float64)
 
 
@@ -177,6 +186,40 @@ def token_loss_of(
     return TokenLoss(
         group, start, size, ignore_index=IGNORED_LABEL, softcap=logits.softcap, scale=logits.scale, **terms
     )
+
+
+def label_statistics(
+    model: nn.Module,
+    outputs: Any,
+    batch: Mapping[str, Tensor],
+    group: Group,
+    columns: Sequence[tuple[int, int]] | None,
+) -> Tensor:
+    """Return (B, S, 2): the log-probability of each label of a prepared batch, and the entropy of its
+    position; 0 at positions without a target. Raises ModelError for another task than language models."""
+    logits = outputs.logits if task_of(model) in (Task.CAUSAL_LM, Task.ALIGNED_LM) else None
+    if logits is None:
+        raise ModelError(
+            "log-probabilities are those of a language model's labels",
+            given=type(model).__name__,
+            expected="a causal or masked language model of transformers",
+            hint="engine.outputs, for all that the model returns",
+        )
+    labels_BS, columns = _labels(batch), columns or [(0, logits.shape[-1])]
+    _check_shape(labels_BS, logits.shape[:-1], "one per position of the logits")
+    targets_T = labels_BS.reshape(-1)
+    if isinstance(logits, DeferredLogits) and logits.is_deferred:
+        kept = _kept(targets_T, None, labels_BS)
+        found_n2 = head_statistics(logits, kept, token_loss_of(logits, group, columns)).t()
+    else:
+        full, kept = getattr(logits, "value", lambda: logits)(), Targets(targets_T, None, None)
+        start, size = columns[group.rank][0], max(stop for _, stop in columns)
+        found_n2 = token_statistics(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
+    if kept.rows_n is None:
+        found_n2 = found_n2 * (targets_T != IGNORED_LABEL)[:, None]
+    else:
+        found_n2 = found_n2.new_zeros(len(targets_T), 2).index_copy_(0, kept.rows_n, found_n2)
+    return found_n2.view(*labels_BS.shape, 2)
 
 
 def _kept(targets_T: Tensor, weights_T: Tensor | None, labels: Tensor) -> Targets:

@@ -34,7 +34,8 @@ class StepResult:
 
     loss        mean over all targets of the step (NaN if there were none)
     grad_norm   2-norm of the step's gradient before clipping, each element counted once
-    num_tokens  targets of the step, over all micro-batches and data ranks
+    num_tokens  targets of the step, over all micro-batches and data ranks; with `loss_weights` the sum of
+                their weights, rounded down
     skipped     loss or norm was not finite, or there was no target: weights and optimizer are unchanged
     aux_loss    the auxiliary loss of routers, without its coefficient, if the model's configuration has one
     expert_loads  how often each expert was chosen in the step, by the name of the layer
@@ -53,10 +54,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`."""
+    """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`. With `loss_weights`, the latter
+    is the sum of the weights."""
 
     loss_sum: float
-    num_tokens: int
+    num_tokens: float
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,9 @@ def cast_entries(batch: Mapping[str, Tensor], names: Collection[str] | None) -> 
     return {
         key
         for key, value in batch.items()
-        if value.is_floating_point() and key not in ("labels", LOSS_WEIGHTS) and (names is None or key in names)
+        if value.is_floating_point()
+        and key not in ("labels", LOSS_WEIGHTS)
+        and (names is None or key in names)
     }
 
 

@@ -131,6 +131,8 @@ class OptimizerConfig(Section):
     clip_norm: float | None = Field(default=None, gt=0)
     clip_value: float | None = Field(default=None, gt=0)
     router_bias_update: float | None = Field(default=None, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    z_loss: float = Field(default=0.0, ge=0, lt=1)
     args: dict[str, Any] = {}
     groups: tuple[ParamGroupConfig, ...] = ()
 

@@ -66,7 +66,8 @@ def apply_tp_plan(
     `products`: of the sharded linear layers.
     `compile_blocks` is called when everything inside of the blocks is done. What shards and gathers their
     inputs and outputs stays outside of compiled code, because it keeps records of autograd's graph.
-    `head`: the output mode of the head, also of one that is not sharded. Raises ModelError for a module that cannot be sharded as planned.
+    `head`: the output mode of the head, also of one that is not sharded. Raises ModelError for a module that
+    cannot be sharded as planned.
     """
     assert (groups.row.size, groups.col.size) == (plan.rows, plan.cols), "groups of another grid"
     names = [name for name, _ in blocks]

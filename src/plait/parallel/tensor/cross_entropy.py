@@ -227,8 +227,8 @@ def _local_terms(logits_Tv: Tensor, options: TokenLoss) -> tuple[Tensor, Tensor]
 
 def _empty_messages(logits_Tv: Tensor, options: TokenLoss) -> tuple[Tensor, Tensor]:
     """Return the two uninitialized tensors that are all-reduced: each token's largest logit, and its sums."""
-    num_tokens = len(logits_Tv)
-    return new_wide(logits_Tv, num_tokens), new_wide(logits_Tv, 3 if options.label_smoothing else 2, num_tokens)
+    num_tokens, num_sums = len(logits_Tv), 3 if options.label_smoothing else 2
+    return new_wide(logits_Tv, num_tokens), new_wide(logits_Tv, num_sums, num_tokens)
 
 
 def _target_logits(logits_Tv: Tensor, targets_T: Tensor, max_T: Tensor, options: TokenLoss) -> Tensor:
@@ -281,8 +281,8 @@ def write_gradient(
 
 def token_statistics(logits_Tv: Tensor, targets_T: Tensor, options: TokenLoss) -> Tensor:
     """Return (2, T): each target's log-probability, and the entropy of the token's probabilities."""
-    max_T, message = new_wide(logits_Tv, len(logits_Tv)).fill_(-torch.inf), new_wide(logits_Tv, 3, len(logits_Tv))
-    message.zero_()
+    max_T = new_wide(logits_Tv, len(logits_Tv)).fill_(-torch.inf)
+    message = new_wide(logits_Tv, 3, len(logits_Tv)).zero_()
     for rows, z_tv, scratch_tv in _chunks(logits_Tv, options) if logits_Tv.shape[1] else ():
         max_t = torch.amax(z_tv, 1, out=max_T[rows])
         relative_tv = torch.sub(z_tv, max_t.clamp(min=torch.finfo(max_t.dtype).min)[:, None], out=scratch_tv)

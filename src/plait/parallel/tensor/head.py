@@ -110,7 +110,9 @@ class DeferredLogits(Tensor):
         return func(*values, **named)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no cls
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute the values for an operation of code below `__torch_function__`."""
         values, named = tree_map_only(cls, cls.value, (args, kwargs or {}))
         return func(*values, **named)
@@ -215,7 +217,8 @@ class _HeadLoss(Function):
             loss.buffers.held_bytes = 0
         if dw_vi is not None and ctx.unit == 1.0:
             dw_vi = dw_vi.to(weight_vi.dtype)
-        ctx.num_tokens, ctx.dtypes = len(x_Ti), (weight_vi.dtype, bias_v.dtype if bias_v is not None else None)
+        ctx.num_tokens, ctx.bias_dtype = len(x_Ti), None if bias_v is None else bias_v.dtype
+        ctx.weight_dtype = weight_vi.dtype
         ctx.save_for_backward(dx_ni, dw_vi, db_v, targets.rows_n)
         return total
 
@@ -229,7 +232,7 @@ class _HeadLoss(Function):
             all_reduce(dx_ni, ctx.call.summed_grad, label="gradient of features")
             if rows_n is not None:
                 dx_Ti = dx_ni.new_zeros(ctx.num_tokens, dx_ni.shape[1]).index_copy_(0, rows_n, dx_ni)
-        casts = zip((dw_vi, db_v), ctx.dtypes, strict=True)
+        casts = zip((dw_vi, db_v), (ctx.weight_dtype, ctx.bias_dtype), strict=True)
         return dx_Ti, *(None if gradient is None else gradient.to(dtype) for gradient, dtype in casts), None
 
 

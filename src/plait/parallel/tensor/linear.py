@@ -84,7 +84,7 @@ class HeadOutput:
         model.register_forward_hook(call_loss)
 
     @contextmanager
-    def calling(self, loss: Callable[[Any], Any]) -> Iterator[None]:
+    def calling(self, loss: Callable[[Any], Any] | None) -> Iterator[None]:
         """Call this loss in a forward inside the context."""
         self.loss = loss
         try:
