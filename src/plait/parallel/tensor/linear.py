@@ -134,7 +134,12 @@ class ParallelLinear:
         if operator is not None:
             groups = self.reduce_group, self.shared_inputs.group
             return operator(*self._operands(module, x), *groups)
-        if self.head is not None and self.head.loss is not None and self.head.defers:
+        if (
+            self.head is not None
+            and self.head.loss is not None
+            and self.head.defers
+            and not _has_hooks(module)
+        ):
             weight, make = weight_of(module), partial(self.head.full, module, x)
             dtype = autocast_dtype(x.device.type) or x.dtype
             return DeferredLogits(module, x, (*x.shape[:-1], len(weight)), dtype, make)
@@ -183,6 +188,13 @@ class ParallelLinear:
         if self.split_input is not None:
             x = split(x, self.split_input)
         return _autocast(x, weight_of(module), getattr(module, "bias", None))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True if hooks of others than plait read or change the module's inputs, outputs or their gradients."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    of_backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(of_backward) or not all(str(hook.__module__).startswith("plait.") for hook in hooks)
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
