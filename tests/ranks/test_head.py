@@ -16,6 +16,7 @@ from plait.engine import loss
 from plait.errors import ConfigError
 from plait.parallel.tensor import cross_entropy, head
 from support import hf_models, programs
+from support.live_memory import LiveBytes
 from support.pool import Pool
 
 PLANS = {
@@ -118,7 +119,8 @@ def test_heads_of_all_kinds_compute_what_one_process_does(pool: Pool, family: st
 def test_a_rank_without_targets_adds_nothing(pool: Pool) -> None:
     check(pool, "llama", "dp=2 zero=3", batch_of(ignored=2), TERMS)
     for step, *_ in pool.run(trained_none, 2):
-        assert step.skipped and step.num_tokens == 0
+        assert step.skipped
+        assert step.num_tokens == 0
 
 
 def trained_none() -> Any:
@@ -129,12 +131,10 @@ def trained_none() -> Any:
 
 @pytest.mark.parametrize("name", ["rows", "maximum", "derivative", "count"])
 def test_a_mistake_in_the_operator_is_seen(pool: Pool, name: str) -> None:
-    with pytest.raises(AssertionError):
-        results = pool.run(mistaken, 2, name)
-        expected = by_hand(model_of("gemma2"), batch_of(), TERMS)
-        for step, gradients, *_ in results:
-            assert step.loss == pytest.approx(expected[0], rel=1e-9)
-            assert all(torch.allclose(g, expected[1][n], rtol=1e-9, atol=1e-12) for n, g in gradients.items())
+    expected = by_hand(model_of("gemma2"), batch_of(), TERMS)
+    (step, gradients, *_), *_ = pool.run(mistaken, 2, name)
+    is_same = all(torch.allclose(g, expected[1][n], rtol=1e-9, atol=1e-12) for n, g in gradients.items())
+    assert not (is_same and step.loss == pytest.approx(expected[0], rel=1e-9))
 
 
 def mistaken(name: str) -> Any:
@@ -233,14 +233,15 @@ def test_terms_of_a_loss_that_it_cannot_have_are_refused(options: dict[str, Any]
         plait.parallelize(model_of("llama"), "dp=1", **options)
 
 
-def test_memory_of_a_head_does_not_grow_with_tokens_times_vocabulary() -> None:
-    """What a step keeps, and the chunk, are as estimated."""
-    model = hf_models.model_of("llama", on_meta=False, exact=False, vocab_size=4096)
-    engine = plait.parallelize(model, "dp=1")
-    ids = torch.zeros(4, 64, dtype=torch.long)
-    with small_chunks():
-        estimated = engine.estimated_memory((4, 64))
-        engine.step({"input_ids": ids, "labels": ids})
-        used = engine.memory()
-    assert (used.activations, used.loss) == (estimated.activations, estimated.loss)
-    assert used.loss is not None and used.loss < 4 * 64 * 4096
+def test_memory_of_a_head_with_a_large_vocabulary_is_as_estimated() -> None:
+    """What a forward allocates, at its peak; logits of all tokens would be 537 MB."""
+    model = hf_models.model_of("llama", on_meta=False, exact=False, vocab_size=131072)
+    engine = plait.parallelize(model, "dp=1 precision=fp32", optimizer=torch.optim.SGD)
+    ids = torch.zeros(16, 64, dtype=torch.long)
+    activations = engine.estimated_memory((16, 64)).activations
+    with LiveBytes() as live:
+        engine.loss({"input_ids": ids, "labels": ids})
+    [stage] = engine._parts.stages.values()
+    assert stage.loss_buffers.peak_bytes == stage.estimated_loss_bytes
+    assert activations is not None
+    assert live.peak_bytes == pytest.approx(activations + stage.estimated_loss_bytes, rel=0.02)

@@ -213,6 +213,7 @@ class _HeadLoss(Function):
                 dw_vi = _added(dw_vi, z_cv, x_ci, is_wide=is_narrow)
             if db_v is not None:
                 db_v += z_cv.sum(0, dtype=db_v.dtype)
+            del z_cv  # before the next chunk's
         if loss.buffers is not None:
             loss.buffers.held_bytes = 0
         if dw_vi is not None and ctx.unit == 1.0:
