@@ -61,8 +61,7 @@ def parallelize(
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     router_bias_update  rate at which biases of routers follow the loads of experts (DeepSeek-V3: 0.001)
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
-    label_smoothing fraction of a target that all tokens share; `z_loss`: weight of the squared log partition
-                    function. Terms of the built-in loss of language models, in training only
+    label_smoothing fraction of targets for all tokens; `z_loss`: weight of a squared log-sum-exp. In training
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList
     tensor_plan     {"*.fc1": "colwise"}; with layout="ffn:col", {"*.fc1": "ffn hidden"}. None: model's own
@@ -77,8 +76,7 @@ def parallelize(
     model = check_types(model, locals())  # before ranks wait for each other
     given = Arguments(**locals())
     job = _connect(given.plan, world)
-    host_size = job.world.host_size() if given.plan.cp > 1 else None
-    spec = validate(given, job.size, job.world.device, host_size)
+    spec = validate(given, job.size, job.world.device, job.world.host_size() if given.plan.cp > 1 else None)
     job.serve(spec)  # a parameter server, which then exits
     _set_up(spec, job.world)
     reader = None if weights is None else _open_weights(model, Path(weights), job.world)

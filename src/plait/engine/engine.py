@@ -391,9 +391,8 @@ class Engine:
 
     @one_thread
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """For each of the batch's labels (B, S): its log-probability, and the entropy of the distribution
-        that it is drawn from, in nats; 0 where there is no target. In eval mode and without gradients, on
-        every rank. Every rank must call it, with its share."""
+        """Each label's log-probability, and the entropy of its distribution, in nats: (B, S) as the batch's
+        labels, 0 where there is no target. In eval mode. Every rank must call it, with its share."""
         micro = self._inputs.single(batch, trains=False)
         with self._inputs.explained([micro]):
             log_probs_BS, entropies_BS = self._runner.label_statistics(micro).unbind(-1)

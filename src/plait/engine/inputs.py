@@ -111,15 +111,6 @@ def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
     return shift_labels(batch) if shifts_labels(model, loss) else batch
 
 
-def prepared_on_meta(batch: Batch, model: nn.Module, loss: object) -> Batch:
-    """The prepared batch on meta; labels of a built-in loss of tokens on the CPU, all of them targets: what
-    the head computes and sends depends on their number."""
-    labels = batch.get("labels")
-    if labels is not None and loss is None and LOSS_WEIGHTS in label_keys(model):
-        batch = {**batch, "labels": torch.zeros_like(labels, device="cpu")}
-    return prepared(batch, model, loss)
-
-
 def own_tokens(
     batch: Batch,
     model: nn.Module,

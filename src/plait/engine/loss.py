@@ -161,7 +161,7 @@ def _cross_entropy(
     """Return the sum over targets, and their number; with `weights`, the weighted sum, and the sum of the
     targets' weights. `labels` has the shape of `logits` without the last dim: `words`."""
     _check_shape(labels, logits.shape[:-1], words)
-    targets_T, weights_T = labels.reshape(-1).to(logits.device), None
+    targets_T, weights_T = labels.reshape(-1), None
     is_target_T = targets_T != IGNORED_LABEL
     if weights is not None:
         _check_shape(weights, labels.shape, "a weight for each label", LOSS_WEIGHTS)
@@ -223,14 +223,15 @@ def label_statistics(
 
 
 def _kept(targets_T: Tensor, weights_T: Tensor | None, labels: Tensor) -> Targets:
-    """The tokens that have a loss; all, if that is unknown without waiting for a GPU."""
+    """The tokens that have a loss. All, if at most one in each row has none, its last, which is not worth a
+    copy of the others; or if that is unknown without waiting for a GPU."""
     host = labels if labels.device.type == "cpu" else known_values(labels)
     if host is None:
         return Targets(targets_T, weights_T, None)
     is_kept_T = host.reshape(-1) != IGNORED_LABEL
     if weights_T is not None and weights_T.device.type == "cpu":
         is_kept_T &= weights_T != 0
-    if is_kept_T.all():
+    if len(is_kept_T) - int(is_kept_T.sum()) <= len(labels):
         return Targets(targets_T, weights_T, None)
     rows_n = is_kept_T.nonzero().flatten()
     if targets_T.is_cuda:

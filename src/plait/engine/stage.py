@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Group
-from plait.engine.inputs import prepared_on_meta
+from plait.engine.inputs import prepared
 from plait.engine.loss import Loss, LossReads, choose_loss, label_statistics
 from plait.engine.routers import PLAIN, Pass, StageRouters
 from plait.errors import ModelError
@@ -192,7 +192,7 @@ class StageRunner:
         the two parts of a split backward; None if unknown. `block_outputs`: supplies the inputs of a later
         stage."""
         module = self.module_part.module
-        batch = self._divide(prepared_on_meta(token_batch(*batch_shape), module, self._user_loss), module)
+        batch = self._divide(prepared(token_batch(*batch_shape), module, self._user_loss), module)
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
         with (
             contextlib.suppress(Exception),

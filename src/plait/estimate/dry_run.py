@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from plait.comm import Mesh, World
 from plait.engine.build import build_stages
-from plait.engine.inputs import own_tokens, prepared_on_meta
+from plait.engine.inputs import own_tokens, prepared
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
@@ -134,7 +134,7 @@ def dry_stages(
         # Recomputed in backward in the same mode as in forward; torch does not enter function modes there.
         if isinstance(block.forward, RecomputedForward):
             block.forward.add_context(partial(device_kernels, device))
-    rows = prepared_on_meta(micro, meta_model, spec.given.loss)
+    rows = prepared(micro, meta_model, spec.given.loss)
     micro = own_tokens(rows, meta_model, context.groups.sequence, plan.cp_method, spec.numbering)
     run = _MicrobatchRun(mesh, stages, micro, splitter, {stage for stage, _ in spec.schedule.split})
     with running_on_meta(device), _model_errors():

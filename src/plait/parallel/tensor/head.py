@@ -18,7 +18,7 @@ underflow, so forward's loss gradient is 256 and not one, and the weight's gradi
 Each chunk reads and writes the weight's gradient once more, which its product hides from some hundred tokens
 on. Over the columns of `col` a chunk's largest logits and sums are reduced before its gradient: two messages
 of 8 and 8 or 12 bytes a token. Reducing once for all tokens would need all logits twice, a fourth product.
-Tokens without a target, or with weight 0, are dropped before the product.
+Tokens without a target, or with weight 0, are dropped before the product, if there are more than one a row.
 
 [Note: deferred logits]
 Models return logits, some after scaling them or limiting them by tanh. In a forward whose loss is built in,
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_map_only
 
-from plait.comm import Group, all_reduce
+from plait.comm import Group
 from plait.parallel.tensor.cross_entropy import (
     LossBuffers,
     TokenLoss,
@@ -47,6 +47,7 @@ from plait.parallel.tensor.cross_entropy import (
     token_statistics,
     write_gradient,
 )
+from plait.parallel.tensor.functional import all_reduce_in_place
 
 _CPU_CHUNK, _CPU_TOKENS = 1 << 25, 1024  # logits, and tokens, of a chunk at most
 _GPU_CHUNK = 1 << 27
@@ -230,7 +231,7 @@ class _HeadLoss(Function):
         dx_ni, dw_vi, db_v = (_scaled(gradient, grads[0] / ctx.unit) for gradient in saved)
         dx_Ti = dx_ni
         if dx_ni is not None:
-            all_reduce(dx_ni, ctx.call.summed_grad, label="gradient of features")
+            all_reduce_in_place(dx_ni, ctx.call.summed_grad, "gradient of features")
             if rows_n is not None:
                 dx_Ti = dx_ni.new_zeros(ctx.num_tokens, dx_ni.shape[1]).index_copy_(0, rows_n, dx_ni)
         casts = zip((dw_vi, db_v), (ctx.weight_dtype, ctx.bias_dtype), strict=True)
@@ -240,8 +241,7 @@ class _HeadLoss(Function):
 def _product(x_ci: Tensor, weight_vi: Tensor, bias_v: Tensor | None, summed: Group) -> Tensor:
     """A chunk's logits, (c, v)."""
     z_cv = F.linear(x_ci, weight_vi, bias_v if summed.rank == 0 else None)
-    all_reduce(z_cv, summed, label="parts of a product")
-    return z_cv
+    return all_reduce_in_place(z_cv, summed, "parts of a product")
 
 
 def _added(sum_vi: Tensor | None, dz_cv: Tensor, x_ci: Tensor, *, is_wide: bool) -> Tensor:
