@@ -39,18 +39,20 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
+        given = {held.cdata for held in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
-        for storage in [leaf.untyped_storage() for leaf in tree_leaves(result) if _counts(leaf)]:
-            if storage._cdata not in given:
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for leaf in tree_leaves(result):
+            for held in _storages(leaf):
+                if held.cdata not in given:
+                    self.alive[held.cdata] = held, leaf.untyped_storage().nbytes()
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
         return result
 
 
-def _counts(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type != "meta"
+def _storages(tree: Any) -> list[StorageWeakRef]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
 
 def full_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

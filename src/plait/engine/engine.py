@@ -376,8 +376,8 @@ class Engine:
         broadcast(totals, self._groups.pp, self._runner.last_rank)
         loss_sum, num_targets = totals.tolist()
         check_total_count(num_targets)
-        is_whole = num_targets == int(num_targets)
-        return EvalResult(loss_sum, int(num_targets) if is_whole else num_targets)
+        count = int(num_targets)
+        return EvalResult(loss_sum, count if count == num_targets else num_targets)
 
     @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:

@@ -267,7 +267,7 @@ class Inputs:
             self._unchecked = None
 
     def of_labels(self, found_BS: Tensor) -> Tensor:
-        """What was found for the labels of a prepared batch, at the labels' own positions."""
+        """Values that were found for the labels of a prepared batch, at the labels' own positions."""
         if not shifts_labels(self._model, self._loss):
             return found_BS
         return torch.cat([torch.zeros_like(found_BS[:, :1]), found_BS[:, :-1]], 1)

@@ -93,7 +93,7 @@ class HeadOutput:
             self.loss, self.result = None, None
 
     def full(self, module: nn.Module, x: Tensor) -> Tensor:
-        """What the head returns without deferring it."""
+        """Call the head without deferring its logits."""
         before, self.defers = self.defers, False
         try:
             logits: Tensor = module(x)
