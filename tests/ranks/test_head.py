@@ -234,7 +234,7 @@ def test_terms_of_a_loss_that_it_cannot_have_are_refused(options: dict[str, Any]
 
 
 def test_memory_of_a_head_with_a_large_vocabulary_is_as_estimated() -> None:
-    """What a forward allocates, at its peak; logits of all tokens would be 537 MB."""
+    """The peak of what a forward allocates; logits of all tokens would be 537 MB."""
     model = hf_models.model_of("llama", on_meta=False, exact=False, vocab_size=131072)
     engine = plait.parallelize(model, "dp=1 precision=fp32", optimizer=torch.optim.SGD)
     ids = torch.zeros(16, 64, dtype=torch.long)
