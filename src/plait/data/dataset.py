@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from plait.data import tokenizer as tokenizers
 from plait.data.config import DataConfig, TokenizerConfig
-from plait.data.index import TOKENIZER, DatasetSpec, Index, read_index
+from plait.data.index import TOKENIZER, DatasetSpec, Index, lengths_name, read_index, weights_name
 from plait.errors import DataError, unreadable
 from plait.fileio import open_regular, regular_file_bytes
 
@@ -26,18 +26,35 @@ class TokenStream:
     Pickles as names and sizes: another process maps the files itself.
     """
 
-    def __init__(self, name: str, files: Sequence[tuple[Path, int]], dtype: str) -> None:
-        """`files`: paths and numbers of tokens. Truncating a mapped file kills the processes that read it."""
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[tuple[Path, int]],
+        dtype: str,
+        tables: Sequence[tuple[float, ...] | None] = (),
+        documents: Sequence[int] = (),
+    ) -> None:
+        """`files`: paths and numbers of tokens; `tables`: of their weights; `documents`: numbers of stored
+        lengths, if they are. Truncating a mapped file kills the processes that read it."""
         self.name = name
         self.files = tuple(files)
-        self._dtype = dtype
+        self._dtype, self._tables, self._documents = dtype, tuple(tables), tuple(documents)
         counts = np.array([count for _, count in self.files], dtype=np.int64)
         self._stops = np.cumsum(counts)
         self._parts = [_memory_map(path, count, dtype) for path, count in self.files]
+        self._codes = [
+            None if table is None else _memory_map(path.with_name(weights_name(path.name)), count, "uint8")
+            for (path, count), table in zip(self.files, tables, strict=bool(tables))
+        ]
         self.num_tokens = int(counts.sum())
 
-    def __reduce__(self) -> tuple[type["TokenStream"], tuple[str, tuple[tuple[Path, int], ...], str]]:
-        return TokenStream, (self.name, self.files, self._dtype)
+    @property
+    def is_weighted(self) -> bool:
+        """True if some token has another weight than 0 and 1."""
+        return any(not {*(table or ())} <= {0, 1} for table in self._tables)
+
+    def __reduce__(self) -> tuple[type["TokenStream"], tuple[object, ...]]:
+        return TokenStream, (self.name, self.files, self._dtype, self._tables, self._documents)
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """Token ids from `start` on, (length,) int64."""
@@ -70,6 +87,33 @@ class TokenStream:
                 found.append(inside + (stop - len(part) + begin))
         return np.concatenate(found)
 
+    def weights(self, start: int, length: int) -> NDArray[np.float32] | None:
+        """Weights of the tokens from `start` on, as targets, (length,) float32. 0: no target. None: all
+        tokens of the stream are targets with weight 1."""
+        if not any(self._tables):
+            return None
+        assert 0 <= start <= start + length <= self.num_tokens, f"weights of [{start}, {start + length})"
+        found = np.ones(length, dtype=np.float32)
+        for table, codes, stop in zip(self._tables, self._codes, self._stops.tolist(), strict=True):
+            if table is None or codes is None:
+                continue
+            begin = stop - len(codes)  # of the part
+            low, high = max(start, begin), min(start + length, stop)
+            if low < high:
+                weights = np.array(table, dtype=np.float32)[codes[low - begin : high - begin]]
+                found[low - start : high - start] = weights
+        return found
+
+    def starts_of_documents(self, end_of_document: int) -> NDArray[np.int64]:
+        """Positions of the documents' first tokens: from their stored lengths, or else after each end token.
+        See [Note: finding documents] in documents.py."""
+        stops = self.positions(end_of_document) + 1 if not self._documents else np.cumsum(self._lengths())
+        return np.concatenate([np.zeros(1, dtype=np.int64), stops])[: len(stops)]
+
+    def _lengths(self) -> NDArray[np.int64]:
+        names = [path.with_name(lengths_name(path.name)) for path, _ in self.files]
+        return np.concatenate([np.fromfile(name, dtype="<i8") for name in names]).astype(np.int64)
+
     def _read_across(self, window: NDArray[np.int64], part_index: int, offset: int) -> None:
         filled = 0
         while filled < len(window):
@@ -101,6 +145,18 @@ class TokenStore:
     @property
     def tokenizer_dir(self) -> Path:
         return self.dir / TOKENIZER
+
+    def stops_of_sources(self) -> NDArray[np.int64]:
+        """The ends of each source's training tokens. Parts are in the order of sources, whose tokens the
+        index has for both splits together."""
+        counts: dict[int, NDArray[np.int64]] = {}
+        for column, parts in ((0, self.index.train), (1, self.index.validation)):
+            for part in parts:
+                number = int(part.name.removeprefix("part-").partition(".")[0])
+                counts.setdefault(number, np.zeros(2, dtype=np.int64))[column] = part.tokens
+        stops = np.cumsum([counts[number] for number in sorted(counts)], axis=0)
+        of_both = np.cumsum([source.tokens for source in self.index.sources])
+        return stops[np.searchsorted(stops.sum(axis=1), of_both), 0]
 
     def check_model(self, *, vocab_size: int, max_sequence: int | None, sequence: int) -> None:
         """Check that a model can train on these tokens. Raises DataError: ids or sequences too large."""
@@ -136,16 +192,23 @@ def open_store(
     if tokenizer is not None:
         _check_spec(data.dir, index.spec, DatasetSpec.from_config(data, tokenizer))
     _check_tokenizer(data.dir, index)
-    files = [*index.train, *index.validation]
+    parts = [*index.train, *index.validation]
+    files = [file for part in parts for file in part.files(index.item_bytes)]
     for file in files:
-        _check_size(data.dir / file.name, file.tokens * index.item_bytes)
+        _check_size(data.dir / file.name, file.num_bytes)
     if data.verify if verify is None else verify:
         # Hashing releases the GIL, so disk or cores are the limit. The first error cancels the others.
         with ThreadPoolExecutor(min(HASH_THREADS, len(os.sched_getaffinity(0)))) as pool:
             list(pool.map(lambda file: _check_hash(data.dir / file.name, file.sha256), files))
     train, validation = (
-        TokenStream(name, [(data.dir / file.name, file.tokens) for file in files], index.dtype)
-        for name, files in (("training", index.train), ("validation", index.validation))
+        TokenStream(
+            name,
+            [(data.dir / part.name, part.tokens) for part in parts],
+            index.dtype,
+            [None if part.weights is None else tuple(part.weights.table) for part in parts],
+            [part.lengths.documents for part in parts if part.lengths],
+        )
+        for name, parts in (("training", index.train), ("validation", index.validation))
     )
     return TokenStore(data.dir, index, train, validation, index.digest())
 

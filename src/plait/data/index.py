@@ -8,7 +8,7 @@ unfinished/                     records of finished parts, during a build
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,6 +21,8 @@ from plait.tables import counted
 TOKENIZER = "tokenizer"
 MAX_INDEX_BYTES = 1 << 28
 MAX_UINT16_VOCAB = 1 << 16
+MAX_WEIGHTS = 1 << 8  # of a part: a code is a byte
+LENGTH_BYTES = 8
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -30,12 +32,54 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class WeightsFile(Strict):
+    """The weights of a part's tokens, as codes: code c is `table[c]`, and 0 is weight 0, no target."""
+
+    table: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=MAX_WEIGHTS)
+    sha256: Sha256
+
+
+class LengthsFile(Strict):
+    """The lengths of a part's documents."""
+
+    documents: int = Field(ge=1, lt=2**48)
+    sha256: Sha256
+
+
+class CheckedFile(NamedTuple):
+    """A file of a directory of tokens: its name, size and hash."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
 class PartFile(Strict):
     """One file of token ids. The name is a plain file name: an index cannot point out of its directory."""
 
     name: str = Field(pattern=r"^part-[0-9]{5,9}\.(train|validation)\.bin$")
     tokens: int = Field(ge=1, lt=2**48)
     sha256: Sha256
+    weights: WeightsFile | None = None
+    lengths: LengthsFile | None = None
+
+    def files(self, item_bytes: int) -> list[CheckedFile]:
+        """All files of the part, with `item_bytes` bytes for a token id."""
+        found = [CheckedFile(self.name, self.tokens * item_bytes, self.sha256)]
+        if self.weights is not None:
+            found.append(CheckedFile(weights_name(self.name), self.tokens, self.weights.sha256))
+        if self.lengths is not None:
+            num_bytes = self.lengths.documents * LENGTH_BYTES
+            found.append(CheckedFile(lengths_name(self.name), num_bytes, self.lengths.sha256))
+        return found
+
+
+def weights_name(part: str) -> str:
+    return part.replace(".bin", ".weights.bin")
+
+
+def lengths_name(part: str) -> str:
+    return part.replace(".bin", ".lengths.bin")
 
 
 class SourceStats(Strict):
@@ -111,8 +155,8 @@ class Index(Strict):
 
     def digest(self) -> str:
         """Hash of the tokens, their order and their tokenizer, independent of sources and recipe."""
-        content = self.model_dump(mode="json", include={"dtype", "tokenizer_files", "train", "validation"})
-        return json_hash(content)
+        keys = {"dtype", "tokenizer_files", "train", "validation"}
+        return json_hash(self.model_dump(mode="json", include=keys, exclude_none=True))
 
 
 def read_index(folder: Path) -> Index:
