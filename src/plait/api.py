@@ -58,10 +58,9 @@ def parallelize(
     model           any nn.Module, unmodified, or a list (see `Chain`). Values: rank 0's; on meta, from `seed`
     plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
-    param_groups    as in torch, or with an `optimizer` of their own. None: no decay for norms and biases
+    param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
-    router_bias_update  rate at which biases of routers follow the loads of experts (DeepSeek-V3: 0.001)
-    router_z_loss   coefficient of the z loss of routers (ST-MoE: 0.001)
+    router_bias_update  rate of routers' biases (DeepSeek-V3: 0.001); `router_z_loss`: weight (ST-MoE: 0.001)
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
     label_smoothing fraction of targets for all tokens; `z_loss`: weight of a squared log-sum-exp. In training
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
@@ -72,8 +71,7 @@ def parallelize(
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
 
-    Unlike the default groups, torch's AdamW(model.parameters()) decays norms and biases. Unused parameters
-    get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
+    Unused parameters get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
     """
     model = check_types(model, locals())  # before ranks wait for each other
     given = Arguments(**locals())

@@ -37,11 +37,11 @@ models need. A mistake that is found becomes the error, with the model's own err
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ from plait.models.attention import is_eager
 from plait.models.experts import expert_layers
 from plait.models.mask_decisions import host_values, known_values, remember_values
 from plait.models.routing import check_choices
-from plait.models.task import LOSS_WEIGHTS, ROUTING
+from plait.models.task import ROUTING
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
@@ -81,6 +81,7 @@ from plait.parallel.zero.rank_context import RankContext
 from plait.plan.grid import share
 
 Batch = Mapping[str, Tensor]
+T = TypeVar("T")
 
 _SHIFTED = (Task.CAUSAL_LM, Task.IMAGE_LM)
 _IDS = (torch.int64, torch.int32)
@@ -232,6 +233,12 @@ class Inputs:
         self._num_compared[trains] += 1
         remember_sources([moved], batch)
         return moved
+
+    def ask(self, find: Callable[[Batch], T], batch: Batch) -> T:
+        """What `find` returns for the batch as one micro-batch that does not train."""
+        micro = self.single(batch, trains=False)
+        with self.explained([micro]):
+            return find(micro)
 
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""

@@ -64,6 +64,13 @@ class EvalResult:
     loss_sum: float
     num_tokens: float
 
+    @classmethod
+    def of(cls, loss_sum: float, num_targets: float) -> "EvalResult":
+        """Raises ModelError for an invalid number of targets."""
+        check_total_count(num_targets)
+        count = int(num_targets)
+        return cls(loss_sum, count if count == num_targets else num_targets)
+
 
 @dataclass(frozen=True)
 class ProbeResult:
