@@ -235,7 +235,7 @@ class Inputs:
         return moved
 
     def ask(self, find: Callable[[Batch], T], batch: Batch) -> T:
-        """What `find` returns for the batch as one micro-batch that does not train."""
+        """Return `find` of the batch as one micro-batch that does not train."""
         micro = self.single(batch, trains=False)
         with self.explained([micro]):
             return find(micro)

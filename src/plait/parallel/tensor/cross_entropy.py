@@ -28,15 +28,11 @@ from torch import Tensor
 
 from plait.comm import Group, all_reduce
 from plait.errors import ModelError
+from plait.plan.memory import wide_chunk
 
 SINGLE_RANK = Group((0,), 0, None)  # holds all columns
 
 _CPU_CHUNK = 1 << 17  # logits, per thread: one float32 copy fills half a core's cache
-# On a GPU a chunk is a few launches, and a product of few rows is slow: at least so many tokens, as far as a
-# float32 copy of their logits has at most 1 GiB.
-_GPU_CHUNK_TOKENS = 1024
-_GPU_MIN_CHUNK = 1 << 23  # logits
-_GPU_MAX_CHUNK = 1 << 28
 
 
 @dataclass
@@ -331,7 +327,7 @@ def chunk_tokens(num_columns: int, device_type: str) -> int:
     """Return the number of tokens whose logits are in float32 at once; 0 if one token is too large."""
     if device_type == "cpu":
         return _CPU_CHUNK * torch.get_num_threads() // num_columns
-    return min(max(_GPU_CHUNK_TOKENS, _GPU_MIN_CHUNK // num_columns), _GPU_MAX_CHUNK // num_columns)
+    return wide_chunk(num_columns)
 
 
 def new_wide(logits: Tensor, *shape: int) -> Tensor:

@@ -48,9 +48,8 @@ from plait.parallel.tensor.cross_entropy import (
     write_gradient,
 )
 from plait.parallel.tensor.functional import all_reduce_in_place
+from plait.plan.memory import head_chunk
 
-_CPU_CHUNK, _CPU_TOKENS = 1 << 25, 1024  # logits, and tokens, of a chunk at most
-_GPU_CHUNK = 1 << 27
 _FP16_UNIT = 256.0
 
 # (x_Ti, weight_vi, bias_v, ranks that sum the product, ranks that sum x's gradient) -> what the head returns
@@ -271,9 +270,7 @@ def _chunks(
     """Yield for each chunk of tokens with a target: their range among these, hidden states, targets."""
     device_type = buffers.device_type if buffers is not None and x_Ti.is_meta else x_Ti.device.type
     num_kept, (targets_n, weights_n, rows_n) = len(targets.targets_n), targets
-    most = min(_CPU_TOKENS, _CPU_CHUNK // max(1, num_columns)) if device_type == "cpu" else 0
-    most = max(1, most or _GPU_CHUNK // max(1, num_columns))
-    size = -(-num_kept // max(1, -(-num_kept // most)))  # equal ones
+    size = head_chunk(num_kept, num_columns, on_gpu=device_type != "cpu")
     for start in range(0, num_kept, size or 1):
         rows = slice(start, min(start + size, num_kept))
         x_ci = x_Ti[rows] if rows_n is None else x_Ti.index_select(0, rows_n[rows])
