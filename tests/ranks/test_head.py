@@ -56,7 +56,7 @@ def batch_of(*, weights: bool = True, ignored: int = 1) -> dict[str, Tensor]:
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    with mock.patch.object(head, "_CPU_TOKENS", 5):
+    with mock.patch.object(head, "head_chunk", lambda num_tokens, *_, **__: min(num_tokens, 5)):
         yield
 
 
@@ -233,15 +233,16 @@ def test_terms_of_a_loss_that_it_cannot_have_are_refused(options: dict[str, Any]
         plait.parallelize(model_of("llama"), "dp=1", **options)
 
 
-def test_memory_of_a_head_with_a_large_vocabulary_is_as_estimated() -> None:
-    """The peak of what a forward allocates; logits of all tokens would be 537 MB."""
-    model = hf_models.model_of("llama", on_meta=False, exact=False, vocab_size=131072)
-    engine = plait.parallelize(model, "dp=1 precision=fp32", optimizer=torch.optim.SGD)
-    ids = torch.zeros(16, 64, dtype=torch.long)
-    activations = engine.estimated_memory((16, 64)).activations
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_of_a_step_with_a_large_vocabulary_is_as_estimated(precision: str) -> None:
+    """The peak of all that a second step holds; logits of all tokens would be 537 MB more."""
+    ids = torch.zeros(8, 128, dtype=torch.long)
     with LiveBytes() as live:
-        engine.loss({"input_ids": ids, "labels": ids})
-    [stage] = engine._parts.stages.values()
-    assert stage.loss_buffers.peak_bytes == stage.estimated_loss_bytes
-    assert activations is not None
-    assert live.peak_bytes == pytest.approx(activations + stage.estimated_loss_bytes, rel=0.02)
+        model = hf_models.model_of("llama", exact=False, vocab_size=131072)
+        engine = plait.parallelize(model, f"dp=1 precision={precision}")
+        estimated = engine.estimated_memory(tuple(ids.shape))
+        for _ in range(2):
+            live.peak_bytes = 0
+            engine.step({"input_ids": ids, "labels": ids})
+    assert engine.memory().loss == estimated.loss
+    assert live.peak_bytes == pytest.approx(estimated.total, rel=0.02)
