@@ -31,6 +31,7 @@ BENCHMARKS = (
     "expert_parallel",
     "pipeline",
     "stage_overhead",
+    "head",
     "local_steps",
     "offload",
     "checkpoint",

@@ -40,6 +40,8 @@ def parallelize(
     router_bias_update: float | None = None,
     router_z_loss: float | None = None,
     loss: Loss | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     loss_scaling: LossScaling | None = None,
     blocks: Blocks | None = None,
     offload_dir: str | Path | None = None,
@@ -56,11 +58,11 @@ def parallelize(
     model           any nn.Module, unmodified, or a list (see `Chain`). Values: rank 0's; on meta, from `seed`
     plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
-    param_groups    as in torch, or with an `optimizer` of their own. None: no decay for norms and biases
+    param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
-    router_bias_update  rate at which biases of routers follow the loads of experts (DeepSeek-V3: 0.001)
-    router_z_loss   coefficient of the z loss of routers (ST-MoE: 0.001)
+    router_bias_update  rate of routers' biases (DeepSeek-V3: 0.001); `router_z_loss`: weight (ST-MoE: 0.001)
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
+    label_smoothing fraction of targets for all tokens; `z_loss`: weight of a squared log-sum-exp. In training
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList
     tensor_plan     {"*.fc1": "colwise"}; with layout="ffn:col", {"*.fc1": "ffn hidden"}. None: model's own
@@ -69,14 +71,12 @@ def parallelize(
     seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
 
-    Unlike the default groups, torch's AdamW(model.parameters()) decays norms and biases. Unused parameters
-    get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
+    Unused parameters get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
     """
     model = check_types(model, locals())  # before ranks wait for each other
     given = Arguments(**locals())
     job = _connect(given.plan, world)
-    host_size = job.world.host_size() if given.plan.cp > 1 else None
-    spec = validate(given, job.size, job.world.device, host_size)
+    spec = validate(given, job.size, job.world.device, job.world.host_size() if given.plan.cp > 1 else None)
     job.serve(spec)  # a parameter server, which then exits
     _set_up(spec, job.world)
     reader = None if weights is None else _open_weights(model, Path(weights), job.world)

@@ -57,7 +57,7 @@ def test_activations_of_the_same_tokens_per_rank_do_not_grow_with_cp(
         _measured(pool, f"cp={cp}{more}" + f" cp_method={method}" * (cp > 1)) for cp in (1, 2, 4)
     )
     assert four == pytest.approx(two, rel=0.02)
-    assert two == pytest.approx(1.31 * one if more else one, rel=0.02)
+    assert two == pytest.approx(1.37 * one if more else one, rel=0.02)
 
 
 def test_activations_of_ulysses_are_estimated(pool: Pool) -> None:

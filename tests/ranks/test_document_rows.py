@@ -2,6 +2,7 @@
 evaluate to the same loss, however ranks share them."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,28 +107,45 @@ def test_a_changed_token_of_a_full_row_moves_no_other_document(pool: Pool, famil
 
 
 def weighted_loss(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """The weighted loss of targets that the batch has shifted, and their number."""
+    """The weighted loss of targets that the batch has shifted, and the sum of their weights."""
     targets, weights = batch["labels"], batch.get("loss_weights", torch.ones(()))  # cp tries it without
     losses = F.cross_entropy(outputs.logits.mT, targets, reduction="none")  # 0 at -100
-    return (losses * weights).sum(), (targets != -100).sum()
+    return (losses * weights).sum(), ((targets != -100) * weights).sum(dtype=torch.float64)
 
 
-def _weighted(steps: int) -> Any:
-    """Rows whose labels and weights are shifted as the engine shifts them for its own loss."""
-    draw = torch.Generator().manual_seed(0)
-    rows = document_rows.bins(VOCABULARY, steps)
-    return [
-        dict(shift_labels({**b, "loss_weights": torch.rand(b["labels"].shape, generator=draw)})) for b in rows
-    ]
+def _weighted(steps: int, *, micros: bool, shifted: bool) -> Any:
+    """Rows, or micro-batches, whose weights are real numbers in float32. `shifted`: as the engine shifts
+    them, with their labels, for its own loss."""
+    data = document_rows.budgeted if micros else document_rows.bins
+    change = (lambda batch: dict(shift_labels(batch))) if shifted else dict
+    found: Any = data(VOCABULARY, steps, 0.1, 0.37, 1.3)
+    return [[change(b) for b in batch] if micros else change(batch) for batch in found]
 
 
 @pytest.mark.parametrize(
-    "plan", ["cp=2", "cp=2 cp_method=ring", "dp=2 micro=2", "pp=2 micro=2", "tp=2 sp=true"]
+    ("plan", "own_loss"),
+    [
+        ("cp=2", True),
+        ("dp=2 micro=2 zero=3", True),
+        ("pp=2 micro=2", True),
+        ("tp=2 sp=true", True),
+        ("cp=2 cp_method=ring", False),
+        ("tp=2", False),
+        ("dp=2 micro=2", "micros"),
+        ("cp=2 micro=4", "micros"),
+    ],
 )
-def test_weights_of_targets_are_divided_as_labels_are(pool: Pool, plan: str) -> None:
-    task = programs.Task(hf_models.builder("llama"), _weighted, steps=STEPS, loss=weighted_loss)
+def test_weights_of_data_train_as_in_one_process(pool: Pool, plan: str, own_loss: bool | str) -> None:
+    task = programs.Task(
+        hf_models.builder("llama"),
+        functools.partial(_weighted, micros=own_loss == "micros", shifted=not own_loss),
+        steps=STEPS,
+        loss=weighted_loss,
+        own_loss=bool(own_loss),
+    )
     ours = pool.run(programs.train_task, Plan.parse(plan).num_ranks, task, f"{plan} precision=fp64")[0]
-    programs.assert_same(ours, programs.one_process_task(task, ours.first_weights, 1))
+    shifted = replace(task, data=functools.partial(_weighted, micros=own_loss == "micros", shifted=True))
+    programs.assert_same(ours, programs.one_process_task(shifted, ours.first_weights, 1))
 
 
 def test_weights_are_shifted_with_their_labels() -> None:

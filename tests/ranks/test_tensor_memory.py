@@ -18,7 +18,8 @@ def _kept(family: str, plan: str) -> tuple[int | None, int | None]:
     """Estimated before, and measured in, the first step."""
     engine = plait.parallelize(hf_models.model_of(family, exact=False), f"{plan} precision=fp32", seed=3)
     estimated = engine.estimated_memory((programs.SEQUENCES, programs.LENGTH)).activations
-    engine.step(programs.batches(1)[0])
+    ids = programs.batches(1)[0]["input_ids"]
+    engine.step({"input_ids": ids, "labels": ids})  # each but a row's last token has a target
     return estimated, engine.memory().activations
 
 

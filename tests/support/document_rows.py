@@ -37,24 +37,28 @@ def stream_of(
 
 
 @functools.cache
-def documents(vocabulary: int) -> Documents:
-    """80 documents of up to 15 tokens: half of the tokens are targets, of those from 13 tokens on none."""
+def documents(vocabulary: int, *values: float) -> Documents:
+    """80 documents of up to 15 tokens: half of the tokens are targets, of those from 13 tokens on none. The
+    weights of targets are out of `values`, by default 1."""
     draw = np.random.default_rng(0)
     ids = [[*draw.integers(3, vocabulary, n).tolist(), END] for n in draw.integers(0, 15, 80)]
     weights = [(draw.random(len(d)) < (0.5 if len(d) < 13 else 0)).astype(float).tolist() for d in ids]
-    folder = Path(tempfile.mkdtemp())
-    return Documents(stream_of(folder, ids, weights), END, plait.PaddingCollator(END, 1, SEQUENCE))
+    if values:
+        weights = [[weight and float(draw.choice(values)) for weight in row] for row in weights]
+    stream = stream_of(Path(tempfile.mkdtemp()), ids, weights, (0.0, *(values or (1.0,))))
+    return Documents(stream, END, plait.PaddingCollator(END, 1, SEQUENCE))
 
 
-def bins(vocabulary: int, steps: int, rows: int = 4) -> list[dict[str, Tensor]]:
-    """Batches of full rows."""
-    samples = Bins(documents(vocabulary), best_fit(documents(vocabulary).lengths, SEQUENCE), SEQUENCE)
-    return [samples.batch(np.arange(rows * step, rows * (step + 1))) for step in range(steps)]
+def bins(vocabulary: int, steps: int, *values: float) -> list[dict[str, Tensor]]:
+    """Batches of four full rows."""
+    found = documents(vocabulary, *values)
+    samples = Bins(found, best_fit(found.lengths, SEQUENCE), SEQUENCE)
+    return [samples.batch(np.arange(4 * step, 4 * (step + 1))) for step in range(steps)]
 
 
-def budgeted(vocabulary: int, steps: int, micros: int = 4) -> list[list[dict[str, Tensor]]]:
-    """Steps of micro-batches; of each step, the first half of them has no target."""
-    found = documents(vocabulary)
+def budgeted(vocabulary: int, steps: int, *values: float) -> list[list[dict[str, Tensor]]]:
+    """Steps of four micro-batches; of each step, the first half of them has no target."""
+    found, micros = documents(vocabulary, *values), 4
     samples = MicroBatches(found, within_budget(found.lengths, BUDGET))
     every = [samples.batch(np.array([number])) for number in range(len(samples))]
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in every]

@@ -441,18 +441,18 @@ def mean_loss(model: nn.Module, batch: Batch, micros: int) -> Tensor:
 
 def _summed_loss(
     model: nn.Module, batch: Batch, micros: int, loss_of: Callable[..., Any] = summed_loss
-) -> tuple[Tensor, int]:
-    """The loss summed over micro-batches, and its number of targets."""
+) -> tuple[Tensor, float]:
+    """The loss summed over micro-batches, and its number of targets, or the sum of their weights."""
     if not isinstance(batch, list):
         chunks = {key: value.chunk(micros) for key, value in batch.items()}
         batch = [{key: parts[micro] for key, parts in chunks.items()} for micro in range(micros)]
-    num_targets, loss = 0, torch.zeros((), dtype=torch.float64)
+    num_targets, loss = 0.0, torch.zeros((), dtype=torch.float64)
     for micro in batch:
-        inputs = {key: value for key, value in micro.items() if key != "labels"}
+        inputs = {key: value for key, value in micro.items() if key not in ("labels", "loss_weights")}
         if hasattr(model, "config"):
             inputs["use_cache"] = False
         summed, count = loss_of(model(**inputs), micro)
-        loss, num_targets = loss + summed, num_targets + int(count)
+        loss, num_targets = loss + summed, num_targets + float(count)
     return loss, num_targets
 
 

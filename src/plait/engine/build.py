@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -29,6 +30,7 @@ from plait.parallel.local_steps import IslandState, OuterOptimizer
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linears
 from plait.parallel.tensor.apply import apply_tp_plan
+from plait.parallel.tensor.linear import HeadOutput
 from plait.parallel.tensor.rng import install_rng_streams
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.shards import TensorGroups
@@ -177,8 +179,10 @@ def build_stages(
     runners = {}
     for stage, part in zip(units, parts, strict=True):
         owners = bind_flat_params(part.module, names, part.blocks, units[stage], standalone)
+        head = HeadOutput()
+        head.watch(part.module)  # before ZeRO's hooks, which may free the weights
         sharded = ShardedStage(part.module, owners, context, column_reduce, in_flight)
-        runners[stage] = _build_stage(part, spec, context, sharded, splitter, is_last=stage == last)
+        runners[stage] = _build_stage(part, spec, context, sharded, head, splitter, is_last=stage == last)
     return runners
 
 
@@ -187,6 +191,7 @@ def _build_stage(
     spec: TrainingSpec,
     context: RankContext,
     sharded: ShardedStage,
+    head: HeadOutput,
     splitter: BackwardSplitter,
     *,
     is_last: bool,
@@ -198,14 +203,13 @@ def _build_stage(
     part.shard_placeholders(spec.tensor, grid.row.rank, grid.col.rank)
     is_first, selective = mesh.world.rank == 0, plan.recompute == "selective"
     compiler = partial(compile_blocks, blocks, mesh.world.device, selective=selective, warns=is_first)
-    options = {"compile_blocks": compiler} if plan.compile else {}
+    options: dict[str, Any] = {"compile_blocks": compiler} if plan.compile else {}
     distribute_experts(part.module, spec.experts, tensor, mesh, plan.capacity)
     products = LayerProducts.build(plan, spec.float8)
     products.convert(part.module, tensor)
     tokens = SequenceShard(grid.col, tuple(part.earlier.values()), is_sent=not is_last) if plan.sp else None
-    head = apply_tp_plan(
-        part.module, tensor, grid, part.blocks, sequence_shard=tokens, products=products, **options
-    )
+    options |= {"sequence_shard": tokens, "products": products, "head": head}
+    apply_tp_plan(part.module, tensor, grid, part.blocks, **options)
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)
     if plan.sync_batchnorm:
         summed = Roles.from_plan(plan).gradient_sum()
@@ -220,7 +224,7 @@ def _build_stage(
     routers = StageRouters(part.module, spec.routers, data_ranks, mesh.world.device, counts=counts)
     if not spec.job.compile:  # in whose code there are no modes
         take_choices(part.module, spec.routers.layers)
-    of_loss = (columns, grid.col, groups.tp, spec.given.loss)
+    of_loss = (columns, grid.col, groups.tp, spec.given.loss, spec.given.loss_terms)
     return StageRunner(part, sharded, head, *of_loss, tokens, divide, routers, is_last=is_last)
 
 

@@ -42,7 +42,6 @@ from plait.engine.totals import (
     StepTotals,
     SumLossScale,
     check_loss,
-    check_total_count,
     read_count,
     valid_count,
 )
@@ -382,9 +381,7 @@ class Engine:
             self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
         all_reduce(totals, self._groups.tokens)
         broadcast(totals, self._groups.pp, self._runner.last_rank)
-        loss_sum, num_targets = totals.tolist()
-        check_total_count(num_targets)
-        return EvalResult(loss_sum, int(num_targets))
+        return EvalResult.of(*totals.tolist())
 
     @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
@@ -392,18 +389,21 @@ class Engine:
         or the result of `pick`, which runs on the last stage (under pp > 1 it returns tensors, or containers
         of tensors). Every rank must call it, with its share."""
         check_pick(pick)
-        micro = self._inputs.single(batch, trains=False)
-        with self._inputs.explained([micro]):
-            return self._runner.outputs(micro, pick)
+        return self._inputs.ask(partial(self._runner.outputs, pick=pick), batch)
+
+    @one_thread
+    def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Each label's log-probability, and the entropy of its distribution, in nats: (B, S) as the batch's
+        labels, 0 where there is no target. In eval mode. Every rank must call it, with its share."""
+        log_probs_BS, entropies_BS = self._inputs.ask(self._runner.label_statistics, batch).unbind(-1)
+        return log_probs_BS, entropies_BS
 
     @one_thread
     def routing(self, batch: Batch) -> Tensor:
         """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode.
         A batch can have them as its entry `routing`. Every rank must call it, with its share. Only under
         pp=1."""
-        micro = self._inputs.single(batch, trains=False)
-        with self._inputs.explained([micro]):
-            return self._runner.routing(micro)
+        return self._inputs.ask(self._runner.routing, batch)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere

@@ -37,11 +37,11 @@ models need. A mistake that is found becomes the error, with the model's own err
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,7 @@ from plait.comm import Group, all_gather
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import (
     IGNORED_LABEL,
+    LOSS_WEIGHTS,
     OF_TOKENS,
     Numbering,
     PackedRows,
@@ -70,9 +71,9 @@ from plait.models import (
 )
 from plait.models.attention import is_eager
 from plait.models.experts import expert_layers
-from plait.models.mask_decisions import host_values
+from plait.models.mask_decisions import host_values, known_values, remember_values
 from plait.models.routing import check_choices
-from plait.models.task import LOSS_WEIGHTS, ROUTING
+from plait.models.task import ROUTING
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
@@ -80,6 +81,7 @@ from plait.parallel.zero.rank_context import RankContext
 from plait.plan.grid import share
 
 Batch = Mapping[str, Tensor]
+T = TypeVar("T")
 
 _SHIFTED = (Task.CAUSAL_LM, Task.IMAGE_LM)
 _IDS = (torch.int64, torch.int32)
@@ -232,9 +234,18 @@ class Inputs:
         remember_sources([moved], batch)
         return moved
 
+    def ask(self, find: Callable[[Batch], T], batch: Batch) -> T:
+        """Return `find` of the batch as one micro-batch that does not train."""
+        micro = self.single(batch, trains=False)
+        with self.explained([micro]):
+            return find(micro)
+
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
         batch = prepared(micro, self._model, self._loss)
+        if batch is not micro and (labels := known_values(micro.get("labels"))) is not None:
+            shifted = prepared({"labels": labels}, self._model, self._loss)
+            remember_values(batch["labels"], shifted["labels"])
         if self._sequence.size == 1 and self._is_own:
             return row_attention(batch, self._sequence)
         if self._sequence.size == 1 and (documents := documents_of(batch)) is not None:
@@ -262,6 +273,12 @@ class Inputs:
         if self._unchecked is not None:
             check_documents_apart(self._unchecked)
             self._unchecked = None
+
+    def of_labels(self, found_BS: Tensor) -> Tensor:
+        """Values that were found for the labels of a prepared batch, at the labels' own positions."""
+        if not shifts_labels(self._model, self._loss):
+            return found_BS
+        return torch.cat([torch.zeros_like(found_BS[:, :1]), found_BS[:, :-1]], 1)
 
     def complete(self, outputs: Any, micro: Batch) -> Any:
         """A model's outputs for a micro-batch, with the tokens of all ranks. Collective."""

@@ -32,12 +32,20 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from plait.comm import Group, all_gather
 from plait.engine.inputs import prepared
 from plait.errors import ModelError
-from plait.models import IGNORED_LABEL, OF_TOKENS, Task, pretrained_base, task_of
+from plait.models import IGNORED_LABEL, LOSS_WEIGHTS, OF_TOKENS, Task, pretrained_base, task_of
+from plait.models.mask_decisions import known_values
 from plait.models.routers import router_loss
 from plait.models.tensors import storage_key, summary
 from plait.models.tokens import TokenTrace
 from plait.models.trace.modes import watching_reads
-from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers, cross_entropy
+from plait.parallel.tensor.cross_entropy import (
+    SINGLE_RANK,
+    LossBuffers,
+    TokenLoss,
+    cross_entropy,
+    token_statistics,
+)
+from plait.parallel.tensor.head import DeferredLogits, Targets, head_loss, head_statistics
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
@@ -56,13 +64,16 @@ def choose_loss(
     group: Group = SINGLE_RANK,
     columns: Sequence[tuple[int, int]] | None = None,
     buffers: LossBuffers | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     of_inputs: bool = False,
 ) -> Loss:
     """The user's loss, or that of a Hugging Face model's task: the loss that the model itself returns, but
     summed over targets instead of averaged. Raises ModelError if neither applies.
 
     Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
-    of each rank of `group`. None: full logits. `buffers`: see `cross_entropy`. `of_inputs`: the loss is for
+    of each rank of `group`. None: full logits. `buffers`, `label_smoothing`, `z_loss`: see `cross_entropy`.
+    `of_inputs`: the loss is for
     micro-batches of `Inputs`, whose labels are shifted already, and not for batches of the data; without the
     loss of routers, which an engine adds (engine/routers.py).
     """
@@ -76,7 +87,8 @@ def choose_loss(
             expected=f"a Hugging Face model for one of: {', '.join(known.value for known in Task)}; or loss=",
             hint="parallelize(..., loss=lambda outputs, batch: (summed_loss, number_of_targets))",
         )
-    summed = partial(_cross_entropy, group=group, columns=columns, buffers=buffers)
+    of_head: dict[str, Any] = {"group": group, "columns": columns, "buffers": buffers}
+    summed = partial(_cross_entropy, **of_head, label_smoothing=label_smoothing, z_loss=z_loss)
     losses: dict[Task, Loss] = {
         Task.CAUSAL_LM: partial(token_loss, summed),
         Task.IMAGE_LM: partial(image_token_loss, summed),
@@ -110,13 +122,14 @@ def token_loss(summed: _Summed, outputs: Any, batch: Mapping[str, Tensor]) -> tu
     Computed in float32 or wider, for any dtype of logits; see `choose_loss` for sharded ones. Raises
     ModelError for labels that are missing, have another shape than the logits, or are outside the vocabulary.
     """
-    return summed(outputs.logits, _labels(batch))
+    return summed(outputs.logits, _labels(batch), weights=batch.get(LOSS_WEIGHTS))
 
 
 def image_token_loss(summed: _Summed, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """`token_loss` of the last positions, as many as labels: those of an image are before them."""
     labels_BS = _labels(batch)
-    return summed(outputs.logits[:, -labels_BS.shape[1] :], labels_BS)
+    before = max(0, outputs.logits.shape[1] - labels_BS.shape[1])
+    return summed(outputs.logits, F.pad(labels_BS, (before, 0), value=IGNORED_LABEL))
 
 
 def ngram_loss(
@@ -142,21 +155,89 @@ def _cross_entropy(
     columns: Sequence[tuple[int, int]] | None = None,
     buffers: LossBuffers | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over targets, and their number. `labels` has the shape of `logits` without the last dim:
-    `words`."""
+    """Return the sum over targets, and their number; with `weights`, the weighted sum, and the sum of the
+    targets' weights. `labels` has the shape of `logits` without the last dim: `words`."""
     _check_shape(labels, logits.shape[:-1], words)
-    targets_T = labels.reshape(-1)
-    total = cross_entropy(
-        logits.flatten(0, -2),
-        targets_T,
-        group,
-        columns or [(0, logits.shape[-1])],
-        ignore_index=IGNORED_LABEL,
-        label_smoothing=label_smoothing,
-        buffers=buffers,
+    targets_T, weights_T = labels.reshape(-1), None
+    is_target_T = targets_T != IGNORED_LABEL
+    if weights is not None:
+        _check_shape(weights, labels.shape, "a weight for each label", LOSS_WEIGHTS)
+        weights_T = _widened(weights.reshape(-1)) * is_target_T
+    columns = columns or [(0, logits.shape[-1])]
+    terms: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "buffers": buffers}
+    if isinstance(logits, DeferredLogits) and logits.is_deferred:
+        loss = token_loss_of(logits, group, columns, **terms)
+        total = head_loss(logits, _kept(targets_T, weights_T, labels), loss)
+    else:
+        full = logits.value() if isinstance(logits, DeferredLogits) else logits
+        terms |= {"ignore_index": IGNORED_LABEL, "weights_T": weights_T}
+        total = cross_entropy(full.flatten(0, -2), targets_T, group, columns, **terms)
+    return total, is_target_T.sum() if weights_T is None else weights_T.sum(dtype=torch.float64)
+
+
+def token_loss_of(
+    logits: DeferredLogits, group: Group, columns: Sequence[tuple[int, int]], **terms: Any
+) -> TokenLoss:
+    """The loss of deferred logits, of which each rank has `columns`."""
+    start, size = columns[group.rank][0], max(stop for _, stop in columns)
+    return TokenLoss(
+        group, start, size, ignore_index=IGNORED_LABEL, softcap=logits.softcap, scale=logits.scale, **terms
     )
-    return total, (targets_T != IGNORED_LABEL).sum()
+
+
+def label_statistics(
+    model: nn.Module,
+    outputs: Any,
+    batch: Mapping[str, Tensor],
+    group: Group,
+    columns: Sequence[tuple[int, int]] | None,
+) -> Tensor:
+    """Return (B, S, 2): the log-probability of each label of a prepared batch, and the entropy of its
+    position; 0 at positions without a target. Raises ModelError for another task than language models."""
+    logits = outputs.logits if task_of(model) in (Task.CAUSAL_LM, Task.ALIGNED_LM) else None
+    if logits is None:
+        raise ModelError(
+            "log-probabilities are those of a language model's labels",
+            given=type(model).__name__,
+            expected="a causal or masked language model of transformers",
+            hint="engine.outputs, for all that the model returns",
+        )
+    labels_BS, columns = _labels(batch), columns or [(0, logits.shape[-1])]
+    _check_shape(labels_BS, logits.shape[:-1], "one per position of the logits")
+    targets_T = labels_BS.reshape(-1)
+    if isinstance(logits, DeferredLogits) and logits.is_deferred:
+        kept = _kept(targets_T, None, labels_BS)
+        found_n2 = head_statistics(logits, kept, token_loss_of(logits, group, columns)).t()
+    else:
+        full, kept = getattr(logits, "value", lambda: logits)(), Targets(targets_T, None, None)
+        start, size = columns[group.rank][0], max(stop for _, stop in columns)
+        found_n2 = token_statistics(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
+    if kept.rows_n is None:
+        found_n2 = found_n2 * (targets_T != IGNORED_LABEL)[:, None]
+    else:
+        found_n2 = found_n2.new_zeros(len(targets_T), 2).index_copy_(0, kept.rows_n, found_n2)
+    return found_n2.view(*labels_BS.shape, 2)
+
+
+def _kept(targets_T: Tensor, weights_T: Tensor | None, labels: Tensor) -> Targets:
+    """The tokens that have a loss. All, if at most one in each row has none, its last, which is not worth a
+    copy of the others; or if that is unknown without waiting for a GPU."""
+    host = labels if labels.device.type == "cpu" else known_values(labels)
+    if host is None:
+        return Targets(targets_T, weights_T, None)
+    is_kept_T = host.reshape(-1) != IGNORED_LABEL
+    if weights_T is not None and weights_T.device.type == "cpu":
+        is_kept_T &= weights_T != 0
+    if len(is_kept_T) - int(is_kept_T.sum()) <= len(labels):
+        return Targets(targets_T, weights_T, None)
+    rows_n = is_kept_T.nonzero().flatten()
+    if targets_T.is_cuda:
+        rows_n = rows_n.pin_memory()
+    rows_n = rows_n.to(targets_T.device, non_blocking=True)
+    return Targets(targets_T[rows_n], None if weights_T is None else weights_T[rows_n], rows_n)
 
 
 def class_loss(config: Any, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
@@ -216,15 +297,15 @@ def _labels(batch: Mapping[str, Tensor], key: str = "labels") -> Tensor:
     return batch[key]
 
 
-def _check_shape(labels: Tensor, expected: Sequence[int], words: str) -> None:
+def _check_shape(labels: Tensor, expected: Sequence[int], words: str, name: str = "labels") -> None:
     if tuple(labels.shape) != tuple(expected):
         raise ModelError(
-            "the labels do not fit the model's outputs",
-            given=f"labels {tuple(labels.shape)}",
+            f"the {name} do not fit the model's outputs",
+            given=f"{name} {tuple(labels.shape)}",
             expected=f"{tuple(expected)}, {words}",
-            hint=f"labels.reshape{tuple(expected)}"
+            hint=f"{name}.reshape{tuple(expected)}"
             if labels.numel() == math.prod(expected)
-            else "labels that are padded like the inputs, or loss=",
+            else f"{name} that are padded like the inputs, or loss=",
         )
 
 

@@ -142,6 +142,17 @@ class MicrobatchRunner:
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
             )
 
+    def label_statistics(self, micro: Micro) -> Tensor:
+        """`label_statistics` of loss.py for the batch's own labels, on every rank of the pipeline."""
+        found: list[Tensor] = []
+        inputs = self._parts.inputs
+        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
+            self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_labels=True)
+            result: Tensor = self._broadcast_from_last(
+                lambda: inputs.of_labels(inputs.complete(found[0], micro))
+            )
+        return result
+
     def routing(self, micro: Micro) -> Tensor:
         """See `Engine.routing`."""
         routers = self.only_stage("engine.routing").routers
@@ -230,6 +241,7 @@ class MicrobatchRunner:
         *,
         sizes: Sequence[MicroSizes | None] | None = None,
         of_outputs: bool = False,
+        of_labels: bool = False,
         records: bool = False,
         num_counted: int | None = None,
         is_first: bool = False,
@@ -243,7 +255,7 @@ class MicrobatchRunner:
         sizes = self.sizes(micros) if sizes is None else sizes
         given = (micros, self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
-            number: _StagePass(stage, *given, number, of_outputs, counted, is_first)
+            number: _StagePass(stage, *given, number, of_outputs, of_labels, counted, is_first)
             for number, stage in self._parts.stages.items()
         }
         try:
@@ -336,6 +348,7 @@ class _StagePass:
     sizes: Sequence[MicroSizes | None]
     number: int
     of_outputs: bool
+    of_labels: bool
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
     is_first: bool  # see `MicrobatchRunner.count`
     sharded: ShardedStage = field(init=False)
@@ -354,6 +367,8 @@ class _StagePass:
                 return stage.outputs(micro, received, kind)
             if self.of_outputs:
                 return self.on_loss(stage.outputs(micro, received))
+            if self.of_labels:
+                return self.on_loss(stage.label_statistics(micro, received))
             return self.on_loss(*stage.summed_loss(micro, received, kind))
 
 

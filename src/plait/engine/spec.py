@@ -37,6 +37,8 @@ from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
 
+_SMOOTHED = (Task.CAUSAL_LM, Task.IMAGE_LM, Task.ALIGNED_LM)
+
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
@@ -53,6 +55,8 @@ class Arguments:
     router_bias_update: float | None = None
     router_z_loss: float | None = None
     loss: Loss | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     loss_scaling: LossScaling | None = None
     blocks: Blocks | None = None
     offload_dir: Path | None = None
@@ -91,9 +95,29 @@ class Arguments:
                 expected="one of the two",
                 hint=f"clip_norm={norm}",
             )
+        for name in ("label_smoothing", "z_loss"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} is not a valid weight",
+                    given=f"{name}={getattr(self, name)}",
+                    expected="at least 0, below 1",
+                    hint=f"{name}={'0.1' if name == 'label_smoothing' else '1e-4'}",
+                )
+            if getattr(self, name) and (self.loss is not None or task_of(self.model) not in _SMOOTHED):
+                raise ConfigError(
+                    f"{name} is a term of the built-in loss of language models",
+                    given=f"{name}=, and {'loss=' if self.loss else type(self.model).__name__}",
+                    expected="a language model of transformers, and no loss=",
+                    hint=f"a loss= that has the term, without {name}=",
+                )
         plan = self.plan if isinstance(self.plan, Plan) else Plan.parse(self.plan)
         folder = None if self.offload_dir is None else Path(self.offload_dir)
         vars(self).update(plan=plan, optimizer_args=self.optimizer_args or {}, offload_dir=folder)
+
+    @property
+    def loss_terms(self) -> dict[str, float]:
+        """The terms of the built-in loss in training."""
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.loss is None else {}
 
     @property
     def example(self) -> Mapping[str, Tensor] | None:

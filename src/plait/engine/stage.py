@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.comm import Group
 from plait.engine.inputs import prepared
-from plait.engine.loss import Loss, LossReads, choose_loss
+from plait.engine.loss import Loss, LossReads, choose_loss, label_statistics
 from plait.engine.routers import PLAIN, Pass, StageRouters
 from plait.errors import ModelError
 from plait.models import (
@@ -53,6 +53,7 @@ class StageRunner:
         col: Group,
         tp: Group,
         loss: Loss | None,
+        terms: Mapping[str, Any],
         tokens: SequenceShard | None,
         divide: Callable[[Mapping[str, Tensor], nn.Module], Mapping[str, Tensor]],
         routers: StageRouters,
@@ -60,7 +61,8 @@ class StageRunner:
         is_last: bool,
     ) -> None:
         """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `tp`: the ranks
-        that hold shards of the model. `loss`: the user's. `tokens`: under sequence parallelism.
+        that hold shards of the model. `loss`: the user's. `terms`: of the built-in loss in training.
+        `tokens`: under sequence parallelism.
         `divide`: takes this rank's tokens of a prepared batch for a model."""
         self.activation_bytes: int | None = None
         self.loss_buffers = LossBuffers("")  # measured
@@ -72,7 +74,7 @@ class StageRunner:
         self._is_checked = False  # its outputs were checked to use only its own weights
         self._checked_entries: set[frozenset[str]] = set()  # keys of batches
         self._head = head
-        self._user_loss = loss
+        self._user_loss, self._terms = loss, terms
         self._tokens = tokens
         self._divide = divide
         self._columns = columns
@@ -95,7 +97,9 @@ class StageRunner:
         ):
             outputs = self._forward(inputs, micro)
         if not self._is_checked:
-            self.module_part.check_taint(outputs, inputs if is_first else received)
+            self.module_part.check_taint(
+                outputs if self._head.result is None else self._head.result, inputs if is_first else received
+            )
             self._is_checked = True
         outputs = outputs if self._tokens is None else self._tokens.message(outputs)
         return outputs if self.is_last else self.routers.message(outputs)
@@ -115,10 +119,10 @@ class StageRunner:
     ) -> tuple[Tensor, int | Tensor]:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
         else."""
-        loss = self.loss()
-        with self.sharded.unsharder.watch_outside_uses(), self.logits():
+        loss = partial(self._call, self.loss(), batch=micro)
+        with self.sharded.unsharder.watch_outside_uses(), self._head.calling(self._in_forward(loss)):
             outputs = self.outputs(micro, received, kind)
-            result = self._call(loss, outputs, micro)
+            result = loss(outputs) if self._head.result is None else self._head.result
         if not isinstance(result, tuple) or len(result) != 2:
             raise ModelError(
                 "loss must return two values",
@@ -129,11 +133,23 @@ class StageRunner:
         total, count = result
         return self.routers.added(total, count, kind), count
 
-    def _call(self, loss: Loss, outputs: Any, micro: Mapping[str, Tensor]) -> Any:
+    def label_statistics(self, micro: Mapping[str, Tensor], received: Any = None) -> Tensor:
+        """On the last stage: see `label_statistics` in loss.py."""
+        module = self.module_part.module
+
+        def find(outputs: Any) -> Tensor:
+            return label_statistics(module, outputs, micro, self._col, self._columns)
+
+        with self.sharded.unsharder.watch_outside_uses(), self._head.calling(find):
+            self.outputs(micro, received)
+            found: Tensor = self._head.result
+        return found
+
+    def _call(self, loss: Loss, outputs: Any, batch: Mapping[str, Tensor]) -> Any:
         """The loss's result. Check that a user's loss reads nothing that is sharded; and that new entries are
         used: [Note: entries of a batch]."""
         is_users = self._user_loss is not None
-        batch = micro
+        micro = batch
         if is_users and isinstance(micro, SharedTokens):
             outputs, batch = micro.for_loss(outputs)
         recorded = None if frozenset(micro) in self._checked_entries else RecordedBatch(batch)
@@ -160,14 +176,14 @@ class StageRunner:
 
     def loss(self, buffers: LossBuffers | None = None) -> Loss:
         buffers = buffers or self.loss_buffers
-        module, columns = self.module_part.module, self._columns
-        return choose_loss(
-            module, self._user_loss, group=self._col, columns=columns, buffers=buffers, of_inputs=True
-        )
+        module = self.module_part.module
+        of_head: dict[str, Any] = {"group": self._col, "columns": self._columns, "buffers": buffers}
+        terms = self._terms if module.training else {}
+        return choose_loss(module, self._user_loss, **of_head, **terms, of_inputs=True)
 
-    def logits(self) -> contextlib.AbstractContextManager[None]:
-        """The built-in loss takes this rank's logits; a user's loss takes full ones."""
-        return self._head.keep_logits_sharded() if self._user_loss is None else contextlib.nullcontext()
+    def _in_forward(self, loss: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+        """The built-in loss takes this rank's logits, within the forward; a user's loss takes full ones."""
+        return loss if self._user_loss is None and self.is_last else None
 
     def estimated_bytes(
         self, batch_shape: tuple[int, int], device: torch.device, block_outputs: BlockOutputs | None
@@ -181,7 +197,6 @@ class StageRunner:
         with (
             contextlib.suppress(Exception),
             self.sharded.unsharder.paused(),
-            self.logits(),
             attention_of(batch),
         ):
             meta_module = copy_to_meta(module)
@@ -194,10 +209,14 @@ class StageRunner:
 
             buffers = LossBuffers(device.type)
 
+            def loss(outputs: Any) -> Any:
+                return self.loss(buffers)(outputs, batch)
+
             def run() -> None:
-                outputs = meta_module(**inputs)
-                if self.is_last:
-                    self.loss(buffers)(outputs, batch)
+                with self._head.calling(self._in_forward(loss)):
+                    outputs = meta_module(**inputs)
+                    if self.is_last and self._head.result is None:
+                        loss(outputs)
 
             deferred = DeferredBytes()
             with received, deferred.recording(meta_module):

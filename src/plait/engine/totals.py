@@ -34,7 +34,8 @@ class StepResult:
 
     loss        mean over all targets of the step (NaN if there were none)
     grad_norm   2-norm of the step's gradient before clipping, each element counted once
-    num_tokens  targets of the step, over all micro-batches and data ranks
+    num_tokens  targets of the step, over all micro-batches and data ranks; with `loss_weights` the sum of
+                their weights, rounded down
     skipped     loss or norm was not finite, or there was no target: weights and optimizer are unchanged
     aux_loss    the auxiliary loss of routers, without its coefficient, if the model's configuration has one
     z_loss      the z loss of routers, without its coefficient, with `router_z_loss`
@@ -57,10 +58,18 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`."""
+    """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`. With `loss_weights`, the latter
+    is the sum of the weights."""
 
     loss_sum: float
-    num_tokens: int
+    num_tokens: float
+
+    @classmethod
+    def of(cls, loss_sum: float, num_targets: float) -> "EvalResult":
+        """Raises ModelError for an invalid number of targets."""
+        check_total_count(num_targets)
+        count = int(num_targets)
+        return cls(loss_sum, count if count == num_targets else num_targets)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from plait.models.stages.shell import copy_to_meta
 from plait.models.stages.split import StageModule, foreign_modules, receiving, split_stage
 from plait.models.task import (
     IGNORED_LABEL,
+    LOSS_WEIGHTS,
     OF_TOKENS,
     RecordedBatch,
     Task,
@@ -56,6 +57,7 @@ from plait.models.transformers_types import (
 
 __all__ = [
     "IGNORED_LABEL",
+    "LOSS_WEIGHTS",
     "OF_TOKENS",
     "BlockOutputs",
     "Blocks",

@@ -72,7 +72,12 @@ def remember_sources(micros: Sequence[Mapping[str, Tensor]], batch: Mapping[str,
                 _sources.put(micro[key], (source, number))
 
 
-def _values(tensor: Tensor | None) -> Tensor | None:
+def remember_values(tensor: Tensor, values: Tensor) -> None:
+    """Remember the values, on the CPU, of a tensor on a GPU."""
+    _sources.put(tensor, (_Source(values, 1), 0))
+
+
+def known_values(tensor: Tensor | None) -> Tensor | None:
     """Return the tensor's values on the CPU, if they are known."""
     found = None if tensor is None else _sources.get(tensor)
     return None if found is None else found[0].chunks[found[1]]
@@ -80,7 +85,7 @@ def _values(tensor: Tensor | None) -> Tensor | None:
 
 def host_values(tensor: Tensor) -> Tensor:
     """The tensor's values on the CPU: without waiting for the GPU, if it is an entry of a batch."""
-    values = _values(tensor)
+    values = known_values(tensor)
     return tensor.cpu() if values is None else values
 
 
@@ -264,7 +269,7 @@ def _wrap_search(search: Callable[..., Tensor | None]) -> Callable[..., Any]:
             active_handler() is not None
         ):  # a handler knows the documents: `MaskRule.packed` is what it asks for
             return position_ids
-        values = _values(position_ids)
+        values = known_values(position_ids)
         if values is None:
             return search(position_ids)
         indices = search(values)
@@ -286,7 +291,7 @@ def _wrap_preprocessing(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         early_exit, padding_mask, *others = preprocess(
             config, inputs_embeds, attention_mask, *arguments, **options
         )
-        values = _values(attention_mask) if isinstance(padding_mask, Tensor) and not early_exit else None
+        values = known_values(attention_mask) if isinstance(padding_mask, Tensor) and not early_exit else None
         if values is not None and values.bool().all():
             padding_mask = None
         elif values is not None:

@@ -60,6 +60,7 @@ class Task(Enum):
     QUESTION_ANSWERING = "question answering"
 
 
+_WEIGHTED = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICATION)
 _LABELS, _ANSWER = ("labels",), ("start_positions", "end_positions")
 
 # By the model's `loss_type`, which transformers derives from the name of its class.
@@ -109,7 +110,9 @@ def cast_entries(batch: Mapping[str, Tensor], names: Collection[str] | None) -> 
     return {
         key
         for key, value in batch.items()
-        if value.is_floating_point() and key != "labels" and (names is None or key in names)
+        if value.is_floating_point()
+        and key not in ("labels", LOSS_WEIGHTS)
+        and (names is None or key in names)
     }
 
 
@@ -138,7 +141,10 @@ def check_present(model: nn.Module, inputs: Collection[str], batch: Collection[s
 
 def label_keys(model: nn.Module) -> tuple[str, ...]:
     """The entries of a batch that only the loss receives."""
-    return _ANSWER if task_of(model) is Task.QUESTION_ANSWERING else _LABELS
+    task = task_of(model)
+    if task is Task.QUESTION_ANSWERING:
+        return _ANSWER
+    return (*_LABELS, LOSS_WEIGHTS) if task in _WEIGHTED else _LABELS
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:

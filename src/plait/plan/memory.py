@@ -53,7 +53,7 @@ class MemoryUse:
 
     buffers       peak of gathered parameters and gradients in flight, staging buffers, blocks of files
     activations   peak of what micro-batches keep from their forwards to their backwards
-    loss          on GPUs: copies of logits in float32, of one chunk of tokens
+    loss          logits of one chunk of tokens in the head's operator, and copies of logits in float32
     runtime       on GPUs: context, kernels, workspaces of libraries, communicators
     allocator     on GPUs: what the caching allocator holds besides tensors
     host, disk    offloaded bytes: not on the device, and in no other category
@@ -136,7 +136,7 @@ def model_state_bytes(
     scratch_bytes       buffer of a named algorithm for received data that is not yet added
     activation_bytes    peak of activations; None: unknown
     num_communicators   of NCCL, on this rank; None: the rank has no GPU
-    loss_bytes          copies of logits in float32 on a GPU; on CPUs, they fit the cache
+    loss_bytes          logits of a chunk of tokens, and copies in float32
     """
     in_files, plan = plan.offload == "disk", plan.placed_on("cpu" if num_communicators is None else "cuda")
     compute, master = COMPUTE_BYTES[plan.dtype], MASTER_BYTES[plan.dtype]
@@ -164,10 +164,24 @@ def model_state_bytes(
     if offloads and num_communicators is not None:
         buffers += _staged_gradient_bytes(layout, plan)
     use = _offloaded(parts, plan, sums, buffers, activation_bytes, in_files=in_files)
+    use = replace(use, loss=loss_bytes)
     if num_communicators is None:
         return use
-    use = replace(use, host=use.host + (blocks if offloads else 0), loss=loss_bytes)
+    use = replace(use, host=use.host + (blocks if offloads else 0))
     return _on_gpu(use, layout, plan, num_communicators, in_files=in_files)
+
+
+def head_chunk(num_tokens: int, num_columns: int, *, on_gpu: bool) -> int:
+    """Tokens whose logits, of a rank's columns, exist at a time in the head's operator. Chunks are equal."""
+    columns = max(1, num_columns)
+    most = max(1, (1 << 27) // columns if on_gpu else min(1024, (1 << 25) // columns))
+    return -(-num_tokens // max(1, -(-num_tokens // most)))
+
+
+def wide_chunk(num_columns: int) -> int:
+    """Tokens whose logits are copied to float32 at a time on a GPU, where a chunk is a few launches and a
+    product of few rows is slow: 1,024, or 2^23 logits, but at most 1 GiB."""
+    return min(max(1024, (1 << 23) // num_columns), (1 << 28) // num_columns)
 
 
 def _state_bytes(layout: Layout, plan: Plan, per_element: int | Sequence[int]) -> int:

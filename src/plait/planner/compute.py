@@ -107,6 +107,7 @@ class BlockWork(NamedTuple):
     ep: int
     capacity: str
     gathers_rows: bool
+    eager: bool  # this product's program
 
     @classmethod
     def of(
@@ -128,6 +129,7 @@ class BlockWork(NamedTuple):
             ep=plan.ep,
             capacity=plan.capacity,
             gathers_rows=software.gathers_rows,
+            eager=software.eager,
         )
 
     @property
@@ -313,15 +315,17 @@ def _elementwise(
 
 @lru_cache(maxsize=1 << 12)
 def head_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Constants) -> Seconds:
-    """The head and the loss."""
+    """The head and the loss. This product's operator computes the gradients in the forward."""
     vocab = -(-model.vocab // part.cols)
     forward, backward, weight = _linear(rates, constants, part.tokens, vocab, -(-model.hidden // part.rows))
     logits = part.tokens * vocab
     if rates.operator_rates:
         loss, loss_back = (rates.operator_s(name, logits) for name in ("loss", "loss backward"))
-        return Seconds(forward + loss, backward + loss_back, weight)
-    per_byte = logits / rates.memory_bytes_per_s
-    return Seconds(forward + 10 * per_byte, backward + 6 * per_byte, weight)
+    else:
+        loss, loss_back = (num_bytes * logits / rates.memory_bytes_per_s for num_bytes in (10, 6))
+    if part.eager:
+        return Seconds(forward + loss + backward + loss_back + weight, 0.0, 0.0)
+    return Seconds(forward + loss, backward + loss_back, weight)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -28,7 +28,15 @@ from plait.plan.context import (
     ulysses_kv_heads,
 )
 from plait.plan.layout import RANGE_ALIGNMENT, Layout, ParamShard, UnitLayout
-from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes, server_memory, worker_memory
+from plait.plan.memory import (
+    COMPUTE_BYTES,
+    MASTER_BYTES,
+    head_chunk,
+    model_state_bytes,
+    server_memory,
+    wide_chunk,
+    worker_memory,
+)
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
@@ -114,6 +122,9 @@ def rank_memory(
         if software.narrow_gradients
         else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
         activation_bytes=int(activations),
+        loss_bytes=_loss_bytes(model, plan, batch * tokens_of_rank(model, plan, sequence), on_gpu=on_gpu)
+        if software.eager and _has_head(plan, rank)
+        else 0,
         num_communicators=_num_communicators(plan, ranks) if on_gpu else None,
     )
 
@@ -132,11 +143,25 @@ def _activation_bytes(
 ) -> float:
     tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.precision] / 2
     num_bytes = kept_bytes(model, plan, rank, batch, sequence, software)
-    if stages_of(plan.schedule, plan.pp, plan.num_chunks)[-1] == rank:  # the gradient of the logits
+    if not software.eager and _has_head(plan, rank):  # the gradient of the logits
         num_bytes += tokens * 2 * model.vocab / plan.cols
     # One recomputed block, or its largest gradients.
     num_bytes += tokens * block_activation_bytes(model, plan, "none", sequence, software)
     return num_bytes + batch * sequence * _gathered_bytes(model, plan)
+
+
+def _has_head(plan: Plan, rank: int) -> bool:
+    return stages_of(plan.schedule, plan.pp, plan.num_chunks)[-1] == rank
+
+
+def _loss_bytes(model: ModelShape, plan: Plan, num_tokens: int, *, on_gpu: bool) -> int:
+    """Bytes of the head's operator on a GPU: a chunk's logits, their copies in float32, and the sum of the
+    weight's gradient in float32 for 16 bits. On CPUs the copies fit the cache."""
+    columns, itemsize = -(-model.vocab // plan.cols), COMPUTE_BYTES[plan.precision]
+    tokens = head_chunk(num_tokens, columns, on_gpu=on_gpu)
+    is_wide = itemsize == 2 and (plan.precision == "fp16" or tokens < num_tokens)
+    copied = min(tokens, wide_chunk(columns)) * (8 if itemsize == 2 else itemsize) if on_gpu else 0
+    return columns * (tokens * itemsize + copied + is_wide * 4 * (model.hidden // plan.rows))
 
 
 def _exchanged_bytes(model: ModelShape, plan: Plan) -> float:
@@ -218,7 +243,7 @@ def micro_bytes(
         of_blocks.append((one, other, block_activation_bytes(blocks, plan, "none", sequence, fused)))
     sizes = []
     for kind in stage_kinds(model, counts):
-        saved, deferred = _head_bytes(model, plan, software) if kind.is_last else 0.0, 0.0
+        saved, deferred = _head_bytes(model, plan, software, num_tokens) if kind.is_last else 0.0, 0.0
         for number, (one, other, later) in zip(
             (kind.blocks - kind.dense, kind.dense), of_blocks, strict=True
         ):
@@ -356,9 +381,12 @@ _NORMS, _ACTIVATIONS = (12, 16), (10, 8)
 _NORM_OF_HEADS = 6  # and per element of normed queries and keys
 
 
-def _head_bytes(model: ModelShape, plan: Plan, software: Software) -> float:
-    """Bytes that one token keeps of the head, with 2-byte elements: its logits, and the final norm's if it is
-    eager; other programs keep float32 logits too."""
+def _head_bytes(model: ModelShape, plan: Plan, software: Software, num_tokens: int) -> float:
+    """Bytes that one token keeps of the head, with 2-byte elements: the final norm's and, in place of its
+    result, that of the result's gradient; and its share of the weight's gradient, which is wide in fp16.
+    Other programs keep logits, in float32 too."""
     if not software.eager:
         return 6 * model.vocab / plan.cols
-    return 2 * model.vocab / plan.cols + _NORMS[model.mlp_matrices == 3] / 2 * model.hidden / plan.rows
+    hidden = model.hidden / plan.rows
+    weight = (4 if plan.precision == "fp16" else 2) * model.vocab / plan.cols * hidden
+    return weight / num_tokens + _NORMS[model.mlp_matrices == 3] / 2 * hidden

@@ -135,6 +135,8 @@ class OptimizerConfig(Section):
     clip_norm: float | None = Field(default=None, gt=0)
     clip_value: float | None = Field(default=None, gt=0)
     router_bias_update: float | None = Field(default=None, gt=0)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    z_loss: float = Field(default=0.0, ge=0, lt=1)
     router_z_loss: float | None = Field(default=None, gt=0)
     args: dict[str, Any] = {}
     groups: tuple[ParamGroupConfig, ...] = ()
@@ -291,12 +293,10 @@ def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -
 
 def override_recipe(values: dict[str, Any], sets: Iterable[str], plan: str | None, *, source: str) -> Recipe:
     """Return the recipe with these values, overridden as in `read_recipe`. Raises ConfigError."""
-    assignments = list(sets)
-    for assignment in assignments:
+    for assignment in (assignments := list(sets)):
         _set(values, assignment)
     source = f"{source} and the command line" if assignments else source
-    if plan is not None:
-        values["plan"] = plan
+    values |= {} if plan is None else {"plan": plan}
     return parse_recipe(values, source=source)
 
 

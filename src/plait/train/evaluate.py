@@ -260,7 +260,7 @@ def _run(engine: Engine, windows: Sequence[Window], size: int) -> tuple[float, i
         own = by_length[start + engine.data_rank * share :][:share]
         no_targets = Window(by_length[0].ids[:2], first=2)  # for ranks without windows in the last batch
         result = engine.evaluate(_batch(own or [no_targets]))
-        loss_sum, correct = loss_sum + result.loss_sum, correct + result.num_tokens
+        loss_sum, correct = loss_sum + result.loss_sum, correct + int(result.num_tokens)
     return loss_sum, correct
 
 

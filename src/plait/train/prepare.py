@@ -93,6 +93,8 @@ class ResolvedRun:
             clip_norm=optimizer.clip_norm,
             clip_value=optimizer.clip_value,
             router_bias_update=optimizer.router_bias_update,
+            label_smoothing=optimizer.label_smoothing,
+            z_loss=optimizer.z_loss,
             router_z_loss=optimizer.router_z_loss,
             loss_scaling=recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
             offload_dir=recipe.run.offload_dir if self.plan.offload == "disk" else None,

@@ -8,7 +8,7 @@ model; those are arguments, or are looked up by identity.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from plait.errors import ModelError
 from plait.models import input_embedding, linear_forwards, pretrained_base
 from plait.parallel.float8 import PLAIN, LayerProducts
+from plait.parallel.linear_products import PlainProducts
 from plait.parallel.tensor.functional import UsedFeatures, split
 from plait.parallel.tensor.linear import HeadOutput, ParallelLinear
 from plait.parallel.tensor.norm import ParallelNorm
@@ -56,7 +57,8 @@ def apply_tp_plan(
     sequence_shard: SequenceShard | None = None,
     products: LayerProducts = PLAIN,
     compile_blocks: Callable[[], None] = lambda: None,
-) -> HeadOutput:
+    head: HeadOutput | None = None,
+) -> None:
     """Replace forwards in place, in a model whose parameters are this rank's shards already.
 
     `sequence_shard`: with it, a rank has only its tokens between the first block's input and the last block's
@@ -64,10 +66,14 @@ def apply_tp_plan(
     `products`: of the sharded linear layers.
     `compile_blocks` is called when everything inside of the blocks is done. What shards and gathers their
     inputs and outputs stays outside of compiled code, because it keeps records of autograd's graph.
-    Returns the head's output mode. Raises ModelError for a module that cannot be sharded as planned.
+    `head`: the output mode of the head, also of one that is not sharded. Raises ModelError for a module that
+    cannot be sharded as planned.
     """
     assert (groups.row.size, groups.col.size) == (plan.rows, plan.cols), "groups of another grid"
-    application = _Application(model, plan, groups, [name for name, _ in blocks], sequence_shard, products)
+    names = [name for name, _ in blocks]
+    application = _Application(model, plan, groups, names, sequence_shard, products, head or HeadOutput())
+    if plan.rows == plan.cols == 1:
+        application.defer_logits()
     for layer in plan.layers:
         application.apply_to_layer(layer)
     application.apply_to_regions()
@@ -78,7 +84,6 @@ def apply_tp_plan(
     for name, attribute, values in plan.attributes:
         setattr(model.get_submodule(name), attribute, values[groups.col.rank])
     application.shard_input_embeddings()
-    return application.head
 
 
 @dataclass
@@ -91,7 +96,7 @@ class _Application:
     block_names: list[str]
     sequence_or_none: SequenceShard | None
     products: LayerProducts
-    head: HeadOutput = field(default_factory=HeadOutput)
+    head: HeadOutput
 
     def __post_init__(self) -> None:
         self.shared_inputs = {HIDDEN: SharedInputs(self.groups.row), FEATURES: SharedInputs(self.groups.col)}
@@ -130,6 +135,14 @@ class _Application:
                 self._apply_to_convolution(layer, module)
             case Style.PER_HEAD_NORM | Style.EXPERTS:
                 pass  # unchanged: the engine reduces its weight's gradient
+
+    def defer_logits(self) -> None:
+        """Let the head, if it is a linear layer without an adapter, take part in its loss. See head.py."""
+        base = pretrained_base(self.model)
+        module = None if base is None else base.get_output_embeddings()
+        if isinstance(module, nn.Linear) and linear_forwards().get(own_forward("the head", module)) is False:
+            shared = self.shared_inputs[FEATURES]
+            set_forward(module, ParallelLinear(PlainProducts(), self.groups.row, shared, head=self.head))
 
     def shard_input_embeddings(self) -> None:
         """Make the model shard the embeddings that it receives in place of token ids."""

@@ -28,29 +28,28 @@ from torch import Tensor
 
 from plait.comm import Group, all_reduce
 from plait.errors import ModelError
+from plait.plan.memory import wide_chunk
 
 SINGLE_RANK = Group((0,), 0, None)  # holds all columns
 
 _CPU_CHUNK = 1 << 17  # logits, per thread: one float32 copy fills half a core's cache
-# On a GPU a chunk is a few launches, and a product of few rows is slow: at least so many tokens, as far as a
-# float32 copy of their logits has at most 1 GiB.
-_GPU_CHUNK_TOKENS = 1024
-_GPU_MIN_CHUNK = 1 << 23  # logits
-_GPU_MAX_CHUNK = 1 << 28
 
 
 @dataclass
 class LossBuffers:
-    """Peak bytes of the copies in float32 that a loss holds besides its logits.
+    """Peak bytes that a loss holds besides full logits and what backward needs: copies in float32, and what
+    the head's operator holds of a chunk.
 
     device_type   of the device for which logits on meta are estimated
+    held_bytes    by the operator at this time
     """
 
     device_type: str
     peak_bytes: int = 0
+    held_bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        self.peak_bytes = max(self.peak_bytes, num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + num_bytes)
 
 
 def cross_entropy(
@@ -63,9 +62,11 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    weights_T: Tensor | None = None,
     buffers: LossBuffers | None = None,
 ) -> Tensor:
-    """Return the loss summed over tokens, bitwise equal on every rank of `group`; in float32 at least.
+    """Return the loss summed over tokens, bitwise equal on every rank of `group`; in float32 at least. The
+    tokens' losses are multiplied by `weights_T`. Of logits that need not exist: see head.py.
 
     `columns`: (start, stop) of each rank's columns of the vocabulary, in rank order; any number of them, or
     none. `targets_T` are indices into the full vocabulary, the same on every rank; tokens whose target is
@@ -80,24 +81,27 @@ def cross_entropy(
     assert logits_Tv.shape == (len(targets_T), stop - start), (
         f"logits {tuple(logits_Tv.shape)} for {len(targets_T)} targets, columns {start} to {stop}"
     )
-    options = _Options(
-        group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap, buffers
+    options = TokenLoss(
+        group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap, 1.0, buffers
     )
-    _check_targets(targets_T, options)
-    loss_sum: Tensor = _CrossEntropy.apply(logits_Tv, targets_T, options)
+    options.check_targets(targets_T)
+    loss_sum: Tensor = _CrossEntropy.apply(logits_Tv, targets_T, weights_T, options)
     return loss_sum
 
 
 @dataclass(frozen=True)
-class _Options:
+class TokenLoss:
+    """The options of `cross_entropy`. Logits are multiplied by `scale` before anything else."""
+
     group: Group
     start: int  # of this rank's columns
     vocab_size: int
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    buffers: LossBuffers | None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    scale: float = 1.0
+    buffers: LossBuffers | None = None
 
     def local_targets(self, logits_Tv: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mask of targets that are this rank's columns, and their local indices (0 elsewhere)."""
@@ -105,43 +109,74 @@ class _Options:
         is_local_T = (local_T >= 0) & (local_T < logits_Tv.shape[1]) & (targets_T != self.ignore_index)
         return is_local_T, local_T.masked_fill_(~is_local_T, 0)
 
+    def capped_(self, logits: Tensor) -> Tensor:
+        """Apply scale and softcap, in place."""
+        scaled = logits if self.scale == 1.0 else logits.mul_(self.scale)
+        if self.softcap is None:
+            return scaled
+        return scaled.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def check_targets(self, targets_T: Tensor) -> None:
+        """Raise for invalid targets; a GPU is not synchronized, but asserts as in torch's cross entropy."""
+        if targets_T.is_meta or not len(targets_T):
+            return
+        is_valid_T = ((targets_T >= 0) & (targets_T < self.vocab_size)) | (targets_T == self.ignore_index)
+        if targets_T.device.type != "cpu":
+            torch._assert_async(is_valid_T.all())
+        elif not is_valid_T.all():
+            raise ModelError(
+                "a target is not in the vocabulary",
+                given=int(targets_T[~is_valid_T][0]),
+                expected=f"0 to {self.vocab_size - 1}",
+                hint=f"{self.ignore_index}, for a token without a target",
+            )
+
 
 class _CrossEntropy(torch.autograd.Function):
     """See [Note: vocabulary-parallel cross entropy]."""
 
     @staticmethod
-    def forward(ctx: Any, logits_Tv: Tensor, targets_T: Tensor, options: _Options) -> Tensor:
+    def forward(
+        ctx: Any, logits_Tv: Tensor, targets_T: Tensor, weights_T: Tensor | None, options: TokenLoss
+    ) -> Tensor:
         ctx.options = options
-        if logits_Tv.is_meta:
-            for message in _empty_messages(logits_Tv, options):
-                all_reduce(message, options.group)
-            if options.buffers is not None:
-                chunk_size, num_copies = _chunk_facts(logits_Tv, options, options.buffers.device_type)
-                row_bytes = _new(logits_Tv, logits_Tv.shape[1]).nbytes
-                options.buffers.add(num_copies * chunk_size * row_bytes)
-            ctx.save_for_backward(logits_Tv, targets_T, _new(logits_Tv, len(logits_Tv)))
-            return _new(logits_Tv)
-        loss_sum, factor_T = _loss_sum(logits_Tv, targets_T, options)
-        ctx.save_for_backward(logits_Tv, targets_T, factor_T)
+        loss_sum, factor_T = summed_loss(logits_Tv, targets_T, weights_T, options)
+        ctx.save_for_backward(logits_Tv, targets_T, weights_T, factor_T)
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise ModelError(
-                "the vocabulary-parallel loss has no second derivative",
-                given="backward with create_graph=True",
-                expected="backward without create_graph",
-                hint="loss= with torch's cross entropy, without tensor parallelism",
-            )
-        logits_Tv, targets_T, factor_T = ctx.saved_tensors
-        if logits_Tv.is_meta:
-            return torch.empty_like(logits_Tv), None, None
-        return _logit_gradient(logits_Tv, targets_T, factor_T, grads[0], ctx.options), None, None
+        refuse_second_derivative()
+        logits_Tv, targets_T, weights_T, factor_T = ctx.saved_tensors
+        grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
+        write_gradient(logits_Tv, targets_T, weights_T, factor_T, grads[0], ctx.options, grad_Tv)
+        return grad_Tv, None, None, None
 
 
-def _loss_sum(logits_Tv: Tensor, targets_T: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
-    """Return the summed loss, and each token's factor of the softmax in the gradient."""
+def refuse_second_derivative() -> None:
+    """Raise ModelError in a backward with create_graph."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "the vocabulary-parallel loss has no second derivative",
+            given="backward with create_graph=True",
+            expected="backward without create_graph",
+            hint="loss= with torch's cross entropy, without tensor parallelism",
+        )
+
+
+def summed_loss(
+    logits_Tv: Tensor, targets_T: Tensor, weights_T: Tensor | None, options: TokenLoss
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss, and each token's factor of the softmax in the gradient. On meta only
+    communicate."""
+    if logits_Tv.is_meta:
+        for message in _empty_messages(logits_Tv, options):
+            all_reduce(message, options.group)
+        if options.buffers is not None:
+            chunk_size, num_copies = _chunk_facts(logits_Tv, options, options.buffers.device_type)
+            row_bytes = new_wide(logits_Tv, logits_Tv.shape[1]).nbytes
+            options.buffers.add(num_copies * chunk_size * row_bytes)
+        return new_wide(logits_Tv), new_wide(logits_Tv, len(logits_Tv))
     local_max_T, message = _local_terms(logits_Tv, options)
     max_T = local_max_T.clone()
     all_reduce(max_T, options.group, "max", label="loss: largest logits")
@@ -161,10 +196,13 @@ def _loss_sum(logits_Tv: Tensor, targets_T: Tensor, options: _Options) -> tuple[
         losses_T += options.z_loss * log_z_T.square()
         factor_T *= 1 + 2 * options.z_loss * log_z_T
     ignored_T = targets_T == options.ignore_index
-    return losses_T.masked_fill_(ignored_T, 0).sum(), factor_T.masked_fill_(ignored_T, 0)
+    losses_T.masked_fill_(ignored_T, 0)
+    if weights_T is not None:
+        losses_T *= weights_T
+    return losses_T.sum(), factor_T.masked_fill_(ignored_T, 0)
 
 
-def _local_terms(logits_Tv: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+def _local_terms(logits_Tv: Tensor, options: TokenLoss) -> tuple[Tensor, Tensor]:
     """Return, for this rank's columns, each token's largest logit, and the message to be all-reduced: sums
     relative to it of exponentials, space for the target's logit and, for label smoothing, sums of logits."""
     num_tokens, num_columns = logits_Tv.shape
@@ -173,7 +211,7 @@ def _local_terms(logits_Tv: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     message.zero_()
     if not num_columns:
         return local_max_T, message
-    peak_T = _new(logits_Tv, num_tokens)
+    peak_T = new_wide(logits_Tv, num_tokens)
     for rows, z_tv, scratch_tv in _chunks(logits_Tv, options):
         max_t = torch.amax(z_tv, 1, out=local_max_T[rows])
         torch.amax(torch.softmax(z_tv, 1, out=scratch_tv), 1, out=peak_T[rows])
@@ -183,31 +221,38 @@ def _local_terms(logits_Tv: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
     return local_max_T, message
 
 
-def _empty_messages(logits_Tv: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+def _empty_messages(logits_Tv: Tensor, options: TokenLoss) -> tuple[Tensor, Tensor]:
     """Return the two uninitialized tensors that are all-reduced: each token's largest logit, and its sums."""
-    num_tokens = len(logits_Tv)
-    return _new(logits_Tv, num_tokens), _new(logits_Tv, 3 if options.label_smoothing else 2, num_tokens)
+    num_tokens, num_sums = len(logits_Tv), 3 if options.label_smoothing else 2
+    return new_wide(logits_Tv, num_tokens), new_wide(logits_Tv, num_sums, num_tokens)
 
 
-def _target_logits(logits_Tv: Tensor, targets_T: Tensor, max_T: Tensor, options: _Options) -> Tensor:
+def _target_logits(logits_Tv: Tensor, targets_T: Tensor, max_T: Tensor, options: TokenLoss) -> Tensor:
     """Return the targets' logits relative to `max_T`; 0 where the target is another rank's or ignored."""
     if not logits_Tv.shape[1]:
         return torch.zeros_like(max_T)
     is_local_T, local_T = options.local_targets(logits_Tv, targets_T)
     target_T = logits_Tv.gather(1, local_T[:, None])[:, 0].to(max_T.dtype)
-    if options.softcap is not None:
-        target_T = (target_T / options.softcap).tanh_() * options.softcap
-    return (target_T - max_T).masked_fill_(~is_local_T, 0)
+    return (options.capped_(target_T) - max_T).masked_fill_(~is_local_T, 0)
 
 
-def _logit_gradient(
-    logits_Tv: Tensor, targets_T: Tensor, factor_T: Tensor, upstream: Tensor, options: _Options
-) -> Tensor:
-    grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
-    if not grad_Tv.numel():
-        return grad_Tv
+def write_gradient(
+    logits_Tv: Tensor,
+    targets_T: Tensor,
+    weights_T: Tensor | None,
+    factor_T: Tensor,
+    upstream: Tensor | float,
+    options: TokenLoss,
+    grad_Tv: Tensor,
+) -> None:
+    """Write the gradient of the logits, whose memory `grad_Tv` may be."""
+    if not grad_Tv.numel() or grad_Tv.is_meta:
+        return
     is_local_T, local_T = options.local_targets(logits_Tv, targets_T)
-    token_grad_T = upstream.to(factor_T.dtype) * (targets_T != options.ignore_index)
+    token_grad_T = (targets_T != options.ignore_index).to(factor_T.dtype) * upstream
+    if weights_T is not None:
+        token_grad_T *= weights_T
+    token_grad_T *= options.scale
     onehot_grad_T = (token_grad_T * is_local_T).mul_(options.label_smoothing - 1)
     smoothing_grad_T1 = (token_grad_T * (-options.label_smoothing / options.vocab_size))[:, None]
     scale_T1 = (factor_T * token_grad_T)[:, None]
@@ -215,7 +260,7 @@ def _logit_gradient(
     has_unused = grad_Tv.device.type != "cpu" or bool(unused_T1.any())
     for rows, z_tv, scratch_tv in _chunks(logits_Tv, options):
         out_tv = grad_Tv[rows]
-        buffer_tv = scratch_tv if scratch_tv.dtype != out_tv.dtype else out_tv
+        buffer_tv = out_tv if scratch_tv.dtype == out_tv.dtype and grad_Tv is not logits_Tv else scratch_tv
         torch.softmax(z_tv, 1, out=buffer_tv).mul_(scale_T1[rows])
         if has_unused:
             buffer_tv.masked_fill_(unused_T1[rows], 0)
@@ -228,14 +273,34 @@ def _logit_gradient(
             buffer_tv.mul_(z_tv.div_(options.softcap).square_().neg_().add_(1))
         if buffer_tv is not out_tv:
             out_tv.copy_(buffer_tv)
-    return grad_Tv
 
 
-def _chunks(logits_Tv: Tensor, options: _Options) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def token_statistics(logits_Tv: Tensor, targets_T: Tensor, options: TokenLoss) -> Tensor:
+    """Return (2, T): each target's log-probability, and the entropy of the token's probabilities."""
+    max_T = new_wide(logits_Tv, len(logits_Tv)).fill_(-torch.inf)
+    message = new_wide(logits_Tv, 3, len(logits_Tv)).zero_()
+    for rows, z_tv, scratch_tv in _chunks(logits_Tv, options) if logits_Tv.shape[1] else ():
+        max_t = torch.amax(z_tv, 1, out=max_T[rows])
+        relative_tv = torch.sub(z_tv, max_t.clamp(min=torch.finfo(max_t.dtype).min)[:, None], out=scratch_tv)
+        exp_tv = relative_tv.exp()
+        message[0, rows] = exp_tv.sum(1)
+        message[1, rows] = exp_tv.mul_(relative_tv).nan_to_num_(0).sum(1)  # 0 of a logit of -inf
+    local_max_T = max_T.clone()
+    all_reduce(max_T, options.group, "max", label="loss: largest logits")
+    shift_T = (local_max_T - max_T).clamp_(min=torch.finfo(max_T.dtype).min)
+    message[1] += message[0] * shift_T
+    message[:2] *= shift_T.exp()
+    message[2] = _target_logits(logits_Tv, targets_T, max_T, options)
+    all_reduce(message, options.group, label="loss: sums over the vocabulary")
+    log_sum_exp_T = message[0].log()
+    return torch.stack([message[2] - log_sum_exp_T, log_sum_exp_T - message[1] / message[0]])
+
+
+def _chunks(logits_Tv: Tensor, options: TokenLoss) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (slice of tokens, their logits in float32 with the softcap applied, scratch of that shape)."""
     num_tokens, num_columns = logits_Tv.shape
     chunk_size, num_copies = _chunk_facts(logits_Tv, options, logits_Tv.device.type)
-    scratch = _new(logits_Tv, chunk_size, num_columns)
+    scratch = new_wide(logits_Tv, chunk_size, num_columns)
     needs_no_copy = num_copies == 1
     buffer = scratch[:0] if needs_no_copy else torch.empty_like(scratch)
     if options.buffers is not None:
@@ -245,15 +310,15 @@ def _chunks(logits_Tv: Tensor, options: _Options) -> Iterator[tuple[slice, Tenso
         z_tv = logits_Tv[rows]
         if not needs_no_copy:
             z_tv = buffer[: len(z_tv)].copy_(z_tv)
-        if options.softcap is not None:
-            z_tv.div_(options.softcap).tanh_().mul_(options.softcap)
+            options.capped_(z_tv)
         yield rows, z_tv, scratch[: len(z_tv)]
 
 
-def _chunk_facts(logits_Tv: Tensor, options: _Options, device_type: str) -> tuple[int, int]:
+def _chunk_facts(logits_Tv: Tensor, options: TokenLoss, device_type: str) -> tuple[int, int]:
     """Return the number of tokens in a chunk, and of tensors in float32 of its logits' shape."""
     num_tokens, num_columns = logits_Tv.shape
-    needs_no_copy = options.softcap is None and logits_Tv.dtype == _new(logits_Tv, 0).dtype
+    is_plain = options.softcap is None and options.scale == 1.0
+    needs_no_copy = is_plain and logits_Tv.dtype == new_wide(logits_Tv, 0).dtype
     chunk_size = max(1, min(num_tokens, chunk_tokens(num_columns, device_type)))
     return chunk_size, 1 if needs_no_copy else 2
 
@@ -262,25 +327,9 @@ def chunk_tokens(num_columns: int, device_type: str) -> int:
     """Return the number of tokens whose logits are in float32 at once; 0 if one token is too large."""
     if device_type == "cpu":
         return _CPU_CHUNK * torch.get_num_threads() // num_columns
-    return min(max(_GPU_CHUNK_TOKENS, _GPU_MIN_CHUNK // num_columns), _GPU_MAX_CHUNK // num_columns)
+    return wide_chunk(num_columns)
 
 
-def _new(logits: Tensor, *shape: int) -> Tensor:
+def new_wide(logits: Tensor, *shape: int) -> Tensor:
     """Return an uninitialized tensor on the logits' device, in float32 at least."""
     return logits.new_empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-
-
-def _check_targets(targets_T: Tensor, options: _Options) -> None:
-    """Raise for invalid targets; a GPU is not synchronized, but asserts as in torch's cross entropy."""
-    if targets_T.is_meta or not len(targets_T):
-        return
-    is_valid_T = ((targets_T >= 0) & (targets_T < options.vocab_size)) | (targets_T == options.ignore_index)
-    if targets_T.device.type != "cpu":
-        torch._assert_async(is_valid_T.all())
-    elif not is_valid_T.all():
-        raise ModelError(
-            "a target is not in the vocabulary",
-            given=int(targets_T[~is_valid_T][0]),
-            expected=f"0 to {options.vocab_size - 1}",
-            hint=f"{options.ignore_index}, for a token without a target",
-        )

@@ -19,9 +19,10 @@ layer's forward and backward without values, as they are; operators.py has what 
 A layer that splits its input, gathers its output or multiplies in float8 runs uncompiled, between two graphs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from plait.parallel.tensor.functional import (
     gather,
     split,
 )
+from plait.parallel.tensor.head import DeferredLogits, HeadOperator
 from plait.parallel.tensor.operators import define, is_traced
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.shards import ShardedDim, TokenShards, token_dim
@@ -61,18 +63,43 @@ from plait.plan.sharding import Range
 
 @dataclass
 class HeadOutput:
-    """Output mode of the head: logits sharded over the vocabulary, or all of them."""
+    """Output mode of the head.
 
-    keep_sharded: bool = False
+    loss     of the model's outputs, inside of its forward, where ZeRO has gathered the weights. With it, the
+             head returns this rank's columns of the logits, deferred if it `defers`; else all logits
+    result   of `loss`
+    """
+
+    loss: Callable[[Any], Any] | None = None
+    defers: bool = True
+    result: Any = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Compute the loss at the end of the model's forward. Copies of the model do as well."""
+
+        def call_loss(_: nn.Module, __: Any, outputs: Any) -> None:
+            if self.loss is not None:
+                self.result = self.loss(outputs)
+
+        model.register_forward_hook(call_loss)
 
     @contextmanager
-    def keep_logits_sharded(self) -> Iterator[None]:
-        """Make the head return only this rank's columns of the logits, inside the context."""
-        before, self.keep_sharded = self.keep_sharded, True
+    def calling(self, loss: Callable[[Any], Any] | None) -> Iterator[None]:
+        """Call this loss in a forward inside the context."""
+        self.loss = loss
         try:
             yield
         finally:
-            self.keep_sharded = before
+            self.loss, self.result = None, None
+
+    def full(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Call the head without deferring its logits."""
+        before, self.defers = self.defers, False
+        try:
+            logits: Tensor = module(x)
+            return logits
+        finally:
+            self.defers = before
 
 
 @dataclass(frozen=True)
@@ -103,7 +130,19 @@ class ParallelLinear:
     used_output: UsedFeatures | None = None
     summed: tuple[Range, ...] = ()
 
-    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, x: Tensor, operator: HeadOperator | None = None) -> Tensor:
+        if operator is not None:
+            groups = self.reduce_group, self.shared_inputs.group
+            return operator(*self._operands(module, x), *groups)
+        if (
+            self.head is not None
+            and self.head.loss is not None
+            and self.head.defers
+            and not _has_hooks(module)
+        ):
+            weight, make = weight_of(module), partial(self.head.full, module, x)
+            dtype = autocast_dtype(x.device.type) or x.dtype
+            return DeferredLogits(module, x, (*x.shape[:-1], len(weight)), dtype, make)
         num_sequences = None if self.sequence_shard is None else self.sequence_shard.num_flattened(x)
         if num_sequences is None:
             return self._output(module, x)
@@ -126,7 +165,7 @@ class ParallelLinear:
         y = copy_ranges_to_group(self.sharded_output(module, x), self.summed, self.reduce_group)
         if self.used_output is not None:
             return self.used_output(y)
-        if self.gather_output is None or (self.head is not None and self.head.keep_sharded):
+        if self.gather_output is None or (self.head is not None and self.head.loss is not None):
             return y
         return gather(y, self.gather_output)
 
@@ -137,14 +176,25 @@ class ParallelLinear:
 
     def sharded_output(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return this rank's features of the output, (..., o)."""
-        if self.split_input is not None:
-            x = split(x, self.split_input)
-        x, weight, bias = _autocast(x, weight_of(module), getattr(module, "bias", None))
+        x, weight, bias = self._operands(module, x)
         lookup = self.shared_inputs.lookup if self.input_is_gathered else self.shared_inputs.share
         view = lookup(x, module, self.scope)
         tokens = None if self.sequence_shard is None else self.sequence_shard.shards_of_full(x)
         call = _LinearCall(self.products, self.reduce_group, view.shared_input, weight, tokens)
         return call.run(x, bias, view)
+
+    def _operands(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's features of the input, its shard of the weight, and the bias."""
+        if self.split_input is not None:
+            x = split(x, self.split_input)
+        return _autocast(x, weight_of(module), getattr(module, "bias", None))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True if hooks of others than plait read or change the module's inputs, outputs or their gradients."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    of_backward = module._backward_hooks or module._backward_pre_hooks
+    return bool(of_backward) or not all(str(hook.__module__).startswith("plait.") for hook in hooks)
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -60,7 +60,7 @@ def allocated_bytes(
         **use,
         buffers=buffers + (0 if offloads else blocks),
         activations=activation_bytes,
-        loss=loss_bytes if context.device.type == "cuda" else 0,
+        loss=loss_bytes,
         host=host,
         disk=optimizer.disk_bytes,
         **_besides_tensors(context.device),
