@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch.utils.data import DataLoader
 
 from plait.api import parallelize
@@ -21,6 +22,7 @@ from plait.data.dataset import TokenStore, TokenStream, open_store
 from plait.data.documents import Documents, PackedDocuments, PaddingCollator, check_documents
 from plait.data.loader import Batch, Batches, Samples, Windows, check_samples, loader
 from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
+from plait.data.show import show_documents
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
 from plait.engine.spec import Arguments, validate
@@ -212,6 +214,9 @@ def prepare(
     run = ResolvedRun(complete, resolved, run_dir, store)
     run.check_samples()
     if not resume:
+        if recipe.data.kind != "text":
+            tokenizer = read_tokenizer(store.tokenizer_dir)
+            show_documents(store.train, tokenizer, Console(stderr=True, soft_wrap=True))
         create_run_dir(run_dir, run.recipe, store, start, run.check_checkpoint)
         lock_run(run_dir, lock)
         return run
@@ -425,7 +430,10 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
         "run": {"offload_dir": recipe.run.offload_dir, "trace": recipe.run.trace},
         "model": of_model,
         "data": {"dir": recipe.data.dir},
-        "tokenizer": {"path": recipe.tokenizer.path},
+        "tokenizer": {
+            "path": recipe.tokenizer.path,
+            "chat_template": recipe.tokenizer.chat_template,
+        },
     }
     changed = {}
     for name, values in sections.items():
