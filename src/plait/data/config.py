@@ -77,3 +77,14 @@ class DataConfig(BaseModel):
     workers: int = Field(default=1, ge=0, le=MAX_WORKERS)
     build_workers: int | None = Field(default=None, ge=0, le=MAX_WORKERS)
     verify: bool = True
+
+    @model_validator(mode="after")
+    def _of_kind(self) -> Self:
+        if self.kind != "text" and self.samples in ("windows", "packed"):
+            raise ValueError(
+                f"samples = {self.samples!r} cuts the stream of tokens anywhere, and would train on all of it: "
+                f"kind = {self.kind!r} needs samples that are complete documents"
+            )
+        if self.kind == "text" and (self.train_on != "all" or self.train_empty_thinking):
+            raise ValueError("train_on and train_empty_thinking have no effect on kind = 'text'")
+        return self
