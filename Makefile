@@ -47,7 +47,13 @@ TORCHAO := build/torchao
 $(TORCHAO): constraints.txt $(BIN)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ torchao && touch $@ || rm -rf $@
 
-# The same for the generator of the site.
+# The same for Weights & Biases.
+WANDB := build/wandb
+
+$(WANDB): constraints.txt $(BIN)/.installed
+	$(BIN)/pip install --quiet --upgrade --target $@ wandb && touch $@ || rm -rf $@
+
+# And for the generator of the site.
 GENERATOR := build/site-generator
 
 $(GENERATOR): constraints.txt $(BIN)/.installed
@@ -56,8 +62,9 @@ $(GENERATOR): constraints.txt $(BIN)/.installed
 docs: install $(GENERATOR)  ## the documentation site, in build/site
 	PYTHONPATH=$(GENERATOR) $(BIN)/python tools/build_site.py
 
-test: check $(TORCHAO) $(GENERATOR)  ## everything that CI runs
+test: check $(TORCHAO) $(WANDB) $(GENERATOR)  ## everything that CI runs
 	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/docs/test_site.py
+	PYTHONPATH=$(WANDB) $(BIN)/python -m pytest -rs tests/one/test_wandb.py
 	$(BIN)/python tools/run_tests.py
 
 # The C sources in a program of their own, with the compiler's checks of memory and of threads.

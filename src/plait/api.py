@@ -38,6 +38,7 @@ def parallelize(
     clip_norm: float | None = None,
     clip_value: float | None = None,
     router_bias_update: float | None = None,
+    router_z_loss: float | None = None,
     loss: Loss | None = None,
     loss_scaling: LossScaling | None = None,
     blocks: Blocks | None = None,
@@ -58,6 +59,7 @@ def parallelize(
     param_groups    as in torch, or with an `optimizer` of their own. None: no decay for norms and biases
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     router_bias_update  rate at which biases of routers follow the loads of experts (DeepSeek-V3: 0.001)
+    router_z_loss   coefficient of the z loss of routers (ST-MoE: 0.001)
     loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList

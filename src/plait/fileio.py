@@ -1,4 +1,4 @@
-"""Atomic file writes, and bounded reads.
+"""Atomic file writes, bounded reads, and imports of a user's modules.
 
 A file is complete and on disk when a write returns, or does not exist. It is written next to the target under
 a unique name, synced, and renamed; the folder is synced too, because a power failure may otherwise undo the
@@ -17,6 +17,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -370,3 +372,11 @@ def check_output_paths(outputs: Mapping[str, Path | None]) -> None:
             )
         if path.is_dir():
             raise ConfigError(f"{flag} is a folder", given=path, expected="a file name", hint=f"{path}/NAME")
+
+
+def import_object(name: str, folder: Path) -> Any:
+    """Import `module:attribute`, in this folder or installed. Raises whatever the module raises."""
+    module, _, attribute = name.partition(":")
+    if (path := str(folder)) not in sys.path:
+        sys.path.insert(0, path)
+    return getattr(importlib.import_module(module), attribute)

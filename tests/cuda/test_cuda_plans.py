@@ -46,6 +46,12 @@ CASES = [
     Case(4, "dp=4 ep=2 zero=1 precision=fp32", syncs=3, message_ctas=64, options=IDLE),
     Case(4, "dp=2 ep=2 tp=2 sp=true zero=1 precision=bf16", syncs=3, message_ctas=64, options=MIXTURE),
     Case(4, "dp=2 ep=2 pp=2 micro=2 precision=fp32", syncs=3, message_ctas=64, options=MIXTURE),
+    # With a capacity, one wait for shapes in a step, and none in forwards
+    Case(2, "dp=2 ep=2 capacity=1 zero=1 micro=2 precision=bf16", 2, message_ctas=64, options=MIXTURE),
+    Case(
+        4, "dp=4 ep=2 capacity=1.5 micro=3 recompute=full precision=fp32", 2, message_ctas=64, options=MIXTURE
+    ),
+    Case(4, "dp=2 ep=2 tp=2 capacity=1.5 precision=fp32", 2, message_ctas=64, options=MIXTURE),
     # pipelines
     Case(2, "pp=2 micro=4 schedule=1f1b precision=bf16", syncs=1),
     Case(2, "pp=2 micro=4 schedule=zb-h1 precision=bf16", syncs=1, options=DEEP),

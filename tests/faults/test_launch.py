@@ -1,5 +1,6 @@
 """Jobs on local ranks as real processes: how they start, what they open, how they end."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.comm import launch_local
-from plait.comm.rank_monitor import RestartPolicy
+from plait.comm import launch_local, rank_monitor
+from plait.comm.rank_monitor import RankMonitor, RestartPolicy
 from plait.errors import CommError
 from support import warm
 from support.cli_runs import LOOPBACK, family, listening
@@ -135,7 +136,8 @@ def start(how: str, script: Write, tmp_path: Path) -> Iterator[Start]:
     for launcher in launchers:
         if launcher.poll() is None:
             for pid in family(launcher.pid):  # ranks that are left would keep its output open
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signal.SIGKILL)
         launcher.communicate()
 
 
@@ -384,6 +386,31 @@ def test_a_rank_that_is_killed_is_started_again_as_often_as_allowed(tmp_path: Pa
     command = ("timeout", "60", "sh", "-c", program, str(starts))
     assert launch_local(2, [], command=command, policy=RestartPolicy([1], [1], max_restarts=2)) == 0
     assert len(starts.read_text().split()) == 3
+
+
+def test_a_rank_that_is_killed_between_looks_at_it_and_at_its_victim_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    # Ends with 1 once `cause` is dead (or a zombie, not yet reaped).
+    program = f"while ! grep -qs '^State:.Z' /proc/{cause.pid}/status; do sleep 0.01; done; exit 1"
+    victim = subprocess.Popen(["sh", "-c", program], start_new_session=True)
+    look, looks = rank_monitor._poll_exit_code, []
+
+    def look_slowly(pid: int) -> int | None:
+        code = look(pid)
+        if not looks:
+            cause.kill()
+            os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
+        looks.append(pid)
+        return code
+
+    monkeypatch.setattr(rank_monitor, "_poll_exit_code", look_slowly)
+    monitor = RankMonitor(60.0, RestartPolicy(), tmp_path / "begun")
+    while monitor.poll({0: cause.pid, 1: victim.pid}):
+        time.sleep(0.05)
+    assert (cause.wait(), victim.wait()) == (-signal.SIGKILL, 1)
+    assert monitor.exit_code() == 128 + signal.SIGKILL
 
 
 def test_a_rank_that_is_killed_because_it_is_stuck_leaves_no_semaphore(tmp_path: Path) -> None:

@@ -27,6 +27,13 @@ PLAN = "dp=2 ep=2"
         ),
         ("mixtral", "dp=3 ep=3", ("the experts do not divide over ep", "4 experts", ": a plan without ep")),
         ("mixtral", "dp=8 ep=8", ("the experts do not divide over ep", "4 experts", "ep=2 or ep=4")),
+        ("dbrx", f"{PLAN} capacity=1", ("capacity does not work with these experts", "DbrxExperts")),
+        ("llama4_text", f"{PLAN} capacity=1", ("capacity does not work with these", "Llama4TextExperts")),
+        (
+            "mixtral",
+            f"{PLAN} capacity=1 compile=true recompute=selective",
+            ("dropped choices of experts are not counted", "no compile or no capacity"),
+        ),
     ],
 )
 def test_experts_that_do_not_divide_are_refused_by_name(
@@ -52,6 +59,18 @@ def test_experts_of_several_stages_are_refused() -> None:
     validate(Arguments(model, Plan.parse(PLAN)))
     with pytest.raises(PlaitError, match="experts that blocks of several stages share"):
         validate(Arguments(model, Plan.parse(f"{PLAN} pp=2 micro=2")))
+
+
+def test_memory_under_a_capacity_is_the_same_for_all_routing() -> None:
+    model: Any = hf_models.model_of("mixtral", exact=False)
+    model.set_experts_implementation("grouped_mm")
+    batch = token_batch(2, 8)
+    uneven, even, more = (
+        explain(Arguments(model, Plan.parse(f"{PLAN}{words}")), batch).rank_classes[0]
+        for words in ("", " capacity=1", " capacity=2")
+    )
+    assert uneven.uneven_bytes > even.uneven_bytes == more.uneven_bytes == 0
+    assert even.memory.activations < more.memory.activations
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_directory_that_is_removed_is_one_error_and_no_traceback_of_a_thread(t
         limit_s = time.monotonic() + 20
         with Metrics(run, Console(file=io.StringIO()), 0, 10**9, 1) as metrics:
             metrics.step(facts(1))
-            metrics._board.flush()  # its thread does nothing now
+            metrics._boards[0]._writer.flush()  # its thread does nothing now
             shutil.rmtree(run.path)
             while time.monotonic() < limit_s:
                 metrics.validation(1, 2.0)
@@ -286,13 +286,19 @@ def test_the_picture_of_experts_shows_their_loads(tmp_path: Path, number: int) -
         for step in (13, 14):
             metrics.experts(step, {"first": loads, "second": loads[::-1]})
         metrics.step(
-            replace(facts(15), aux_loss=1.5, **expert_facts({"first": [3, 0, 1], "second": [1, 2, 3]}))
+            replace(
+                facts(15),
+                aux_loss=1.5,
+                dropped_choices=2,
+                **expert_facts({"first": [3, 0, 1], "second": [1, 2, 3]}),
+            )
         )
     with run.metrics.open("a") as file:
         file.write('{"step": 16, "expert_loads": {"first": "many"}}\n')
     *_, experts, step = read_metrics(run.metrics)
     assert experts["expert_loads"] == {"first": loads, "second": loads[::-1]}
     assert (step["aux_loss"], step["expert_imbalance"], step["idle_experts"]) == (1.5, 9 / 4, 1)
+    assert step["dropped_choices"] == 2
     assert draw_experts(run.metrics, run.experts)
     assert run.experts.read_bytes().startswith(b"\x89PNG")
 

@@ -141,6 +141,8 @@ def test_the_messages_of_attention_are_those_of_explain_to_the_byte(text: str, r
         (MIXTRAL, "dp=2 cp=2 ep=2 tp=2"),
         (MIXTRAL, "dp=2 ep=2 tp=2 sp=true"),
         (SIX_EXPERTS, "dp=2 cp=2 ep=2 tp=2"),
+        (MIXTRAL, "dp=2 ep=2 tp=2 capacity=1.3"),
+        (MIXTRAL, "dp=2 cp=2 ep=4 capacity=0.7"),
         (SIX_EXPERTS, "dp=2 ep=2 tp=2 sp=true"),
     ],
 )

@@ -44,6 +44,42 @@ def test_a_step_has_the_loss_that_the_model_returns() -> None:
     )
 
 
+def test_forwards_that_count_draw_the_same_numbers_and_leave_no_trace() -> None:
+    """Not in buffers, nor in loads."""
+    model, seen = _mixtral(attention_dropout=0.5), list[torch.Tensor]()
+    model.model.layers[1].mlp.gate.register_forward_hook(
+        lambda _, __, output: seen.append(output[0].detach())
+    )
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_pre_hook(lambda module, _: module.calls.add_(1) and None)
+    engine = plait.parallelize(model, "dp=1 micro=2 router_balance=step", router_z_loss=0.1)
+    batch = {"input_ids": IDS, "labels": IDS}
+    for step in (1, 2):
+        seen.clear()
+        result = engine.step(batch)
+        first, second = (torch.stack(seen[start : start + 2]) for start in (0, 2))
+        assert torch.equal(first, second)
+        assert not torch.equal(first[0], first[1])
+        assert float(model.calls) == 2 * step
+        assert {sum(load) for load in result.expert_loads.values()} == {IDS.numel() * 2}
+        expected = torch.stack(seen[2:]).logsumexp(-1).square().mean()
+        assert result.z_loss is not None
+        assert result.z_loss > float(expected)  # of two layers
+    with pytest.raises(PlanError, match="no counts of the step's"):
+        engine.loss(batch)
+
+
+def test_losses_of_routers_that_a_model_does_not_have_are_refused() -> None:
+    with pytest.raises(PlanError, match="router_balance has no effect"):
+        plait.parallelize(hf_models.model_of("mixtral"), "dp=1 micro=2 router_balance=step")
+    with pytest.raises(ConfigError, match="no routers whose z loss"):
+        plait.parallelize(hf_models.model_of("llama"), "dp=1", router_z_loss=0.001)
+    with pytest.raises(ConfigError, match=r"not a valid coefficient(?s:.)*: router_z_loss=0.001"):
+        plait.parallelize(hf_models.model_of("mixtral"), "dp=1", router_z_loss=-1.0)
+    with pytest.raises(PlanError, match="router_z_loss"):
+        validate(Arguments(hf_models.model_of("mixtral"), "dp=2 servers=1", router_z_loss=0.001))
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text"])
 def test_another_formula_is_refused_by_the_models_name(family: str) -> None:
     model: Any = hf_models.model_of(family)

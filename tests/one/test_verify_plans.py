@@ -4,8 +4,9 @@ import pytest
 
 from plait.plan import Grid, Plan
 from plait.verify import all_plans
+from plait.verify.model_spec import parse_source
 from plait.verify.sweep import simpler_plans
-from plait.verify.worker import describe_ranks
+from plait.verify.worker import common_experts, describe_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 8])
@@ -27,6 +28,16 @@ def test_a_sweep_has_every_arrangement_of_the_ranks_once(num_ranks: int) -> None
         assert {p.zero for p in mine} == ({0, 1, 2, 3} if dp > 1 else {0})
         assert {p.sp for p in mine} == ({False, True} if cols > 1 else {False})
         assert len({p.schedule for p in mine}) == (3 if pp > 1 else 1)
+
+
+@pytest.mark.parametrize(("model", "experts"), [("mixtral", 4), ("llama", 1), ("dbrx", 4)])
+def test_a_sweep_of_a_mixture_has_every_ep_that_divides_its_experts(model: str, experts: int) -> None:
+    assert common_experts(parse_source(model, layers=2)) == experts
+    without, plans = all_plans(4), all_plans(4, experts)
+    assert [str(plan) for plan in plans if plan.ep == 1] == [*map(str, without)]
+    assert {(plan.dp, plan.ep) for plan in plans} == {
+        (dp, ep) for dp in (1, 2, 4) for ep in (1, 2, 4) if dp % ep == 0 and experts % ep == 0
+    }
 
 
 def test_simpler_plans_lack_one_part_each() -> None:

@@ -96,25 +96,26 @@ def test_every_key_takes_effect_on_the_value() -> None:
         "dp=8 tp=2x4 pp=2 schedule=bfs chunks=3 stages=1,2,3,4,5,6 sp=true "
         "zero=3 shard=4 micro=4 accumulate=unsharded prefetch=2 reshard=step "
         "precision=bf16 reduce=bf16 algorithm=ring optim_dtype=bf16 offload=cpu "
-        "recompute=every=2 compile=true sync_batchnorm=true deterministic=true"
+        "recompute=every=2 compile=true sync_batchnorm=true deterministic=true "
+        "router_balance=step"
     )
     plan = Plan.parse(text)
     assert plan == Plan(
-        *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 1, "auto", 1, 3, 4, 4, "unsharded"),
+        *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 1, "auto", 1, "none", 3, 4, 4, "unsharded"),
         *(2, "step", "bf16", "bf16", "ring"),
-        *("bf16", "cpu", "every=2", True, True, False, True),
+        *("bf16", "cpu", "every=2", True, True, False, True, "step"),
     )
     assert str(plan) == text
     of_servers = ("servers", "sync", "server")
     assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys()) - {
-        *("tf32", "cp", "cp_method", "ep"),
+        *("tf32", "cp", "cp_method", "ep", "capacity"),
         *LOCAL,
         *of_servers,
     }
     assert Plan.parse("dp=3 servers=2 sync=stale:3") == Plan(dp=3, servers=2, sync="stale:3")
     assert Plan.parse("server=colocated") == Plan(server="colocated")
     assert Plan.parse("tf32=true") == Plan(tf32=True)
-    assert Plan.parse("dp=4 ep=2") == Plan(dp=4, ep=2)
+    assert Plan.parse("dp=4 ep=2 capacity=1.25") == Plan(dp=4, ep=2, capacity=1.25)
     text = "dp=2 local_steps=8 outer=nesterov:0.7:0.9 exchange=int8 exchange_parts=2"
     assert Plan.parse(text) == Plan(dp=2, **LOCAL)
     assert str(Plan(dp=2, **LOCAL)) == text

@@ -13,6 +13,7 @@ from plait.planner.communication import Links
 from plait.planner.compute import Rates, product_s
 from plait.planner.memory import peak_memory
 from plait.planner.space import Space
+from plait.planner.traffic import sent_bytes
 from plait.planner.workload import PLAIT
 from planner_lab.runs import Refused, read_runs
 
@@ -65,6 +66,19 @@ def test_fewer_and_larger_groups_of_rows_are_no_slower() -> None:
 def _parts(text: str, model: ModelShape = MIXTRAL, hosts: int = 8) -> dict[str, float]:
     plan = Plan.parse(f"{text} precision=bf16")
     return dict(estimate_step(model, plan, cluster(f"dgx-h100:{hosts}"), WORK).parts)
+
+
+def test_counts_of_the_step_take_its_forwards_and_their_messages_once_more() -> None:
+    words = "dp=32 ep=8 pp=2 micro=4 zero=1 recompute=full"
+    without, parts = _parts(words), _parts(f"{words} router_balance=step")
+    counting = parts.pop("counts of routers")
+    assert parts == pytest.approx(without)
+    forwards = without["recompute"] + without["expert communication"] / 3
+    assert 1 < counting / forwards < 1.5  # and the head, and the pipeline's ends
+    plans = [Plan.parse(f"{words}{more} precision=bf16") for more in ("", " router_balance=step")]
+    before, after = (sent_bytes(MIXTRAL, plan, WORK, 0) for plan in plans)
+    assert after["pp"] == 2 * before["pp"]  # the first stage sends activations alone
+    assert after["ep_shard"] == pytest.approx(4 / 3 * before["ep_shard"])  # forward, recomputed, backward
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 4), ("selective", 6), ("full", 6)])

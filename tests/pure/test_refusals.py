@@ -27,6 +27,7 @@ OPTIONS: dict[str, list[Any]] = {
     "cp": [1, 1, 1, 2, 3, 4],
     "cp_method": ["auto", "auto", "allgather", "ulysses", "ring", "2x2"],
     "ep": [1, 1, 1, 2, 3, 4],
+    "capacity": ["none", "none", "none", "1.25"],
     "zero": [0, 1, 2, 3],
     "shard": [0, 0, 1, 2, 3, 4],
     "micro": [1, 2, 5],
@@ -43,6 +44,7 @@ OPTIONS: dict[str, list[Any]] = {
     "sync_batchnorm": [False, False, True],
     "tf32": [False, False, False, True],
     "deterministic": [False, False, True],
+    "router_balance": ["micro", "micro", "step"],
     "local_steps": [0, 0, 1, 4],
     "outer": ["average", "average", "nesterov:0.7:0.9"],
     "exchange": ["fp32", "fp32", "bf16", "int8"],
@@ -124,6 +126,7 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "expert parallelism does not work with these keys yet": lambda v: (
         v["ep"] > 1 and (v["algorithm"] != "auto" or v["reduce"] not in ("fp32", "bf16"))
     ),
+    "capacity has an effect only with ep": lambda v: v["capacity"] != "none" and v["ep"] == 1,
     "fp64 cannot be combined with a narrower reduce, optim_dtype or exchange": lambda v: (
         v["precision"] == "fp64" and {v["reduce"], v["optim_dtype"], v["exchange"]} != {"fp32"}
     ),

@@ -30,9 +30,9 @@ PLANS = (
 )
 
 
-def check(pool: Pool, family: str, words: str, data: Any = programs.batches) -> None:
+def check(pool: Pool, family: str, words: str, data: Any = programs.batches, **options: Any) -> None:
     plan = plait.Plan.parse(f"{words} precision=fp64")
-    task = router_models.task_of(family, data)
+    task = router_models.task_of(family, data, **options)
     ours, *others = pool.run(programs.train_task, plan.num_ranks, task, str(plan))
     for other in others:
         assert (other.losses, other.norms) == (ours.losses, ours.norms)
@@ -47,6 +47,48 @@ def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, w
 @pytest.mark.parametrize("words", ["dp=2 ep=2 micro=2", "pp=2 micro=2", "cp=2"])
 def test_padding_is_not_counted(pool: Pool, words: str) -> None:
     check(pool, "mixtral", words, router_models.padded)
+
+
+Z_PLANS = (
+    ("mixtral", "dp=2 ep=2 zero=3 micro=2 recompute=full"),
+    ("mixtral", "pp=2 micro=3"),
+    ("mixtral", "cp=2"),
+    ("qwen2_moe", "dp=2 cp=2 ep=2 zero=1"),
+    ("deepseek_v3", "dp=2 micro=2"),
+    ("deepseek_v3", "tp=2 sp=true"),
+    ("deepseek_v3", "pp=2 micro=4 chunks=2 schedule=interleaved"),
+    ("deepseek_v3", "dp=2 ep=2 tp=2 pp=2 micro=2 zero=1"),
+)
+
+
+@pytest.mark.parametrize(("family", "words"), Z_PLANS)
+def test_the_z_loss_is_the_one_process_programs(pool: Pool, family: str, words: str) -> None:
+    """With and without an auxiliary loss; of tokens that the attention mask does not hide."""
+    check(pool, family, words, router_models.padded, z_loss=router_models.Z_LOSS)
+
+
+STEP_PLANS = (
+    ("mixtral", "dp=2 micro=3"),
+    ("mixtral", "dp=2 ep=2 zero=3 micro=2 recompute=full"),
+    ("mixtral", "pp=2 micro=4 chunks=2 schedule=interleaved"),
+    ("mixtral", "tp=2 micro=2"),
+    ("qwen2_moe", "dp=2 micro=2 cp=2 ep=2 zero=3 reshard=step"),
+    ("qwen2_moe", "pp=2 micro=3 schedule=zb-h1"),
+    ("deepseek_v3", "dp=2 pp=2 micro=3 zero=1"),
+    ("deepseek_v3", "dp=2 ep=2 tp=2 micro=2 zero=3"),
+)
+
+
+def test_counts_of_the_step_are_verified_with_one_batch(pool: Pool) -> None:
+    verdict = _verified(pool, "mixtral", "dp=2 micro=2 router_balance=step")
+    assert verdict.outcome is Outcome.SAME, verdict.message
+
+
+@pytest.mark.parametrize(("family", "words"), STEP_PLANS)
+def test_counts_of_the_step_make_one_micro_batch_of_it(pool: Pool, family: str, words: str) -> None:
+    """Loss, gradients and weights are those of one process that has no micro-batches."""
+    words += " router_balance=step"
+    check(pool, family, words, router_models.padded, z_loss=router_models.Z_LOSS)
 
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "dbrx")

@@ -13,7 +13,7 @@ from plait.engine.routers import Pass, StageRouters, Tap
 from support import programs, router_models
 from support.pool import Pool
 
-_watching, _added, _close = StageRouters.watching, StageRouters.added, Tap.close
+_watching, _added, _close, _z_sum = StageRouters.watching, StageRouters.added, Tap.close, routers.z_sum
 
 
 def _without_counts(self: StageRouters, outputs: Any) -> Any:
@@ -34,16 +34,30 @@ def _kept_open(self: Tap) -> tuple[Tensor, ...]:
     return seen
 
 
+def _added_again(self: Tap) -> tuple[Tensor, ...]:
+    *recomputed, own = _kept_open(self)
+    return (*(logits.detach() for logits in recomputed), own)
+
+
 def _in_evaluation(self: StageRouters, micro: Any, kind: Pass) -> Any:
     return _watching(self, micro, kind._replace(trains=True))
 
 
+def _forgotten(self: StageRouters) -> None:
+    self._of_step = None
+
+
+STEP = "dp=2 micro=2 router_balance=step"
 OF_LOSSES: dict[str, tuple[str, Any, str, Any]] = {
     "counts not summed over stages": ("pp=2 micro=2", StageRouters, "message", _without_counts),
     "no gradient sent back to stages": ("pp=2 micro=2", StageRouters, "message", _detached),
     "mean of local losses": ("dp=2", routers, "all_reduce", lambda *_, **__: None),
     "auxiliary loss divided by dp": ("dp=2 ep=2", StageRouters, "added", _divided),
     "padding counted": ("dp=2", routers, "_mask", lambda _: None),
+    "z loss multiplied by dp": ("dp=2", routers, "z_sum", lambda *given: 2 * _z_sum(*given)),
+    "logits of recomputed blocks added": ("dp=2 micro=2 recompute=full", Tap, "close", _added_again),
+    "step's counts of the rank alone": (STEP, StageRouters, "end_first_pass", lambda _: None),
+    "counts of micro-batches": (STEP, StageRouters, "end_first_pass", _forgotten),
 }
 OF_LOADS: dict[str, tuple[str, Any, str, Any]] = {
     "recomputed blocks counted": ("dp=2 micro=2 recompute=full", Tap, "close", _kept_open),
@@ -59,7 +73,7 @@ def _train(task: programs.Task, plan: str, defect: str) -> programs.Trace:
 
 @pytest.mark.parametrize("defect", OF_LOSSES)
 def test_a_defect_changes_the_numbers(pool: Pool, defect: str) -> None:
-    task = router_models.task_of("mixtral", router_models.padded)
+    task = router_models.task_of("mixtral", router_models.padded, z_loss=router_models.Z_LOSS)
     plan = plait.Plan.parse(f"{OF_LOSSES[defect][0]} precision=fp64")
     ours, *_ = pool.run(_train, 2, task, str(plan), defect)
     with pytest.raises(AssertionError):

@@ -1,6 +1,7 @@
 """Helpers of command line tests: a small recipe, commands as real processes, their results."""
 
 import atexit
+import contextlib
 import functools
 import os
 import re
@@ -234,9 +235,10 @@ def _is_rank(pid: str) -> bool:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
+    """A process and all its descendants, but for those of processes that end meanwhile."""
     found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += family(int(child))
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += family(int(child))
     return found

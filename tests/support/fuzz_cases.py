@@ -185,6 +185,7 @@ PLAN_VALUES = {
     **dict.fromkeys(("sp", "compile", "sync_batchnorm", "tf32", "deterministic"), "true false 1"),
     "accumulate": "auto sharded unsharded cut",
     "reshard": "use step always",
+    "router_balance": "micro step micro-batch",
     "precision": "fp32 bf16 fp16 fp64 fp8",
     "reduce": "fp32 bf16 int8 powersgd:2 powersgd:999999 powersgd:0",
     "algorithm": "auto ring two-level rings",

@@ -174,6 +174,7 @@ class Task:
     clip_norm: float | None = CLIP
     clip_value: float | None = None
     router_bias_update: float | None = None
+    router_z_loss: float | None = None
     blocks: Callable[[nn.Module], Any] | None = None
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
     prepare: Callable[[nn.Module], None] | None = None
@@ -217,6 +218,7 @@ def engine_of(task: Task, plan: str, seed: int = 3, world: Any = None) -> plait.
         options |= {} if task.groups is None else {"param_groups": task.groups(model)}
         options |= {} if task.clip_value is None else {"clip_value": task.clip_value}
         options |= {} if task.router_bias_update is None else {"router_bias_update": task.router_bias_update}
+        options |= {} if task.router_z_loss is None else {"router_z_loss": task.router_z_loss}
         options |= {} if task.probe is None else {"probe": task.probe}
         options |= {} if task.tensor_plan is None else {"tensor_plan": task.tensor_plan}
         with reused_traces(task):

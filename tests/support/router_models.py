@@ -10,18 +10,39 @@ import plait
 from support import hf_models, programs
 
 COEFFICIENT = 0.5  # large, so that an error is above rounding
+Z_LOSS = 0.2  # its coefficient
 RATE = 0.05  # of biases, which then change choices
 
 
-def model_of(family: str, *, on_meta: bool = True) -> Any:
-    more = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "num_hidden_layers": 4}
-    return hf_models.model_of(family, on_meta=on_meta, **more)
+def model_of(family: str, *, on_meta: bool = True, **more: Any) -> Any:
+    if family != "deepseek_v3":  # which has no auxiliary loss
+        more |= {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    return hf_models.model_of(family, on_meta=on_meta, num_hidden_layers=4, **more)
 
 
-def loss_of_model(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """The model's own loss times its targets: a micro-batch's share of the step."""
+_LOGITS: list[Tensor] = []  # of the last forward of `watched`
+
+
+def watched(build: Any, *, on_meta: bool) -> Any:
+    """The model, whose routers note their logits."""
+    model = build(on_meta=on_meta)
+    for module in model.modules():
+        if type(module).__name__.lower().endswith("topkrouter"):
+            module.register_forward_hook(lambda _, __, output: _LOGITS.append(output[0]))
+    return model
+
+
+def loss_of_model(outputs: Any, batch: Any, z_loss: float | None = None) -> tuple[Tensor, Tensor]:
+    """The model's own loss times its targets: a micro-batch's share of the step. With `z_loss`, and the mean
+    over tokens of squared log-sum-exps, layers added up."""
     total, count = programs.summed_loss(outputs, batch)
-    return total + COEFFICIENT * outputs.aux_loss * count, count
+    logits, _LOGITS[:] = list(_LOGITS), []
+    if (aux_loss := getattr(outputs, "aux_loss", None)) is not None:
+        total = total + COEFFICIENT * aux_loss * count
+    if z_loss is not None:
+        is_seen_T = batch.get("attention_mask", torch.ones_like(batch["labels"])).flatten() == 1
+        total = total + sum(of[is_seen_T].logsumexp(-1).pow(2).mean() for of in logits) * z_loss * count
+    return total, count
 
 
 def padded(steps: int) -> list[dict[str, Tensor]]:
@@ -34,9 +55,12 @@ def padded(steps: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def task_of(family: str, data: Any = programs.batches) -> programs.Task:
-    build = functools.partial(model_of, family)
-    return programs.Task(build, data=data, own_loss=True, loss=loss_of_model, steps=3)
+def task_of(
+    family: str, data: Any = programs.batches, *, z_loss: float | None = None, **more: Any
+) -> programs.Task:
+    build = functools.partial(model_of, family, **more)
+    loss = functools.partial(loss_of_model, z_loss=z_loss)
+    return programs.Task(build, data=data, own_loss=True, loss=loss, steps=3, router_z_loss=z_loss)
 
 
 def by_micro(data: Any, micro: int, ranks: int, steps: int) -> list[list[dict[str, Tensor]]]:
@@ -81,7 +105,10 @@ def _biases(engine: plait.Engine) -> dict[str, Tensor]:
 
 
 def one_process(task: programs.Task, plan: plait.Plan, first_weights: dict[str, Tensor]) -> programs.Trace:
-    """The loop over the micro-batches that all ranks have at the same time."""
-    data = functools.partial(by_micro, task.data, plan.micro, plan.dp)
-    alone = programs.Task(task.build, data=data, loss=loss_of_model, steps=task.steps)
+    """The loop over the micro-batches that all ranks have at the same time; or over full batches, if the plan
+    has counts of the step."""
+    parts = (1, 1) if plan.router_balance == "step" else (plan.micro, plan.dp)
+    data = functools.partial(by_micro, task.data, *parts)
+    build = functools.partial(watched, task.build)
+    alone = programs.Task(build, data=data, loss=task.loss, steps=task.steps)
     return programs.one_process_task(alone, first_weights, 1)

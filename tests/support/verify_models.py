@@ -29,7 +29,7 @@ from plait.engine.totals import EvalResult
 from plait.models import causal_lm_on_meta
 from plait.verify import Case, ModelSource, ModelSpec, Verdict
 from plait.verify.model_spec import random_tokens
-from plait.verify.worker import Verifier
+from plait.verify.worker import Dropped, Verifier
 from support import pipeline_models, programs
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -371,4 +371,5 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "one column": one_column_adds_too_much,
     "tied": no_sum_of_tied_weights,
     "exchange": no_exchange_of_islands,
+    "dropless": functools.partial(mock.patch.object, Dropped, "install"),
 }

@@ -75,8 +75,7 @@ def verify(
 
     Exit code 0: they are equal; 1: they differ, or a rank died; 2: the plan is impossible.
     """
-    check_outputs({"--json": json})
-    _check_tolerance(tolerance)
+    _check_options(json, tolerance)
     plan = "dp=1" if packed and not (plan or plans or num_ranks_of_all) else plan
     selected = [_with_dtype(dtype, one) for one in _select_plans(plan, plans, num_ranks_of_all, ranks)]
     stages = max(load_schedule(p.schedule, p.pp, p.micro, p.chunks).num_stages for p in selected)
@@ -90,6 +89,7 @@ def verify(
 
     fork_ranks(rank_entry(call))
     source = _noted(parse_source(model, layers=max(_LAYERS, stages), length=sequence, full=full), layout)
+    selected = _with_experts(selected, source) if num_ranks_of_all else selected
     on = _device(device, transport, max(p.num_ranks for p in selected))
     samples = 2 * lcm(*(p.dp * p.micro for p in selected))
     cases = [Case(source, str(p), dtype, steps, samples, sequence, seed, tolerance, packed) for p in selected]
@@ -125,7 +125,8 @@ def verify_rank(work_dir: Path) -> None:
         raise typer.Exit(LOST_RANK) from None
 
 
-def _check_tolerance(tolerance: float | None) -> None:
+def _check_options(json: Path | None, tolerance: float | None) -> None:
+    check_outputs({"--json": json})
     if tolerance is not None and not 0 < tolerance < 1:
         raise ConfigError(
             "not a relative difference",
@@ -216,6 +217,15 @@ def _select_plans(
         if ranks is not None and one.num_ranks != ranks:
             one.check_ranks(ranks)
     return selected
+
+
+def _with_experts(plans: list[Plan], source: "ModelSource") -> list[Plan]:
+    """Return the plans of a sweep with those that the experts of the model add."""
+    from plait.verify.sweep import all_plans
+    from plait.verify.worker import common_experts
+
+    found = all_plans(plans[0].num_ranks, common_experts(source))
+    return [replace(plan, precision=plans[0].precision) for plan in found]
 
 
 def _read_plans(path: Path) -> list[Plan]:

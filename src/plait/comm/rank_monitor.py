@@ -71,11 +71,9 @@ class RankMonitor:
         self._pids = pids
         now = time.monotonic()
         self._schedule_signals()
-        dead = {
-            rank: code
-            for rank in pids
-            if rank not in self._codes and (code := _poll_exit_code(pids[rank])) is not None
-        }
+        # A second look, if any has died: its cause may be a rank that was killed after the first look at it.
+        dead = self._newly_dead({})
+        dead |= self._newly_dead(dead) if dead else {}
         self._report_late_ranks(dead)
         for rank in [rank for rank, code in dead.items() if code < 0 and rank in self.policy.optional]:
             self._send(rank, signal.SIGKILL)  # processes that the dead rank left running
@@ -97,6 +95,12 @@ class RankMonitor:
         self._send_due(now)
         self._kill_orphans(now)
         return (len(self._codes) < len(pids) or bool(self._orphans_s)) and now < self._abandon_s
+
+    def _newly_dead(self, known: Mapping[int, int]) -> dict[int, int]:
+        """Exit codes of ranks that have ended, of those that are in no record and not `known`."""
+        ranks = self._pids.keys() - self._codes.keys() - known.keys()
+        codes = {rank: _poll_exit_code(self._pids[rank]) for rank in sorted(ranks)}
+        return {rank: code for rank, code in codes.items() if code is not None}
 
     def start_again(self, start: Callable[[int], None]) -> None:
         """Call `start` for ranks that are to be started again, after `poll`."""

@@ -16,6 +16,8 @@ dataset.py    a checked directory of tokens, as two streams
 sampler.py    sample order: a pure function of (seed, epoch, sample number)
 loader.py     samples and their order as a torch DataLoader
 documents.py  samples that know where documents begin: one each, padded, or several packed into a row
+packing.py    distribution of documents over rows and micro-batches
+samples.py    the samples of a recipe's [data], and their order
 """
 
 from collections.abc import Iterable, Mapping

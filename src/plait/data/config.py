@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from plait.errors import ConfigError
 from plait.fileio import check_path
 
 FilePath = Annotated[Path, AfterValidator(check_path)]
@@ -49,10 +50,13 @@ class DataConfig(BaseModel):
     empty think blocks that templates write for messages without reasoning.
 
     `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
-    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `samples`: `windows` of `sequence`
-    tokens each, across documents; `packed`, the same with documents separated; or `documents`, each truncated
-    to `sequence` tokens and padded to a multiple of `pad_to_multiple_of`; `group_by_length` batches are
-    sorted by length together (0: none).
+    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `weights`: of each source, in
+    samples; None: as many as it has. `samples`: `windows` of `sequence` tokens each, across documents;
+    `packed`, the same with documents separated; `bins`, rows of `sequence` tokens that complete documents
+    fill; or `documents`, padded to a multiple of `pad_to_multiple_of`; `group_by_length` batches are sorted
+    by length together (0: none). `long_documents`: what bins and documents do with documents of more than
+    `sequence` tokens. `tokens_per_micro_batch`: as many documents in a micro-batch as fit, with padding;
+    run.batch is then the number of micro-batches.
     `errors`: `raise` at files and rows that are not text, or `skip` them.
     `validation` is a fraction of the documents. `workers` load batches; `build_workers` tokenize (0: this
     process; None: one per core if the corpus is large enough). `verify` hashes the token files at start.
@@ -68,7 +72,10 @@ class DataConfig(BaseModel):
     text_key: str = "text"
     errors: Literal["raise", "skip"] = "raise"
     sequence: int = Field(ge=2, le=MAX_COUNT)
-    samples: Literal["windows", "packed", "documents"] = "windows"
+    samples: Literal["windows", "packed", "documents", "bins"] = "windows"
+    weights: list[Annotated[float, Field(gt=0, le=MAX_COUNT, allow_inf_nan=False)]] | None = None
+    long_documents: Literal["truncate", "split"] = "truncate"
+    tokens_per_micro_batch: int | None = Field(default=None, ge=2, le=MAX_COUNT)
     pad_to_multiple_of: int = Field(default=1, ge=1, le=MAX_COUNT)
     group_by_length: int = Field(default=0, ge=0, le=MAX_COUNT)
     order: Literal["random", "sequential"] = "random"
@@ -78,13 +85,52 @@ class DataConfig(BaseModel):
     build_workers: int | None = Field(default=None, ge=0, le=MAX_WORKERS)
     verify: bool = True
 
-    @model_validator(mode="after")
-    def _of_kind(self) -> Self:
-        if self.kind != "text" and self.samples in ("windows", "packed"):
-            raise ValueError(
-                f"samples = {self.samples!r} cuts the stream of tokens anywhere, and would train on all of it: "
-                f"kind = {self.kind!r} needs samples that are complete documents"
+
+_OF_KINDS = {  # keys of [data]: the samples that use them
+    "pad_to_multiple_of": ("documents",),
+    "group_by_length": ("documents",),
+    "tokens_per_micro_batch": ("documents",),
+    "long_documents": ("documents", "bins"),
+}
+
+
+def check_data(data: DataConfig) -> None:
+    """Raise ConfigError for keys that contradict each other, or have no effect."""
+    budget = data.tokens_per_micro_batch
+    for key, kinds in _OF_KINDS.items():
+        value = getattr(data, key)
+        if data.samples not in kinds and value != DataConfig.model_fields[key].default:
+            raise ConfigError(
+                f"data.{key} has no effect on samples that all have data.sequence tokens",
+                given=f"data.{key} = {value}, data.samples = {data.samples!r}",
+                expected="samples of different lengths",
+                hint=f"data.samples = {' or '.join(map(repr, kinds))}",
             )
-        if self.kind == "text" and (self.train_on != "all" or self.train_empty_thinking):
-            raise ValueError("train_on and train_empty_thinking have no effect on kind = 'text'")
-        return self
+    if budget is not None and budget < data.sequence:
+        raise ConfigError(
+            "the longest document does not fit into a micro-batch",
+            given=f"data.tokens_per_micro_batch = {budget}, data.sequence = {data.sequence}",
+            expected="tokens of a micro-batch for at least one document of data.sequence tokens",
+            hint=f"--set data.tokens_per_micro_batch={data.sequence}",
+        )
+    if data.weights is not None and len(data.weights) != len(data.sources):
+        raise ConfigError(
+            "each source needs a weight",
+            given=f"{len(data.weights)} weights for {len(data.sources)} sources",
+            expected="data.weights as long as data.sources",
+            hint="--set data.weights= removes them: sources then count by their size",
+        )
+    if data.kind != "text" and data.samples in ("windows", "packed"):
+        raise ConfigError(
+            "samples that begin and end anywhere would train on all tokens of chats",
+            given=f"data.kind = {data.kind!r}, data.samples = {data.samples!r}",
+            expected="samples of complete documents",
+            hint="--set data.samples=bins, or documents",
+        )
+    if data.kind == "text" and (data.train_on != "all" or data.train_empty_thinking):
+        raise ConfigError(
+            "train_on and train_empty_thinking have no effect on text",
+            given="data.kind = 'text'",
+            expected="rows of messages or of prompts",
+            hint="--set data.kind=chat",
+        )

@@ -48,6 +48,11 @@ class TokenStream:
         ]
         self.num_tokens = int(counts.sum())
 
+    @property
+    def is_weighted(self) -> bool:
+        """True if some token has another weight than 0 and 1."""
+        return any(not {*(table or ())} <= {0, 1} for table in self._tables)
+
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[object, ...]]:
         return TokenStream, (self.name, self.files, self._dtype, self._tables, self._documents)
 
@@ -140,6 +145,18 @@ class TokenStore:
     @property
     def tokenizer_dir(self) -> Path:
         return self.dir / TOKENIZER
+
+    def stops_of_sources(self) -> NDArray[np.int64]:
+        """The ends of each source's training tokens. Parts are in the order of sources, whose tokens the
+        index has for both splits together."""
+        counts: dict[int, NDArray[np.int64]] = {}
+        for column, parts in ((0, self.index.train), (1, self.index.validation)):
+            for part in parts:
+                number = int(part.name.removeprefix("part-").partition(".")[0])
+                counts.setdefault(number, np.zeros(2, dtype=np.int64))[column] = part.tokens
+        stops = np.cumsum([counts[number] for number in sorted(counts)], axis=0)
+        of_both = np.cumsum([source.tokens for source in self.index.sources])
+        return stops[np.searchsorted(stops.sum(axis=1), of_both), 0]
 
     def check_model(self, *, vocab_size: int, max_sequence: int | None, sequence: int) -> None:
         """Check that a model can train on these tokens. Raises DataError: ids or sequences too large."""

@@ -1,5 +1,10 @@
 """Samples that know where documents begin: one document each, of unequal length, or rows of several.
 
+[Note: targets]
+A token with weight 0 is no target: its label is -100. If a stream has other weights than 0 and 1, samples
+have `loss_weights` too, which are divided like labels. Labels are masked by position and never by token, as
+the token that pads may also end documents.
+
 [Note: padding]
 Samples are padded on the right. In causal attention no position depends on later ones, so padding changes no
 output at a sample's own positions; the attention mask is for models that need it. Labels are -100 at padding,
@@ -16,6 +21,16 @@ again after each end token, which is what separates documents in attention: see 
 at the number that the model gives to a row's first token. The first token of a document is no target, as
 nothing of its document precedes it. A document that continues in the next window starts again there, with
 that window's first token.
+
+[Note: bins]
+A row of complete documents, which data/packing.py chooses, with position ids as above. What is left of the
+row is padding, numbered as a document of its own, so that no attention mask is needed. A document of more
+than `sequence` tokens is truncated, or split into samples that overlap by one token, so that each token but
+the document's first is predicted once, as in windows.
+
+[Note: samples without targets]
+An evaluation reads each sample once. Where there is none left for a rank, it reads one without targets,
+number `len(samples)`, so that all ranks take part in every collective.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +43,11 @@ from torch.nn.functional import pad
 
 from plait.data.dataset import TokenStore, TokenStream
 from plait.data.loader import Batch, Windows
+from plait.data.packing import Rows
 from plait.data.sampler import Int64s
 from plait.errors import DataError
 from plait.models import IGNORED_LABEL
+from plait.models.task import LOSS_WEIGHTS
 
 Ids = Tensor | Sequence[int]
 
@@ -52,7 +69,8 @@ class PaddingCollator:
         """Return {"input_ids", "attention_mask", "labels"}: (samples, padded length) int64.
 
         A sample is its token ids, or a dict of `input_ids` and `labels` (with -100 at positions without a
-        target, e.g. of a prompt). By default the labels are the ids: the loss shifts them.
+        target, e.g. of a prompt). By default the labels are the ids: the loss shifts them. If samples have
+        `loss_weights`, so has the batch: float32, by default 1.
         """
         rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
         ids = [self._row(row["input_ids"]) for row in rows]
@@ -67,11 +85,15 @@ class PaddingCollator:
         longest = max(len(row) for row in ids)
         width = -(-longest // self.multiple_of) * self.multiple_of
         width = width if self.max_length is None else min(width, self.max_length)
-        return {
+        batch = {
             "input_ids": _stack(ids, width, self.pad_token),
             "attention_mask": _stack([torch.ones_like(row) for row in ids], width, 0),
             "labels": _stack(labels, width, IGNORED_LABEL),
         }
+        if any(LOSS_WEIGHTS in row for row in rows):
+            weights = [torch.as_tensor(row.get(LOSS_WEIGHTS, [1.0] * len(row["input_ids"]))) for row in rows]
+            batch[LOSS_WEIGHTS] = _stack([row.float()[: self.max_length] for row in weights], width, 0)
+        return batch
 
     def _row(self, ids: Ids) -> Tensor:
         return torch.as_tensor(ids, dtype=torch.long)[: self.max_length]
@@ -82,32 +104,131 @@ def _stack(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
 
 
 class Documents:
-    """The documents of a stream, with their end tokens, truncated to the collator's `max_length`.
+    """The documents of a stream, with their end tokens; those that are longer than the collator's
+    `max_length` are truncated, or `split`: see [Note: bins].
 
-    lengths  number of tokens of each sample, after truncation
+    lengths  number of tokens of each sample
+    facts    what became of the documents, in words
     """
 
-    def __init__(self, stream: TokenStream, end_of_document: int, collator: PaddingCollator) -> None:
+    documents_per_sample = 1.0
+
+    def __init__(
+        self, stream: TokenStream, end_of_document: int, collator: PaddingCollator, *, split: bool = False
+    ) -> None:
         """Reads the stream once. See [Note: finding documents]."""
         assert collator.max_length is not None, "samples of documents have a maximum length"
         self.name = f"{stream.name} documents"
-        self._stream = stream
-        self._collator = collator
-        stops = stream.positions(end_of_document) + 1
-        self._starts = np.concatenate([np.zeros(1, dtype=np.int64), stops[:-1]])[: len(stops)]
-        self.lengths = np.minimum(stops - self._starts, collator.max_length)
+        self.collator = collator
+        self._stream, longest = stream, collator.max_length
+        starts = stream.starts_of_documents(end_of_document)
+        stops = np.append(starts[1:], stream.num_tokens)[: len(starts)]
+        complete = stops - starts
+        samples_of = np.where(complete > longest, -(-(complete - 1) // (longest - 1)), 1) if split else 1
+        document = np.repeat(np.arange(len(starts)), samples_of)
+        number = np.arange(len(document)) - np.searchsorted(document, document)  # of its document's samples
+        self._starts = starts[document] + number * (longest - 1)
+        self.lengths = np.minimum(stops[document] - self._starts, longest)
+        num_long, lost = int((complete > longest).sum()), int((complete - longest).clip(min=0).sum())
+        how = "split" if split else f"truncated by {lost:,} of {int(complete.sum()):,} tokens"
+        self.facts = f"{len(starts):,}" + (f", of which {num_long:,} {how}" if num_long else "")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def first_after(self, tokens: Int64s) -> Int64s:
+        """The first sample that starts at each of these tokens of the stream, or later."""
+        return np.searchsorted(self._starts, tokens)
+
+    def read(self, index: int) -> dict[str, Tensor]:
+        """{"input_ids", "labels"}: (length,) int64, and `loss_weights` if there are some: see
+        [Note: targets]."""
+        own = int(self._starts[index]), int(self.lengths[index])
+        ids, weights = torch.from_numpy(self._stream.read(*own)), self._stream.weights(*own)
+        if weights is None:
+            return {"input_ids": ids, "labels": ids}
+        sample = {"input_ids": ids, "labels": ids.masked_fill(torch.from_numpy(weights == 0), IGNORED_LABEL)}
+        return sample | ({LOSS_WEIGHTS: torch.from_numpy(weights)} if self._stream.is_weighted else {})
+
+    def without_targets(self, length: int) -> dict[str, Tensor]:
+        """A sample of padding, with the same entries."""
+        sample = {
+            "input_ids": torch.full((length,), self.collator.pad_token),
+            "labels": torch.full((length,), IGNORED_LABEL),
+        }
+        return sample | ({LOSS_WEIGHTS: torch.zeros(length)} if self._stream.is_weighted else {})
+
     def batch(self, indices: Int64s) -> Batch:
         """The documents with these indices, padded: see `PaddingCollator`."""
-        rows = zip(self._starts[indices].tolist(), self.lengths[indices].tolist(), strict=True)
-        return self._collator([torch.from_numpy(self._stream.read(*row)) for row in rows])
+        return self.collator([self.read(index) for index in indices.tolist()])
+
+
+class Bins:
+    """Rows of complete documents: see [Note: bins]. Number `len(self)` is padding: see
+    [Note: samples without targets]."""
+
+    def __init__(self, documents: Documents, rows: Rows, sequence: int, first_position: int = 0) -> None:
+        self.name = documents.name.replace("documents", f"rows of {sequence} tokens")
+        self._documents, self._rows = documents, rows
+        self._sequence, self._first = sequence, first_position
+        self.facts = _filled(documents, f"{len(rows):,} rows", len(rows) * sequence)
+        self.documents_per_sample = len(documents) / len(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: Int64s) -> Batch:
+        """{"input_ids", "labels", "position_ids"}: (b, S) int64, and `loss_weights` if there are some."""
+        rows = [self._row(index) for index in indices.tolist()]
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+    def _row(self, index: int) -> dict[str, Tensor]:
+        documents = (
+            [] if index == len(self) else [self._documents.read(i) for i in self._rows[index].tolist()]
+        )
+        left = self._sequence - sum(len(document["input_ids"]) for document in documents)
+        parts = [*documents, self._documents.without_targets(left)]
+        row = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        positions = self._first + torch.cat([torch.arange(len(part["labels"])) for part in parts])
+        labels = row["labels"].masked_fill(positions == self._first, IGNORED_LABEL)
+        return row | {"labels": labels, "position_ids": positions}
+
+
+class MicroBatches:
+    """Micro-batches of documents, padded, as samples. Number `len(self)` is padding: see
+    [Note: samples without targets].
+
+    lengths   of each one's longest document
+    """
+
+    def __init__(self, documents: Documents, rows: Rows) -> None:
+        self.name = documents.name.replace("documents", "micro-batches")
+        self._documents, self._rows = documents, rows
+        firsts = np.append(0, rows.stops[:-1])[: len(rows)]
+        self.lengths = np.maximum.reduceat(documents.lengths[rows.documents], firsts)
+        positions = int((self.lengths * np.diff(rows.stops, prepend=0)).sum())
+        self.facts = _filled(documents, f"{len(rows):,} micro-batches", positions)
+        self.documents_per_sample = len(documents) / len(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: Int64s) -> Batch:
+        """The documents of these micro-batches, padded: see `PaddingCollator`."""
+        documents = self._documents
+        is_left = indices < len(self)
+        samples = [documents.read(i) for index in indices[is_left] for i in self._rows[index].tolist()]
+        return documents.collator(samples or [documents.without_targets(2)])
+
+
+def _filled(documents: Documents, where: str, positions: int) -> str:
+    return f"{documents.facts}; in {where}, {documents.lengths.sum() / positions:.2%} filled"
 
 
 class PackedDocuments:
     """Windows of a stream as rows of separate documents: see [Note: packed documents]."""
+
+    facts, documents_per_sample = "", 1.0
 
     def __init__(self, windows: Windows, end_of_document: int, first_position: int = 0) -> None:
         self.name = windows.name
@@ -116,6 +237,10 @@ class PackedDocuments:
 
     def __len__(self) -> int:
         return len(self._windows)
+
+    def first_after(self, tokens: Int64s) -> Int64s:
+        """See `Windows.first_after`."""
+        return self._windows.first_after(tokens)
 
     def batch(self, indices: Int64s) -> Batch:
         """{"input_ids", "labels", "position_ids"}: (b, S) int64."""
@@ -130,7 +255,7 @@ class PackedDocuments:
 def check_documents(store: TokenStore) -> None:
     """Raise DataError if end tokens occur inside documents. See [Note: finding documents]."""
     end = store.index.end_of_document
-    found = sum(len(stream.positions(end)) for stream in (store.train, store.validation))
+    found = sum(len(stream.starts_of_documents(end)) for stream in (store.train, store.validation))
     built = sum(source.documents for source in store.index.sources)
     if found != built:
         raise DataError(

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -18,12 +19,16 @@ Batch = dict[str, Tensor]
 
 
 class Samples(Protocol):
-    """The samples of one split: `Windows`, `PackedDocuments` or `Documents`. Pickled for each worker process.
+    """The samples of one split: `Windows`, or those of documents.py. Pickled for each worker process.
 
     name    of the samples in messages, e.g. "training sequences of 9 tokens"
+    facts   what became of the documents, in words; "" if samples are windows
+    documents_per_sample  mean number of separate documents in a sample; 1 for windows, also of documents
     """
 
     name: str
+    facts: str
+    documents_per_sample: float
 
     def __len__(self) -> int: ...
 
@@ -37,6 +42,8 @@ class Windows:
     Sample i covers tokens [i * (S - 1), i * (S - 1) + S): each token is predicted once an epoch, except for
     the stream's first and up to S - 2 at its end that fill no window.
     """
+
+    facts, documents_per_sample = "", 1.0
 
     def __init__(self, stream: TokenStream, sequence: int) -> None:
         """Raises DataError if the stream is too short."""
@@ -55,6 +62,10 @@ class Windows:
     def __len__(self) -> int:
         """Number of windows, each starting with the last token of the previous one."""
         return max(0, (self._stream.num_tokens - 1) // (self._sequence - 1))
+
+    def first_after(self, tokens: Int64s) -> Int64s:
+        """The first window that starts at each of these tokens of the stream, or later."""
+        return np.minimum(-(-tokens // (self._sequence - 1)), len(self))
 
     def batch(self, indices: Int64s) -> Batch:
         """{"input_ids", "labels"}: (b, S) int64, the same tensor twice: the loss shifts the labels."""

@@ -13,6 +13,11 @@ of tokens, in equal increments. The size of a batch follows from the number of s
 runs of equal batches describe the entire ramp. The order of samples does not depend on it: batches are taken
 from one sequence of samples, in which those of a resumed run continue.
 
+[Note: mixtures]  Source s, with share w_s of the samples, has its k-th one at time (k + 1/2) / w_s, and
+samples are taken by time. So each run of samples has each source's share of them, up to one. Before time t
+there are about t samples, so the counts at any sample number are found without those before it. Each source
+has its own order, and with it its own epochs.
+
 [Note: length groups]  Samples padded to one length waste the less, the more similar they are. Within windows
 of some batches, samples are sorted by length and the batches shuffled, as transformers' LengthGroupedSampler
 does. Global batches, not those of a rank: all ranks have samples of about the same length, no rank waits for
@@ -20,7 +25,8 @@ another one, and the order depends on no plan.
 """
 
 import hashlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -104,6 +110,9 @@ class SampleOrder:
             first, count = first + len(part), count - len(part)
         return np.concatenate(blocks) if blocks else np.empty(0, dtype=np.int64)
 
+    def epochs(self, count: int) -> list[float]:
+        return [count / self.num_samples]
+
     def _block_indices(self, epoch: int, block: int) -> Int64s:
         if self._block is None or self._block[0] != (epoch, block):
             numbers = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.num_samples), dtype=np.int64)
@@ -112,9 +121,82 @@ class SampleOrder:
 
 
 class Order(Protocol):
-    """An order of samples: `SampleOrder`, or `LengthGroups` over one."""
+    """An order of samples: `SampleOrder`, `MixedOrder`, or `LengthGroups` or `OneEpoch` over one."""
 
     def indices(self, first: int, count: int) -> Int64s: ...
+
+    def epochs(self, count: int) -> list[float]:
+        """Epochs of each source in the first `count` samples."""
+
+
+@dataclass
+class MixedOrder:
+    """Sources take turns by weight: see [Note: mixtures].
+
+    orders   of each source's samples
+    stops    where each source's samples stop among all
+    shares   of each source, of all samples; their sum is 1
+    """
+
+    orders: Sequence[SampleOrder]
+    stops: Int64s
+    shares: Sequence[float]
+    _block: tuple[int, Int64s] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def seed(self) -> int:
+        return self.orders[0].seed
+
+    def indices(self, first: int, count: int) -> Int64s:
+        """Indices of samples number first, first + 1, ...: (count,) int64."""
+        parts = [np.empty(0, dtype=np.int64)]
+        while count > 0:
+            block, offset = divmod(first, BLOCK)
+            part = self._block_indices(block)[offset : offset + count]
+            parts.append(part)
+            first, count = first + len(part), count - len(part)
+        return np.concatenate(parts)
+
+    def epochs(self, count: int) -> list[float]:
+        pairs = zip(self.orders, self.shares, strict=True)
+        return [count * share / order.num_samples for order, share in pairs]
+
+    def _block_indices(self, block: int) -> Int64s:
+        if self._block is None or self._block[0] != block:
+            begin, slack = block * BLOCK, len(self.shares)
+            span = max(0, begin - slack), begin + BLOCK + slack  # of time, with the block's samples
+            lows = [max(0, int(share * span[0]) - 2) for share in self.shares]
+            numbers = [
+                np.arange(low, int(share * span[1]) + 3) for low, share in zip(lows, self.shares, strict=True)
+            ]
+            source = np.repeat(np.arange(len(lows)), [len(of_source) for of_source in numbers])
+            times = [(n + 0.5) / share for n, share in zip(numbers, self.shares, strict=True)]
+            taken = np.lexsort((source, np.concatenate(times)))[begin - sum(lows) :][:BLOCK]
+            found = np.empty(BLOCK, dtype=np.int64)
+            for number, order in enumerate(self.orders):
+                of_source = np.concatenate(numbers)[taken[source[taken] == number]]
+                start = self.stops[number] - order.num_samples
+                first = int(of_source[0]) if len(of_source) else 0
+                found[source[taken] == number] = start + order.indices(first, len(of_source))
+            self._block = block, found
+        return self._block[1]
+
+
+@dataclass
+class OneEpoch:
+    """An order's first `num_samples` samples; from then on, the index `num_samples`, which is of a sample
+    without targets."""
+
+    order: Order
+    num_samples: int
+
+    def indices(self, first: int, count: int) -> Int64s:
+        """Indices of samples number first, first + 1, ...: (count,) int64."""
+        found = self.order.indices(first, count)
+        return np.where(np.arange(first, first + count) < self.num_samples, found, self.num_samples)
+
+    def epochs(self, count: int) -> list[float]:
+        return [min(1.0, number) for number in self.order.epochs(count)]
 
 
 @dataclass
@@ -126,7 +208,7 @@ class LengthGroups:
     window     number of such rows among which samples are sorted
     """
 
-    order: SampleOrder
+    order: SampleOrder | MixedOrder
     lengths: Int64s
     batch: int
     window: int
@@ -141,6 +223,9 @@ class LengthGroups:
             parts.append(part)
             first, count = first + len(part), count - len(part)
         return np.concatenate(parts)
+
+    def epochs(self, count: int) -> list[float]:
+        return self.order.epochs(count)
 
     def _window_indices(self, window: int) -> Int64s:
         if self._sorted is None or self._sorted[0] != window:
@@ -184,6 +269,10 @@ class BatchSizes:
         """The number of the batch's first sample, and the batch's size."""
         run = self._runs[bisect_right(self._runs, batch, key=lambda run: run.batch) - 1]
         return run.sample + (batch - run.batch) * run.size, run.size
+
+    def batches_of(self, samples: int) -> int:
+        """The number of batches that contain the first `samples` samples."""
+        return bisect_left(range(samples), samples, key=lambda batch: self.span(batch)[0])
 
 
 def _ramp_runs(full: int, ramp: BatchRamp) -> list[_BatchRun]:

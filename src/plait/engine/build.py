@@ -199,7 +199,7 @@ def _build_stage(
     is_first, selective = mesh.world.rank == 0, plan.recompute == "selective"
     compiler = partial(compile_blocks, blocks, mesh.world.device, selective=selective, warns=is_first)
     options = {"compile_blocks": compiler} if plan.compile else {}
-    distribute_experts(part.module, spec.experts, tensor, mesh)
+    distribute_experts(part.module, spec.experts, tensor, mesh, plan.capacity)
     products = LayerProducts.build(plan, spec.float8)
     products.convert(part.module, tensor)
     tokens = SequenceShard(grid.col, tuple(part.earlier.values()), is_sent=not is_last) if plan.sp else None

@@ -63,6 +63,7 @@ from plait.errors import CheckpointError, ModelError, PlanError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model
 from plait.optim.clip import clip_factor
+from plait.parallel.experts.capacity import sizes_of
 from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
@@ -207,8 +208,16 @@ class Engine:
         built-in loss, logits stay sharded over the columns of `tp`; `model` itself returns full ones. Dropout
         is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
         stage = self._runner.only_stage("engine.loss")
+        if self.plan.counts_first:
+            raise PlanError(
+                "a single micro-batch has no counts of the step's",
+                given=f"engine.loss, router_balance=step micro={self.plan.micro}",
+                expected="all micro-batches of a step in one call",
+                hint="engine.step, or no router_balance",
+            )
         batch = self._inputs.single(micro)
         with (
+            sizes_of(*self._runner.sizes([batch])),
             self._inputs.explained([batch]),
             self._runner.seeded((self.seed, self.num_steps, self.data_rank), 0, self._micros_done),
             stage.measured(),
@@ -323,9 +332,8 @@ class Engine:
         if self.plan.local_steps:  # weights may change
             self._wait_for_copy()
         self.num_steps, exchanged = self._updater.end_step(self.num_steps, self._mark_writing)
-        aux_loss, expert_loads = self._spec.routers.of_step([n / self._groups.tp.size for n in of_routers])
-        aux_loss = None if aux_loss is None or not num_targets else aux_loss / num_targets
-        return StepResult(loss, norm, int(num_targets), skipped, exchanged, aux_loss, expert_loads)
+        found = self._spec.routers.of_step([n / self._groups.tp.size for n in of_routers], num_targets)
+        return StepResult(loss, norm, int(num_targets), skipped, exchanged, **found)
 
     def _mark_writing(self, is_writing: bool) -> None:
         self._is_inconsistent = is_writing

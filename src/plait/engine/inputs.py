@@ -6,11 +6,12 @@ divides one of the two, as its row in `plan/axes.py` says: samples by `divide`, 
 entry without tokens is the same on all ranks of cp. Where entries come from:
 
   input_ids, labels   the data; labels are the ids, or -100 at positions without a target
+  loss_weights        the data, for targets of unequal weight: divided, and shifted, as labels are
   attention_mask      the data, for rows that are padded. A causal mask is the model's own; which masks it can
                       leave out is decided in models/mask_decisions.py, from the values noted here
   position_ids        the data; without them the model numbers the tokens of each row
-  document ids        no entry: a row is one document, or a window of the tokens regardless of documents
-                      (data/loader.py). Position ids that start again separate the documents of a row, in
+  document ids        no entry: a row is one document, several ones, or a window of the tokens regardless of
+                      documents (data/). Position ids that start again separate the documents of a row, in
                       every attention: [Note: documents of packed rows] in models/mask_decisions.py
 
 [Note: divisions of a batch]
@@ -71,7 +72,7 @@ from plait.models.attention import is_eager
 from plait.models.experts import expert_layers
 from plait.models.mask_decisions import host_values
 from plait.models.routing import check_choices
-from plait.models.task import ROUTING
+from plait.models.task import LOSS_WEIGHTS, ROUTING
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
@@ -100,10 +101,9 @@ def shifts_labels(model: nn.Module, loss: object) -> bool:
 
 def shift_labels(batch: Batch) -> Batch:
     """Make the label of each position that of the next one. Labels (B, S); a loss refuses others."""
-    labels_BS = batch.get("labels")
-    if labels_BS is None or labels_BS.ndim != 2:
-        return batch
-    return {**batch, "labels": F.pad(labels_BS, (0, 1), value=IGNORED_LABEL)[:, 1:]}
+    fills = {"labels": IGNORED_LABEL, LOSS_WEIGHTS: 0}
+    entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim == 2}
+    return {**batch, **{key: F.pad(each, (0, 1), value=fills[key])[:, 1:] for key, each in entries.items()}}
 
 
 def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:

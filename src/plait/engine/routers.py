@@ -1,18 +1,26 @@
-"""Numbers of all tokens of a micro-batch or a step, and not of a rank's: the auxiliary loss of routers, the
-loads of experts, and the biases that follow from these.
+"""Numbers of all tokens of a micro-batch or a step, and not of a rank's: the auxiliary loss of routers, their
+z loss, the loads of experts, and the biases that follow from these.
 
 # E experts  k experts of a token  L layers of experts
 
 [Note: sums of stages and ranks]
 The loss of routers is a product of counts and of sums of probabilities, each over all layers and over the
 tokens of all data ranks (models/routers.py). A stage adds those of its layers to the (2, E) that it receives,
-and sends them on with its activations. The last stage sums the counts over the ranks with other tokens of
-the micro-batch, and takes the product with its own ranks' sums of probabilities: the terms of the ranks are
-then the loss. The gradient of these sums is the counts of all ranks and stages, and returns to each stage
-with those of its activations: no stage needs them before.
+and sends them on with its activations. With a z loss there is one more column: the number of tokens that the
+attention mask does not hide, from the first stage, and the sum over tokens and layers. The last stage sums
+the counts over the ranks with other tokens of the micro-batch, and takes the product with its own ranks' sums
+of probabilities: the terms of the ranks are then the loss. The gradient of these sums is the counts of all
+ranks and stages, and returns to each stage with those of its activations: no stage needs them before.
 
 A step's loss is a sum over targets. So a micro-batch's auxiliary loss is multiplied by its targets, on all
 ranks: the result is that of the loop over the same micro-batches in one process, in training and evaluation.
+The same holds for the z loss, a mean over the micro-batch's tokens, which training alone has.
+
+[Note: counts of the step]
+With `router_balance=step` the counts, tokens and targets are those of all micro-batches of the step, as if it
+had one. They are needed before the first backward, so forwards of all micro-batches run first. These count,
+and keep nothing else: they draw the same random numbers, and buffers are as before. Counts have no gradient,
+and with those of the step the loss is a sum over micro-batches, as its gradients are.
 
 [Note: outputs of a forward alone]
 Hooks of routers and experts keep what they see while the stage's forward runs, and not when a block runs
@@ -27,7 +35,7 @@ same sums, so they have the same biases. A step that is skipped leaves them as t
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -37,9 +45,10 @@ from torch import Tensor, nn
 from plait.comm import Group, all_reduce
 from plait.errors import ConfigError
 from plait.models.experts import expert_layers
-from plait.models.routers import RouterLoss, mark_router_loss
+from plait.models.routers import RouterLoss, mark_router_loss, routers_of, z_sum
 from plait.models.task import ROUTING
 from plait.parallel.context.tokens import SharedTokens
+from plait.parallel.experts.capacity import Capacity
 
 _BIAS = "e_score_correction_bias"
 
@@ -47,16 +56,30 @@ _BIAS = "e_score_correction_bias"
 @dataclass(frozen=True)
 class RouterFacts:
     """A model's routers. `loss`: the auxiliary one, which the engine adds; `layers`: the numbers of experts
-    by the names of their modules; `bias_rate`: of [Note: biases of routers]."""
+    by the names of their modules; `bias_rate`: of [Note: biases of routers]; `z_loss`: the coefficient;
+    `logits`: what losses read, as in `RouterLoss.routers`; `capacities`: of layers, with the plan's key."""
 
     loss: RouterLoss | None
     layers: Mapping[str, int]
     bias_rate: float | None = None
+    z_loss: float | None = None
+    logits: Mapping[str, int] = field(default_factory=dict)
+    capacities: Mapping[str, Capacity] = field(default_factory=dict)
 
     @classmethod
-    def of_model(cls, model: nn.Module, *, has_loss: bool, bias_rate: float | None) -> "RouterFacts":
-        """Raises ModelError for an unknown auxiliary loss, ConfigError for a rate without biases."""
-        layers = expert_layers(model)
+    def of_model(
+        cls, model: nn.Module, *, has_loss: bool, bias_rate: float | None, z_loss: float | None
+    ) -> "RouterFacts":
+        """Raises ModelError for an unknown auxiliary loss, ConfigError for a rate without biases, or a
+        coefficient without logits."""
+        layers, logits = expert_layers(model), {} if z_loss is None else routers_of(model)
+        if z_loss is not None and not logits:
+            raise ConfigError(
+                "the model has no routers whose z loss could be added",
+                given=f"router_z_loss={z_loss}, {type(model).__name__}",
+                expected="a mixture of transformers that can record router_logits",
+                hint="no router_z_loss",
+            )
         if bias_rate is not None and not any(
             _bias_of(model, name, of) is not None for name, of in layers.items()
         ):
@@ -66,15 +89,23 @@ class RouterFacts:
                 expected=f"a mixture of transformers whose routers have a buffer {_BIAS}",
                 hint="no router_bias_update",
             )
-        return cls(mark_router_loss(model, has_loss=has_loss), layers, bias_rate)
+        loss = mark_router_loss(model, has_loss=has_loss)
+        return cls(loss, layers, bias_rate, z_loss, logits if loss is None else loss.routers)
 
-    def of_step(self, totals: Sequence[float]) -> tuple[float | None, dict[str, list[int]]]:
-        """From `StageRouters.totals` of all ranks: targets times auxiliary losses, and the loads of layers,
-        which are empty where they are not counted."""
+    @property
+    def losses(self) -> list[str]:
+        """The names of the losses of routers, in a result."""
+        names = {"aux_loss": self.loss, "z_loss": self.z_loss}
+        return [name for name, of in names.items() if of is not None]
+
+    def of_step(self, totals: Sequence[float], num_targets: float) -> dict[str, Any]:
+        """Entries of a result from `StageRouters.totals` of all ranks: losses, the loads of layers, which are
+        empty where they are not counted, and with capacities the number of dropped choices."""
         numbers = iter(totals)
-        aux_sum = None if self.loss is None else next(numbers)
+        losses = {name: next(numbers) / num_targets if num_targets else None for name in self.losses}
         loads = {name: [round(load) for load in islice(numbers, of)] for name, of in self.layers.items()}
-        return aux_sum, {name: of for name, of in loads.items() if of}
+        dropped = {"dropped_choices": round(next(numbers))} if self.capacities else {}
+        return {**losses, "expert_loads": {name: of for name, of in loads.items() if of}, **dropped}
 
 
 def _bias_of(model: nn.Module, experts: str, number: int) -> Tensor | None:
@@ -87,10 +118,11 @@ def _bias_of(model: nn.Module, experts: str, number: int) -> Tensor | None:
 
 class Pass(NamedTuple):
     """A forward. `is_counted`: False for a micro-batch that other ranks alone have; `trains`: it is part of a
-    step."""
+    step; `is_first`: it is one of [Note: counts of the step]."""
 
     is_counted: bool = True
     trains: bool = False
+    is_first: bool = False
 
 
 PLAIN = Pass()
@@ -130,8 +162,9 @@ class StageRouters:
 
     loss    the auxiliary loss of the model; None: it has none
     layers  those of the model: numbers of experts by the names of their modules
-    totals  of a step so far, on this rank: targets times auxiliary losses, with a loss; and the loads of all
-            layers of the model
+    adds    there is a loss of routers
+    totals  of a step so far, on this rank: targets times each loss of routers; the loads of all layers of the
+            model; and with capacities, dropped choices
     """
 
     def __init__(
@@ -139,23 +172,25 @@ class StageRouters:
     ) -> None:
         """`data_ranks`: with other tokens of a step. `counts`: loads of experts."""
         self.loss, self._group, self._rate = facts.loss, data_ranks, facts.bias_rate
-        self.layers = facts.layers
+        self.layers, self._capacities = facts.layers, facts.capacities
         self._module, self._sums = module, torch.zeros(0)
         self._recorded: list[Tensor] | None = None
-        modules, stop = dict(module.named_modules()), int(facts.loss is not None)
-        recorded = {} if facts.loss is None else facts.loss.routers
-        self._logits = [Tap().of_output(modules[n], at) for n, at in recorded.items() if n in modules]
+        self._of_step: Tensor | None = None  # from the first forward of its first pass to the step's end
+        self._z_loss, self.adds = facts.z_loss, bool(facts.losses)
+        modules, stop = dict(module.named_modules()), len(facts.losses)
+        self._logits = [Tap().of_output(modules[n], at) for n, at in facts.logits.items() if n in modules]
         self._choices: list[tuple[str, slice, Tap]] = []
         for name, number in facts.layers.items() if counts else ():
             start, stop = stop, stop + number
             if name in modules:
                 self._choices.append((name, slice(start, stop), Tap().of_argument(modules[name], 1)))
+        stop += bool(facts.capacities)
         self.totals = torch.zeros(stop, dtype=torch.float64, device=device)
 
     def received(self, message: Any) -> Any:
         """Return what the stage received, without the sums of earlier stages, which it keeps."""
         self._sums = torch.zeros(2, 0)
-        if self.loss is None or message is None:
+        if not self.adds or message is None:
             return message
         message, self._sums = message
         return message
@@ -186,50 +221,90 @@ class StageRouters:
             seen = {tap: tap.close() for tap in taps}
         if self._recorded is not None:
             self._recorded += [chosen for *_, tap in self._choices for chosen in seen[tap]]
-        if not taps and self.loss is None:
+        if not taps and not self.adds:
             return
         weights_T = _weights(micro) * kind.is_counted
-        if self.loss is not None:
-            logits = [each for tap in self._logits for each in seen[tap]]
-            mask = _mask(micro) if self.loss.masks else None
-            hidden_T = weights_T if mask is None else weights_T * mask.to(weights_T)
-            wide = torch.promote_types(logits[0].dtype if logits else torch.float32, torch.float32)
-            own = self.loss.sums(logits, hidden_T.to(wide))
+        if self.adds:
+            own = self._own_sums(
+                [each for tap in self._logits for each in seen[tap]], weights_T, _mask(micro)
+            )
             self._sums = self._sums + own if self._sums.numel() else own
-        for _, own_range, tap in self._choices if kind.trains else ():
+        for name, own_range, tap in self._choices if kind.trains else ():
             for chosen_Tk in seen[tap]:
-                self._add_load(self.totals[own_range], chosen_Tk, weights_T)
+                load_E = self.totals[own_range]
+                is_expert_Tk = self._add_load(load_E, chosen_Tk, weights_T)
+                if (capacity := self._capacities.get(name)) is not None:
+                    self.totals[-1] += (is_expert_Tk * ~capacity.kept(chosen_Tk, len(load_E))).sum()
 
-    def _add_load(self, load_E: Tensor, chosen_Tk: Tensor, weights_T: Tensor) -> None:
+    def _own_sums(self, logits: list[Tensor], weights_T: Tensor, mask_T: Tensor | None) -> Tensor:
+        """See [Note: sums of stages and ranks]."""
+        wide = torch.promote_types(logits[0].dtype if logits else torch.float32, torch.float32)
+        all_T = weights_T.to(wide)
+        seen_T = all_T if mask_T is None else all_T * mask_T.to(all_T)
+        columns = []
+        if self.loss is not None:
+            columns.append(self.loss.sums(logits, seen_T if self.loss.masks else all_T))
+        if self._z_loss is not None:
+            is_first_stage = not self._sums.numel()
+            columns.append(torch.stack([seen_T.sum() * is_first_stage, z_sum(logits, seen_T)])[:, None])
+        return torch.cat(columns, 1)
+
+    def _add_load(self, load_E: Tensor, chosen_Tk: Tensor, weights_T: Tensor) -> Tensor:
         is_expert_Tk = (chosen_Tk >= 0) & (chosen_Tk < len(load_E))  # some models choose none for padding
         if not weights_T.ndim or len(weights_T) == len(chosen_Tk):
             is_expert_Tk = is_expert_Tk * weights_T[..., None]
         chosen = chosen_Tk.clamp(0, len(load_E) - 1).flatten()
         load_E.scatter_add_(0, chosen.long(), is_expert_Tk.flatten().to(load_E.dtype))
+        return is_expert_Tk
 
     def take_totals(self) -> Tensor:
         """Return the totals, and begin at zero."""
         taken, self.totals = self.totals, torch.zeros_like(self.totals)
+        self._of_step = None
         return taken
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes of what `end_first_pass` sums."""
+        return 0 if self._of_step is None else self._of_step.nbytes
+
+    def end_first_pass(self) -> None:
+        """See [Note: counts of the step]. Collective, on the last stage."""
+        if self._of_step is not None:
+            all_reduce(self._of_step, self._group, label="counts of routers")
 
     def message(self, outputs: Any) -> Any:
         """Return what the stage sends: its outputs, and the sums."""
-        return outputs if self.loss is None else (outputs, self._sums)
+        return (outputs, self._sums) if self.adds else outputs
 
     def added(self, total: Tensor, count: int | Tensor, kind: Pass) -> Tensor:
-        """On the last stage: a micro-batch's summed loss, with this rank's part of the auxiliary loss. See
+        """On the last stage: a micro-batch's summed loss, with this rank's part of the losses of routers. See
         [Note: sums of stages and ranks]. Collective."""
-        if self.loss is None:
+        if not self.adds:
             return total
         sums, self._sums = self._sums, torch.zeros(0)
         targets = torch.as_tensor(count * kind.is_counted, device=sums.device).reshape(1)
         of_all = torch.cat([sums[0].detach().double(), targets.double()])
-        all_reduce(of_all, self._group, label="counts of routers")
+        if kind.is_first:
+            self._of_step = of_all if self._of_step is None else self._of_step + of_all
+            return total
+        if self._of_step is not None:
+            of_all = self._of_step
+        else:
+            all_reduce(of_all, self._group, label="counts of routers")
         *_, num_targets = of_all = of_all.to(sums.dtype)
-        part = num_targets * self.loss.value(sums, of_all[:-1])
-        if kind.trains:
-            self.totals[0] += part.detach()
-        return total + self.loss.coefficient * part
+        parts = list[tuple[float, Tensor]]()
+        if self.loss is not None:
+            number = self.loss.number
+            parts.append((self.loss.coefficient, self.loss.value(sums[:, :number], of_all[:number])))
+        if self._z_loss is not None:
+            parts.append((self._z_loss * kind.trains, sums[1, -1] / of_all[-2].clamp(min=1)))
+        for index, (coefficient, mean) in enumerate(parts):
+            part = num_targets * mean
+            if kind.trains:
+                self.totals[index] += part.detach()
+            total = total + coefficient * part
+        return total
 
     def update_biases(self, loads: Tensor) -> None:
         """After a step: see [Note: biases of routers]. `loads`: `totals` of all ranks."""

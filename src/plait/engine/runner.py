@@ -23,12 +23,14 @@ from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
 from plait.models.init_weights import seeded_rng
+from plait.parallel.experts.capacity import MessageSizes, MicroSizes, sizes_of
 from plait.parallel.pipeline.serialize import PackedOutput, pack, unpack
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
 
 Micro = Mapping[str, Tensor]
 OnLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> root of backward
+Seeds = Callable[[int, int], Any]  # (stage, micro-batch) -> context of a pass
 
 
 class MicrobatchRunner:
@@ -40,6 +42,9 @@ class MicrobatchRunner:
         self._last = schedule.num_stages - 1
         self._is_broken = False  # an exception left messages that no rank will receive
         self._collected = self._collected_outputs()
+        context = parts.context
+        is_limited = context.plan.capacity != "none"
+        self._sizes = MessageSizes(context.groups.experts, context.device) if is_limited else None
 
     @property
     def has_last_stage(self) -> bool:
@@ -70,8 +75,24 @@ class MicrobatchRunner:
         records: bool = False,
     ) -> list[Span]:
         """Forward and backward of a step; with `records`, return the spans of its actions."""
-        seeds = partial(self.seeded, seed)
-        return self._run(self._schedule, micros, on_loss, seeds, records=records)
+        self._check_no_messages()
+        sizes, seeds = self.sizes(micros), partial(self.seeded, seed)
+        if self._parts.context.plan.counts_first:
+            self._count(micros, seeds, sizes)
+        return self._run(self._schedule, micros, on_loss, seeds, sizes=sizes, records=records)
+
+    def _count(self, micros: Sequence[Micro], seeds: Seeds, sizes: Sequence[MicroSizes | None]) -> None:
+        """Forwards that count for losses of routers: see routers.py [Note: counts of the step]."""
+        stages = [stage.module_part.module for stage in self._parts.stages.values()]
+        all_buffers = [module._buffers for stage in stages for module in stage.modules()]
+        named = [(of, name, b, b.clone()) for of in all_buffers for name, b in of.items() if b is not None]
+        with torch.no_grad():
+            schedule = forwards_only(self._schedule, len(micros))
+            self._run(schedule, micros, lambda *_: None, seeds, sizes=sizes, is_first=True)
+            for buffers, name, buffer, values in named:
+                buffers[name] = buffer.copy_(values)
+        for stage in self._parts.stages.values():
+            stage.routers.end_first_pass()
 
     def seeded(self, seed: tuple[int, int, int], stage: int, micro: int) -> AbstractContextManager[None]:
         """Seed the random generators for a pass of a micro-batch through a stage; those of the device inside
@@ -82,6 +103,12 @@ class MicrobatchRunner:
         self._parts.inputs.dropout.seed(*step, micro, data_rank, *suffix)
         return seeded_rng(self._device, *step, micro, data_rank * tokens.size + tokens.rank, *suffix)
 
+    def sizes(self, micros: Sequence[Micro]) -> Sequence[MicroSizes | None]:
+        """See [Note: sizes of messages] in parallel/experts/capacity.py. Collective under a capacity."""
+        if self._sizes is None:
+            return [None] * len(micros)
+        return self._sizes.exchanged([_key_of(micro) for micro in micros])
+
     def probe(self, micro: Micro, on_loss: OnLoss) -> None:
         """Forward and backward of one micro-batch."""
         self._run(one_micro_batch(self._schedule), [micro], on_loss, None)
@@ -91,7 +118,7 @@ class MicrobatchRunner:
         one has not. If ranks communicate in forwards, for parameters or experts, this rank joins them with
         forwards of a sample that is not counted."""
         context = self._parts.context
-        has_router_loss = any(stage.routers.loss is not None for stage in self._parts.stages.values())
+        has_router_loss = any(stage.routers.adds for stage in self._parts.stages.values())
         communicates = not context.keeps_params_unsharded or context.plan.ep > 1 or has_router_loss
         padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if communicates else 0)
         remaining = len(micros)
@@ -199,27 +226,24 @@ class MicrobatchRunner:
         schedule: Schedule,
         micros: Sequence[Micro],
         on_loss: Callable[..., Any],
-        seeds: Callable[[int, int], Any] | None,
+        seeds: Seeds | None,
         *,
+        sizes: Sequence[MicroSizes | None] | None = None,
         of_outputs: bool = False,
         records: bool = False,
         num_counted: int | None = None,
+        is_first: bool = False,
     ) -> list[Span]:
-        if self._is_broken:
-            raise ModelError(
-                "a step was interrupted while micro-batches were in flight between stages",
-                given=f"pp={self._schedule.num_ranks}",
-                expected="no messages in transfer between stages",
-                hint="restart all ranks, and load a checkpoint",
-            )
+        self._check_no_messages()
         if self._parts.dataflow is not None:
             for micro in micros:
                 routers = next(iter(self._parts.stages.values())).routers
                 self._parts.dataflow.check(routers.without_choices(micro), self._parts.loss)
         counted = len(micros) if num_counted is None else num_counted
-        given = (micros, self._parts.inputs.prepared, on_loss, seeds)
+        sizes = self.sizes(micros) if sizes is None else sizes
+        given = (micros, self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
-            number: _StagePass(stage, *given, number, of_outputs, counted)
+            number: _StagePass(stage, *given, number, of_outputs, counted, is_first)
             for number, stage in self._parts.stages.items()
         }
         try:
@@ -234,6 +258,15 @@ class MicrobatchRunner:
             for stage in self._parts.stages.values():
                 if stage.module_part.modules is not None:
                     stage.module_part.modules.end_pass()
+
+    def _check_no_messages(self) -> None:
+        if self._is_broken:
+            raise ModelError(
+                "a step was interrupted while micro-batches were in flight between stages",
+                given=f"pp={self._schedule.num_ranks}",
+                expected="no messages in transfer between stages",
+                hint="restart all ranks, and load a checkpoint",
+            )
 
     def _broadcast_from_last(self, make: Callable[[], Any]) -> Any:
         """Broadcast the result of `make` on the last stage's rank. If it fails there, all ranks raise."""
@@ -299,10 +332,12 @@ class _StagePass:
     micros: Sequence[Micro]
     prepare: Callable[[Micro], Micro]
     on_loss: Callable[..., Any]
-    seeds: Callable[[int, int], Any] | None
+    seeds: Seeds | None
+    sizes: Sequence[MicroSizes | None]
     number: int
     of_outputs: bool
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
+    is_first: bool  # see `MicrobatchRunner.count`
     sharded: ShardedStage = field(init=False)
 
     def __post_init__(self) -> None:
@@ -311,8 +346,10 @@ class _StagePass:
     def forward(self, number: int, received: Any) -> Any:
         micro, stage = self.prepare(self.micros[number]), self.stage
         seeds = None if self.seeds is None else self.seeds(self.number, number)
-        with seeds or nullcontext(), stage.measured() if seeds else nullcontext():  # a probe is not a step
-            kind = Pass(is_counted=number < self.num_counted, trains=seeds is not None)
+        measured = stage.measured() if seeds else nullcontext()  # a probe is not a step
+        with seeds or nullcontext(), measured, sizes_of(self.sizes[number]):
+            trains = seeds is not None and not self.is_first
+            kind = Pass(number < self.num_counted, trains, self.is_first)
             if not stage.is_last:
                 return stage.outputs(micro, received, kind)
             if self.of_outputs:

@@ -25,10 +25,11 @@ from plait.models import (
     task_of,
     with_layout,
 )
-from plait.models.experts import Experts, divide_over_columns, experts_of
+from plait.models.experts import Experts, divide_over_columns, expert_layers, experts_of
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
+from plait.parallel.experts.capacity import capacities_of
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
@@ -50,6 +51,7 @@ class Arguments:
     clip_norm: float | None = None
     clip_value: float | None = None
     router_bias_update: float | None = None
+    router_z_loss: float | None = None
     loss: Loss | None = None
     loss_scaling: LossScaling | None = None
     blocks: Blocks | None = None
@@ -73,6 +75,7 @@ class Arguments:
             )
         limits = [("clip_norm", norm, "limit", 1.0), ("clip_value", value, "limit", 1.0)]
         limits.append(("router_bias_update", self.router_bias_update, "rate", 0.001))
+        limits.append(("router_z_loss", self.router_z_loss, "coefficient", 0.001))
         for name, number, kind, usual in limits:
             if number is not None and not (isinstance(number, int | float) and number > 0):
                 raise ConfigError(
@@ -194,16 +197,23 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
-        experts=_experts(model, plan, stages) if plan.ep > 1 else (),
-        routers=routers,
+        experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
+        routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
 
 
 def _routers(given: Arguments, plan: Plan) -> RouterFacts:
-    rate = given.router_bias_update
-    facts = RouterFacts.of_model(given.model, has_loss=given.loss is not None, bias_rate=rate)
-    if facts.loss is not None:
-        plan.check_no_servers("output_router_logits=True")
+    rate, z_loss = given.router_bias_update, given.router_z_loss
+    facts = RouterFacts.of_model(given.model, has_loss=given.loss is not None, bias_rate=rate, z_loss=z_loss)
+    if facts.losses:
+        plan.check_no_servers("output_router_logits=True" if z_loss is None else "router_z_loss")
+    if plan.router_balance == "step" and not facts.losses:
+        raise PlanError(
+            "router_balance has no effect without a loss of routers",
+            given=f"router_balance=step, {type(given.model).__name__}",
+            expected="output_router_logits=True in the model's configuration, and no loss=; or router_z_loss",
+            hint="no router_balance",
+        )
     if rate is not None and (
         plan.local_steps or plan.num_servers or (plan.compile and plan.recompute == "selective")
     ):
@@ -225,6 +235,21 @@ def _experts(model: nn.Module, plan: Plan, stages: StageAssignment) -> tuple[Exp
             given=f"{shared[0]}, ep={plan.ep} pp={plan.pp}",
             expected="experts of one stage",
             hint="no pp, or no ep",
+        )
+    if plan.capacity != "none" and plan.compile and plan.recompute == "selective":
+        raise PlanError(
+            "dropped choices of experts are not counted under this plan",
+            given=f"capacity={plan.capacity} compile=true recompute=selective",
+            expected="choices that are counted outside of compiled blocks",
+            hint="recompute=full, no compile or no capacity",
+        )
+    others = [each.name for each in found if each.name not in expert_layers(model)]
+    if others and plan.capacity != "none":
+        raise ModelError(
+            "capacity does not work with these experts",
+            given=f"{others[0]} ({type(model.get_submodule(others[0])).__name__}), capacity={plan.capacity}",
+            expected="one module with use_experts_implementation, whose choices are counted",
+            hint="no capacity",
         )
     return found
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from plait.comm import Mesh, World
 from plait.engine.build import build_stages
 from plait.engine.inputs import own_tokens, prepared
+from plait.engine.routers import Pass
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
 from plait.errors import ModelError, PlaitError
@@ -127,7 +128,7 @@ def dry_stages(
         for stage in stages.values()
     ]
     uneven_bytes = activation_bytes
-    if plan.ep > 1 and batch_shape is not None:
+    if plan.ep > 1 and plan.capacity == "none" and batch_shape is not None:
         with all_rows():
             uneven_bytes = [s.estimated_bytes(batch_shape, device, block_outputs) for s in stages.values()]
     for _, block in chain.from_iterable(stage.module_part.blocks for stage in stages.values()):
@@ -136,7 +137,8 @@ def dry_stages(
             block.forward.add_context(partial(device_kernels, device))
     rows = prepared(micro, meta_model, spec.given.loss)
     micro = own_tokens(rows, meta_model, context.groups.sequence, plan.cp_method, spec.numbering)
-    run = _MicrobatchRun(mesh, stages, micro, splitter, {stage for stage, _ in spec.schedule.split})
+    kind, split = Pass(is_first=plan.counts_first), {stage for stage, _ in spec.schedule.split}
+    run = _MicrobatchRun(mesh, stages, micro, splitter, split, kind)
     with running_on_meta(device), _model_errors():
         run.forward()
         run.backward()
@@ -167,6 +169,7 @@ class _MicrobatchRun:
     """One micro-batch, forward and backward, over all stages.
 
     split     stages with split backwards
+    kind      `is_first`, if others have counted before it
     traffic   by stage
     """
 
@@ -175,6 +178,7 @@ class _MicrobatchRun:
     micro: Mapping[str, Tensor]
     splitter: BackwardSplitter
     split: set[int]
+    kind: Pass
     traffic: dict[int, list[Traffic]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[int, PackedOutput] = field(default_factory=dict)
     _inputs: dict[int, StageInput] = field(default_factory=dict)
@@ -189,9 +193,9 @@ class _MicrobatchRun:
                 received = self._inputs[number].unpack()
             with self._recording(number):
                 if stage.is_last:
-                    self._roots[number] = [stage.summed_loss(self.micro, received)[0]]
+                    self._roots[number] = [stage.summed_loss(self.micro, received, self.kind)[0]]
                     return
-                output = stage.outputs(self.micro, received)
+                output = stage.outputs(self.micro, received, self.kind)
             packed, tensors = pack(output, source=f"stage {number}")
             self.outputs[number] = packed
             roots = packed.tensors_with_grad(tensors)
@@ -214,7 +218,7 @@ class _MicrobatchRun:
     def _recording(self, stage: int) -> Iterator[None]:
         """Record the communication inside layers as the stage's, and that of a loss of routers. Gradients
         have channels of their own."""
-        axes = {*LAYERS, *(() if self.stages[stage].routers.loss is None else TOKENS)}
+        axes = {*LAYERS, *(TOKENS if self.stages[stage].routers.adds else ())}
         comm_log = self.mesh.world.comm_log
         before = comm_log.read()
         yield
@@ -232,5 +236,7 @@ def _stage_facts(run: _MicrobatchRun, number: int, layout: Layout, *, gathers: b
         gradient=() if packed is None else tuple(spec.nbytes for spec in packed.grad_specs),
         buffers=tuple(buffer.nbytes for buffer in persistent_buffers(stage.module_part.module).values()),
         totals=stage.routers.totals.numel(),
+        counting=run.traffic[number][0] if run.kind.is_first else {},
+        counted=stage.routers.counted_bytes,
     )
     return replace(facts, exec_order=stage.sharded.unsharder.recorded_order) if gathers else facts

@@ -1,5 +1,5 @@
 """The auxiliary loss of a mixture's routers, as the model's own code computes it, and the modules whose
-outputs it reads.
+outputs it reads; and the z loss of the same outputs.
 
 # T tokens  E experts  k experts of a token  L layers with a router
 
@@ -18,6 +18,12 @@ Sizes and coefficient have other names in each configuration, and wrappers keep 
 model's own forward is run once, with stubs for its layers and a loss of zero: it calls the function of the
 auxiliary loss with its sizes, and what it adds for a result of 1 is the coefficient. A forward that cannot be
 run so, or a function with other results for random logits, is refused.
+
+[Note: z loss of routers]
+Large logits are rounded coarsely where a softmax follows, so ST-MoE adds the mean over tokens of the squared
+logarithm of their normalizer (Zoph et al. 2202.08906, equation 5), for each layer: as there and in
+Megatron-LM, layers are added up. Only one forward of transformers has such a term, that of
+switch_transformers, as a mean over layers; that of nllb_moe reads its coefficient and has none.
 """
 
 import copy
@@ -58,13 +64,7 @@ class RouterLoss:
         layer; `weights_T`: of tokens, 0 for those that are hidden. Raises ModelError for other tokens."""
         sums = weights_T.new_zeros(2, self.number)
         for logits_TE in logits:
-            if logits_TE.shape != (len(weights_T), self.number):
-                raise ModelError(
-                    "the logits of a router are not those of the micro-batch's tokens",
-                    given=f"{tuple(logits_TE.shape)}, and {len(weights_T)} tokens",
-                    expected=f"(tokens, {self.number})",
-                    hint="output_router_logits=False in the model's configuration",
-                )
+            _check_tokens(logits_TE, weights_T, self.number)
             probabilities_TE = torch.softmax(logits_TE, -1)
             chosen = probabilities_TE.topk(self.chosen, dim=-1).indices.flatten()
             each = weights_T.repeat_interleave(self.chosen)
@@ -77,6 +77,30 @@ class RouterLoss:
         """The loss of these sums of probabilities, without its coefficient, for the counts of all ranks."""
         rows = counts_E.sum() / self.chosen
         return self.number * (counts_E / rows * (sums[1] / rows)).sum()
+
+
+def _check_tokens(logits_TE: Tensor, weights_T: Tensor, number: int) -> None:
+    if logits_TE.shape != (*weights_T.shape, number):
+        raise ModelError(
+            "the logits of a router are not those of the micro-batch's tokens",
+            given=f"{tuple(logits_TE.shape)}, and {weights_T.numel()} tokens",
+            expected=f"(tokens, {number})",
+            hint="output_router_logits=False in the model's configuration, and no router_z_loss",
+        )
+
+
+def z_sum(logits: Iterable[Tensor], weights_T: Tensor) -> Tensor:
+    """The sum over tokens and layers of [Note: z loss of routers]: see `RouterLoss.sums`."""
+    total = weights_T.new_zeros(())
+    for logits_TE in logits:
+        _check_tokens(logits_TE, weights_T, logits_TE.shape[-1])
+        total = total + (torch.logsumexp(logits_TE.to(weights_T.dtype), -1).square() * weights_T).sum()
+    return total
+
+
+def routers_of(model: nn.Module) -> dict[str, int]:
+    """The names of modules whose outputs transformers records as logits, and the index in the outputs."""
+    return dict(_recorded(model))
 
 
 def mark_router_loss(model: nn.Module, *, has_loss: bool) -> RouterLoss | None:
@@ -105,7 +129,7 @@ def router_loss(model: nn.Module) -> RouterLoss | None:
     forward: Any = inspect.unwrap(type(base).forward)
     if _FUNCTION in forward.__code__.co_names:
         try:
-            return _of_forward(base, forward, dict(_recorded(model)))
+            return _of_forward(base, forward, routers_of(model))
         except Exception as error:  # any error of the model's code
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     raise ModelError(
@@ -172,7 +196,6 @@ class _Outputs(Tensor):
 
 
 def _recorded(model: nn.Module, name: str = "", specs: Iterable[Any] = ()) -> Iterator[tuple[str, int]]:
-    """The names of modules whose outputs transformers records as logits, and the index in the outputs."""
     if is_pretrained_model(model):
         given: Any = (getattr(model, "_can_record_outputs", None) or {}).get(_KEY, ())
         specs = given if isinstance(given, list | tuple) else (given,)

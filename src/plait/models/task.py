@@ -34,7 +34,8 @@ _OF_MODELS_LOSS = ("num_items_in_batch",)
 ROUTING = "routing"  # an entry of batches for mixtures: models/routing.py
 # Entries of a batch with tokens in dim 1.
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
-OF_TOKENS |= {ROUTING}
+LOSS_WEIGHTS = "loss_weights"  # an entry of batches: a weight for each label, of losses of tokens
+OF_TOKENS |= {ROUTING, LOSS_WEIGHTS}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 ROUTER_LOSS = "_plait_router_loss"  # an attribute of models whose auxiliary loss the engine adds
 IGNORED_LABEL = -100  # not a target, as in torch.nn.functional.cross_entropy and transformers

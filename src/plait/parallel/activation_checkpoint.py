@@ -70,6 +70,7 @@ from plait.errors import ModelError
 from plait.models.attention import active_handler, attention_by
 from plait.models.routing import active_choices, choices_by
 from plait.models.tensors import summary
+from plait.parallel.experts.capacity import active_sizes, sizes_of
 
 # Matrix products as dispatched to a device; bmm and baddbmm belong to attention.
 _PRODUCTS = frozenset(
@@ -167,13 +168,14 @@ class _Recomputation(AbstractContextManager[None]):
         self._before = before
         self._modes = modes
         # Of the micro-batch; another one's may run during its backward.
-        self._handler, self._choices = active_handler(), active_choices()
+        self._handler, self._choices, self._sizes = active_handler(), active_choices(), active_sizes()
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(_put_back(self._before))
         self._stack.enter_context(attention_by(self._handler))
         self._stack.enter_context(choices_by(self._choices))
+        self._stack.enter_context(sizes_of(self._sizes))
         for mode in self._modes:
             self._stack.enter_context(mode)
 

@@ -37,7 +37,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from plait.plan.axes import FEATURES, REPLICAS, STAGES, Axes, Roles, UnitKind
+from plait.plan.axes import EXPERTS, FEATURES, REPLICAS, STAGES, Axes, Roles, UnitKind
 from plait.plan.collectives import Hosts, Send, Steps, all_reduce_steps, reduce_scatter_steps, scratch_numel
 from plait.plan.comm_log import CommCount, CommKey, Traffic, sum_traffic
 from plait.plan.compression import (
@@ -57,6 +57,7 @@ from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES
 from plait.plan.plan import Plan
 from plait.plan.prefetch import ExecOrder, planned_gathers
 from plait.plan.schedule.action import Action, Kind, Schedule
+from plait.plan.schedule.load import forwards_only
 from plait.plan.servers import top_share
 
 STRANDS = ("layers", "parameters", "gradients", "stages", "step")
@@ -94,6 +95,8 @@ class StageFacts:
     gradient    bytes of each gradient that comes back for them
     buffers     bytes of each buffer that is broadcast from the first data rank
     totals      numbers that are summed with the loss of a step: of the model's routers
+    counting    traffic of a forward that counts for losses of routers: see `Plan.counts_first`
+    counted     bytes that the last stage sums after these
     """
 
     layout: Layout
@@ -103,6 +106,8 @@ class StageFacts:
     gradient: tuple[int, ...] = ()
     buffers: tuple[int, ...] = ()
     totals: int = 0
+    counting: Traffic = field(default_factory=dict)
+    counted: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,9 +154,11 @@ class RankFacts:
             kind: UnitMessages(self.plan, self.grid, self.transport, self.rank, kind) for kind in UnitKind
         }
 
-    @property
+    @cached_property
     def actions(self) -> Sequence[Action]:
-        return self.schedule.ranks[self.pp_coord]
+        """Forwards that count for losses of routers, and the schedule's actions."""
+        first = [forwards_only(self.schedule, self.plan.micro)] if self.plan.counts_first else []
+        return [action for each in (*first, self.schedule) for action in each.ranks[self.pp_coord]]
 
     @cached_property
     def own(self) -> dict[int, StageFacts]:
@@ -173,6 +180,10 @@ def step_events(facts: RankFacts) -> Iterator[Event]:
     for stage in facts.own.values():  # inside sharded layers: the same for every micro-batch
         for key, count in stage.traffic.items():
             yield Event("layers", key, count, facts.plan.micro)
+        for key, count in stage.counting.items():
+            yield Event("layers", key, count, facts.plan.micro)
+        counted = [stage.counted] if stage.counted else []  # once
+        yield from facts.calls("layers", "all-reduce", counted, *facts.roles.gradient_sum())
     yield from _unit_events_of_rank(facts)
     yield from _boundary_events(facts)
     yield from _per_step_events(facts)
@@ -398,7 +409,8 @@ def _gathers(facts: RankFacts, number: int) -> Counter[str] | None:
     if plan.zero < 3 or order is None:
         return None
     passes = [a.kind is Kind.B for a in facts.actions if a.stage == number and a.kind is not Kind.W]
-    return Counter(planned_gathers(order, passes, plan.prefetch, keeps=plan.reshard == "step"))
+    keeps, counting = plan.reshard == "step", plan.micro * plan.counts_first
+    return Counter(planned_gathers(order, passes, plan.prefetch, keeps=keeps, counting=counting))
 
 
 def scratch_bytes(facts: RankFacts) -> int:
@@ -444,7 +456,7 @@ def _boundary_events(facts: RankFacts) -> Iterator[Event]:
 
 def _per_step_events(facts: RankFacts) -> Iterator[Event]:
     """Yield what is sent once: loss, targets, step count, late gradients, totals of routers; the norm;
-    buffers that forward changes."""
+    buffers that forward changes; and under a capacity shapes."""
     loss, norm = (6 + facts.stages[0].totals) * 8, (1 + 2 * facts.grid.degree(STAGES)) * 8
     roles = facts.roles
     yield from facts.calls("step", "all-reduce", [norm], *roles.one_copy, channel="reductions")
@@ -454,6 +466,9 @@ def _per_step_events(facts: RankFacts) -> Iterator[Event]:
         yield Event("step", CommKey((), "", "all-reduce"), CommCount(1, loss))
     buffers = [size for stage in facts.own.values() for size in stage.buffers]
     yield from facts.calls("step", "broadcast", buffers, *roles.same_stage)
+    if facts.plan.capacity != "none":  # shapes of micro-batches
+        sizes = [8 * (1 + facts.plan.micro) * facts.plan.ep]
+        yield from facts.calls("step", "all-gather", sizes, *EXPERTS)
 
 
 def exchange_events(facts: RankFacts) -> Iterator[Event]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 from plait.plan.axes import AXES, TABLE, Axes, Degrees
@@ -88,6 +89,11 @@ class Grid:
     def _strides(self) -> tuple[int, ...]:
         """Distance in ranks between neighbours on each axis."""
         return tuple(math.prod(self.degrees[number + 1 :]) for number in range(len(AXES)))
+
+
+def expert_rows(capacity: str, choices: int, experts: int) -> int:
+    """Return the rows that an expert takes of a rank that has so many choices, under the plan's key."""
+    return math.ceil(Fraction(capacity) * choices / experts)
 
 
 def share(size: int, rank: int, num_ranks: int, unit: int = 1) -> slice:

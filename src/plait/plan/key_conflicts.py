@@ -4,10 +4,13 @@ Those of local steps and of parameter servers are in local_steps.py and servers.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import PlanError
+
+CAPACITY = re.compile(r"none|(?=.*[1-9])[0-9]{1,3}([.][0-9]{1,2})?")
 
 
 def check_zero(values: Mapping[str, Any]) -> None:
@@ -89,15 +92,24 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
     """Raise PlanError unless ep divides the ranks that it is taken from, and for keys that do not work with
     it."""
     ep, dp, cp = values["ep"], values["dp"], values["cp"]
+    if ep == 1 and values["capacity"] != "none":
+        raise PlanError(
+            "capacity has an effect only with ep",
+            given=f"ep=1 capacity={values['capacity']}",
+            expected="experts over ranks, whose messages it makes equal",
+            hint=f"ep=2 capacity={values['capacity']}, or no capacity",
+        )
     if ep == 1:
         return
     if dp * cp % ep:
-        divisors = [f"ep={d}" for d in range(2, min(ep, dp * cp) + 1) if dp * cp % d == 0]
+        nearest = sorted((d for d in range(2, dp * cp + 1) if dp * cp % d == 0), key=lambda d: abs(d - ep))
         raise PlanError(
             "ep does not divide the ranks that it is taken from",
             given=f"dp={dp}{f' cp={cp}' * (cp > 1)} ep={ep}",
             expected=f"dp{' x cp' * (cp > 1)} divisible by ep, whose ranks have other tokens",
-            hint=" or ".join([f"dp={ep // math.gcd(ep, cp)} ep={ep}", *divisors, "no ep"]),
+            hint=" or ".join(
+                [f"dp={ep // math.gcd(ep, cp)} ep={ep}", *(f"ep={d}" for d in sorted(nearest[:4])), "no ep"]
+            ),
         )
     allowed = {"reduce": ("fp32", "bf16"), "algorithm": (defaults["algorithm"],)}
     excluded = [key for key, of_key in allowed.items() if values[key] not in of_key]
@@ -111,7 +123,8 @@ def check_experts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Non
 
 
 def check_precision(values: Mapping[str, Any]) -> None:
-    """Raise PlanError for dtypes narrower than fp64 next to it, and for TF32 of other dtypes than float32."""
+    """Raise PlanError for dtypes narrower than fp64 next to it, TF32 of other dtypes than float32, and named
+    algorithms of compressed gradients."""
     precision = values["precision"]
     narrow = [key for key in ("reduce", "optim_dtype", "exchange") if values[key] != "fp32"]
     if precision == "fp64" and narrow:
@@ -128,4 +141,12 @@ def check_precision(values: Mapping[str, Any]) -> None:
             given=f"tf32=true precision={precision}",
             expected="matrix products of float32",
             hint="precision=fp32 tf32=true, or no tf32",
+        )
+    algorithm, reduce = values["algorithm"], values["reduce"]
+    if algorithm != "auto" and reduce not in ("fp32", "bf16"):
+        raise PlanError(
+            "compressed gradients cannot use a named all-reduce algorithm",
+            given=f"algorithm={algorithm} reduce={reduce}",
+            expected="algorithm with reduce=fp32 or reduce=bf16",
+            hint=f"no algorithm, or algorithm={algorithm} reduce=bf16",
         )

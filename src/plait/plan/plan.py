@@ -17,7 +17,7 @@ from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.axes import TABLE, replica_dp, smallest_dp
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
-from plait.plan.key_conflicts import check_experts, check_precision, check_sequence, check_zero
+from plait.plan.key_conflicts import CAPACITY, check_experts, check_precision, check_sequence, check_zero
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
@@ -31,6 +31,7 @@ CHOICES = {
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
+    "router_balance": ("micro", "step"),
     "exchange": EXCHANGES,
     "server": SERVER,
 }
@@ -47,6 +48,7 @@ SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.tr
 
 _PATTERNS = (
     ("cp_method", CP_METHOD, f"{', '.join(METHODS)}, or RxU: rings of R ranks, ulysses of U neighbours"),
+    ("capacity", CAPACITY, "none, or a factor from 0.01 such as 1.25"),
     ("recompute", RECOMPUTE, "none, full, selective or every=k with k from 1"),
     (
         "reduce",
@@ -100,12 +102,8 @@ def check_type(key: str, kind: Any, value: object) -> None:
             f"{key} is not a boolean", given=f"{key}={value}", expected="true or false", hint=f"{key}=true"
         )
     if kind is str and not isinstance(value, str):
-        raise PlanError(
-            f"{key} is not text",
-            given=f"{key}={shown(value)}",
-            expected="a str",
-            hint="quotes around the value",
-        )
+        given = f"{key}={shown(value)}"
+        raise PlanError(f"{key} is not text", given=given, expected="a str", hint="quotes around the value")
 
 
 def read_value(key: str, kind: Any, text: str) -> Any:
@@ -161,6 +159,8 @@ class Plan:
                 U neighbours and has rings of R ranks; `auto`: what sends least, see `plan/context.py`
     ep          ranks, out of those of cp and dp, that share the experts of every layer: each has some of
                 them, and receives the tokens that are for these (expert parallelism)
+    capacity    with ep: rows that an expert takes of a rank's tokens, as a multiple of those that it has if
+                all experts have as many. Others are dropped. `none`: takes all (dropless)
     zero        what is sharded over `shard`: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters
     shard       ranks that share one copy of what `zero` shards; a divisor of dp, 0 for all of dp. There are
                 dp / shard replicas of it (hybrid sharding)
@@ -194,6 +194,7 @@ class Plan:
     tf32        on GPUs, compute float32 matrix products in TF32: with 10 bits of mantissa instead of 23
     deterministic  use only kernels, and algorithms of NCCL, that give the same bits in every run on the same
                 ranks. On CPUs all do
+    router_balance  losses of routers are of each `micro`-batch, or of the `step`, with two forwards of each
     local_steps  optimizer steps that each island takes alone before all exchange the change of their weights;
                 the islands are the dp / shard replicas. 0: every step sums gradients over all data ranks
     outer       what an exchange does with the islands' mean change: `average` adds it (local SGD);
@@ -217,6 +218,7 @@ class Plan:
     cp: int = 1
     cp_method: str = "auto"
     ep: int = 1
+    capacity: str = "none"
     zero: int = 0
     shard: int = 0
     micro: int = 1
@@ -233,6 +235,7 @@ class Plan:
     sync_batchnorm: bool = False
     tf32: bool = False
     deterministic: bool = False
+    router_balance: str = "micro"
     local_steps: int = 0
     outer: str = "average"
     exchange: str = "fp32"
@@ -250,6 +253,7 @@ class Plan:
                 hint=f'Plan.parse("{self.dp}"); parallelize takes the text as it is',
             )
         object.__setattr__(self, "tp", canonical_tp(self.tp))
+        object.__setattr__(self, "capacity", str(self.capacity))
         values = vars(self)
         for name, kind, default in _kinds():
             if values[name] is not default:
@@ -263,13 +267,6 @@ class Plan:
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
         check_servers(values, vars(Plan))
-        if self.algorithm != "auto" and self.reduce not in ("fp32", "bf16"):
-            raise PlanError(
-                "compressed gradients cannot use a named all-reduce algorithm",
-                given=f"algorithm={self.algorithm} reduce={self.reduce}",
-                expected="algorithm with reduce=fp32 or reduce=bf16",
-                hint=f"no algorithm, or algorithm={self.algorithm} reduce=bf16",
-            )
 
     def _check_pipeline(self) -> None:
         if not self.schedule.startswith("file:"):
@@ -383,6 +380,11 @@ class Plan:
         """Raise PlanError if the plan has parameter servers, of which the caller cannot do `purpose`."""
         if self.num_servers:
             raise no_servers_error(purpose, str(self), self.dp)
+
+    @property
+    def counts_first(self) -> bool:
+        """Forwards of all micro-batches of a step count for its losses of routers, before its backwards."""
+        return self.router_balance == "step" and self.micro > 1
 
     @property
     def of_worker(self) -> "Plan":
@@ -519,14 +521,12 @@ class Plan:
 
     @property
     def algorithm_reduces_all(self) -> bool:
-        """True if a named algorithm reduces full gradients over all data ranks, which leaves no separate
-        reduction over replicas."""
+        """True if a named algorithm reduces full gradients over all data ranks, and nothing over replicas."""
         return self.algorithm != "auto" and self.shard_degree == 1 and self.accumulates_full
 
     @property
     def _owns_full_range(self) -> bool:
-        """True if this rank alone owns all gradients, so that sums need no memory besides the full
-        gradients."""
+        """True if this rank alone owns all gradients: sums need no memory besides the full gradients."""
         return self.shard_degree == 1 and self.offload != "cpu"
 
     def placed_on(self, device_type: str) -> "Plan":

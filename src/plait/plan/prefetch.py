@@ -114,16 +114,19 @@ class ExecOrder(Generic[T]):
         return {*self.forward[-1:], *self.always_unsharded}
 
 
-def planned_gathers(uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps: bool) -> list[T]:
+def planned_gathers(
+    uses: ExecOrder[T], passes: Iterable[bool], prefetch: int, *, keeps: bool, counting: int = 0
+) -> list[T]:
     """Return all gathers of a stage's passes after an update. `passes`: whether each is a backward. `keeps`:
-    what a pass gathers stays unsharded for the next one."""
+    what a pass gathers stays unsharded for the next one. `counting`: the first passes, without gradients."""
     planned_gathers: list[T] = []
     unsharded: Set[T] = frozenset()
-    for backward in passes:
+    for number, backward in enumerate(passes):
         planned_gathers += [group for group in uses.always_unsharded if group not in unsharded]
         walk = PrefetchWalk(uses.walk_order(backward=backward), prefetch, unsharded, reshards=not keeps)
         for _ in walk.uses:
             planned_gathers += walk.advance()
         used = {*walk.uses, *uses.always_unsharded}
-        unsharded = used if keeps else frozenset() if backward else used & uses.kept_after_forward()
+        kept = frozenset() if backward or number < counting else used & uses.kept_after_forward()
+        unsharded = used if keeps else kept
     return planned_gathers

@@ -304,6 +304,13 @@ class TPPlan:
             arguments=tuple(entry for entry in self.arguments if has(entry.module)),
         )
 
+    @property
+    def own_experts(self) -> frozenset[str]:
+        """The modules whose experts are divided over columns."""
+        return frozenset(
+            layer.module for layer in self.layers if layer.style is Style.EXPERTS and layer.splits
+        )
+
     def with_own_experts(self, module: str, dims: Mapping[str, int], number: int, ranks: int) -> "TPPlan":
         """The plan in which each column has other experts of a module; unchanged if they do not divide.
         `dims`: of its parameters, with an expert in each element of dim 0. `ranks`: divide these first."""

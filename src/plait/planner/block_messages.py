@@ -6,7 +6,7 @@ from typing import NamedTuple
 from plait.plan.axes import EXPERTS, FEATURES, HIDDEN, SEQUENCE, Axes, in_order
 from plait.plan.context import AttentionMessages, attention_messages
 from plait.planner.communication import Group
-from plait.planner.compute import BlockWork, expert_columns
+from plait.planner.compute import BlockWork, expert_columns, rows_of_choices
 from plait.planner.model_shape import ModelShape
 
 
@@ -61,10 +61,12 @@ def _expert_collectives(model: ModelShape, part: BlockWork, itemsize: int) -> li
             found.append(BlockCollective((FEATURES,), "all-gather", 1, 1, hidden, 1))
     if part.ep > 1:  # rows to their experts and back, and before them their numbers
         axes = in_order((*EXPERTS, FEATURES)) if columns > 1 else EXPERTS
-        rows = choices * model.hidden * itemsize / shares
+        rows = rows_of_choices(model, part.capacity, choices, shares) * choices
+        num_bytes = rows * model.hidden * itemsize / shares
         counts = _COUNT_BYTES * (part.ep * columns + model.experts)
-        found.append(BlockCollective(axes, "all-to-all", 2, 2, rows, 2))
-        found.append(BlockCollective(axes, "all-to-all", 1, 0, counts, 1))
+        found.append(BlockCollective(axes, "all-to-all", 2, 2, num_bytes, 2))
+        if part.capacity == "none":
+            found.append(BlockCollective(axes, "all-to-all", 1, 0, counts, 1))
     return found
 
 

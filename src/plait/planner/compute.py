@@ -33,6 +33,7 @@ from typing import NamedTuple
 from plait.plan import Plan
 from plait.plan.context import TokenOrder
 from plait.plan.devices import Device
+from plait.plan.grid import expert_rows
 from plait.plan.host_profile import OPERATORS
 from plait.plan.memory import COMPUTE_BYTES
 from plait.planner.constants import Constants
@@ -104,6 +105,7 @@ class BlockWork(NamedTuple):
     cp: int
     cp_method: str  # not `auto`
     ep: int
+    capacity: str
     gathers_rows: bool
 
     @classmethod
@@ -124,6 +126,7 @@ class BlockWork(NamedTuple):
             cp=plan.cp,
             cp_method=method,
             ep=plan.ep,
+            capacity=plan.capacity,
             gathers_rows=software.gathers_rows,
         )
 
@@ -204,6 +207,15 @@ def expert_columns(model: ModelShape, part: BlockWork) -> int:
     return 1 if part.gathers_rows else model.expert_columns(part.cols, part.ep)
 
 
+def rows_of_choices(model: ModelShape, capacity: str, choices: int, columns: int) -> float:
+    """Return the rows that a rank sends, and receives, for each choice of its tokens, of which each of so
+    many columns has a share: 1 without a capacity, else those of all experts."""
+    if capacity == "none" or not model.experts:
+        return 1.0
+    own = -(-choices // columns)
+    return expert_rows(capacity, own, model.experts) * model.experts / own
+
+
 @lru_cache(maxsize=1 << 14)
 def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Constants) -> Seconds:
     """Seconds of one block for one micro-batch on one rank."""
@@ -215,7 +227,10 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     # Rows of an expert, and experts of a rank: the choices of all tokens are spread evenly.
     own = expert_columns(model, part)
     experts, expert_ffn = max(1, model.experts // (part.ep * own)), ffn * own
-    rows = -(-m * max(1, model.experts_per_token) // (experts * own))
+    choices = m * max(1, model.experts_per_token)
+    rows = -(-choices // (experts * own))
+    if part.capacity != "none" and model.experts:
+        rows = part.ep * own * expert_rows(part.capacity, -(-choices // own), model.experts)
     # In turn, products whose input is on all columns, and products whose output is summed over them.
     *first, last = (linear(m, *each) for each in model.attention_products(h, heads, kv_heads))
     products = [([sum(times) for times in zip(*first, strict=True)], 1), (last, 1)]
@@ -276,7 +291,9 @@ def _elementwise(
     residual stream; activations, rotary embeddings and biases inside. Unless they are measured, by the bytes
     of 2-byte elements that the forward reads and writes."""
     stream = part.tokens * h / (part.cols if part.sp else 1)
-    width = ffn * max(1, model.experts_per_token) + model.shared_ffn / part.cols
+    of_token, own = model.experts_per_token, expert_columns(model, part)
+    chosen = of_token * rows_of_choices(model, part.capacity, part.tokens * of_token, own)
+    width = ffn * max(1, chosen) + model.shared_ffn / part.cols
     if rates.operator_rates:
         numels = (stream, stream, part.tokens * (heads + kv_heads) * model.head_dim, part.tokens * width)
         forward, backward = (
@@ -288,9 +305,7 @@ def _elementwise(
         )
         return forward, backward
     inside = 4.0 * (heads + 2 * kv_heads) * model.head_dim
-    inside += (
-        10.0 * model.experts_per_token * h / expert_columns(model, part)
-    )  # rows by expert, back, and the sum of a token's
+    inside += 10.0 * chosen * h / own  # rows by expert, back, and the sum of a token's
     moved = 20.0 * stream + part.tokens * (inside + (2.0 + 2.0 * (model.mlp_matrices - 1)) * width)
     forward = moved * rates.itemsize / 2 / rates.memory_bytes_per_s
     return forward, 2 * forward

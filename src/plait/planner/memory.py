@@ -32,6 +32,7 @@ from plait.plan.memory import COMPUTE_BYTES, MASTER_BYTES, model_state_bytes, se
 from plait.plan.schedule.load import in_flight, stages_by_rank, stages_of
 from plait.plan.sharding import Boxes
 from plait.planner.cluster import Cluster
+from plait.planner.compute import rows_of_choices
 from plait.planner.model_shape import ModelShape, attention_method
 from plait.planner.space import SHARDING, with_defaults
 from plait.planner.stages import StageKind, block_counts, stage_kinds
@@ -202,7 +203,11 @@ def micro_bytes(
     """Bytes that each stage keeps of a micro-batch from its forward to its backward, and from that to the
     weight gradients if they are split off."""
     counts = block_counts(model, plan, software)
-    tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.precision] / 2
+    num_tokens = batch * tokens_of_rank(model, plan, sequence)
+    if plan.capacity != "none":  # one number of rows, for all routing
+        choices, own = num_tokens * model.experts_per_token, model.expert_columns(plan.cols, plan.ep)
+        software = replace(software, expert_rows=rows_of_choices(model, plan.capacity, choices, own))
+    tokens = num_tokens * COMPUTE_BYTES[plan.precision] / 2
     policy, _, every = plan.recompute.partition("=")
     kinds = ("full", "none") if every else (policy, policy)
     # Deferred weight gradients need the inputs of products and the gradients of their results.

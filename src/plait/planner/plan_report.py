@@ -111,6 +111,8 @@ def _experts(ranked: RankedPlan) -> str:
     text = (
         f"a token uses {model.active_params:,} of {model.num_params:,} parameters; time and memory are for "
     )
+    if ranked.plan.capacity != "none":
+        return f"{text}a capacity, the same for all routing"
     text += "tokens that are spread evenly"
     if ranked.plan.ep == 1:
         return text

@@ -115,8 +115,9 @@ def estimate_step(
     counts = block_counts(model, plan, software)
     update = update_s(plan, layouts[slowest], sum(counts[stage] for stage in own), rates, links)
     span = _span_s(ends, slowest, cluster.ranks_per_core)
+    counting = _counting_s(plan, action_durations(model, plan, links, stages, gathers, work))
     busy = min(span, ends.busy[slowest])
-    step = span + data[slowest].exposed + update + constants.step_s
+    step = span + counting + data[slowest].exposed + update + constants.step_s
     idle = span - busy
     sends = min(idle, 2 * (plan.pp - 1) * _transfer_s(model, plan, links, work))
     parts = {
@@ -125,6 +126,7 @@ def estimate_step(
         "bubble": idle - sends,
         "optimizer": update,
         "overhead": constants.step_s,
+        **({"counts of routers": counting} if plan.counts_first else {}),
     }
     parts["data communication"] += data[slowest].exposed
     use = peak_memory(model, plan, cluster, work, software)
@@ -170,6 +172,15 @@ def action_durations(
         tuple(stage.weight for stage in stages),
         (_transfer_s(model, plan, links, work),) * (len(stages) - 1),
     )
+
+
+def _counting_s(plan: Plan, durations: Durations) -> float:
+    """Seconds of forwards that count for losses of routers before those of the schedule."""
+    if not plan.counts_first:
+        return 0.0
+    own = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
+    longest = max(sum(durations.forward[stage] for stage in of) for of in own)
+    return (plan.micro - 1) * longest + sum(durations.forward) + sum(durations.transfer)
 
 
 def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> float:
@@ -235,6 +246,13 @@ def check(
     check_is_priced(plan.precision, cluster.device)
     if (error := experts_error(model, plan.ep)) is not None:
         raise error
+    if plan.router_balance == "step" and not model.experts:
+        raise PlanError(
+            "router_balance has no effect without experts",
+            given=f"router_balance=step, {model.name}",
+            expected="a mixture, whose routers have losses",
+            hint="no router_balance",
+        )
     if plan.sync != "all":
         raise PlanError(
             "the planner can price parameter servers only with sync=all",

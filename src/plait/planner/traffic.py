@@ -99,20 +99,24 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
 
     def facts(kind: StageKind) -> StageFacts:
         layout = Layout(stage_units(model, plan.rows, plan.cols, plan.shard_degree, kind, plan.ep))
-        calls: list[tuple[Axes, str, float, float]] = []
+        calls: list[tuple[Axes, str, float, float, float]] = []
         for each, blocks in zip(collectives, (kind.blocks - kind.dense, kind.dense), strict=False):
             for one in each:
                 again = one.again * (of_attention if one.axes == SEQUENCE or sends_rows(one) else share)
-                calls.append((one.axes, one.op, blocks * (one.forward + again + one.backward), one.num_bytes))
+                back = again + one.backward
+                calls.append((one.axes, one.op, blocks * one.forward, blocks * back, one.num_bytes))
         if plan.cols > 1:  # of the embedding's output, and of the gradient of the head's input
-            ends = kind.is_first + kind.is_last
             num_bytes = part.tokens * COMPUTE_BYTES[plan.precision] * model.hidden / plan.rows
-            calls += [((FEATURES,), op, ends, num_bytes) for op in ("all-reduce", *["all-gather"] * plan.sp)]
+            first, last, ops = kind.is_first, kind.is_last, ("all-reduce", *["all-gather"] * plan.sp)
+            calls += [((FEATURES,), op, first, last, num_bytes) for op in ops]
         traffic: dict[CommKey, CommCount] = {}
-        for axes, op, number, num_bytes in calls:
+        counting: dict[CommKey, CommCount] = {}
+        for axes, op, ahead, back, num_bytes in calls:
             key = CommKey(grid.used(*axes), "", op)
-            traffic[key] = traffic.get(key, CommCount()) + CommCount(round(number), round(number * num_bytes))
-        return StageFacts(layout, traffic, output=message, gradient=message)
+            for sums, number in [(traffic, ahead + back)] + [(counting, ahead)] * plan.counts_first:
+                once = CommCount(round(number), round(number * num_bytes))
+                sums[key] = sums.get(key, CommCount()) + once
+        return StageFacts(layout, traffic, output=message, gradient=message, counting=counting)
 
     schedule = load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks)
     stages = [facts(kind) for kind in stage_kinds(model, counts)]

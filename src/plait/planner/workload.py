@@ -41,7 +41,7 @@ class Software:
     splits_evenly: bool = False
     narrow_gradients: bool = False
     gathers_rows: bool = False
-    expert_rows: int = 1
+    expert_rows: float = 1
 
 
 PLAIT = Software()  # of this product

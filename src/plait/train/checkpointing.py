@@ -35,11 +35,19 @@ class Checkpointing:
     If an error ends the block, the save in progress is finished first, unless a rank was lost.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, world: World, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        world: World,
+        metrics: Metrics,
+        on_save: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """`on_save`: called with the step of each checkpoint that is complete, on every rank."""
         keep = Keep(config.keep_last, config.keep_every, config.keep_best)
         self._saver = Saver(folder, world, keep=keep, background=config.save_in_background)
         self._config = config
-        self._metrics = metrics
+        self._metrics, self._on_save = metrics, on_save
         self._by_clock = world.rank == 0 and config.checkpoint_minutes > 0
         self._last_save_s = time.monotonic()
         self._in_progress: tuple[int, float] | None = None  # the save's step, and how long the step waited
@@ -113,6 +121,7 @@ class Checkpointing:
         self._failed = 0
         how = "in the background, training paused for" if self._config.save_in_background else "in"
         self._metrics.saved(step, pause_s, f"saved step {step} {how} {pause_s:.2f} s")
+        self._on_save(step)
 
     def _record_failure(self, step: int, error: CheckpointError, *, may_raise: bool = True) -> None:
         self._failed += 1

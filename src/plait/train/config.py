@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from plait.data.config import MAX_COUNT, DataConfig, FilePath, TokenizerConfig
+from plait.data.config import MAX_COUNT, DataConfig, FilePath, TokenizerConfig, check_data
 from plait.errors import ConfigError, PlanError, nearest, unknown_key_hint
 from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_keys
 from plait.plan import Plan
@@ -30,6 +30,8 @@ MONTH_S = 30 * 86400.0
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+BoardName = Literal["tensorboard", "wandb"]
+CallbackName = Annotated[str, Field(pattern=r"^[^\W\d][\w.]*:[^\W\d]\w*$")]  # module:Class
 
 
 class Section(BaseModel):
@@ -40,8 +42,9 @@ class RunConfig(Section):
     """`[run]`: directory, length and intervals. Every `*_every` is in steps; 0 means never."""
 
     dir: FilePath
-    steps: Positive
-    batch: Positive  # sequences per step, over all ranks
+    steps: Positive = 0  # 0: from `epochs`, until the data is known
+    epochs: float | None = Field(default=None, gt=0, le=MAX_COUNT)
+    batch: Positive  # sequences per step, over all ranks; or micro-batches of documents
     seed: int = Field(default=0, ge=0, lt=2**63)  # for initial weights, dropout and sample order
     log_every: Positive = 10
     evaluate_every: Count = 100  # also before the first step and after the last
@@ -52,6 +55,7 @@ class RunConfig(Section):
     keep_last: Positive = 2
     keep_every: Count = 0  # also keep checkpoints at multiples of this step
     keep_best: bool = False  # also keep the one with the lowest validation loss
+    early_stopping: Count = 0  # evaluations without a lower validation loss that end the run; 0: off
     save_in_background: bool = False  # training waits for a copy in memory, not for the disk
     max_failed_saves: Positive = 3  # failed saves in a row that end the run; see checkpointing.py
     check_replicas_every: Count = 100  # compare replicated weights between ranks; also before each save
@@ -63,21 +67,21 @@ class RunConfig(Section):
     spike_factor: float = Field(default=0.0, ge=0)
     spike_window: int = Field(
         default=100, ge=4, le=MAX_COUNT
-    )  # steps that define the typical loss; see loss_spikes.py
+    )  # steps of the typical loss; see loss_spikes.py
     spike_skip: Count = 100  # batches skipped after the spike, too
     max_spikes: Count = 3  # rollbacks before the run ends with an error
     max_skipped: Positive = 10  # steps in a row without a finite gradient that end the run; see trainer.py
-    # how often in all a worker of parameter servers that was killed is started again
-    max_restarts: Count = 3
+    max_restarts: Count = 3  # how often in all a killed worker of parameter servers is started again
     timeout_s: float = Field(default=600.0, gt=0, le=MONTH_S)  # how long a rank waits for another rank
     # time without a step after which all ranks write their stacks and exit
     hang_s: float = Field(default=300.0, ge=0, le=MONTH_S)
-    # from a stop signal until local ranks are killed
-    save_s: float = Field(default=60.0, gt=0, le=MONTH_S)
+    save_s: float = Field(default=60.0, gt=0, le=MONTH_S)  # from a stop signal until local ranks are killed
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # how ranks communicate; on CPUs shared memory (host) or Gloo
     transport: Literal["auto", "host", "gloo", "nccl"] = "auto"
     offload_dir: FilePath | None = None  # for offload=disk: a folder on a local disk of each host
+    report_to: tuple[BoardName, ...] = ("tensorboard",)  # boards that show the curves
+    callbacks: tuple[CallbackName, ...] = ()  # classes whose methods run at the events of the run
     trace: FilePath | None = None  # file for a trace of the pipeline's actions in steps 3 to 5
     probe: bool = False  # before the first step, compare gradients with the one-process model's
 
@@ -131,6 +135,7 @@ class OptimizerConfig(Section):
     clip_norm: float | None = Field(default=None, gt=0)
     clip_value: float | None = Field(default=None, gt=0)
     router_bias_update: float | None = Field(default=None, gt=0)
+    router_z_loss: float | None = Field(default=None, gt=0)
     args: dict[str, Any] = {}
     groups: tuple[ParamGroupConfig, ...] = ()
 
@@ -217,6 +222,21 @@ def check_batches(recipe: Recipe, plan: Plan) -> None:
         except PlanError as error:  # name the recipe's key
             given, hint = (str(text).replace("batch", key, 1) for text in (error.given, error.hint))
             raise PlanError(error.fact, given=given, expected=error.expected, hint=hint) from error
+    shares, budget = plan.data_ranks * plan.micro, recipe.data.tokens_per_micro_batch
+    if budget is not None and recipe.run.batch != shares:
+        raise PlanError(
+            "the micro-batches of a step are not those of the plan",
+            given=f"run.batch = {recipe.run.batch}, {plan} (dp x micro = {shares})",
+            expected="run.batch micro-batches, each of at most data.tokens_per_micro_batch tokens",
+            hint=f"run.batch = {shares}, or micro={recipe.run.batch // plan.data_ranks}",
+        )
+
+
+def micro_batch_shape(recipe: Recipe, plan: Plan) -> tuple[int, int]:
+    """Return samples and tokens of a data rank's largest micro-batch. Raises PlanError."""
+    check_batches(recipe, plan)
+    sequence, budget = recipe.data.sequence, recipe.data.tokens_per_micro_batch
+    return (plan.check_batch(recipe.run.batch) if budget is None else budget // sequence), sequence
 
 
 def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -> Recipe:
@@ -289,27 +309,28 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
         raise _config_error(error, source) from error
     _check_model(recipe.model)
     _check_optimizer(recipe.optimizer)
-    _check_schedule(recipe.schedule, recipe.run.steps)
-    if recipe.run.keep_best and not recipe.run.evaluate_every:
-        raise ConfigError(
-            "keep_best needs a validation loss, but evaluation is off",
-            given="run.keep_best = true, run.evaluate_every = 0",
-            expected="run.evaluate_every from 1",
-            hint="--set run.evaluate_every=100, or run.keep_best=false",
-        )
-    recipe.loss_scale.scaling()
-    for key in ("pad_to_multiple_of", "group_by_length"):
-        value = getattr(recipe.data, key)
-        if recipe.data.samples != "documents" and value != DataConfig.model_fields[key].default:
+    _check_length(recipe)
+    for key, off in (("keep_best", "false"), ("early_stopping", "0")):
+        if (value := getattr(recipe.run, key)) and not recipe.run.evaluate_every:
             raise ConfigError(
-                f"data.{key} has no effect on samples that all have data.sequence tokens",
-                given=f"data.{key} = {value}, data.samples = {recipe.data.samples!r}",
-                expected="samples of different lengths",
-                hint="data.samples = 'documents'",
+                f"{key} needs a validation loss, but evaluation is off",
+                given=f"run.{key} = {str(value).lower()}, run.evaluate_every = 0",
+                expected="run.evaluate_every from 1",
+                hint=f"--set run.evaluate_every=100, or run.{key}={off}",
             )
+    recipe.loss_scale.scaling()
+    check_data(recipe.data)
     if recipe.batch_ramp is not None:
-        _check_batch_ramp(recipe.batch_ramp, recipe.run.batch)
+        _check_batch_ramp(recipe.batch_ramp, recipe.run.batch, recipe.data.tokens_per_micro_batch)
     return recipe
+
+
+def with_steps(recipe: Recipe, steps: int) -> Recipe:
+    """Return the recipe with so many steps instead of epochs. Raises ConfigError."""
+    run = recipe.run.model_copy(update={"steps": steps, "epochs": None})
+    changed = recipe.model_copy(update={"run": run})
+    _check_length(changed)
+    return changed
 
 
 def differences(one: Recipe, other: Recipe) -> list[str]:
@@ -377,15 +398,16 @@ def _qualified_key_hint(key: str) -> str:
 
 
 # Keys of other trainers: what there is instead.
-_EPOCHS = "run.steps: number of samples x epochs / run.batch"
-_RECORDS = "metrics.jsonl and TensorBoard in run.dir, which every run writes; plait report RUN"
+_EPOCHS = "run.epochs"
+_RECORDS = "run.report_to, for TensorBoard and wandb; metrics.jsonl in run.dir; plait report RUN"
 _LORA = "LoRA in a script: docs/scripts.md, Fine-tuning"
 _ELSEWHERE = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
     **dict.fromkeys(("report_to", "wandb", "mlflow"), _RECORDS),
     **dict.fromkeys(("peft", "lora"), _LORA),
 }
-_EXAMPLES = {"int": "100", "float": "0.1", "bool": "true", "path": "FOLDER"}  # by pydantic's type of an error
+# By pydantic's type of an error
+_EXAMPLES = {"int": "100", "float": "0.1", "bool": "true", "path": "FOLDER", "tuple": "'[\"...\"]'"}
 _DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
@@ -512,7 +534,28 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
             )
 
 
-def _check_batch_ramp(ramp: BatchRampConfig, full: int) -> None:
+def _check_length(recipe: Recipe) -> None:
+    """Raise ConfigError unless there are either steps, which fit the schedule, or epochs."""
+    run = recipe.run
+    if bool(run.steps) == (run.epochs is not None):
+        raise ConfigError(
+            "the recipe has both run.steps and run.epochs" if run.steps else "the recipe has no run.steps",
+            given=f"run.steps {'given' if run.steps else 'not given'}, run.epochs {_is_set(run.epochs)}",
+            expected="one of the two: the number of steps, or of epochs",
+            hint="--set run.steps= removes the steps" if run.steps else "--set run.steps=100",
+        )
+    if run.steps:
+        _check_schedule(recipe.schedule, run.steps)
+
+
+def _check_batch_ramp(ramp: BatchRampConfig, full: int, budget: int | None) -> None:
+    if budget is not None:
+        raise ConfigError(
+            "a step with a budget of tokens has one micro-batch for each of the plan",
+            given=f"data.tokens_per_micro_batch = {budget}, [batch_ramp]",
+            expected="as many micro-batches in each step",
+            hint="--set batch_ramp= removes the section from the recipe",
+        )
     increments, remainder = divmod(full - ramp.start, ramp.step)
     if remainder or increments < 1:
         nearest_full = ramp.start + max(1, increments) * ramp.step

@@ -27,7 +27,7 @@ from plait.plan.events import ServerTraffic, ring_bytes
 from plait.plan.layout_rules import layer_collectives
 from plait.plan.memory import COMPUTE_BYTES
 from plait.tables import counted, facts_table, table
-from plait.train.config import Recipe
+from plait.train.config import Recipe, micro_batch_shape
 from plait.train.measurements import Measurements
 from plait.train.model import check_config, config_of, model_on_meta
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
@@ -112,7 +112,12 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
         facts["float8"] = _float8_text(explanation.float8)
     if explanation.cp_choice is not None and explanation.cp_choice.sent:
         facts["attention"] = _method_text(explanation, explanation.cp_choice)
-    if plan.ep > 1:
+    if plan.capacity != "none":
+        facts["experts"] = (
+            f"each takes {plan.capacity} of an even share of a rank's tokens, others are dropped: not the "
+            "numbers of one process. Memory and messages are the same for all routing"
+        )
+    elif plan.ep > 1:
         more = format_bytes(max(row.uneven_bytes for row in explanation.rank_classes))
         facts["experts"] = (
             "memory is for tokens that are spread evenly over ranks; "
@@ -247,7 +252,8 @@ def traffic_table(explanation: Explanation, row: RankClass) -> Table:
         ("for", "operation", "over", "calls", "bytes", "sent"),
         left=("for", "operation", "over"),
         caption="bytes: of the full tensors, or of messages; sent: by ring algorithms, the lower bound"
-        + "; over ep: tokens that are spread evenly over ranks" * (explanation.plan.ep > 1),
+        + "; over ep: tokens that are spread evenly over ranks"
+        * (explanation.plan.ep > 1 and explanation.plan.capacity == "none"),
     )
     every = explanation.plan.local_steps
     purposes = [(_PURPOSE[strand], traffic) for strand, traffic in row.traffic.items()]
@@ -352,7 +358,7 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
     """Explain a recipe's plan without ranks or data. `is_saved`: the recipe is a run's. Raises a PlaitError
     if it cannot be trained."""
     plan = Plan.parse(recipe.plan)
-    sequences = plan.check_batch(recipe.run.batch)
+    batch_shape = micro_batch_shape(recipe, plan)
     check_optimizer_args(recipe.optimizer)
     check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
     model = model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None}))
@@ -362,9 +368,10 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
         optimizer=optimizer_class(recipe.optimizer),
         optimizer_args=recipe.optimizer.torch_args(),
         param_groups=param_groups(recipe.optimizer, model),
+        router_z_loss=recipe.optimizer.router_z_loss,
         tensor_plan=recipe.model.tensor_plan,
     )
-    return explain(given, token_batch(sequences, recipe.data.sequence), cluster)
+    return explain(given, token_batch(*batch_shape), cluster)
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The metrics of a run: progress line, metrics.jsonl and TensorBoard. Written on rank 0 only.
+"""The metrics of a run: progress line, metrics.jsonl and boards (train/boards.py). Written on rank 0 only.
 
 metrics.jsonl has one object per line: for a step all of `StepMetrics` that are not None, for an evaluation
 `step`, `validation_loss` and `validation_perplexity`, for an exchange of islands `step`, `exchanged_part` and
@@ -43,11 +43,14 @@ from plait.fileio import TEXT_LIMIT_BYTES, WRITABLE, finite_json, open_regular, 
 from plait.parallel.local_steps import ExchangeResult
 from plait.plan.devices import device_of_driver
 from plait.tables import plain
+from plait.train.boards import open_boards
+from plait.train.config import BoardName
 from plait.train.run_dir import RunDir
 
 _CURVES = {
     "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",
-    "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "expert_imbalance", "idle_experts",
+    "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "z_loss", "expert_imbalance",
+    "idle_experts", "dropped_choices",
 }  # fmt: skip
 _STEPS_OF_TIME_LEFT = 100  # the time left is estimated from the last steps, of which single ones may be slow
 
@@ -66,8 +69,10 @@ class StepMetrics:
     mfu_of_matmul  model FLOP/s over the measured peak of a matrix product
     loss_scale     fp16: the scale of this step's loss; None for other precisions
     aux_loss       the auxiliary loss of routers, without its coefficient; None for models without one
+    z_loss         the same of their z loss, with `optimizer.router_z_loss`
     expert_imbalance  of mixtures: the largest load of an expert over the mean of its layer
     idle_experts      of mixtures: experts of all layers without a token in this step
+    dropped_choices   of experts, beyond the plan's capacity, in this step; None without one
     """
 
     step: int
@@ -85,8 +90,10 @@ class StepMetrics:
     seconds: float
     loss_scale: float | None = None
     aux_loss: float | None = None
+    z_loss: float | None = None
     expert_imbalance: float | None = None
     idle_experts: int | None = None
+    dropped_choices: int | None = None
 
 
 _MAX_BYTES = 1 << 32  # of metrics.jsonl: ten million steps
@@ -100,13 +107,20 @@ class Metrics:
 
     console     None except on rank 0: then nothing is printed or written
     first_step  steps already done
-    log_every   steps between printed lines and TensorBoard points
+    log_every   steps between printed lines and points of boards
+    report_to   the boards
 
     Every method raises RunError if the disk is full or not writable.
     """
 
     def __init__(
-        self, run: RunDir, console: Console | None, first_step: int, steps: int, log_every: int
+        self,
+        run: RunDir,
+        console: Console | None,
+        first_step: int,
+        steps: int,
+        log_every: int,
+        report_to: Sequence[BoardName] = ("tensorboard",),
     ) -> None:
         self._console = console
         self._log_every = log_every
@@ -117,14 +131,11 @@ class Metrics:
         self._progress: Progress | None = None
         if console is None:
             return
-        from torch.utils.tensorboard.writer import SummaryWriter
-
         self._path = run.path
         with self._writing():
+            self._boards = open_boards(report_to, run, first_step)
             truncate_metrics(run.metrics, first_step or -1)  # the records of step 0 are written again
             self._file = run.metrics.open("a", encoding="utf-8")
-            # `purge_step`: TensorBoard drops what an earlier process wrote for later steps
-            self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1, flush_secs=30)
         if console.is_terminal:
             self._progress = Progress(  # in 80 columns, for numbers of the usual size
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
@@ -150,7 +161,9 @@ class Metrics:
         if self._console is None:
             return
         try:
-            with self._writing(), contextlib.closing(self._board):
+            with self._writing(), contextlib.ExitStack() as stack:
+                for board in self._boards:
+                    stack.callback(board.close)
                 self._file.close()
         except RunError:
             if error is None:  # otherwise that error is the cause, and the one to report
@@ -184,7 +197,7 @@ class Metrics:
                 self._file.flush()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record a step: each one in the file, every `log_every`-th on the console and in TensorBoard."""
+        """Record a step: each one in the file, every `log_every`-th on the console and boards."""
         if self._console is None:
             return
         values = {name: value for name, value in vars(metrics).items() if value is not None}
@@ -202,9 +215,7 @@ class Metrics:
         self._num_due = num_due
         if self._progress is None:
             self.log(f"step {metrics.step}/{self._steps}  {self._text(self._since_log)}{self._time_left()}")
-        with self._writing():
-            for name in _CURVES & values.keys():
-                self._board.add_scalar(f"train/{name}", values[name], metrics.step)
+        self._show("train", {name: values[name] for name in _CURVES & values.keys()}, metrics.step)
         self.flush()
         self._since_log.clear()
 
@@ -214,9 +225,7 @@ class Metrics:
             return
         values = {"loss": loss, "perplexity": perplexity(loss)}
         self._record({"step": step} | {f"validation_{name}": value for name, value in values.items()})
-        with self._writing():
-            for name, value in values.items():
-                self._board.add_scalar(f"validation/{name}", value, step)
+        self._show("validation", values, step)
         self.log(
             f"step {step}/{self._steps}  validation loss {loss:.4f}  perplexity {values['perplexity']:,.2f}"
         )
@@ -224,9 +233,7 @@ class Metrics:
     def exchange(self, step: int, result: ExchangeResult) -> None:
         """Record an exchange of weights between islands after `step` steps."""
         self._record({"step": step, "exchanged_part": result.part, "island_drift": result.drift}, flush=False)
-        if self._console is not None:
-            with self._writing():
-                self._board.add_scalar("train/island_drift", result.drift, step)
+        self._show("train", {"island_drift": result.drift}, step)
 
     def experts(self, step: int, loads: Mapping[str, Sequence[int]]) -> None:
         """Record how often each expert was chosen in a step."""
@@ -241,11 +248,11 @@ class Metrics:
         staleness = np.repeat(np.arange(len(counts)), counts)
         scalars = {name: values[name] for name in ("pushes_per_s", "dropped_pushes", "waited_s")}
         scalars["moved_bytes"] = sum(values["moved_bytes"][0])
-        with self._writing():
-            for name, value in scalars.items():
-                self._board.add_scalar(f"servers/{name}", value, step)
-            if staleness.size:
-                self._board.add_histogram("servers/staleness", staleness, step, bins="auto")
+        self._show("servers", scalars, step)
+        if staleness.size:
+            with self._writing():
+                for board in self._boards:
+                    board.histogram("servers/staleness", staleness, step)
 
     def saved(self, step: int, pause_s: float, text: str) -> None:
         """Record that the state after `step` steps is saved, for which training paused `pause_s` seconds."""
@@ -265,6 +272,12 @@ class Metrics:
         """Print a line on the console."""
         if self._console is not None:
             self._console.print(plain(text), highlight=False, soft_wrap=True)
+
+    def _show(self, group: str, values: Mapping[str, float], step: int) -> None:
+        if self._console is not None:
+            with self._writing():
+                for board in self._boards:
+                    board.scalars({f"{group}/{name}": value for name, value in values.items()}, step)
 
     def _text(self, window: list[StepMetrics]) -> str:
         last = window[-1]

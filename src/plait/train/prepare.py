@@ -1,10 +1,11 @@
 """Decide what a recipe means: check it, build its data and create its directory, before the first rank."""
 
+import math
 import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from plait.checkpoint import Checkpoint, steps
 from plait.comm import World
 from plait.data.build import build
 from plait.data.config import INDEX, DataConfig
-from plait.data.dataset import TokenStore, TokenStream, open_store
-from plait.data.documents import Documents, PackedDocuments, PaddingCollator, check_documents
-from plait.data.loader import Batch, Batches, Samples, Windows, check_samples, loader
-from plait.data.sampler import BatchRamp, BatchSizes, LengthGroups, Order, SampleOrder
+from plait.data.dataset import TokenStore, open_store
+from plait.data.documents import check_documents
+from plait.data.loader import Batch, Batches, Samples, loader
+from plait.data.sampler import BatchRamp, BatchSizes, OneEpoch, Order
+from plait.data.samples import SampleSource
 from plait.data.show import show_documents
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
@@ -31,7 +33,17 @@ from plait.fileio import check_output_paths
 from plait.models import causal_lm_on_meta, numbering_of
 from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
-from plait.train.config import LossScaleConfig, Recipe, RunConfig, check_batches, differences, read_recipe
+from plait.train.boards import check_boards
+from plait.train.callbacks import callback_classes
+from plait.train.config import (
+    LossScaleConfig,
+    Recipe,
+    RunConfig,
+    check_batches,
+    differences,
+    read_recipe,
+    with_steps,
+)
 from plait.train.heartbeat import any_stacks
 from plait.train.metrics import read_metrics
 from plait.train.model import (
@@ -83,6 +95,7 @@ class ResolvedRun:
             clip_norm=optimizer.clip_norm,
             clip_value=optimizer.clip_value,
             router_bias_update=optimizer.router_bias_update,
+            router_z_loss=optimizer.router_z_loss,
             loss_scaling=recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
             offload_dir=recipe.run.offload_dir if self.plan.offload == "disk" else None,
             tensor_plan=recipe.model.tensor_plan,
@@ -106,7 +119,7 @@ class ResolvedRun:
                 "order": recipe.data.order,
                 "seed": recipe.run.seed,
                 **({} if recipe.batch_ramp is None else {"ramp": recipe.batch_ramp.model_dump()}),
-                **({} if recipe.data.samples == "windows" else _document_facts(recipe.data)),
+                **_document_facts(recipe.data),
             },
         }
 
@@ -127,33 +140,46 @@ class ResolvedRun:
         batches = Batches(*self.train_samples, sizes, data_rank=data_rank, data_ranks=data_ranks, micro=micro)
         return loader(batches, numbers, workers=self.recipe.data.workers, pin_memory=pin_memory)
 
+    def validation_batches(
+        self, data_rank: int, data_ranks: int, *, pin_memory: bool = False
+    ) -> "DataLoader[Batch | list[Batch]]":
+        """Load a data rank's share of the batches of an evaluation, the same ones each time."""
+        batch, (samples, order) = self.recipe.run.batch, self.validation_samples
+        number = self.recipe.run.evaluate_batches
+        if isinstance(order, OneEpoch):
+            number = min(number, -(-len(samples) // batch))
+        micro = batch // data_ranks if self.recipe.data.tokens_per_micro_batch else None
+        ranks = {"data_rank": data_rank, "data_ranks": data_ranks}
+        shares = Batches(samples, order, BatchSizes(batch), **ranks, micro=micro)
+        return loader(shares, range(number), pin_memory=pin_memory)
+
     @cached_property
     def train_samples(self) -> tuple[Samples, Order]:
         """The training samples and their order. Raises DataError if there are too few."""
-        return self._samples(self.store.train)
+        return self._source.training()
 
     @cached_property
     def validation_samples(self) -> tuple[Samples, Order]:
         """The validation samples and their order. Raises DataError if there are too few."""
-        return self._samples(self.store.validation)
+        return self._source.validation()
 
-    def _samples(self, stream: TokenStream) -> tuple[Samples, Order]:
-        data, batch = self.recipe.data, self.recipe.run.batch
-        end = self.store.index.end_of_document
-        samples: Windows | PackedDocuments | Documents
-        if data.samples == "documents":
-            samples = Documents(stream, end, PaddingCollator(end, data.pad_to_multiple_of, data.sequence))
-        else:
-            samples = Windows(stream, data.sequence)
-            if data.samples == "packed":
-                first = numbering_of(model_on_meta(self.recipe.model)).first
-                samples = PackedDocuments(samples, end, first)
-        check_samples(samples, batch)
-        order = SampleOrder(len(samples), self.recipe.run.seed, data.order)
-        if isinstance(samples, Documents) and data.group_by_length:
-            window = min(data.group_by_length, len(samples) // batch)  # an epoch at most
-            return samples, LengthGroups(order, samples.lengths, batch, window)
-        return samples, order
+    @property
+    def _source(self) -> SampleSource:
+        data, run, first = self.recipe.data, self.recipe.run, 0
+        if data.samples in ("packed", "bins"):
+            first = numbering_of(model_on_meta(self.recipe.model)).first
+        return SampleSource(data, self.store, batch=run.batch, seed=run.seed, first_position=first)
+
+    def data_facts(self) -> dict[str, str]:
+        """Return facts about the data for people; those that are "" do not apply."""
+        samples, order = self.train_samples
+        epochs = order.epochs(self.batch_sizes().span(self.recipe.run.steps)[0])
+        of = [f" of {name}" for name in self.recipe.data.sources] if len(epochs) > 1 else [""]
+        return {
+            "epochs": ", ".join(f"{number:.2f}{name}" for number, name in zip(epochs, of, strict=True)),
+            "documents": samples.facts,
+            "left out of the data": self.store.index.skipped,
+        }
 
     def check_samples(self) -> None:
         """Raise DataError unless there are samples for every batch."""
@@ -168,7 +194,14 @@ class ResolvedRun:
 
 
 def _document_facts(data: DataConfig) -> dict[str, object]:
-    return {"kind": data.samples, "group_by_length": data.group_by_length}
+    """Facts about samples; without those that older runs did not have."""
+    facts: dict[str, object] = {}
+    if data.samples != "windows":
+        facts = {"kind": data.samples, "group_by_length": data.group_by_length}
+    for key in ("weights", "long_documents", "tokens_per_micro_batch"):
+        if getattr(data, key) != DataConfig.model_fields[key].default:
+            facts[key] = getattr(data, key)
+    return facts
 
 
 def prepare(
@@ -211,8 +244,7 @@ def prepare(
         )
     store = _open_data(recipe, is_saved=is_saved)
     complete = _complete(recipe, store, resolved, is_saved=is_saved)
-    run = ResolvedRun(complete, resolved, run_dir, store)
-    run.check_samples()
+    run = _with_steps(ResolvedRun(complete, resolved, run_dir, store))
     if not resume:
         if recipe.data.kind != "text":
             tokenizer = read_tokenizer(store.tokenizer_dir)
@@ -234,6 +266,23 @@ def prepare(
         run.check_checkpoint(newest)
     rewrite_recipe(run_dir, run.recipe, store)
     return run
+
+
+def _with_steps(run: ResolvedRun) -> ResolvedRun:
+    """Check the samples, and return the run with a number of steps for its epochs. Raises DataError and
+    ConfigError."""
+    run.check_samples()
+    epochs = run.recipe.run.epochs
+    if epochs is None:
+        return run
+    samples = math.ceil(epochs * len(run.train_samples[0]))
+    found = replace(run, recipe=with_steps(run.recipe, run.batch_sizes().batches_of(samples)))
+    try:
+        _check_local_steps(found.recipe.run, found.plan)
+    except ConfigError as error:
+        error.hint = f"--set run.epochs= {error.hint}"
+        raise
+    return found
 
 
 def discard_unused(run: RunDir, start: Path | None = None) -> Path | None:
@@ -312,13 +361,14 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
             expected="precision=fp16 in the plan",
             hint="--set loss_scale= removes the section from the recipe",
         )
-    if plan.local_steps:
-        _check_local_steps(recipe.run, plan)
+    _check_local_steps(recipe.run, plan)
     if plan.num_servers:
         _check_servers(recipe.run)
     if plan.offload == "disk":  # other plans ignore the folder, so that one recipe can be run under several
         _check_offload(recipe.run)
     check_output_paths({"run.trace": recipe.run.trace})
+    check_boards(recipe.run.report_to)
+    callback_classes(recipe.run.callbacks)
     if local:
         check_devices(num_ranks, recipe.run.device)
     check_optimizer_args(recipe.optimizer)
@@ -329,6 +379,8 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
 
 def _check_local_steps(config: RunConfig, plan: Plan) -> None:
     """Raise ConfigError if the last steps would not be exchanged, or islands would decide differently."""
+    if not plan.local_steps:
+        return
     if config.steps % plan.local_steps:
         raise ConfigError(
             "the run does not end with an exchange of its islands",
@@ -336,13 +388,14 @@ def _check_local_steps(config: RunConfig, plan: Plan) -> None:
             expected="a multiple of local_steps",
             hint=f"--set run.steps={-(-config.steps // plan.local_steps) * plan.local_steps}",
         )
-    if config.spike_factor:
-        raise ConfigError(
-            "islands have losses of their own, and cannot be rolled back together",
-            given=f"run.spike_factor = {config.spike_factor}, local_steps={plan.local_steps}",
-            expected="no rollbacks under local_steps",
-            hint="--set run.spike_factor=0",
-        )
+    for key in ("spike_factor", "early_stopping"):
+        if value := getattr(config, key):
+            raise ConfigError(
+                "islands have losses of their own, and cannot be rolled back or stopped together",
+                given=f"run.{key} = {value}, local_steps={plan.local_steps}",
+                expected="no rollbacks and no early stopping under local_steps",
+                hint=f"--set run.{key}=0",
+            )
 
 
 def _check_offload(config: RunConfig) -> None:
@@ -370,13 +423,13 @@ def _check_offload(config: RunConfig) -> None:
 
 def _check_servers(config: RunConfig) -> None:
     """Raise ConfigError for options of a run that parameter servers do not have."""
-    for key, value in (("spike_factor", config.spike_factor), ("probe", config.probe)):
-        if value:
+    for key in ("spike_factor", "early_stopping", "probe"):
+        if value := getattr(config, key):
             raise ConfigError(
                 f"run.{key} cannot be combined with parameter servers",
                 given=f"run.{key} = {value}",
                 expected="the default, which turns it off",
-                hint=f"--set run.{key}={'0' if key == 'spike_factor' else 'false'}",
+                hint=f"--set run.{key}={'false' if key == 'probe' else '0'}",
             )
     if config.device == "cuda":
         raise ConfigError(

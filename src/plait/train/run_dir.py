@@ -60,6 +60,7 @@ class RunDir:
     checkpoints = _Name("checkpoints")
     metrics = _Name("metrics.jsonl")
     tensorboard = _Name("tensorboard")
+    wandb = _Name("wandb-id")  # of the run in Weights & Biases
     picture = _Name("loss.png")
     experts = _Name("experts.png")  # loads of a mixture's experts
     clocks = _Name("clocks.png")  # of the workers of parameter servers

@@ -22,7 +22,7 @@ from plait.plan import MemoryUse, used_categories
 from plait.plan.schedule import simulate
 from plait.plan.schedule.trace import durations_of, read_trace
 from plait.tables import counted, facts_table, table
-from plait.train.config import Recipe
+from plait.train.config import Recipe, micro_batch_shape
 from plait.train.measurements import Measurements
 from plait.train.metrics import PeakFlops, ThinnedRecords, read_metrics
 from plait.train.run_dir import RunDir
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from plait.estimate.explain import Explanation
 
 _CURVES = (
-    "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "aux_loss", "expert_imbalance", "tokens",
-    "seconds",
+    "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "aux_loss", "z_loss", "expert_imbalance",
+    "dropped_choices", "tokens", "seconds",
 )  # fmt: skip
 _MOST_EVENTS = 1000  # the last ones
 _MOST_LAYERS, _MOST_EXPERTS = 8, 16  # in a picture
@@ -40,8 +40,7 @@ _MOST_LAYERS, _MOST_EXPERTS = 8, 16  # in a picture
 
 def estimated_memory(recipe: Recipe, engine: Engine) -> MemoryUse:
     """Return the estimated memory of this rank."""
-    num_microbatches = engine.data_ranks * engine.plan.micro
-    return engine.estimated_memory((recipe.run.batch // num_microbatches, recipe.data.sequence))
+    return engine.estimated_memory(micro_batch_shape(recipe, engine.plan))
 
 
 def largest_memory(recipe: Recipe, engine: Engine) -> tuple[int, MemoryUse]:
@@ -65,15 +64,15 @@ def start_table(
     sizes: BatchSizes,
     peak_flops: PeakFlops,
     memory: tuple[int, MemoryUse],
-    skipped: str,
+    data_facts: Mapping[str, str],
 ) -> Table:
-    """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`;
-    `skipped`: what was left out of the data."""
+    """Return a table of model, plan, batch, device and estimated memory. `memory`: from `largest_memory`."""
     rank, predicted = memory
-    run, sequence, plan = recipe.run, recipe.data.sequence, engine.plan
-    ramp = recipe.batch_ramp
+    run, plan, budget = recipe.run, engine.plan, recipe.data.tokens_per_micro_batch
+    sequence, ramp = budget or recipe.data.sequence, recipe.batch_ramp
     at_most = "at most " if recipe.data.samples == "documents" else ""
-    samples = f"{'documents' if at_most else 'sequences'} of {at_most}{sequence}"
+    samples = "documents" if at_most else "sequences"
+    samples = f"{'micro-batches' if budget else samples} of {at_most}{sequence}"
     growth = f", growing from {ramp.start} over {ramp.tokens:,} tokens" if ramp else ""
     facts = {
         "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters",
@@ -81,7 +80,7 @@ def start_table(
         "probe": "" if engine.probed is None else str(engine.probed),
         "step": f"{run.batch} {samples} = {run.batch * sequence:,} tokens{growth}",
         "steps": f"{run.steps:,}: {at_most}{sizes.span(run.steps)[0] * sequence:,} tokens",
-        "left out of the data": skipped,
+        **data_facts,
         "peak": str(peak_flops),
         "memory per rank" if engine.plan.pp == 1 else f"memory, at most (rank {rank})": str(predicted),
     }

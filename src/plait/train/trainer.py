@@ -41,13 +41,13 @@ from plait import __version__, checkpoint
 from plait.checkpoint import Checkpoint, Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.comm import World, all_reduce
-from plait.data.loader import Batch, Batches, loader
-from plait.data.sampler import BatchSizes
+from plait.data.loader import Batch
 from plait.engine.engine import StepResult
 from plait.errors import RunError
 from plait.fileio import write_text, writing
 from plait.parallel.zero.memory_stats import num_allocator_retries
-from plait.tables import plain
+from plait.tables import counted, plain
+from plait.train.callbacks import CallbackRun, load_callbacks
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
 from plait.train.export import DTYPES, export, generate
@@ -96,6 +96,7 @@ def train(recipe: Recipe, world: World) -> signal.Signals | None:
             stopped_by = trainer.loop(signals)
         if stopped_by is None:  # signals are ignored from here on: training is complete
             trainer.finish()
+        trainer.call("on_end", signals)
     return stopped_by
 
 
@@ -194,6 +195,7 @@ class Trainer:
         self._world = world
         self._recipe = run.recipe
         self._config = run.recipe.run
+        self._callbacks = load_callbacks(self._config.callbacks)
         # Rank 0 decides, as it also chooses the checkpoint: file systems show new files late on other hosts.
         resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.dir.checkpoints)))
         self._engine = run.build_engine(world, loads=resuming)
@@ -206,6 +208,7 @@ class Trainer:
         self._tokens = 0  # target tokens trained on
         self._skipped = 0  # steps skipped
         self._retries = 0  # of the allocator
+        self._best_score, self._since_best = math.inf, 0  # validation loss, and evaluations after it
         self._bad_steps_in_a_row = 0  # see [Note: skipped steps that end a run]
         newest, self._warnings = load_newest(self._engine, run.dir.checkpoints, run.check_checkpoint)
         if newest is not None:
@@ -221,7 +224,14 @@ class Trainer:
         """Set the progress to that of a checkpoint which the engine has loaded."""
         self._step, self._tokens = saved.step, int(saved.facts["tokens"])
         self._skipped, self._bad_steps_in_a_row = int(saved.facts["skipped"]), 0
+        best, self._since_best = saved.facts.get("best_score", (None, 0))
+        self._best_score = math.inf if best is None else float(best)
         self.spikes.load(saved.facts)
+
+    @property
+    def _is_stopped(self) -> bool:
+        """True if the validation loss has not improved for so long that the run ends."""
+        return 0 < self._config.early_stopping <= self._since_best
 
     def loop(self, signals: SignalHandler) -> signal.Signals | None:
         """Train to the last step, a loss spike that needs a rollback, or a stop signal, which is returned."""
@@ -237,8 +247,16 @@ class Trainer:
             run.train_batches(left, engine.data_rank, engine.data_ranks, pin_memory=pin_memory)
         )
         with (
-            Metrics(run.dir, self._console, first_step, config.steps, config.log_every) as metrics,
-            Checkpointing(config, run.dir.checkpoints, self._world, metrics) as saving,
+            Metrics(
+                run.dir, self._console, first_step, config.steps, config.log_every, config.report_to
+            ) as metrics,
+            Checkpointing(
+                config,
+                run.dir.checkpoints,
+                self._world,
+                metrics,
+                lambda step: self.call("on_save", signals, step),
+            ) as saving,
             Heartbeat(run.dir.stacks, self._world, config.hang_s) as heartbeat,
             GarbageCollection(config.collect_garbage_every) as garbage,
         ):
@@ -260,8 +278,9 @@ class Trainer:
                 self._warn_of_jump(metrics)
             for text in self._warnings:
                 metrics.warn(first_step, text)
+            self.call("on_start", signals)
             if first_step == 0 and config.evaluate_every:
-                metrics.validation(0, self._evaluate(heartbeat))
+                self._score(parts, signals)
             return self._run_steps(parts, signals)
 
     def _warn_of_jump(self, metrics: Metrics) -> None:
@@ -285,7 +304,7 @@ class Trainer:
             heartbeat.beat(self._step, "saving", slow=True)
             saving.wait(may_raise=may_raise)
 
-        while self._step < config.steps:
+        while self._step < config.steps and not self._is_stopped:
             before, factor = self._step, lr_factor(self._step)
             lr = self._recipe.optimizer.lr * factor
             result, step_metrics = self._run_step(parts, lr, factor)
@@ -306,16 +325,16 @@ class Trainer:
                 metrics.log(message)
             if self.spikes.rollback_to is not None:
                 return None
+            self.call("on_step", signals, step_metrics)
             score = None
             if _due(before, self._step, config.evaluate_every, config.steps):
-                score = self._evaluate(heartbeat)
-                metrics.validation(self._step, score)
+                score = self._score(parts, signals)
             if self._step == parts.first_step + 5:  # the first steps are slower than later ones
                 flags_every = self._flags_every(step_metrics.seconds)
             stop_signal, to_save = None, False
             if self._step % flags_every == 0:
                 stop_signal, to_save = self._agree_on_requests(signals, saving, metrics)
-            last = stop_signal is not None or self._step == config.steps
+            last = stop_signal is not None or self._step == config.steps or self._is_stopped
             to_save |= last or _due(before, self._step, config.checkpoint_every, config.steps)
             check_every = self._at_exchanges(config.check_replicas_every)
             if check_every and (to_save or self._step % check_every == 0):
@@ -370,9 +389,10 @@ class Trainer:
         self._skipped += result.skipped
         parts.garbage.after_step(self._step)
         seconds = time.perf_counter() - start_s
-        num_inputs = num_tokens + batch_size  # the last token of a sample is no input to a target
+        documents = round(batch_size * self._run.train_samples[0].documents_per_sample)
+        num_inputs = num_tokens + documents  # the last token of a document is no input to a target
         causal_flops, full_flops = (
-            self._engine.flops_per_token(num_inputs // batch_size, causal=causal) * num_inputs
+            self._engine.flops_per_token(num_inputs // documents, causal=causal) * num_inputs
             for causal in (True, False)
         )
         peaks = parts.peak_flops
@@ -395,6 +415,8 @@ class Trainer:
             seconds=seconds,
             loss_scale=loss_scale,
             aux_loss=result.aux_loss,
+            dropped_choices=result.dropped_choices,
+            z_loss=result.z_loss,
             **expert_facts(result.expert_loads),
         )
 
@@ -434,16 +456,34 @@ class Trainer:
         all_reduce(slowest_s, self._world.group, "max")
         return max(1, min(MAX_STEPS_BETWEEN_FLAGS, int(1.0 / slowest_s.item())))
 
+    def call(self, event: str, signals: SignalHandler, *args: object) -> None:
+        """Call a method of all callbacks."""
+        run = CallbackRun(self._engine, self._run.dir.path, self._world.rank, self._step, signals)
+        self._callbacks.call(event, run, *args)
+
+    def _score(self, parts: _LoopParts, signals: SignalHandler) -> float:
+        """Evaluate, record and return the loss, and count evaluations since the lowest one."""
+        score = self._evaluate(parts.heartbeat)
+        parts.metrics.validation(self._step, score)
+        self._since_best = 0 if score < self._best_score else self._since_best + 1
+        self._best_score = min(self._best_score, score) if math.isfinite(score) else self._best_score
+        if self._is_stopped:
+            since = counted(self._since_best, "evaluation")
+            parts.metrics.log(
+                f"stopped early: {since} without a validation loss below {self._best_score:.4f}"
+            )
+        self.call("on_evaluate", signals, score)
+        return score
+
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
-        sizes, results = BatchSizes(self._config.batch), []
         ranks = self._engine.data_group  # with servers, worker 0 evaluates by itself
-        shares = Batches(*self._run.validation_samples, sizes, data_rank=ranks.rank, data_ranks=ranks.size)
-        numbers, pin_memory = range(self._config.evaluate_batches), self._engine.device.type == "cuda"
-        for number, batch in enumerate(loader(shares, numbers, pin_memory=pin_memory)):
-            assert isinstance(batch, dict), "the engine splits batches of an evaluation"
+        pin_memory, results = self._engine.device.type == "cuda", []
+        batches = self._run.validation_batches(ranks.rank, ranks.size, pin_memory=pin_memory)
+        for number, batch in enumerate(batches):
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
-            results.append(self._engine.evaluate(batch))
+            for part in [batch] if isinstance(batch, dict) else batch:
+                results.append(self._engine.evaluate(part))
         return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
 
     def rollback(self, path: Path) -> None:
@@ -465,6 +505,7 @@ class Trainer:
             "tokens": self._tokens,
             "skipped": self._skipped,
             "spikes": self.spikes.facts(),
+            "best_score": (self._best_score if math.isfinite(self._best_score) else None, self._since_best),
             "seed": self._config.seed,
             "plan": str(self._engine.plan),
             "loss_scale": self._engine.loss_scale,
@@ -478,8 +519,8 @@ class Trainer:
         memory = largest_memory(self._recipe, self._engine)
         if self._console is None:
             return
-        skipped = self._run.store.index.skipped
-        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory, skipped))
+        facts = self._run.data_facts()
+        self._console.print(start_table(self._recipe, self._engine, self._sizes, peak_flops, memory, facts))
         if self._step:
             is_complete = self._step >= self._config.steps
             done = ": training is complete (raise run.steps to go on)" if is_complete else ""
@@ -526,7 +567,7 @@ class Trainer:
         outputs = {
             "checkpoint": checkpoint.steps(run.checkpoints)[-1],
             "Hugging Face export": run.export,
-            "TensorBoard": run.tensorboard,
+            **({"TensorBoard": run.tensorboard} if "tensorboard" in self._config.report_to else {}),
             "metrics": run.metrics,
             "loss": run.picture,
             **({"loads of experts": run.experts} if has_experts else {}),

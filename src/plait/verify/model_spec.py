@@ -11,8 +11,6 @@ a function, and so during all of `torch.autograd.backward`, in which blocks may 
 """
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from plait.engine.loss import Loss
 from plait.engine.reference import copy_with_values
 from plait.errors import ModelError, PlaitError, nearest
-from plait.fileio import missing_hint
+from plait.fileio import import_object, missing_hint
 from plait.models import (
     IGNORED_LABEL,
     Blocks,
@@ -275,17 +273,14 @@ class _Float64(TorchFunctionMode):
 
 
 def _user_spec(name: str, folder: str) -> ModelSpec:
-    module, _, function = name.partition(":")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     try:
-        build: Callable[[], Any] = getattr(importlib.import_module(module), function)
+        build: Callable[[], Any] = import_object(name, Path(folder))
     except Exception as error:  # whatever a user's module raises
         raise ModelError(
             "cannot import the function that builds the model",
             given=f"{name}: {type(error).__name__}: {error}",
             expected="module:function, in this folder or installed",
-            hint=f'python -c "import {module}"',
+            hint=f'python -c "import {name.partition(":")[0]}"',
         ) from error
     result = _call(build)
     return result if isinstance(result, ModelSpec) else ModelSpec(build)

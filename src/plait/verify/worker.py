@@ -17,13 +17,16 @@ from plait.comm import World, all_gather, broadcast
 from plait.engine.engine import Engine
 from plait.engine.inputs import divide
 from plait.engine.reference import Tolerances, relative_errors
-from plait.engine.spec import Arguments, validate
+from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.errors import ModelError, PlaitError, PlanError
 from plait.models import vocabulary_size
+from plait.models.experts import experts_of
 from plait.models.routers import router_loss
+from plait.parallel.experts.capacity import Capacity
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import AXES, Grid, Plan, Traffic, subtract_traffic
+from plait.plan.context import TokenOrder
 from plait.plan.local_steps import LocalSteps
 from plait.plan.plan import FLOAT8
 from plait.verify.model_spec import ModelSource, ModelSpec, random_numbers, random_tokens
@@ -98,9 +101,59 @@ class Case:
         return Verdict(str(self.source), self.plan, self.dtype, self.num_ranks, outcome, **more)
 
 
-def check(case: Case) -> tuple[ModelSpec, LayerProducts]:
-    """Return the model to verify, and the products of its layers. Raises PlanError or ModelError if the plan
-    cannot shard it. Needs no ranks."""
+@dataclass(frozen=True)
+class Dropped:
+    """How a plan with `capacity` drops choices of experts. `order`: of a row's tokens over cp."""
+
+    capacities: tuple[tuple[str, Capacity], ...]
+    order: TokenOrder
+
+    @classmethod
+    def of_plan(cls, spec: TrainingSpec, case: Case) -> "Dropped | None":
+        """None for a plan that drops none. Raises PlanError for a plan without a reference."""
+        if not spec.routers.capacities:
+            return None
+        order = TokenOrder.of_method(spec.plan.cp_method, case.length, spec.plan.cp)
+        if case.packed or order.num_filled:
+            raise PlanError(
+                "the choices that this plan drops have no reference in one process",
+                given=f"{case.plan}, {'packed rows' if case.packed else f'--sequence {case.length}'}",
+                expected="rows that are not packed, and whose tokens divide over cp",
+                hint=str(replace(spec.plan, capacity="none")),
+            )
+        return cls(tuple(spec.routers.capacities.items()), order)
+
+    def install(self, model: nn.Module, samples: int) -> None:
+        """Let a model drop these in its forward. `samples`: of a rank's micro-batch; a batch has several."""
+        for name, capacity in self.capacities:
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(partial(self._weights_kept, capacity, samples), with_kwargs=True)
+
+    def _weights_kept(
+        self, capacity: Capacity, samples: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        x, experts_Tk, weights_Tk = [*args, *kwargs.values()]
+        rows = torch.arange(len(experts_Tk)).view(-1, samples, self.order.num_tokens)
+        kept_Tk, length = torch.empty_like(experts_Tk, dtype=torch.bool), self.order.run_length
+        for rows_BS in rows:
+            for rank in range(self.order.num_ranks):
+                runs = [rows_BS[:, start : start + length] for start in self.order.starts(rank)]
+                own = torch.cat(runs, 1).flatten()
+                kept_Tk[own] = capacity.kept(experts_Tk[own], module.num_experts)
+        return (x, experts_Tk, weights_Tk * kept_Tk), {}
+
+
+def common_experts(source: ModelSource) -> int:
+    """Return the greatest number that divides those of experts; 1 for a model that `ep` does not divide."""
+    try:
+        return math.gcd(*(experts.number for experts in experts_of(source.spec().build(torch.float32), 1)))
+    except ModelError:
+        return 1
+
+
+def check(case: Case) -> tuple[ModelSpec, LayerProducts, Dropped | None]:
+    """Return the model to verify, the products of its layers, and what the plan drops. Raises PlanError or
+    ModelError if the plan cannot shard it. Needs no ranks."""
     spec, plan = case.source.spec(), Plan.parse(case.plan)
     if (plan.exchange, plan.exchange_parts) != ("fp32", 1):
         raise PlanError(
@@ -131,7 +184,7 @@ def check(case: Case) -> tuple[ModelSpec, LayerProducts]:
     if case.packed:
         first = check_packed(model, spec, case.dtype)
         spec = replace(spec, batch=PackedBatches(vocabulary_size(model) or 0, first, case.length, case.seed))
-    return spec, LayerProducts.build(valid.plan, valid.float8)
+    return spec, LayerProducts.build(valid.plan, valid.float8), Dropped.of_plan(valid, case)
 
 
 class Verifier:
@@ -145,7 +198,7 @@ class Verifier:
     def run(self, case: Case, world: World, folder: Path) -> Verdict | None:
         """Return the verdict on rank 0. Collective over the plan's ranks. `folder`: for offload=disk."""
         try:
-            spec, products = check(case)
+            spec, products, dropped = check(case)
         except PlaitError as error:  # raised on all ranks; an error on one rank later ends all of them
             return case.verdict(Outcome.REFUSED, message=error.message())
         with warnings.catch_warnings():
@@ -160,9 +213,10 @@ class Verifier:
             _train(case, spec, engine, None)
             return None
         division = (engine.plan.dp, engine.plan.micro)
-        of_tokens = spec.loss is not None or router_loss(engine.model) is None
+        of_tokens = dropped is None and (spec.loss is not None or router_loss(engine.model) is None)
         first = (engine.plan.num_islands, 1) if of_tokens else division
-        expected, tolerances = self._reference(case, spec, products, weights, first)
+        of_layers = products, dropped
+        expected, tolerances = self._reference(case, spec, of_layers, weights, first)
         world.store.set(_REFERENCE_READY)
         comparator = Comparator(case, expected, tolerances)
         verdict = _train(case, spec, engine, comparator)
@@ -174,14 +228,14 @@ class Verifier:
             return verdict
         if verdict.outcome is Outcome.SAME or division == first:
             return verdict
-        is_divided = comparator.matches(*self._reference(case, spec, products, weights, division))
+        is_divided = comparator.matches(*self._reference(case, spec, of_layers, weights, division))
         return replace(verdict, message=DEPENDS_ON_DIVISION) if is_divided else verdict
 
     def _reference(
         self,
         case: Case,
         spec: ModelSpec,
-        products: LayerProducts,
+        of_layers: tuple[LayerProducts, Dropped | None],
         weights: dict[str, Tensor],
         division: tuple[int, int],
     ) -> tuple[Trajectory, Tolerances]:
@@ -190,8 +244,10 @@ class Verifier:
         key = (case.source, case.dtype, case.seed)
         if self._key != key:  # the cache is for one source at a time
             self._key, self._weights, self._references = key, weights, {}
-        data = (case.num_steps, case.samples, case.length, case.packed)
-        data_key = (division, products.layers.names, data, case.tolerance, case.local)
+        products, dropped = of_layers
+        balance = Plan.parse(case.plan).router_balance
+        data = (case.num_steps, case.samples, case.length, case.packed, balance)
+        data_key = (division, products.layers.names, dropped, data, case.tolerance, case.local)
         for name, weight in weights.items():
             if not torch.equal(weight, self._weights[name]):
                 raise ModelError(
@@ -201,7 +257,7 @@ class Verifier:
                     hint="torch.manual_seed(0) in the function that builds the model",
                 )
         if data_key not in self._references:
-            self._references[data_key] = _run_reference(case, spec, products, weights, division)
+            self._references[data_key] = _run_reference(case, spec, of_layers, weights, division)
         return self._references[data_key]
 
 
@@ -317,27 +373,36 @@ def _batch(case: Case, spec: ModelSpec, step: int, model: Any) -> Mapping[str, T
 def _run_reference(
     case: Case,
     spec: ModelSpec,
-    products: LayerProducts,
+    of_layers: tuple[LayerProducts, Dropped | None],
     weights: Mapping[str, Tensor],
     division: tuple[int, int],
 ) -> tuple[Trajectory, Tolerances]:
-    precision, (shares, micros) = case.precision, division
+    precision, (shares, micros), (products, dropped) = case.precision, division, of_layers
     model = spec.build_reference(precision.compute)
     products.convert(model)
     *batches, evaluated = [_batch(case, spec, step, model) for step in range(case.num_steps + 1)]
     parts = documents_alone if case.packed else partial(divide, num_parts=micros)
     data = [[parts(share) for share in divide(batch, shares)] for batch in batches]
     last = documents_alone(evaluated) if case.packed else [evaluated]
-    if spec.loss is None and router_loss(model) is not None:  # of the tokens of all ranks of an island
-        size = shares // case.local[1]
+    has_router_loss = spec.loss is None and router_loss(model) is not None
+    # Of the tokens of all ranks of an island
+    size = shares // case.local[1] if has_router_loss else 1
+    if has_router_loss or dropped is not None:
         data = [[joined(of[at : at + size]) for at in range(0, shares, size)] for of in data]
+        if Plan.parse(case.plan).router_balance == "step":
+            data = [[joined([[micro] for micro in of]) for of in each] for each in data]
         of_ranks = [divide(share, micros) for share in divide(evaluated, shares)]
         last = [micro for at in range(0, shares, size) for micro in joined(of_ranks[at : at + size])]
+    samples = case.samples // (shares * micros)
+    if dropped is not None:
+        dropped.install(model, samples)
     trajectory = train_reference(model, weights, data, last, precision, spec.loss, case.local)
     if case.dtype == "float64" or case.tolerance is not None:
         return trajectory, Tolerances(case.base_tolerance)
     float64 = Precision(torch.float64, torch.float64)
     in_float64 = spec.build_reference(torch.float64)
+    if dropped is not None:
+        dropped.install(in_float64, samples)
     exact = train_reference(in_float64, weights, data, last, float64, spec.loss, case.local)
     noise, step_noise = rounding_noise(trajectory, exact)
     if not math.isfinite(step_noise + sum(noise.values())):

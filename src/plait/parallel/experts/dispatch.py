@@ -37,7 +37,7 @@ in another order with messages of experts than on other ranks (see [Note: two ch
 
 [Note: balanced routing]
 On meta there are no counts. Estimates are for rows that are evenly distributed over ranks or, in `all_rows`,
-for a rank that receives all.
+for a rank that receives all. Under a capacity there is one number of rows, and no counts: `Rows.fixed`.
 """
 
 import inspect
@@ -53,12 +53,13 @@ from torch import Tensor, nn
 from plait.comm import Group, Mesh, all_to_all_list
 from plait.errors import ModelError
 from plait.models.experts import Experts, Form
+from plait.parallel.experts.capacity import largest_tokens, slots
 from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.parallel.tensor.functional import gather, split
 from plait.parallel.tensor.shards import TokenShards
 from plait.plan.axes import EXPERTS, FEATURES
-from plait.plan.grid import share
-from plait.plan.sharding import Style, TPPlan
+from plait.plan.grid import expert_rows, share
+from plait.plan.sharding import TPPlan
 
 _receives_all: ContextVar[bool] = ContextVar("_receives_all", default=False)
 
@@ -71,20 +72,21 @@ def all_rows() -> Iterator[None]:
     _receives_all.reset(token)
 
 
-def distribute_experts(model: nn.Module, layers: Iterable[Experts], plan: TPPlan, mesh: Mesh) -> None:
+def distribute_experts(
+    model: nn.Module, layers: Iterable[Experts], plan: TPPlan, mesh: Mesh, capacity: str = "none"
+) -> None:
     """Replace the forwards of these modules of experts, those that the model (or stage) has, by ones that
     compute with the experts of all ranks along EXPERTS and, where the plan divides tokens, of all columns.
     Their parameters are this rank's shards already."""
     modules = dict(model.named_modules())
-    divided = {layer.module for layer in plan.layers if layer.style is Style.EXPERTS and layer.splits}
     for layer, experts in enumerate(layers):
         if (module := modules.get(experts.name)) is not None:
-            over = (FEATURES,) if experts.name in divided else ()
+            over = (FEATURES,) if experts.name in plan.own_experts else ()
             group, columns = mesh.group(*EXPERTS, *over), mesh.group(*over)
             forward = own_forward(experts.name, module)
             signature = inspect.signature(forward)
             given = experts.name, layer, forward, group, columns, experts.number, signature, experts.form
-            set_forward(module, DistributedExperts(*given))
+            set_forward(module, DistributedExperts(*given, capacity))
             module.num_experts = experts.number // group.size
             if experts.form.caller is not None:
                 set_forward(modules[experts.name.rpartition(".")[0]], experts.form.caller)
@@ -92,11 +94,33 @@ def distribute_experts(model: nn.Module, layers: Iterable[Experts], plan: TPPlan
 
 @dataclass(frozen=True)
 class Rows:
-    """Numbers of rows. `sent`: to each rank; `received`: from each; `per_expert`: (P, e), received."""
+    """Numbers of rows. `sent`: to each rank; `received`: from each; `per_expert`: (P, e), received; `slots`:
+    under a capacity, of `capacity.slots`."""
 
     sent: Sequence[int]
     received: Sequence[int]
     per_expert: Tensor
+    slots: Tensor | None = None
+
+    @classmethod
+    def fixed(
+        cls, sorted_S: Tensor, order_S: Tensor, group: Group, number: int, limit: int, size: int
+    ) -> "Rows":
+        """As many rows for each expert on all ranks. See [Note: sizes of messages] in `capacity.py`."""
+        own = number // group.size
+        per_expert = sorted_S.new_full((group.size, own), size)
+        of_rank = [own * size] * group.size
+        return cls(of_rank, of_rank, per_expert, slots(sorted_S, order_S, number, limit, size))
+
+    def permutations(self, order_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the choice of each row to send, and the row of each choice; S and the number of rows for
+        none."""
+        num_rows = sum(self.sent)
+        if self.slots is None:
+            return order_S[:num_rows], torch.argsort(order_S)
+        choices = order_S.new_full((num_rows + 1,), len(order_S))
+        numbers_S = torch.arange(len(order_S), device=order_S.device)
+        return choices.scatter_(0, self.slots, numbers_S)[:num_rows], self.slots
 
     @classmethod
     def exchanged(cls, sorted_S: Tensor, group: Group, number: int, layer: int, name: str) -> "Rows":
@@ -157,6 +181,7 @@ class DistributedExperts:
     number: int  # of the layer's experts
     signature: inspect.Signature
     form: Form
+    capacity: str = "none"
 
     @torch.compiler.disable(reason="experts of other ranks")
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -174,25 +199,38 @@ class DistributedExperts:
         """The sums of the results of each token's experts."""
         k, label = experts_Tk.shape[-1], f"tokens of {self.name}"
         sorted_S, order_S = torch.sort(experts_Tk.flatten(), stable=True)
-        rows = Rows.exchanged(sorted_S, self.group, self.number, self.layer, self.name)
+        rows = self._rows(sorted_S, order_S, k)
+        choices, row_of_S = rows.permutations(order_S)
         # Each row is selected once: its gradient is added to nothing, in any order.
-        x_SH = x_TH[:, None].expand(-1, k, -1).flatten(0, 1).index_select(0, order_S[: sum(rows.sent)])
+        x_SH = x_TH[:, None].expand(-1, k, -1).flatten(0, 1)
+        x_SH = (x_SH if rows.slots is None else _with_zeros(x_SH, 1)).index_select(0, choices)
         x_RH = _Exchange.apply(x_SH, rows.sent, rows.received, self.group, label)
         y_RH = self._computed(module, x_RH, rows.experts())
         y_SH = _Exchange.apply(y_RH, rows.received, rows.sent, self.group, label)
-        if unsent := len(order_S) - len(y_SH):  # choices of no expert, which some models have for padding
-            y_SH = torch.cat([y_SH, y_SH.new_zeros(unsent, y_SH.shape[-1])])
-        y_TkH = y_SH.index_select(0, torch.argsort(order_S)).unflatten(0, experts_Tk.shape)
+        # Choices of no expert, which some models have for padding, or beyond a capacity.
+        if unsent := len(order_S) - len(y_SH) if rows.slots is None else 1:
+            y_SH = _with_zeros(y_SH, unsent)
+        y_TkH = y_SH.index_select(0, row_of_S).unflatten(0, experts_Tk.shape)
         dtype = torch.promote_types(y_TkH.dtype, weights_Tk.dtype)
         return torch.bmm(weights_Tk.to(dtype)[:, None], y_TkH.to(dtype))[:, 0].to(x_TH.dtype)
+
+    def _rows(self, sorted_S: Tensor, order_S: Tensor, k: int) -> Rows:
+        if self.capacity == "none":
+            return Rows.exchanged(sorted_S, self.group, self.number, self.layer, self.name)
+        largest = largest_tokens(self.name, len(sorted_S) // k, self.group, sorted_S.device)
+        sizes = (expert_rows(self.capacity, choices, self.number) for choices in (len(sorted_S), largest * k))
+        return Rows.fixed(sorted_S, order_S, self.group, self.number, *sizes)
 
     def _computed(self, module: nn.Module, x_RH: Tensor, experts_R1: Tensor) -> Tensor:
         """The results of this rank's experts, for one expert of each row."""
         if len(x_RH):
             return self.form.compute(self.forward, module, x_RH, experts_R1)
         # See [Note: ranks without tokens]
-        zeros = torch.cat([x_RH, x_RH.new_zeros(1, x_RH.shape[-1])])
-        return self.form.compute(self.forward, module, zeros, experts_R1.new_zeros(1, 1))[:0]
+        return self.form.compute(self.forward, module, _with_zeros(x_RH, 1), experts_R1.new_zeros(1, 1))[:0]
+
+
+def _with_zeros(x_RH: Tensor, rows: int) -> Tensor:
+    return torch.cat([x_RH, x_RH.new_zeros(rows, x_RH.shape[-1])])
 
 
 class _Exchange(torch.autograd.Function):
