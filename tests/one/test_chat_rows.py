@@ -16,6 +16,7 @@ import plait.data
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig, check_data
 from plait.data.dataset import TokenStore
+from plait.data.documents import Documents
 from plait.data.show import show_documents
 from plait.errors import ConfigError, ContentError, DataError
 from plait.train.prepare import prepare
@@ -84,6 +85,8 @@ def test_generation_marks_of_a_template_are_what_is_trained() -> None:
     assert texts(row, template) == ["c?"]
     none = "{% generation %}{% endgeneration %}" + CHATML
     assert "without a token to train on" in message(PLAIN, none)
+    alone = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert "without a token to train on" in message({"messages": [answer("b")]}, alone), "nothing precedes it"
 
 
 def test_a_token_with_characters_of_header_and_answer_is_trained() -> None:
@@ -237,6 +240,16 @@ def test_bad_rows_are_listed_or_skipped_and_counted(folder: Path) -> None:
     store = built(folder, "skipped", lines, errors="skip", validation=0)
     assert store.index.sources[0].skipped_rows == 2
     assert store.index.sources[0].documents == 2
+
+
+def test_samples_whose_trained_tokens_are_truncated_are_counted_and_not_all_samples(folder: Path) -> None:
+    long = {"messages": [user("a" * 99), answer("b")]}
+    store = built(folder, "chats", [json.dumps(row) for row in (PLAIN, long, rows(8)[7])], validation=0)
+    end, collator = store.index.end_of_document, plait.PaddingCollator(0, max_length=48)
+    assert Documents(store.train, end, collator).facts.endswith(" tokens (1 without a trained token left)")
+    assert Documents(store.train, end, collator, split=True).facts == "3, of which 1 split"
+    with pytest.raises(DataError, match="no sample of the training data has a trained token"):
+        Documents(store.train, end, plait.PaddingCollator(0, max_length=9))
 
 
 def test_a_damaged_file_of_weights_is_found(folder: Path) -> None:
