@@ -345,18 +345,6 @@ def test_runs_show_samples_first_and_refuse_tokens_that_would_lose_their_weights
         prepare(recipe, sets=["data.kind=text", "data.samples=windows", f"run.dir={folder / 'run-2'}"])
 
 
-def test_parquet_rows_are_those_of_json_lines(folder: Path) -> None:
-    pytest.importorskip("pyarrow")
-    from pyarrow import Table, parquet  # noqa: PLC0415
-
-    found = [{"messages": [user("a"), answer("b")]}, chats()["multi"]] * 40
-    parquet.write_table(Table.from_pylist(found), folder / "rows.parquet", row_group_size=7)
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
-    expected = plait.data.chat(str(folder / "rows.jsonl"), MADE)
-    assert plait.data.chat(str(folder / "rows.parquet"), MADE) == expected
-    assert len(expected) == 80
-
-
 def test_samples_train_in_a_loop_and_in_the_trainer_of_transformers(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: PLC0415
 
