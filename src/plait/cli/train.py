@@ -1,4 +1,4 @@
-"""`plait train`, and `plait rank`, the process that it starts once per local rank; `plait data build`."""
+"""`plait train`, and `plait rank`, the process that it starts once per local rank; `plait data`."""
 
 import contextlib
 import json
@@ -237,3 +237,25 @@ def build(
     if store.index.skipped:
         print_line(f"left out, as it is not text: {store.index.skipped}")
     print_line(f"content {store.digest}")
+
+
+@data.command()
+@report_errors
+def show(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A TOML file.", show_default=False)],
+    sets: Sets = None,
+    row: Annotated[int, typer.Option("--row", help="The first one, from 0 on.")] = 0,
+    num: Annotated[int, typer.Option("--num", min=1, help="Number of documents.")] = 3,
+    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+) -> None:
+    """Print training documents of a recipe, with the trained tokens in colour, or between « and »."""
+    from rich.console import Console
+
+    from plait.train.config import read_recipe
+
+    values = read_recipe(recipe, sets or [])
+    from plait.data.build import build as build_tokens
+    from plait.data.show import show_documents
+
+    store = build_tokens(values.data, values.tokenizer)
+    show_documents(store, Console(soft_wrap=True), first=row, number=num)

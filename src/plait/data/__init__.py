@@ -2,6 +2,10 @@
 
 config.py     the recipe's [data] and [tokenizer]
 sources.py    a recipe's `sources`: files, and the shards they are split into
+conversations.py  rows of messages, checked
+template.py   the text of a conversation, and which spans of it are trained
+encoder.py    rows of chat and prompts -> token ids and their weights as targets
+show.py       samples with their trained tokens, printed
 readers.py    documents of a shard, streamed in chunks of about a megabyte
 tokenizer.py  train, import, save and load a tokenizer
 index.py      index.json: contents, writing and reading
@@ -15,3 +19,40 @@ documents.py  samples that know where documents begin: one each, padded, or seve
 packing.py    distribution of documents over rows and micro-batches
 samples.py    the samples of a recipe's [data], and their order
 """
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def chat(
+    rows: str | Iterable[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    kind: Literal["chat", "prompt"] = "chat",
+    train_on: Literal["all", "last"] = "all",
+    train_empty_thinking: bool = False,
+    errors: Literal["raise", "skip"] = "raise",
+) -> list[dict[str, Any]]:
+    """Encode conversations: `input_ids` and `labels` of each row, -100 where no target is, for a DataLoader
+    with `PaddingCollator`, or a trainer of transformers. Weights of messages other than 0 and 1 are under
+    `loss_weights`.
+
+    rows  dicts, or a source as in a recipe: a path or glob of .jsonl or .parquet files, or hf:NAME
+
+    The other options are those of a recipe's [data]. Raises DataError for the first bad row, unless `errors`
+    is `skip`.
+    """
+    from plait.data.encoder import Encoder, encode_rows  # noqa: PLC0415  transformers takes a second
+    from plait.data.readers import read_samples  # noqa: PLC0415
+
+    encode = Encoder(tokenizer, kind, train_on=train_on, train_empty_thinking=train_empty_thinking)
+    skip = errors == "skip"
+    found = (
+        read_samples(rows, encode, skip=skip)
+        if isinstance(rows, str)
+        else encode_rows(rows, encode, skip=skip)
+    )
+    return [sample.tensors() for sample in found]

@@ -28,7 +28,7 @@ from plait.data.config import INDEX, DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore, open_store
 from plait.data.index import TOKENIZER, DatasetSpec, Index, SourceStats
 from plait.data.readers import BadRows, ReadOptions, find_bad, read_chunks
-from plait.data.shards import UNFINISHED, BuildSettings, PartRecord, finished_part
+from plait.data.shards import UNFINISHED, BuildSettings, Encoding, PartRecord, finished_part
 from plait.data.sources import FileSlice, Shard, empty_source, list_shards, list_source
 from plait.data.workers import Report, write_parts
 from plait.errors import ContentError, DataError
@@ -87,6 +87,7 @@ class _Build:
     def __post_init__(self) -> None:
         self._listing = _listing_hash(self.shards)  # with the files that are skipped
         self._bad_files: dict[str, ContentError] = {}
+        self._encoding: Encoding | None = None
 
     def run(self) -> None:
         unfinished = self.data.dir / UNFINISHED
@@ -106,7 +107,7 @@ class _Build:
     def _leave_out_bad_files(self) -> None:
         """List the shards again, without the files that are not text. Raises ContentError if none is left."""
         items = [item for item in self._items() if item.kind in ("text", "jsonl.gz")]  # others: row by row
-        found = find_bad(items, self.data.text_key)
+        found = find_bad(items, self.data.text_key) if self.data.kind == "text" else ()
         self._bad_files = {item.name: error for item, error, rows in found if not rows}
         for name, error in itertools.islice(self._bad_files.items(), _MAX_SHOWN):
             self.console.print(plain(f"skipped {name}: {error.given}"))
@@ -121,7 +122,8 @@ class _Build:
         """Return one error for all files and rows that are not text, as far as they are found in a minute."""
         self.console.print("looking for other files that are not text", highlight=False)
         lines, end_s = [], time.monotonic() + _SEARCH_S
-        for _, error, rows in find_bad(self._items(), self.data.text_key, end_s):
+        encode = None if self._encoding is None else self._encoding.encoder()
+        for _, error, rows in find_bad(self._items(), self.data.text_key, end_s, encode):
             more = f" (and {counted(rows - 1, 'more row')})" if rows > 1 else ""
             lines.append(f"{error.fact}: {error.given}{more}")
         skip = 'data.errors = "skip" leaves such files and rows out'
@@ -130,9 +132,11 @@ class _Build:
             return first
         others = [f"... ({len(lines) - _MAX_SHOWN} more)"] if len(lines) > _MAX_SHOWN else []
         return ContentError(
-            f"{len(lines)} files are not text, or have rows that are not",
+            f"{len(lines)} files are not {self.data.kind}, or have rows that are not",
             given="\n".join([*lines[:_MAX_SHOWN], *others]),
-            expected=f"text in UTF-8, or JSON lines with text under {self.data.text_key!r}",
+            expected=f"text in UTF-8, or JSON lines with text under {self.data.text_key!r}"
+            if self.data.kind == "text"
+            else first.expected,
             hint=f"{skip}; or sources without them",
         )
 
@@ -141,6 +145,9 @@ class _Build:
         self._make_tokenizer(folder)
         loaded = tokenizers.read_tokenizer(folder)
         share = int(self.data.validation * 2**64)
+        if (kind := self.data.kind) != "text":
+            self._encoding = Encoding(folder, kind, self.data.train_on, self.data.train_empty_thinking)
+            self._encoding.encoder()  # raises errors of the template
         return BuildSettings(
             folder=self.data.dir,
             tokenizer=folder,
@@ -152,6 +159,7 @@ class _Build:
             end_of_document=loaded.get_vocab()[loaded.eos_token],
             share=share,
             threshold=share,
+            encoding=self._encoding,
         )
 
     def _make_tokenizer(self, folder: Path) -> None:
@@ -165,7 +173,7 @@ class _Build:
         path, vocab_size, end = self.tokenizer.path, self.tokenizer.vocab_size, self.tokenizer.end_of_document
         if path is not None:
             tokenizers.probe_tokenizer(path)
-            tokenizer = tokenizers.read_tokenizer(path, end)
+            tokenizer = tokenizers.read_tokenizer(path, end, self.tokenizer.chat_template)
         else:
             assert vocab_size is not None, "TokenizerConfig requires path or vocab_size"
             self.console.print("training the tokenizer", highlight=False)
@@ -231,7 +239,8 @@ class _Build:
         sync_folder(folder)
         content = index.model_dump(mode="json")
         write_json(folder / INDEX, {"sha256": json_hash(content), "index": content})
-        part_names = {file.name for file in (*index.train, *index.validation)}
+        parts_files = (part.files(index.item_bytes) for part in (*index.train, *index.validation))
+        part_names = {file.name for file in itertools.chain.from_iterable(parts_files)}
         for path in (*folder.glob("part-*.bin"), *folder.glob(".part-*.tmp")):
             if path.name not in part_names:
                 path.unlink(missing_ok=True)

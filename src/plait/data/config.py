@@ -23,6 +23,7 @@ class TokenizerConfig(BaseModel):
 
     `path` is a Hugging Face tokenizer's directory, or a tokenizer.json. `end_of_document` is the token that
     ends every document; default: `<|end|>` in a trained tokenizer, the eos token of an existing one.
+    `chat_template`: a Jinja file, instead of the tokenizer's own template.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -30,6 +31,7 @@ class TokenizerConfig(BaseModel):
     path: FilePath | None = None
     vocab_size: int | None = Field(default=None, ge=BYTES_AND_END, le=2**31)
     end_of_document: str | None = Field(default=None, min_length=1)
+    chat_template: FilePath | None = None
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
@@ -42,6 +44,10 @@ class TokenizerConfig(BaseModel):
 
 class DataConfig(BaseModel):
     """Sources of text, the directory of tokens, and the sampling of sequences.
+
+    `kind`: the rows are `text`, `chat` (under `messages`) or `prompt` (under `prompt` and `completion`).
+    `train_on`: all assistant messages, or the `last` of each row. `train_empty_thinking`: train also the
+    empty think blocks that templates write for messages without reasoning.
 
     `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
     `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `weights`: of each source, in
@@ -60,6 +66,9 @@ class DataConfig(BaseModel):
 
     dir: FilePath
     sources: list[Source] = Field(min_length=1)
+    kind: Literal["text", "chat", "prompt"] = "text"
+    train_on: Literal["all", "last"] = "all"
+    train_empty_thinking: bool = False
     text_key: str = "text"
     errors: Literal["raise", "skip"] = "raise"
     sequence: int = Field(ge=2, le=MAX_COUNT)
@@ -110,4 +119,18 @@ def check_data(data: DataConfig) -> None:
             given=f"{len(data.weights)} weights for {len(data.sources)} sources",
             expected="data.weights as long as data.sources",
             hint="--set data.weights= removes them: sources then count by their size",
+        )
+    if data.kind != "text" and data.samples in ("windows", "packed"):
+        raise ConfigError(
+            "samples that begin and end anywhere would train on all tokens of chats",
+            given=f"data.kind = {data.kind!r}, data.samples = {data.samples!r}",
+            expected="samples of complete documents",
+            hint="--set data.samples=bins, or documents",
+        )
+    if data.kind == "text" and (data.train_on != "all" or data.train_empty_thinking):
+        raise ConfigError(
+            "train_on and train_empty_thinking have no effect on text",
+            given="data.kind = 'text'",
+            expected="rows of messages or of prompts",
+            hint="--set data.kind=chat",
         )

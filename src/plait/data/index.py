@@ -99,6 +99,9 @@ class DatasetSpec(Strict):
     """The part of a recipe that determines the tokens."""
 
     sources: list[str]
+    kind: Literal["text", "chat", "prompt"] = "text"
+    train_on: Literal["all", "last"] = "all"
+    train_empty_thinking: bool = False
     text_key: str
     errors: Literal["raise", "skip"] = "raise"
     validation: float
@@ -107,14 +110,25 @@ class DatasetSpec(Strict):
 
     @classmethod
     def from_config(cls, data: DataConfig, tokenizer: TokenizerConfig) -> Self:
-        """Build the spec of a recipe. Raises DataError if its tokenizer is missing."""
+        """Build the spec of a recipe. Raises DataError if its tokenizer is missing, or is to be trained on
+        conversations."""
+        if data.kind != "text" and tokenizer.path is None:
+            raise DataError(
+                f"{data.kind} data needs the tokenizer of the model that is tuned",
+                given=f"tokenizer.vocab_size = {tokenizer.vocab_size}",
+                expected="an existing tokenizer",
+                hint="tokenizer.path = the model's directory",
+            )
         return cls(
             sources=list(data.sources),
+            kind=data.kind,
+            train_on=data.train_on,
+            train_empty_thinking=data.train_empty_thinking,
             text_key=data.text_key,
             errors=data.errors,
             validation=float(data.validation),
             seed=data.seed,
-            tokenizer=tokenizers.tokenizer_spec(tokenizer),
+            tokenizer=tokenizers.tokenizer_spec(tokenizer, with_template=data.kind != "text"),
         )
 
 

@@ -25,7 +25,16 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from plait.data.sources import HF_ROW_BYTES, FileSlice, Shard, list_shards, open_dataset
+from plait.data.encoder import Sample, located, row_key, without_none
+from plait.data.sources import (
+    HF_ROW_BYTES,
+    ROW_KINDS,
+    FileSlice,
+    Shard,
+    list_shards,
+    open_dataset,
+    open_parquet,
+)
 from plait.errors import ContentError, DataError, unknown_key_hint, unreadable
 from plait.fileio import open_regular, parse_json
 
@@ -37,12 +46,14 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A chunk of a document; `last`: its last one. `num_bytes`: bytes read from the source for it."""
+    """A chunk of a document; `last`: its last one. `num_bytes`: bytes read from the source for it. A row that
+    is encoded already is a chunk with a sample."""
 
     text: str
     draw: int
     last: bool
     num_bytes: int
+    sample: Sample | None = None
 
 
 @dataclass
@@ -62,12 +73,19 @@ class BadRows:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Recipe's key and seed; `digest` is called with every byte of the source (a hash's update)."""
+    """Recipe's key and seed; `digest` is called with every byte of the source (a hash's update). `encode`:
+    rows are not text, but chat or prompts."""
 
     text_key: str
     seed: int = 0
     digest: Callable[[bytes], None] = lambda _: None
     bad_rows: BadRows = field(default_factory=BadRows)
+    encode: Callable[[Any], Sample] | None = None
+
+    @property
+    def example(self) -> str:
+        """The form of a row, for messages."""
+        return f"an object with the key {self.text_key!r}" if self.encode is None else "an object"
 
     def draw(self, content: bytes) -> int:
         """Draw of a document, in [0, 2**64). See [Note: draw]."""
@@ -82,7 +100,7 @@ def read_chunks(shard: Shard, options: ReadOptions) -> Iterator[TextChunk]:
 
 
 def _read(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
-    return (_dataset_chunks if item.kind == "hf" else _file_chunks)(item, options)
+    return (_dataset_chunks if item.kind in ROW_KINDS else _file_chunks)(item, options)
 
 
 class _TimeOver(Exception):
@@ -90,7 +108,10 @@ class _TimeOver(Exception):
 
 
 def find_bad(
-    items: Iterable[FileSlice], text_key: str, end_s: float = math.inf
+    items: Iterable[FileSlice],
+    text_key: str,
+    end_s: float = math.inf,
+    encode: Callable[[Any], Sample] | None = None,
 ) -> Iterator[tuple[FileSlice, ContentError, int]]:
     """Read files or datasets to the end, or until time.monotonic() is `end_s`. Yield those that are not text,
     each with an error and the number of its bad rows; 0: it cannot be read at all."""
@@ -102,7 +123,7 @@ def find_bad(
     for item in items:
         rows, is_over = BadRows(skip=True), False
         try:
-            for _ in _read(item, ReadOptions(text_key, digest=check_time, bad_rows=rows)):
+            for _ in _read(item, ReadOptions(text_key, digest=check_time, bad_rows=rows, encode=encode)):
                 pass
         except ContentError as error:
             yield item, error, 0
@@ -126,6 +147,13 @@ def read_documents(source: str, text_key: str = "text") -> Iterator[str]:
                 parts.clear()
 
 
+def read_samples(source: str, encode: Callable[[Any], Sample], *, skip: bool) -> Iterator[Sample]:
+    """Yield the encoded rows of a source, in order. Raises DataError for the first bad one, unless `skip`."""
+    options = ReadOptions("", bad_rows=BadRows(skip), encode=encode)
+    for shard in list_shards([source]):
+        yield from (chunk.sample for chunk in read_chunks(shard, options) if chunk.sample is not None)
+
+
 def _file_chunks(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
     try:
         if item.kind == "jsonl.gz":
@@ -137,6 +165,13 @@ def _file_chunks(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
             stop = _line_start(file, item.stop, item.size)
             if item.kind == "jsonl":
                 yield from _row_chunks(_lines(file, item.name, start, stop), item, options)
+            elif options.encode is not None:
+                raise ContentError(
+                    f"{item.name} has no rows",
+                    given=f"a file that ends in {Path(item.name).suffix!r}",
+                    expected=".jsonl, .jsonl.gz, .parquet or hf:NAME for data.kind other than text",
+                    hint=f"jq -c '.[]' {item.name}, for a JSON array",
+                )
             else:
                 yield from _text_chunks(file, start, stop, item, options)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -250,15 +285,28 @@ def _row_chunks(lines: Iterator[_Line], item: FileSlice, options: ReadOptions) -
         is_shown = options.bad_rows.first is None
         locate = partial(_line_of, item, line) if is_shown else str  # the former reads the file again
         try:
-            row = _row_of(line, item, locate, options.text_key)
-            text = _text_of(row, item.name, locate, options.text_key)
+            row = _row_of(line, item, locate, options.example)
         except ContentError as error:
             options.bad_rows.add(error)
             continue
-        yield from _chunk_text(text, options, line.num_bytes)
+        yield from _documents(row, options, item.name, locate, line.num_bytes)
 
 
-def _row_of(line: _Line, item: FileSlice, locate: Callable[[], str], text_key: str) -> Any:
+def _documents(
+    row: Any, options: ReadOptions, name: str, locate: Callable[[], str], num_bytes: int
+) -> Iterator[TextChunk]:
+    """Yield the chunks of a row's document; none of a bad row that is skipped."""
+    try:
+        if options.encode is not None:
+            sample = options.encode(row)
+            yield TextChunk("", options.draw(row_key(row)), last=True, num_bytes=num_bytes, sample=sample)
+        else:
+            yield from _chunk_text(_text_of(row, options.text_key), options, num_bytes)
+    except ContentError as error:
+        options.bad_rows.add(located(error, name, locate()))
+
+
+def _row_of(line: _Line, item: FileSlice, locate: Callable[[], str], expected: str) -> Any:
     try:
         return parse_json(line.raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -267,7 +315,7 @@ def _row_of(line: _Line, item: FileSlice, locate: Callable[[], str], text_key: s
         raise ContentError(
             f"{item.name} contains a line that is not JSON",
             given=f"{locate()}: {error}",
-            expected=f"an object with the key {text_key!r}",
+            expected=expected,
             hint="correct the line, or remove it",
         ) from error
 
@@ -283,19 +331,16 @@ def _line_of(item: FileSlice, line: _Line) -> str:
     return f"line {number:,}"
 
 
-def _text_of(row: Any, name: str, location: Callable[[], str], text_key: str) -> str:
+def _text_of(row: Any, text_key: str) -> str:
     def invalid(problem: str, detail: str, expected: str, hint: str) -> ContentError:
-        given = f"{location()}: {detail}"
-        return ContentError(f"{name} contains a row {problem}", given=given, expected=expected, hint=hint)
+        return ContentError(problem, given=detail, expected=expected, hint=hint)
 
     example = json.dumps({text_key: "..."})
     if not isinstance(row, dict):
         raise invalid("that is not an object", f"a {type(row).__name__}", "an object", example)
     if isinstance(row.get("messages"), list) and not isinstance(row.get(text_key), str):
-        problem, hint = "that is a conversation", "docs/scripts.md, Fine-tuning: conversations in a script"
-        raise invalid(
-            problem, "'messages'", f"text under {text_key!r}: recipes do not support messages", hint
-        )
+        expected = f"text under {text_key!r}, for data.kind = 'text'"
+        raise invalid("that is a conversation", "'messages'", expected, 'data.kind = "chat"')
     if text_key not in row:
         keys = ", ".join(map(repr, row)) or "no keys"
         hint = f"data.text_key = {unknown_key_hint(text_key, map(str, row))}" if row else example
@@ -337,20 +382,40 @@ def _rows(name: str, fingerprint: str) -> Any:
 
 
 def _dataset_chunks(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
+    for number, row in (_dataset_rows if item.kind == "hf" else _parquet_rows)(item, options):
+        name = f"hf:{item.name}" if item.kind == "hf" else item.name
+        found = list(_documents(row, options, name, partial("row {}".format, number), HF_ROW_BYTES))
+        if found:
+            text = "".join(chunk.text for chunk in found)
+            options.digest(row_key(row) if options.encode else text.encode() + b"\0")
+        yield from found
+
+
+def _dataset_rows(item: FileSlice, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     rows = _rows(item.name, item.version)
-    if options.text_key in rows.column_names:
+    if options.encode is None and options.text_key in rows.column_names:
         rows = rows.select_columns([options.text_key])  # other columns need not be read
     for first in range(item.start, item.stop, ROWS_PER_READ):
         columns = rows[first : min(first + ROWS_PER_READ, item.stop)]
         for number, values in enumerate(zip(*columns.values(), strict=True), start=first):
             row = dict(zip(columns, values, strict=True))
-            try:
-                text = _text_of(row, f"hf:{item.name}", partial("row {}".format, number), options.text_key)
-            except ContentError as error:
-                options.bad_rows.add(error)
-                continue
-            options.digest(text.encode() + b"\0")
-            yield from _chunk_text(text, options, HF_ROW_BYTES)
+            yield number, row if options.encode is None else without_none(row)
+
+
+def _parquet_rows(item: FileSlice, options: ReadOptions) -> Iterator[tuple[int, Any]]:
+    file = open_parquet(item.name)
+    has_text = options.encode is None and options.text_key in file.schema_arrow.names
+    number = 0
+    for group in range(file.num_row_groups):
+        first, number = number, number + file.metadata.row_group(group).num_rows
+        start, stop = max(item.start, first), min(item.stop, number)
+        if start >= stop:
+            continue
+        table = file.read_row_group(group, columns=[options.text_key] if has_text else None)
+        for batch in table.slice(start - first, stop - start).to_batches(max_chunksize=ROWS_PER_READ):
+            for row in batch.to_pylist():
+                yield start, row if options.encode is None else without_none(row)
+                start += 1
 
 
 def _not_utf8(name: str, offset: int, error: UnicodeDecodeError) -> ContentError:

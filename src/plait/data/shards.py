@@ -2,22 +2,39 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 from tokenizers import Tokenizer
 
-from plait.data.index import MAX_UINT16_VOCAB, Count, PartFile, Sha256, Strict
+from plait.data.encoder import Encoder, Kind, Sample, TrainOn
+from plait.data.index import (
+    MAX_UINT16_VOCAB,
+    MAX_WEIGHTS,
+    Count,
+    LengthsFile,
+    PartFile,
+    Sha256,
+    Strict,
+    WeightsFile,
+    lengths_name,
+    weights_name,
+)
 from plait.data.readers import BadRows, ReadOptions, TextChunk, read_chunks
 from plait.data.sources import Shard
+from plait.data.tokenizer import read_tokenizer
+from plait.errors import DataError
 from plait.fileio import json_hash, temp_path, write_json
 
 BATCH_BYTES = 1 << 20  # text tokenized at once: some 100 MB of encodings
 UNFINISHED = "unfinished"
+_TOKEN_BYTES = 4  # of text, about
 
 
 class PartRecord(Strict):
@@ -38,6 +55,30 @@ class PartRecord(Strict):
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """How rows of chat and prompts are encoded, as a value that processes exchange."""
+
+    tokenizer: Path
+    kind: Kind
+    train_on: TrainOn
+    train_empty_thinking: bool
+
+    def encoder(self) -> Encoder:
+        """Load the tokenizer. Raises DataError."""
+        return _encoder(self)
+
+
+@lru_cache(maxsize=1)
+def _encoder(encoding: Encoding) -> Encoder:
+    return Encoder(
+        read_tokenizer(encoding.tokenizer),
+        encoding.kind,
+        train_on=encoding.train_on,
+        train_empty_thinking=encoding.train_empty_thinking,
+    )
+
+
+@dataclass(frozen=True)
 class BuildSettings:
     """Settings shared by all parts of a build. A document with a draw below `threshold` is for validation.
 
@@ -55,6 +96,7 @@ class BuildSettings:
     end_of_document: int
     share: int
     threshold: int
+    encoding: Encoding | None = None
 
     @property
     def dtype(self) -> Literal["uint16", "uint32"]:
@@ -63,11 +105,16 @@ class BuildSettings:
     def key(self, shard: Shard) -> str:
         """Hash of a part's inputs: the same key and threshold give the same part."""
         split = [self.dtype, self.end_of_document, self.share, self.errors]
-        return json_hash([1, self.tokenizer_sha256, self.text_key, self.seed, *split, asdict(shard)])
+        rows = (
+            [self.encoding.kind, self.encoding.train_on, self.encoding.train_empty_thinking]
+            if self.encoding
+            else []
+        )
+        return json_hash([1, self.tokenizer_sha256, self.text_key, self.seed, *split, asdict(shard), *rows])
 
 
-class _TokenFile:
-    """Writer of token ids. The file is renamed into place once it is complete and on disk."""
+class _File:
+    """Writer of numbers. The file is renamed into place once it is complete and on disk."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path = path
@@ -75,34 +122,80 @@ class _TokenFile:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._hash = hashlib.sha256()
         self._file = self._temporary.open("wb")
-        self.tokens = 0
+        self.count = 0
+
+    def close(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def add(self, numbers: Sequence[int] | NDArray[np.generic]) -> None:
+        raw = np.asarray(numbers, dtype=self._dtype).tobytes()
+        self._file.write(raw)
+        self._hash.update(raw)
+        self.count += len(numbers)
+
+    def finish(self, *, keep: bool) -> str:
+        """Return the hash of the file, which is removed unless `keep`."""
+        if keep:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._temporary.replace(self._path)
+        else:
+            self._path.unlink(missing_ok=True)
+        return self._hash.hexdigest()
+
+
+class _PartWriter:
+    """Writer of a part's tokens in one split; of samples also their weights and lengths."""
+
+    def __init__(self, path: Path, dtype: str, *, has_samples: bool) -> None:
+        self._path, self._has_samples = path, has_samples
+        self._tokens = _File(path, dtype)
+        self._weights = _File(path.with_name(weights_name(path.name)), "uint8")
+        self._lengths = _File(path.with_name(lengths_name(path.name)), "int64")
+        self._codes = {0.0: 0}
         self.max_token = 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        for file in (self._tokens, self._weights, self._lengths):
+            file.close()
 
     def add(self, ids: list[int]) -> None:
-        if not ids:
-            return
-        array = np.array(ids, dtype=self._dtype)
-        raw = array.tobytes()
-        self._file.write(raw)
-        self._hash.update(raw)
-        self.tokens += len(ids)
-        self.max_token = max(self.max_token, int(array.max()))
+        if ids:
+            self._tokens.add(ids)
+            self.max_token = max(self.max_token, *ids)
+
+    def add_sample(self, sample: Sample) -> None:
+        """Raises DataError for too many different weights."""
+        self.add(sample.ids)
+        values, indices = np.unique(sample.weights, return_inverse=True)
+        codes = [self._codes.setdefault(value, len(self._codes)) for value in values.tolist()]
+        if len(self._codes) > MAX_WEIGHTS:
+            raise DataError(
+                "the messages have too many different weights",
+                given=f"more than {MAX_WEIGHTS} in one part",
+                expected=f"at most {MAX_WEIGHTS}, with 0",
+                hint="rounded weights",
+            )
+        self._weights.add(np.array(codes, dtype=np.uint8)[indices])
+        self._lengths.add([len(sample.ids)])
 
     def finish(self) -> PartFile | None:
-        if not self.tokens:
-            self._path.unlink(missing_ok=True)
+        keep = self._tokens.count > 0
+        found = self._tokens.finish(keep=keep)
+        table, is_plain = list(self._codes), not self._has_samples
+        lengths = LengthsFile(
+            documents=max(1, self._lengths.count),
+            sha256=self._lengths.finish(keep=keep and not is_plain),
+        )
+        weights = WeightsFile(table=table, sha256=self._weights.finish(keep=keep and not is_plain))
+        if not keep:
             return None
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._temporary.replace(self._path)
-        return PartFile(name=self._path.name, tokens=self.tokens, sha256=self._hash.hexdigest())
+        part = PartFile(name=self._path.name, tokens=self._tokens.count, sha256=found)
+        return part if is_plain else part.model_copy(update={"weights": weights, "lengths": lengths})
 
 
 class _SourceDigest:
@@ -126,19 +219,28 @@ def write_part(
     """
     source_digest = _SourceDigest()
     skipped = BadRows(settings.errors == "skip")
-    chunks = read_chunks(shard, ReadOptions(settings.text_key, settings.seed, source_digest.update, skipped))
+    encode = None if settings.encoding is None else settings.encoding.encoder()
+    options = ReadOptions(settings.text_key, settings.seed, source_digest.update, skipped, encode)
+    chunks = read_chunks(shard, options)
     stem = settings.folder / f"part-{number:05d}"
     documents, lowest, highest = 0, 2**64 - 1, 0
     with (
-        _TokenFile(stem.with_suffix(".train.bin"), settings.dtype) as train,
-        _TokenFile(stem.with_suffix(".validation.bin"), settings.dtype) as validation,
+        _PartWriter(stem.with_suffix(".train.bin"), settings.dtype, has_samples=encode is not None) as train,
+        _PartWriter(
+            stem.with_suffix(".validation.bin"), settings.dtype, has_samples=encode is not None
+        ) as validation,
     ):
         for batch in _batches(chunks):
-            encoded = tokenizer.encode_batch_fast([chunk.text for chunk in batch], add_special_tokens=False)
+            texts = [chunk.text for chunk in batch if chunk.sample is None]
+            encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
             ids: dict[bool, list[int]] = {True: [], False: []}
-            for chunk, encoding in zip(batch, encoded, strict=True):
-                target = ids[chunk.draw < settings.threshold]
-                target += encoding.ids
+            for chunk in batch:
+                is_validation = chunk.draw < settings.threshold
+                if chunk.sample is not None:
+                    (validation if is_validation else train).add_sample(chunk.sample)
+                    continue
+                target = ids[is_validation]
+                target += next(encoded).ids
                 if chunk.last:
                     target.append(settings.end_of_document)
             validation.add(ids[True])
@@ -171,7 +273,7 @@ def _batches(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
     size = 0
     for chunk in chunks:
         batch.append(chunk)
-        size += len(chunk.text)
+        size += len(chunk.text) if chunk.sample is None else _TOKEN_BYTES * len(chunk.sample.ids)
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -189,9 +291,9 @@ def finished_part(number: int, shard: Shard, settings: BuildSettings) -> PartRec
         record = PartRecord.model_validate_json(record_path(settings.folder, number).read_bytes())
     except (OSError, ValidationError):
         return None
-    for file in (record.train, record.validation):
-        if file is not None:
-            path, num_bytes = settings.folder / file.name, file.tokens * np.dtype(settings.dtype).itemsize
-            if not path.is_file() or path.stat().st_size != num_bytes:
-                return None
+    parts = (part for part in (record.train, record.validation) if part is not None)
+    for file in (file for part in parts for file in part.files(np.dtype(settings.dtype).itemsize)):
+        path = settings.folder / file.name
+        if not path.is_file() or path.stat().st_size != file.num_bytes:
+            return None
     return record if record.key == settings.key(shard) else None

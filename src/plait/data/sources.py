@@ -16,18 +16,19 @@ from urllib.parse import parse_qs
 
 from plait.errors import DataError, unreadable
 
-Kind = Literal["text", "jsonl", "jsonl.gz", "hf"]
+Kind = Literal["text", "jsonl", "jsonl.gz", "parquet", "hf"]
 
 SHARDS = 64  # target number: enough for many cores and for restarts, few enough for one directory
 MIN_SHARD_BYTES = 1 << 20
 MAX_SHARD_BYTES = 1 << 28
 HF_ROW_BYTES = 2048  # estimate for progress and shard sizes: the size is unknown until a row is read
+ROW_KINDS = ("hf", "parquet")  # whose slices are ranges of rows
 STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class FileSlice:
-    """A range of a file: the lines that begin in bytes [start, stop). For `hf`, rows.
+    """A range of a file: the lines that begin in bytes [start, stop). For `hf` and `parquet`, rows.
 
     `size` and `version` are those of the full file when it was listed (modification time, a dataset's
     fingerprint): if they change, the part is rebuilt. `name` is the path, or the dataset's name.
@@ -42,7 +43,7 @@ class FileSlice:
 
     @property
     def num_bytes(self) -> int:
-        return (self.stop - self.start) * (HF_ROW_BYTES if self.kind == "hf" else 1)
+        return (self.stop - self.start) * (HF_ROW_BYTES if self.kind in ROW_KINDS else 1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _glob_files(source: str) -> list[Path]:
         raise DataError(
             f"the source {source} is missing",
             given=f"no such file, relative to {Path.cwd()}",
-            expected="a path or a glob of text, .jsonl or .jsonl.gz files, hf:NAME, or python-stdlib",
+            expected="a path or a glob of text, .jsonl(.gz) or .parquet files, hf:NAME, or python-stdlib",
             hint="an absolute path",
         )
     return sorted(files.values())
@@ -144,7 +145,36 @@ def _file_slice(path: Path) -> FileSlice:
         status = path.stat()
     except OSError as error:
         raise unreadable(path, error) from error
-    return FileSlice(kind, str(path), 0, status.st_size, status.st_size, str(status.st_mtime_ns))
+    size = status.st_size
+    if path.suffix == ".parquet":
+        kind, size = "parquet", open_parquet(str(path)).metadata.num_rows
+    return FileSlice(kind, str(path), 0, size, size, str(status.st_mtime_ns))
+
+
+def open_parquet(name: str) -> Any:
+    """Open a Parquet file with pyarrow. Raises DataError."""
+    try:
+        from pyarrow import parquet  # noqa: PLC0415  optional: only a recipe that names .parquet files needs it
+    except ImportError as error:
+        raise _needs_datasets(name, "pyarrow", error) from error
+    try:
+        return parquet.ParquetFile(name)
+    except (OSError, ValueError) as error:  # pyarrow's are ValueErrors
+        raise DataError(
+            f"{name} is not a complete Parquet file",
+            given=error,
+            expected="a complete file",
+            hint=f"ls -l {name}",
+        ) from error
+
+
+def _needs_datasets(source: str, package: str, error: ImportError) -> DataError:
+    return DataError(
+        f"the source {source} needs the package `{package}`",
+        given=error,
+        expected="the packages of plait[datasets]",
+        hint="pip install 'plait[datasets]'",
+    )
 
 
 def _split(item: FileSlice, limit: int) -> Iterator[FileSlice]:
@@ -188,12 +218,7 @@ def open_dataset(name: str) -> Any:
     try:
         import datasets  # noqa: PLC0415  optional: only a recipe that names hf: needs it
     except ImportError as error:
-        raise DataError(
-            f"the source hf:{name} needs the package `datasets`",
-            given=error,
-            expected="the packages of plait[datasets]",
-            hint="pip install 'plait[datasets]'",
-        ) from error
+        raise _needs_datasets(f"hf:{name}", "datasets", error) from error
     path, _, query = name.partition("?")
     options = {key: values[-1] for key, values in parse_qs(query).items()}
     if options.keys() - {"config", "split"}:

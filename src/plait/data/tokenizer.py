@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from plait.data.config import END_OF_DOCUMENT, TokenizerConfig
 from plait.errors import DataError
-from plait.fileio import missing_hint, open_regular, sync_folder, sync_tree
+from plait.fileio import missing_hint, open_regular, read_text, sync_folder, sync_tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 Tokenizer.from_file(sys.argv[1]).encode(string.printable)
 """
 
+CHAT_TEMPLATE = "chat_template.jinja"  # hashed for conversations only
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -75,8 +76,11 @@ def split_long_words(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTrainedTokenizerFast":
-    """Load an existing tokenizer, with the end of a document as its eos token. Raises DataError."""
+def read_tokenizer(
+    path: Path, end_of_document: str | None = None, chat_template: Path | None = None
+) -> "PreTrainedTokenizerFast":
+    """Load an existing tokenizer, with the end of a document as its eos token, and perhaps with another chat
+    template. Raises DataError."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from plait.models import check_integers, read_config
@@ -119,7 +123,21 @@ def read_tokenizer(path: Path, end_of_document: str | None = None) -> "PreTraine
         )
     if end != found.eos_token:
         found.eos_token = end
+    if chat_template is not None:
+        found.chat_template = _read_template(chat_template)
     return found
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"cannot read the chat template {path}",
+            given=error,
+            expected="a Jinja template in UTF-8",
+            hint=missing_hint(path),
+        ) from error
 
 
 def probe_tokenizer(path: Path) -> None:
@@ -185,7 +203,7 @@ def _file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tokenizer_spec(config: TokenizerConfig) -> dict[str, object]:
+def tokenizer_spec(config: TokenizerConfig, *, with_template: bool = False) -> dict[str, object]:
     """Index entry for the recipe's tokenizer: its contents, not its path. Raises DataError."""
     if config.path is None:
         return {"vocab_size": config.vocab_size, "end_of_document": config.end_of_document}
@@ -197,4 +215,8 @@ def tokenizer_spec(config: TokenizerConfig) -> dict[str, object]:
             expected="its directory, or a tokenizer.json",
             hint=f"ls {config.path.absolute().parent}",
         )
-    return {"files": files, "end_of_document": config.end_of_document}
+    spec: dict[str, object] = {"files": files, "end_of_document": config.end_of_document}
+    template = config.chat_template or config.path / CHAT_TEMPLATE
+    if config.chat_template is not None or (with_template and template.is_file()):
+        spec["chat_template"] = hashlib.sha256(_read_template(template).encode()).hexdigest()
+    return spec

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch.utils.data import DataLoader
 
 from plait.api import parallelize
@@ -23,6 +24,7 @@ from plait.data.documents import check_documents
 from plait.data.loader import Batch, Batches, Samples, loader
 from plait.data.sampler import BatchRamp, BatchSizes, OneEpoch, Order
 from plait.data.samples import SampleSource
+from plait.data.show import show_documents
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
 from plait.engine.spec import Arguments, validate
@@ -235,17 +237,14 @@ def prepare(
             check_weights(recipe.model)
         lock_run(run_dir, lock)
         newest = find_newest(run_dir.checkpoints) if start is None else None
-    elif run_dir.path.exists() and (not run_dir.path.is_dir() or any(run_dir.path.iterdir())):
-        raise RunError(
-            "the run directory already exists",
-            given=f"run.dir = {run_dir.path}",
-            expected="a directory that is missing or empty",
-            hint=f"--resume to continue the run, or --set run.dir={run_dir.path}-2",
-        )
+    else:
+        _check_new(run_dir)
     store = _open_data(recipe, is_saved=is_saved)
     complete = _complete(recipe, store, resolved, is_saved=is_saved)
     run = _with_steps(ResolvedRun(complete, resolved, run_dir, store))
     if not resume:
+        if recipe.data.kind != "text":
+            show_documents(store, Console(stderr=True, soft_wrap=True))
         create_run_dir(run_dir, run.recipe, store, start, run.check_checkpoint)
         lock_run(run_dir, lock)
         return run
@@ -263,6 +262,16 @@ def prepare(
         run.check_checkpoint(newest)
     rewrite_recipe(run_dir, run.recipe, store)
     return run
+
+
+def _check_new(run_dir: RunDir) -> None:
+    if run_dir.path.exists() and (not run_dir.path.is_dir() or any(run_dir.path.iterdir())):
+        raise RunError(
+            "the run directory already exists",
+            given=f"run.dir = {run_dir.path}",
+            expected="a directory that is missing or empty",
+            hint=f"--resume to continue the run, or --set run.dir={run_dir.path}-2",
+        )
 
 
 def _with_steps(run: ResolvedRun) -> ResolvedRun:
@@ -480,7 +489,10 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
         "run": {"offload_dir": recipe.run.offload_dir, "trace": recipe.run.trace},
         "model": of_model,
         "data": {"dir": recipe.data.dir},
-        "tokenizer": {"path": recipe.tokenizer.path},
+        "tokenizer": {
+            "path": recipe.tokenizer.path,
+            "chat_template": recipe.tokenizer.chat_template,
+        },
     }
     changed = {}
     for name, values in sections.items():
