@@ -197,9 +197,10 @@ class SampleConfig(Section):
 
 
 class Recipe(Section):
-    """The configuration of a run. `plan` is text, e.g. "dp=2 precision=bf16"."""
+    """The configuration of a run. `plan` is text, e.g. "dp=2 precision=bf16". `task` selects defaults."""
 
     plan: str
+    task: Literal["pretrain", "sft"] = "pretrain"
     run: RunConfig
     batch_ramp: BatchRampConfig | None = None
     model: ModelConfig
@@ -302,6 +303,7 @@ def override_recipe(values: dict[str, Any], sets: Iterable[str], plan: str | Non
 
 def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     """Validate `values`. The ConfigError names the key and `source`."""
+    values = _with_defaults_of_task(values)
     try:
         # Through JSON, as strict mode then has the types of TOML: text can be a Path but never a number.
         recipe = Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
@@ -323,6 +325,32 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     if recipe.batch_ramp is not None:
         _check_batch_ramp(recipe.batch_ramp, recipe.run.batch, recipe.data.tokens_per_micro_batch)
     return recipe
+
+
+def _with_defaults_of_task(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with those that `task = "sft"` gives to keys that are left out. Raises ConfigError."""
+    if values.get("task") != "sft":
+        return values
+    sections: list[Any] = [values.get(name, {}) for name in ("model", "tokenizer", "data")]
+    if not all(isinstance(section, dict) for section in sections):
+        return values  # an error of its own
+    model, tokenizer, data = sections
+    path, pretrained, kind = model.get("path"), model.get("pretrained", True), data.get("kind", "chat")
+    if not path or not pretrained or kind == "text":
+        raise ConfigError(
+            "fine-tuning trains given weights on conversations",
+            given=f"task = 'sft', model.path {_is_set(path)}, model.pretrained = "
+            f"{str(pretrained).lower()}, data.kind = {kind!r}",
+            expected="the folder of the weights as model.path, and rows of chats or prompts",
+            hint="--set task=pretrain, which trains on text, too, and can start from model.path"
+            if path
+            else "--set model.path=FOLDER",
+        )
+    return values | {
+        "model": {"pretrained": True, **model},
+        "tokenizer": {"path": model["path"], **tokenizer},
+        "data": {"kind": "chat", "samples": "bins", **data},
+    }
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
@@ -389,7 +417,7 @@ def _qualified_key_hint(key: str) -> str:
     keys = [
         f"{section}.{name}"
         for section, field in Recipe.model_fields.items()
-        if section != "plan"
+        if section not in ("plan", "task")
         for name in _section_of(field.annotation).model_fields
     ]
     match = nearest(key, [name.partition(".")[2] for name in keys] + [*Recipe.model_fields])
