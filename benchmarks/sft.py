@@ -11,7 +11,7 @@ Rates are tokens with a target per second of training, with the loading of batch
 columns with `cpu`: ratios of rates per second of processor time, for machines that others use, too.
 `padded`: a micro-batch of --batch conversations, padded to the longest, the same ones for both. `packed`: one
 of --rows rows of 256 tokens (ours `data.samples = "bins"`, TRL's best fit decreasing). `targets` are those of
-a step, `loss` the mean of all steps: for `padded` both must agree. `of_padded` is relative to TRL's padded rate.
+a step, `loss` the mean of all steps: for `padded` both must agree. `of_padded`: of TRL's padded rate.
 
 The heads: ours sums the losses of all tokens in chunks; TRL's is its default, which also computes entropy and
 accuracy. `separate`: a document of a packed row does not change the logits of another one, as TRL's program
@@ -38,8 +38,8 @@ from plait.bench.report import machine
 from plait.data.python_docs import conversations
 from plait.data.sources import list_source
 from plait.data.tokenizer import save_tokenizer, train_tokenizer
-from plait.train.callbacks import Callback, Run
-from plait.train.metrics import StepMetrics, read_metrics
+from plait.train.callbacks import Callback, CallbackRun
+from plait.train.metrics import read_metrics
 from plait.train.run_dir import RunDir
 
 HERE = Path(__file__).resolve().parent
@@ -85,10 +85,10 @@ class Clock(Callback):
     def __init__(self) -> None:
         self._ends: list[tuple[float, float]] = []
 
-    def on_step(self, run: Run, metrics: StepMetrics) -> None:
+    def on_step(self, *_: Any) -> None:
         self._ends.append((time.perf_counter(), time.process_time()))
 
-    def on_end(self, run: Run) -> None:
+    def on_end(self, run: CallbackRun) -> None:
         (run.folder / f"clock-{run.rank}.json").write_text(json.dumps(self._ends))
 
 

@@ -1,10 +1,10 @@
-"""Be a rank of TRL's SFTTrainer, as its users run it, to compare ours with: `sft.py` starts it by torchrun, with
-the Python in which TRL is installed.
+"""Be a rank of TRL's SFTTrainer, as its users run it, to compare ours with: `sft.py` starts it by torchrun,
+with the Python in which TRL is installed.
 
     torchrun --nproc-per-node 2 benchmarks/trl_peer.py FOLDER OUT --batch 8 --length 256 --steps 20 [--packed]
 
-FOLDER has a Hugging Face model with a chat template, and chats.jsonl. OUT gets JSON: the ends of steps and their
-targets, the mean loss, and whether the documents of a packed row are separate.
+FOLDER has a Hugging Face model with a chat template, and chats.jsonl. OUT gets JSON: the ends of steps,
+their targets, the mean loss, and whether the documents of a packed row are separate.
 
 Defaults are TRL's, among them bfloat16 autocast and its fused head, but for: activations are not recomputed,
 samples come in the order of the file, and nothing is logged until the end.

@@ -53,8 +53,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tokenizer(None)
     made.save_pretrained(here / "model")
     config = LlamaConfig(
-        vocab_size=len(made), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        eos_token_id=made.eos_token_id, bos_token_id=made.bos_token_id, max_position_embeddings=96,
+        vocab_size=len(made), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=96, eos_token_id=made.eos_token_id,
+        bos_token_id=made.bos_token_id,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(here / "model")
     for name in "ab":

@@ -5,6 +5,7 @@ They depend on the version of Python only. Nothing is imported.
 
 import ast
 import inspect
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -46,10 +47,11 @@ def conversations(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
     except (SyntaxError, ValueError):
         return
     for node in statements:
-        if turn := _turn(node, module):
-            methods = node.body if isinstance(node, ast.ClassDef) else []
-            turns = [turn, *filter(None, (_turn(each, f"{module}.{node.name}") for each in methods))]
-            yield {"messages": [message for each in turns[:TURNS] for message in each]}
+        if not isinstance(node, _Definition) or not (turn := _turn(node, module)):
+            continue
+        methods = node.body if isinstance(node, ast.ClassDef) else []
+        turns = [turn, *(_turn(each, f"{module}.{node.name}") for each in methods)]
+        yield {"messages": list(itertools.chain.from_iterable(list(filter(None, turns))[:TURNS]))}
 
 
 def _turn(node: ast.stmt, prefix: str) -> list[dict[str, str]]:

@@ -172,7 +172,7 @@ def _file_chunks(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
                 raise ContentError(
                     f"{item.name} has no rows",
                     given=f"a file that ends in {Path(item.name).suffix!r}",
-                    expected=".jsonl, .jsonl.gz, .parquet, hf:NAME or python-docs for data.kind other than text",
+                    expected=".jsonl(.gz), .parquet, hf:NAME or python-docs for data.kind other than text",
                     hint=f"jq -c '.[]' {item.name}, for a JSON array",
                 )
             else:

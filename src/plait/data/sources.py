@@ -115,7 +115,7 @@ def _glob_files(source: str) -> list[Path]:
         raise DataError(
             f"the source {source} is missing",
             given=f"no such file, relative to {Path.cwd()}",
-            expected="a path or a glob of text, .jsonl(.gz) or .parquet files, hf:NAME, python-stdlib or python-docs",
+            expected="paths or globs of text, .jsonl(.gz) or .parquet, hf:NAME, python-stdlib or python-docs",
             hint="an absolute path",
         )
     return sorted(files.values())

@@ -328,7 +328,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
 
 
 def _with_defaults_of_task(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with those that `task = "sft"` gives to keys that are left out. Raises ConfigError."""
+    """Return the values with the defaults of `task = "sft"`. Raises ConfigError."""
     if values.get("task") != "sft":
         return values
     sections: list[Any] = [values.get(name, {}) for name in ("model", "tokenizer", "data")]
