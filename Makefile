@@ -53,6 +53,17 @@ WANDB := build/wandb
 $(WANDB): constraints.txt $(BIN)/.installed
 	$(BIN)/pip install --quiet --upgrade --target $@ wandb && touch $@ || rm -rf $@
 
+# The same for trl, whose files of chat templates are read, and for datasets, without what plait has.
+TRL := build/trl
+DATASETS := build/datasets
+
+$(TRL): constraints.txt $(BIN)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ trl && touch $@ || rm -rf $@
+
+$(DATASETS): constraints.txt $(BIN)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ datasets dill multiprocess pandas pyarrow xxhash && \
+		touch $@ || rm -rf $@
+
 # And for the generator of the site.
 GENERATOR := build/site-generator
 
@@ -62,9 +73,10 @@ $(GENERATOR): constraints.txt $(BIN)/.installed
 docs: install $(GENERATOR)  ## the documentation site, in build/site
 	PYTHONPATH=$(GENERATOR) $(BIN)/python tools/build_site.py
 
-test: check $(TORCHAO) $(WANDB) $(GENERATOR)  ## everything that CI runs
+test: check $(TORCHAO) $(WANDB) $(TRL) $(DATASETS) $(GENERATOR)  ## everything that CI runs
 	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/docs/test_site.py
 	PYTHONPATH=$(WANDB) $(BIN)/python -m pytest -rs tests/one/test_wandb.py
+	PYTHONPATH=$(TRL):$(DATASETS) $(BIN)/python -m pytest -rs tests/one/test_chat_templates.py tests/one/test_data_hf.py
 	$(BIN)/python tools/run_tests.py
 
 # The C sources in a program of their own, with the compiler's checks of memory and of threads.

@@ -46,10 +46,10 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 BUDGETS = {
     "bench": 1975,
     "checkpoint": 2120,
-    "cli": 3205,
+    "cli": 3230,
     "comm": 7160,
     "compat": 1550,
-    "data": 3000,
+    "data": 4090,
     "engine": 4350,
     "estimate": 600,
     "models": 9925,
@@ -59,7 +59,7 @@ BUDGETS = {
     "plan": 6815,
     "planner": 4815,
     "server": 2250,
-    "train": 5290,
+    "train": 5305,
     "verify": 1825,
 }
 ROOT_LINES = 1150  # of the modules next to the packages

@@ -1,5 +1,6 @@
 """Rows of conversations become tokens and their weights; mistakes in rows are answered by name."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from torch.utils.data import DataLoader
 import plait
 import plait.data
 from plait.data.build import build
-from plait.data.config import DataConfig, TokenizerConfig
+from plait.data.config import DataConfig, TokenizerConfig, check_data
 from plait.data.dataset import TokenStore
+from plait.data.documents import Documents
 from plait.data.show import show_documents
-from plait.errors import ContentError, DataError
+from plait.errors import ConfigError, ContentError, DataError
+from plait.train.prepare import prepare
 from support.chats import CHATML, TOOL, answer, call, chats, tokenizer, trained, user
+from support.cli_runs import finish, start
 
 MADE = tokenizer()
 PLAIN = {"messages": [user("two?"), answer("four")]}
@@ -81,6 +85,8 @@ def test_generation_marks_of_a_template_are_what_is_trained() -> None:
     assert texts(row, template) == ["c?"]
     none = "{% generation %}{% endgeneration %}" + CHATML
     assert "without a token to train on" in message(PLAIN, none)
+    alone = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert "without a token to train on" in message({"messages": [answer("b")]}, alone), "nothing precedes it"
 
 
 def test_a_token_with_characters_of_header_and_answer_is_trained() -> None:
@@ -208,8 +214,8 @@ def test_a_directory_has_the_tokens_and_weights_of_each_row(folder: Path) -> Non
     found = []
     for stream in (store.train, store.validation):
         starts = stream.starts_of_documents(0)
-        for start, stop in zip(starts, [*starts[1:], stream.num_tokens], strict=True):
-            ids, weights = stream.read(start, stop - start), stream.weights(int(start), int(stop - start))
+        for first, stop in zip(starts, [*starts[1:], stream.num_tokens], strict=True):
+            ids, weights = stream.read(first, stop - first), stream.weights(int(first), int(stop - first))
             assert weights is not None
             found.append((ids.tolist(), np.round(weights, 6).tolist()))
     samples = plait.data.chat(rows(40), MADE)
@@ -236,6 +242,16 @@ def test_bad_rows_are_listed_or_skipped_and_counted(folder: Path) -> None:
     assert store.index.sources[0].documents == 2
 
 
+def test_samples_whose_trained_tokens_are_truncated_are_counted_and_not_all_samples(folder: Path) -> None:
+    long = {"messages": [user("a" * 99), answer("b")]}
+    store = built(folder, "chats", [json.dumps(row) for row in (PLAIN, long, rows(8)[7])], validation=0)
+    end, collator = store.index.end_of_document, plait.PaddingCollator(0, max_length=48)
+    assert Documents(store.train, end, collator).facts.endswith(" tokens (1 without a trained token left)")
+    assert Documents(store.train, end, collator, split=True).facts == "3, of which 1 split"
+    with pytest.raises(DataError, match="no sample of the training data has a trained token"):
+        Documents(store.train, end, plait.PaddingCollator(0, max_length=9))
+
+
 def test_a_damaged_file_of_weights_is_found(folder: Path) -> None:
     lines = [json.dumps(PLAIN)]
     built(folder, "chats", lines, validation=0)
@@ -256,37 +272,77 @@ def test_another_template_or_option_is_another_recipe(folder: Path) -> None:
 
 
 def test_windows_and_files_without_rows_and_new_tokenizers_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="complete documents"):
-        built(folder, "chats", [], samples="windows")
     data = DataConfig(dir=folder / "t", sources=[__file__], sequence=8, kind="chat", samples="documents")
     with pytest.raises(DataError, match="has no rows"):
         build(data, TokenizerConfig(path=folder / "tokenizer"), progress=False)
     with pytest.raises(DataError, match="needs the tokenizer of the model"):
         build(data, TokenizerConfig(vocab_size=300), progress=False)
+    for samples in ("windows", "packed"):
+        with pytest.raises(ConfigError, match="would train on all tokens of chats"):
+            check_data(data.model_copy(update={"samples": samples}))
+    for change in ({"train_on": "last"}, {"train_empty_thinking": True}):
+        with pytest.raises(ConfigError, match="no effect on text"):
+            check_data(data.model_copy(update={"kind": "text", **change}))
 
 
-def test_samples_are_shown_with_their_trained_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"messages": [user("a"), answer("b", weight=0.5), user("c"), answer("[d]")]}
+def test_samples_are_shown_with_their_trained_text(folder: Path) -> None:
+    row = {"messages": [user("a"), answer("b", weight=0.5), user("c"), answer("[d]\x1b[2J")]}
     store = built(folder, "chats", [json.dumps(row)], validation=0)
-    show_documents(store.train, MADE, Console())
-    shown = capsys.readouterr().out
-    assert "«0.5: b<|im_end|>»" in shown
-    assert "«[d]<|im_end|>»" in shown
-    assert "\nc<|im_end|>" in shown
-    with pytest.raises(plait.PlaitError, match="no such row"):
-        show_documents(store.train, MADE, Console(), first=1)
+
+    def shown(**options: Any) -> str:
+        file = io.StringIO()
+        show_documents(store, Console(file=file, **options))
+        return file.getvalue()
+
+    assert "«0.5: b<|im_end|>»" in shown()
+    assert "«[d]\\x1b[2J<|im_end|>»" in shown()
+    assert "\nc<|im_end|>" in shown()
+    assert "\x1b" not in shown()
+    assert "\x1b[1;32m«[d]" in shown(force_terminal=True, color_system="standard")
+    with pytest.raises(ConfigError, match="no such row"):
+        show_documents(store, Console(), first=1)
 
 
-def test_parquet_rows_are_those_of_json_lines(folder: Path) -> None:
-    pytest.importorskip("pyarrow")
-    from pyarrow import Table, parquet  # noqa: PLC0415
+RECIPE = """
+plan = "dp=1"
+run = {{ dir = "{folder}/run", steps = 2, batch = 2, evaluate_every = 0, log_every = 1 }}
+optimizer = {{ lr = 1e-3 }}
+[model.config]
+model_type = "llama"
+hidden_size = 16
+intermediate_size = 16
+num_hidden_layers = 1
+num_attention_heads = 2
+[data]
+dir = "{folder}/data"
+sources = ["{folder}/chats.jsonl"]
+kind = "chat"
+samples = "bins"
+sequence = 64
+workers = 0
+[tokenizer]
+path = "{folder}/tokenizer"
+"""
 
-    found = [{"messages": [user("a"), answer("b")]}, chats()["multi"]] * 40
-    parquet.write_table(Table.from_pylist(found), folder / "rows.parquet", row_group_size=7)
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
-    expected = plait.data.chat(str(folder / "rows.jsonl"), MADE)
-    assert plait.data.chat(str(folder / "rows.parquet"), MADE) == expected
-    assert len(expected) == 80
+
+def test_runs_show_samples_first_and_refuse_tokens_that_would_lose_their_weights(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps(row | {"id": 1}) for row in [PLAIN] * 9))
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE.format(folder=folder))
+    out, _ = finish(start("data", "show", recipe, "--row", 2, "--num", 2))
+    assert [line.split()[2] for line in out.splitlines() if line.startswith("training row")] == ["2:", "3:"]
+    assert out.count("«four<|im_end|>»") == 2
+    assert "\x1b" not in out
+    run = prepare(recipe)
+    assert capsys.readouterr().err.count("«four<|im_end|>»") == 3
+    labels = run.train_samples[0].batch(np.arange(1))["labels"]
+    assert 0 < (labels != -100).sum() < labels.numel() / 2
+    with pytest.raises(ConfigError, match="would train on all tokens of chats"):
+        prepare(run.dir.path, sets=["data.samples=windows"], resume=True)
+    with pytest.raises(DataError, match="were built with other kind"):
+        prepare(recipe, sets=["data.kind=text", "data.samples=windows", f"run.dir={folder / 'run-2'}"])
 
 
 def test_samples_train_in_a_loop_and_in_the_trainer_of_transformers(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ SELF, OTHER = " to=self<|message|>", "<|eom|><|start|>assistant to=user<|message
 def turns(
     end: str, before: str = "", tools: list[str] | str = NO_CALLS, **others: list[str] | str
 ) -> Expected:
-    """What is trained where each turn is its text between `before` and `end`."""
+    """Trained texts of a template whose turns are the answers between `before` and `end`."""
     four, eight = f"{before}four{end}", f"{before}eight{end}"
     multi: list[str] | str = [four, eight]
     return {"single": [four], "multi": multi, "system": [four], "thinking": multi, "tools": tools} | others

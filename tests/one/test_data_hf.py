@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+import plait.data
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig
 from plait.data.dataset import TokenStore
 from plait.errors import DataError
+from support.chats import answer, chats, tokenizer, user
 
 datasets = pytest.importorskip("datasets")
 ROWS = [f"row {number} has text\n" for number in range(200)]
@@ -64,3 +66,16 @@ def test_invalid_sources_are_errors(
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(DataError, match=fact):
         tokens_of(tmp_path, f"hf:{tmp_path / 'saved'}{query}", **changes)
+
+
+def test_conversations_in_parquet_and_in_a_dataset_are_those_of_json_lines(tmp_path: Path) -> None:
+    """Tables give every row the keys of all, so those without a value are left out."""
+    found = [{"messages": [user("a"), answer("b")]}, chats()["multi"], chats()["system"]] * 30
+    table = datasets.Dataset.from_list(found)
+    table.to_parquet(str(tmp_path / "rows.parquet"), batch_size=7)
+    table.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
+    made = tokenizer()
+    samples = [plait.data.chat(str(tmp_path / name), made) for name in ("rows.jsonl", "rows.parquet")]
+    assert samples[0] == samples[1] == plait.data.chat(f"hf:{tmp_path / 'saved'}", made)
+    assert len(samples[0]) == 90

@@ -6,8 +6,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 _SPECIAL = """<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|>
-<start_of_turn> <end_of_turn> <|turn> <turn|> <|start|> <|end|> <|return|> <|call|> <|channel|> <|message|> <|eot|>
-<|eom|>
+<start_of_turn> <end_of_turn> <|turn> <turn|> <|start|> <|end|> <|return|> <|call|> <|channel|> <|message|>
+<|eot|> <|eom|>
 <|user|> <|assistant|> <|system|> <|observation|> [gMASK] <sop> <think> </think> <tool_call> </tool_call>
 <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜>
 <|END_OF_TURN_TOKEN|> <|END_RESPONSE|> <end_of_utterance>"""

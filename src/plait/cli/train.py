@@ -1,4 +1,4 @@
-"""`plait train`, and `plait rank`, the process that it starts once per local rank; `plait data build`."""
+"""`plait train`, and `plait rank`, the process that it starts once per local rank; `plait data`."""
 
 import contextlib
 import json
@@ -256,8 +256,6 @@ def show(
     values = read_recipe(recipe, sets or [])
     from plait.data.build import build as build_tokens
     from plait.data.show import show_documents
-    from plait.data.tokenizer import read_tokenizer
 
     store = build_tokens(values.data, values.tokenizer)
-    tokenizer = read_tokenizer(store.tokenizer_dir)
-    show_documents(store.train, tokenizer, Console(soft_wrap=True), first=row, number=num)
+    show_documents(store, Console(soft_wrap=True), first=row, number=num)

@@ -131,7 +131,24 @@ class Documents:
         self.lengths = np.minimum(stops[document] - self._starts, longest)
         num_long, lost = int((complete > longest).sum()), int((complete - longest).clip(min=0).sum())
         how = "split" if split else f"truncated by {lost:,} of {int(complete.sum()):,} tokens"
+        if not split and (untrained := self._num_untrained(np.flatnonzero(complete > longest))):
+            how += f" ({untrained:,} without a trained token left)"
         self.facts = f"{len(starts):,}" + (f", of which {num_long:,} {how}" if num_long else "")
+
+    def _num_untrained(self, truncated: Int64s) -> int:
+        """Number of these samples that have no target. Raises DataError if no sample has one."""
+        weights = (
+            self._stream.weights(int(self._starts[i]) + 1, int(self.lengths[i]) - 1) for i in truncated
+        )
+        found = sum(1 for of_sample in weights if of_sample is not None and not of_sample.any())
+        if found and found == len(self):
+            raise DataError(
+                f"no sample of the {self._stream.name} data has a trained token",
+                given=f"{found:,} documents, truncated to {self.collator.max_length:,} tokens",
+                expected="a trained token among the first ones of a document",
+                hint='a longer data.sequence, or data.long_documents = "split"',
+            )
+        return found
 
     def __len__(self) -> int:
         return len(self.lengths)

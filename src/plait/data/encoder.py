@@ -91,7 +91,7 @@ class Encoder:
             raise ContentError(
                 "with an unpaired surrogate", given=given, expected="text in UTF-8", hint=hint
             ) from error
-        if not sample.weights.any():
+        if not sample.weights[1:].any():  # nothing precedes the first token
             raise ContentError(
                 "without a token to train on",
                 given=f"{len(sample.ids)} tokens",

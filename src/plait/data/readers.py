@@ -85,7 +85,7 @@ class ReadOptions:
 
     @property
     def example(self) -> str:
-        """What a row must be."""
+        """The form of a row, for messages."""
         return f"an object with the key {self.text_key!r}" if self.encode is None else "an object"
 
     def draw(self, content: bytes) -> int:

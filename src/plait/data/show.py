@@ -6,8 +6,9 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from plait.data.dataset import TokenStream
-from plait.errors import ConfigError
+from plait.data.dataset import TokenStore
+from plait.data.tokenizer import read_tokenizer
+from plait.errors import ConfigError, printable
 from plait.tables import counted
 
 if TYPE_CHECKING:
@@ -16,16 +17,10 @@ if TYPE_CHECKING:
 _MAX_TOKENS = 2000  # of a sample, as printed
 
 
-def show_documents(
-    stream: TokenStream,
-    tokenizer: "PreTrainedTokenizerFast",
-    console: Console,
-    *,
-    first: int = 0,
-    number: int = 3,
-) -> None:
-    """Print documents of a stream, from the one with number `first` on. Raises ConfigError for none."""
-    starts = stream.starts_of_documents(tokenizer.get_vocab()[tokenizer.eos_token])
+def show_documents(store: TokenStore, console: Console, *, first: int = 0, number: int = 3) -> None:
+    """Print training documents, from the one with number `first` on. Raises ConfigError if it is missing."""
+    stream, tokenizer = store.train, read_tokenizer(store.tokenizer_dir)
+    starts = stream.starts_of_documents(store.index.end_of_document)
     if not 0 <= first < len(starts):
         raise ConfigError(
             f"the {stream.name} data has no such row",
@@ -42,7 +37,7 @@ def show_documents(
         console.rule(Text(f"{stream.name} row {row}: {counted(length, 'token')}, {trained}"), align="left")
         shown = min(length, _MAX_TOKENS)
         text = marked_text(stream.read(start, shown).tolist(), weights[:shown].tolist(), tokenizer)
-        console.print(text if console.is_terminal else text.plain, markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False)
         if shown < length:
             console.print(f"... ({length - shown:,} more tokens)", highlight=False)
 
@@ -52,7 +47,7 @@ def marked_text(ids: list[int], weights: list[float], tokenizer: "PreTrainedToke
     found = Text()
     borders = [at for at in range(1, len(ids)) if weights[at] != weights[at - 1]]
     for start, stop in zip([0, *borders], [*borders, len(ids)], strict=True):
-        text, weight = str(tokenizer.decode(ids[start:stop])), weights[start]
+        text, weight = printable(str(tokenizer.decode(ids[start:stop]))), weights[start]
         label = "" if weight == 1 else f"{weight:g}: "
         found.append(f"«{label}{text}»" if weight else text, style="bold green" if weight else "dim")
     return found

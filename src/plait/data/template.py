@@ -236,7 +236,7 @@ def _marked_values(value: Any, mark: str) -> Any:
 
 
 def _after(text: str, mark: str) -> str:
-    """What follows the last mark."""
+    """Text after the last mark."""
     found = list(re.finditer(rf"{mark}[acr]|{mark[1:]}", text))
     return text[found[-1].end() :] if found else text
 

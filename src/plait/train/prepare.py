@@ -235,20 +235,14 @@ def prepare(
             check_weights(recipe.model)
         lock_run(run_dir, lock)
         newest = find_newest(run_dir.checkpoints) if start is None else None
-    elif run_dir.path.exists() and (not run_dir.path.is_dir() or any(run_dir.path.iterdir())):
-        raise RunError(
-            "the run directory already exists",
-            given=f"run.dir = {run_dir.path}",
-            expected="a directory that is missing or empty",
-            hint=f"--resume to continue the run, or --set run.dir={run_dir.path}-2",
-        )
+    else:
+        _check_new(run_dir)
     store = _open_data(recipe, is_saved=is_saved)
     complete = _complete(recipe, store, resolved, is_saved=is_saved)
     run = _with_steps(ResolvedRun(complete, resolved, run_dir, store))
     if not resume:
         if recipe.data.kind != "text":
-            tokenizer = read_tokenizer(store.tokenizer_dir)
-            show_documents(store.train, tokenizer, Console(stderr=True, soft_wrap=True))
+            show_documents(store, Console(stderr=True, soft_wrap=True))
         create_run_dir(run_dir, run.recipe, store, start, run.check_checkpoint)
         lock_run(run_dir, lock)
         return run
@@ -266,6 +260,16 @@ def prepare(
         run.check_checkpoint(newest)
     rewrite_recipe(run_dir, run.recipe, store)
     return run
+
+
+def _check_new(run_dir: RunDir) -> None:
+    if run_dir.path.exists() and (not run_dir.path.is_dir() or any(run_dir.path.iterdir())):
+        raise RunError(
+            "the run directory already exists",
+            given=f"run.dir = {run_dir.path}",
+            expected="a directory that is missing or empty",
+            hint=f"--resume to continue the run, or --set run.dir={run_dir.path}-2",
+        )
 
 
 def _with_steps(run: ResolvedRun) -> ResolvedRun:
