@@ -39,6 +39,7 @@ BENCHMARKS = (
     "startup",
     "planner",
     "servers",
+    "sft",
 )
 LAST_LINES = 20  # of a benchmark that failed
 
