@@ -13,9 +13,9 @@ columns with `cpu`: ratios of rates per second of processor time, for machines t
 of --rows rows of 256 tokens (ours `data.samples = "bins"`, TRL's best fit decreasing). `targets` are those of
 a step, `loss` the mean of all steps: for `padded` both must agree. `of_padded`: of TRL's padded rate.
 
-The heads: ours sums the losses of all tokens in chunks; TRL's is its default, which also computes entropy and
-accuracy. `separate`: a document of a packed row does not change the logits of another one, as TRL's program
-finds before it trains.
+`ahead`: of TRL's rate of the same case. Both heads are the defaults: neither holds the logits of all tokens,
+and TRL's also computes entropy and accuracy. `separate`: a document of a packed row does not change the logits
+of another one, as TRL's program finds before it trains.
 """
 
 import argparse
@@ -126,9 +126,9 @@ def prepare_folder(folder: Path, model: Llama, number: int) -> None:
 
 
 def started(*words: object, python: Path | str) -> None:
-    """Run a program of Python to its end."""
-    command, environment = [str(python), *map(str, words)], {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    """Run a program of Python to its end, in the folder of this file, which has our clock."""
+    command, environment = [str(python), *map(str, words)], os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=HERE, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{command} failed:\n{done.stderr[-3000:]}")
 
