@@ -79,8 +79,15 @@ TABLE: dict[str, Expected] = {
     "gemma4_v2": GEMMA4 | {"tools": [f"{GEMMA_CALL}<turn|>", "three<turn|>"]},
     "gemma4_v4": GEMMA4,
     "gemma4_v5": GEMMA4 | {"thinking": ["four<turn|>", "<|channel>thought\naha\n<channel|>eight<turn|>"]},
-    # turns end with the next one's header, which the template of this model writes for the next message
+    # turns end with the next one's header, which the template writes for the next message; the training
+    # template writes it at the end, too
     "glm4moe": turns("", tools=calls(GLM_CALL, ""), thinking=["four", "\n<think>aha</think>\neight"]),
+    "glm4moe_training": turns(
+        "<|user|>",
+        "\n<think></think>\n",
+        tools=[f"\n<think></think>\n{GLM_CALL}<|observation|>", "\n<think></think>\nthree<|user|>"],
+        thinking=["\n<think></think>\nfour<|user|>", "\n<think>aha</think>\neight<|user|>"],
+    ),
     # a turn in the middle ends with another token than the last one, which ends generation
     "gptoss": turns(
         "<|return|>",
@@ -88,6 +95,16 @@ TABLE: dict[str, Expected] = {
         tools=[GPT_CALL, f"{FINAL}three<|return|>"],
         multi=[f"{FINAL}four", f"{FINAL}eight<|return|>"],
         thinking=[f"{FINAL}four", f"{ANALYSIS}aha{FINAL_AGAIN}eight<|return|>"],
+    ),
+    "gptoss_training": turns(
+        "<|return|>",
+        f"<|start|>assistant{FINAL}",
+        tools=[f"<|start|>assistant{GPT_CALL}", f"<|start|>assistant{FINAL}three<|return|>"],
+        multi=[f"<|start|>assistant{FINAL}four<|end|>", f"<|start|>assistant{FINAL}eight<|return|>"],
+        thinking=[
+            f"<|start|>assistant{FINAL}four<|end|>",
+            f"<|start|>assistant{ANALYSIS}aha{FINAL_AGAIN}eight<|return|>",
+        ],
     ),
     "idefics3": turns("<end_of_utterance>", " "),
     "smolvlm": turns("<end_of_utterance>", " "),
@@ -115,6 +132,8 @@ TABLE: dict[str, Expected] = {
     "nemotron_3_5_lightning": NEMOTRON_FLAT,
     "phi3": turns("<|end|>\n</s>", multi=["four<|end|>", "eight<|end|>\n</s>"])
     | {"thinking": ["four<|end|>", "eight<|end|>\n</s>"]},
+    "phi3_training": turns("<|end|>\n</s>", multi=["four<|end|>\n", "eight<|end|>\n</s>"])
+    | {"thinking": ["four<|end|>\n", "eight<|end|>\n</s>"]},
     "qwen2_5": turns(IM, tools=calls(JSON_CALL, IM)),
     "qwen2_5_training": turns(LINE, "\n", tools=calls(JSON_CALL, LINE, "\n")),
     "qwen2_5_vl": turns(IM),

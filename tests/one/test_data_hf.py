@@ -70,11 +70,13 @@ def test_invalid_sources_are_errors(
 
 def test_conversations_in_parquet_and_in_a_dataset_are_those_of_json_lines(tmp_path: Path) -> None:
     """Tables give every row the keys of all, so those without a value are left out."""
+    from pyarrow import Table, parquet  # noqa: PLC0415  needed by datasets
+
     found = [{"messages": [user("a"), answer("b")]}, chats()["multi"], chats()["system"]] * 30
-    table = datasets.Dataset.from_list(found)
-    table.to_parquet(str(tmp_path / "rows.parquet"), batch_size=7)
-    table.save_to_disk(str(tmp_path / "saved"))
+    parquet.write_table(Table.from_pylist(found), tmp_path / "rows.parquet", row_group_size=7)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
+    files = {"data_files": str(tmp_path / "rows.jsonl"), "cache_dir": str(tmp_path / "cache")}
+    datasets.load_dataset("json", split="train", **files).save_to_disk(str(tmp_path / "saved"))
     made = tokenizer()
     samples = [plait.data.chat(str(tmp_path / name), made) for name in ("rows.jsonl", "rows.parquet")]
     assert samples[0] == samples[1] == plait.data.chat(f"hf:{tmp_path / 'saved'}", made)
