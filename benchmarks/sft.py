@@ -13,9 +13,10 @@ columns with `cpu`: ratios of rates per second of processor time, for machines t
 of --rows rows of 256 tokens (ours `data.samples = "bins"`, TRL's best fit decreasing). `targets` are those of
 a step, `loss` the mean of all steps: for `padded` both must agree. `of_padded`: of TRL's padded rate.
 
-`ahead`: of TRL's rate of the same case. Both heads are the defaults: neither holds the logits of all tokens,
-and TRL's also computes entropy and accuracy. `separate`: a document of a packed row does not change the logits
-of another one, as TRL's program finds before it trains.
+`ahead`: of TRL's rate of the same case. Heads are the defaults: ours computes the logits of all tokens, and
+their losses in chunks; TRL's leaves tokens without a target out, and computes entropy and accuracy, too.
+`separate`: a document of a packed row does not change the logits of another one, as TRL's program finds
+before it trains.
 """
 
 import argparse
