@@ -95,8 +95,8 @@ class Clock(Callback):
 
 @dataclass(frozen=True)
 class Found:
-    """Of one run: wall and processor seconds at the end of each step, summed over the ranks; its targets; and
-    the mean loss."""
+    """A run's wall and processor seconds at the end of each step, summed over the ranks; its targets; and the
+    mean loss."""
 
     ends: list[tuple[float, float]]
     targets: list[int]

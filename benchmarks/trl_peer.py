@@ -45,7 +45,7 @@ class Counting(SFTTrainer):
 
 
 def separates(trainer: SFTTrainer) -> bool:
-    """Whether another first document of a batch leaves the logits of the others as they are."""
+    """True if another first document of a batch leaves the logits of the others as they are."""
     batch = next(iter(trainer.get_train_dataloader()))
     starts = (batch["position_ids"][0] == 0).nonzero().flatten()
     inputs = {name: batch[name] for name in MASKS if name in batch}

@@ -17,6 +17,7 @@ from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_ke
 from plait.plan import Plan
 from plait.plan.loss_scaling import LossScaling
 from plait.train.saved_recipe import SavedRecipe
+from plait.train.task import with_task_defaults
 
 # Those that update each parameter by itself. Rprop does, but it has no weight decay and adapts its own step
 # sizes, so that two keys of the recipe would have no effect.
@@ -303,10 +304,9 @@ def override_recipe(values: dict[str, Any], sets: Iterable[str], plan: str | Non
 
 def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     """Validate `values`. The ConfigError names the key and `source`."""
-    values = _with_defaults_of_task(values)
     try:
         # Through JSON, as strict mode then has the types of TOML: text can be a Path but never a number.
-        recipe = Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(with_task_defaults(values), default=str), strict=True)
     except ValidationError as error:
         raise _config_error(error, source) from error
     _check_model(recipe.model)
@@ -325,32 +325,6 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     if recipe.batch_ramp is not None:
         _check_batch_ramp(recipe.batch_ramp, recipe.run.batch, recipe.data.tokens_per_micro_batch)
     return recipe
-
-
-def _with_defaults_of_task(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the defaults of `task = "sft"`. Raises ConfigError."""
-    if values.get("task") != "sft":
-        return values
-    sections: list[Any] = [values.get(name, {}) for name in ("model", "tokenizer", "data")]
-    if not all(isinstance(section, dict) for section in sections):
-        return values  # an error of its own
-    model, tokenizer, data = sections
-    path, pretrained, kind = model.get("path"), model.get("pretrained", True), data.get("kind", "chat")
-    if not path or not pretrained or kind == "text":
-        raise ConfigError(
-            "fine-tuning trains given weights on conversations",
-            given=f"task = 'sft', model.path {_is_set(path)}, model.pretrained = "
-            f"{str(pretrained).lower()}, data.kind = {kind!r}",
-            expected="the folder of the weights as model.path, and rows of chats or prompts",
-            hint="--set task=pretrain, which trains on text, too, and can start from model.path"
-            if path
-            else "--set model.path=FOLDER",
-        )
-    return values | {
-        "model": {"pretrained": True, **model},
-        "tokenizer": {"path": model["path"], **tokenizer},
-        "data": {"kind": "chat", "samples": "bins", **data},
-    }
 
 
 def with_steps(recipe: Recipe, steps: int) -> Recipe:
@@ -426,13 +400,11 @@ def _qualified_key_hint(key: str) -> str:
 
 
 # Keys of other trainers: what there is instead.
-_EPOCHS = "run.epochs"
 _RECORDS = "run.report_to, for TensorBoard and wandb; metrics.jsonl in run.dir; plait report RUN"
-_LORA = "LoRA in a script: docs/scripts.md, Fine-tuning"
 _ELSEWHERE = {
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "run.epochs"),
     **dict.fromkeys(("report_to", "wandb", "mlflow"), _RECORDS),
-    **dict.fromkeys(("peft", "lora"), _LORA),
+    **dict.fromkeys(("peft", "lora"), "LoRA in a script: docs/scripts.md, Fine-tuning"),
 }
 # By pydantic's type of an error
 _EXAMPLES = {"int": "100", "float": "0.1", "bool": "true", "path": "FOLDER", "tuple": "'[\"...\"]'"}
