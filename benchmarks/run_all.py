@@ -40,6 +40,7 @@ BENCHMARKS = (
     "startup",
     "planner",
     "servers",
+    "sft",
 )
 LAST_LINES = 20  # of a benchmark that failed
 

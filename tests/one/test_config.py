@@ -81,6 +81,24 @@ def test_the_recipes_that_we_ship_are_valid(path: Path) -> None:
     Plan.parse(found.plan).check_batch(found.run.batch)
 
 
+def test_fine_tuning_starts_from_weights_and_trains_on_rows_of_documents(recipe: Path) -> None:
+    sets = ["task=sft", "model.config=", "model.path=here", "tokenizer.vocab_size="]
+    found = read_recipe(recipe, sets)
+    assert (found.data.kind, found.data.samples, found.model.pretrained) == ("chat", "bins", True)
+    assert found.tokenizer.path == Path("here")
+    found = read_recipe(recipe, [*sets, "data.kind=prompt", "data.samples=documents", "tokenizer.path=other"])
+    assert (found.data.kind, found.data.samples) == ("prompt", "documents")
+    assert found.tokenizer.path == Path("other")
+    for wrong, hint in (
+        ("model.path=", "--set model.path=FOLDER"),
+        ("model.pretrained=false", "--set task=pretrain"),
+        ("data.kind=text", "--set task=pretrain"),
+    ):
+        text = message(lambda wrong=wrong: read_recipe(recipe, [*sets, wrong]))  # type: ignore[misc]
+        assert "fine-tuning trains given weights on conversations" in text
+        assert hint in text
+
+
 def test_a_saved_recipe_reads_back_as_itself(recipe: Path, tmp_path: Path) -> None:
     found = read_recipe(recipe)
     saved = tmp_path / "recipe.json"

@@ -6,13 +6,18 @@ import json
 import os
 import re
 import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.data import readers, sources
+from plait.data.encoder import Sample
+from plait.data.python_docs import conversations
 from plait.data.readers import ReadOptions, read_chunks
 from plait.data.sources import FileSlice, Shard, list_shards, list_source
 from plait.data.tokenizer import file_hashes, split_long_words, train_tokenizer
@@ -131,6 +136,47 @@ def test_the_standard_library_comes_without_its_tests() -> None:
     assert names == sorted(names)
     assert any(name.endswith("/json/decoder.py") for name in names)
     assert not any("/test/" in name or "/tests/" in name or "/site-packages/" in name for name in names)
+
+
+DOCUMENTED = """
+def f(a, *, b=1):
+    '''Add.
+
+    And more.'''
+def _hidden(): "Private."
+def silent(): pass
+class C:
+    "A thing."
+    def g(self): "Go."
+"""
+
+
+def test_python_docs_are_conversations_about_public_names_with_docstrings() -> None:
+    file = Path(sysconfig.get_path("stdlib"), "made", "up.py")
+    turns = [
+        [message["content"] for message in row["messages"]]
+        for row in conversations(file, DOCUMENTED.encode())
+    ]
+    assert turns == [
+        ["What does made.up.f(a, *, b=1) do?", "Add."],
+        ["What is the class made.up.C?", "A thing.", "What does made.up.C.g(self) do?", "Go."],
+    ]
+    assert list(conversations(file, b"not Python")) == []
+
+
+def test_python_docs_are_read_as_rows_and_are_no_text() -> None:
+    found = list_source("python-docs")
+    assert [item.name for item in found] == [item.name for item in list_source("python-stdlib")]
+    (item,) = (item for item in found if item.name.endswith("/shutil.py"))
+    shard = Shard(0, (item,), item.num_bytes)
+    rows: list[Any] = []
+    empty = Sample([], np.zeros(0, np.float32))
+    assert (
+        len(list(read_chunks(shard, ReadOptions("", encode=lambda row: (rows.append(row), empty)[1])))) > 20
+    )
+    assert any("shutil.copy(src, dst, " in row["messages"][0]["content"] for row in rows)
+    with pytest.raises(DataError, match="that is a conversation"):
+        list(read_chunks(shard, ReadOptions("text")))
 
 
 def test_a_missing_source_is_an_error() -> None:

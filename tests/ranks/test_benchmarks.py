@@ -29,6 +29,7 @@ HELPERS = {
     "run_all",
     "server_peers",
     "tensor_peers",
+    "trl_peer",
 }
 RANKS = {
     "broadcast": 3,

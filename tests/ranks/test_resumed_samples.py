@@ -90,6 +90,7 @@ def test_a_run_resumed_on_other_ranks_equals_one_that_never_stopped(
     straight = prepared(recipe, case, *sets)
     expected = trained(pool, straight)
     saved = straight.dir.checkpoints / "step-00000003"
+    last = f"step-{straight.recipe.run.steps:08}"
     resumed = prepared(recipe, f"{case}-2", *sets, plan=f"{plan} precision=fp64", start=saved)
     found = trained(pool, resumed)
     assert resumed.recipe.run.steps == straight.recipe.run.steps >= 5
@@ -97,10 +98,13 @@ def test_a_run_resumed_on_other_ranks_equals_one_that_never_stopped(
     assert len(set(values_of(found, "tokens"))) >= 2
     for name in ("loss", "grad_norm", "validation_loss"):
         assert values_of(found, name) == pytest.approx(values_of(expected, name), rel=1e-9), name
-    last = f"step-{straight.recipe.run.steps:08}"
     weights, ours = (open_checkpoint(run.dir.checkpoints / last).read() for run in (straight, resumed))
     for key in (key for key in weights if key.startswith("weights/")):
         assert (weights[key] - ours[key]).abs().max() < 1e-9, key
+    same = prepared(recipe, f"{case}-3", *sets, start=saved)
+    trained(pool, same)
+    again = open_checkpoint(same.dir.checkpoints / last).read()
+    assert all(weights[key].equal(again[key]) for key in weights), "bit for bit on the same ranks"
 
 
 def test_an_evaluation_of_full_rows_and_of_micro_batches_is_that_of_all_documents(

@@ -72,7 +72,7 @@ class HuggingFaceFiles:
                 "no weights to start from",
                 given=folder,
                 expected="an existing folder of safetensors",
-                hint=f"ls {folder.absolute().parent}",
+                hint="plait train RECIPE, which writes them to RUN/export; make demo, for runs/demo/export",
             )
         folder = folder if folder.is_dir() else folder.parent  # a recipe may name the config.json
         if (folder / ONE_FILE).exists():

@@ -2,6 +2,7 @@
 
 config.py     the recipe's [data] and [tokenizer]
 sources.py    a recipe's `sources`: files, and the shards they are split into
+python_docs.py  conversations about Python's standard library, from its docstrings
 conversations.py  rows of messages, checked
 template.py   the text of a conversation, and which spans of it are trained
 encoder.py    rows of chat and prompts -> token ids and their weights as targets

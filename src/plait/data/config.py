@@ -50,13 +50,13 @@ class DataConfig(BaseModel):
     empty think blocks that templates write for messages without reasoning.
 
     `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
-    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, or `python-stdlib`. `weights`: of each source, in
-    samples; None: as many as it has. `samples`: `windows` of `sequence` tokens each, across documents;
-    `packed`, the same with documents separated; `bins`, rows of `sequence` tokens that complete documents
-    fill; or `documents`, padded to a multiple of `pad_to_multiple_of`; `group_by_length` batches are sorted
-    by length together (0: none). `long_documents`: what bins and documents do with documents of more than
-    `sequence` tokens. `tokens_per_micro_batch`: as many documents in a micro-batch as fit, with padding;
-    run.batch is then the number of micro-batches.
+    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, `python-stdlib`, or `python-docs`, its docstrings as
+    chats. `weights`: of each source, in samples; None: as many as it has. `samples`: `windows` of `sequence`
+    tokens each, across documents; `packed`, the same with documents separated; `bins`, rows of `sequence`
+    tokens that complete documents fill; or `documents`, padded to a multiple of `pad_to_multiple_of`;
+    `group_by_length` batches are sorted by length together (0: none). `long_documents`: what bins and
+    documents do with documents of more than `sequence` tokens. `tokens_per_micro_batch`: as many documents in
+    a micro-batch as fit, with padding; run.batch is then the number of micro-batches.
     `errors`: `raise` at files and rows that are not text, or `skip` them.
     `validation` is a fraction of the documents. `workers` load batches; `build_workers` tokenize (0: this
     process; None: one per core if the corpus is large enough). `verify` hashes the token files at start.

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from plait.data.encoder import Sample, located, row_key, without_none
+from plait.data.python_docs import conversations
 from plait.data.sources import (
     HF_ROW_BYTES,
     ROW_KINDS,
@@ -165,11 +166,13 @@ def _file_chunks(item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
             stop = _line_start(file, item.stop, item.size)
             if item.kind == "jsonl":
                 yield from _row_chunks(_lines(file, item.name, start, stop), item, options)
+            elif item.kind == "python":
+                yield from _conversations(file.read(), item, options)
             elif options.encode is not None:
                 raise ContentError(
                     f"{item.name} has no rows",
                     given=f"a file that ends in {Path(item.name).suffix!r}",
-                    expected=".jsonl, .jsonl.gz, .parquet or hf:NAME for data.kind other than text",
+                    expected=".jsonl(.gz), .parquet, hf:NAME or python-docs for data.kind other than text",
                     hint=f"jq -c '.[]' {item.name}, for a JSON array",
                 )
             else:
@@ -290,6 +293,14 @@ def _row_chunks(lines: Iterator[_Line], item: FileSlice, options: ReadOptions) -
             options.bad_rows.add(error)
             continue
         yield from _documents(row, options, item.name, locate, line.num_bytes)
+
+
+def _conversations(content: bytes, item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
+    options.digest(content)
+    rows = list(conversations(Path(item.name), content))
+    for number, row in enumerate(rows):
+        locate = partial("conversation {}".format, number)
+        yield from _documents(row, options, item.name, locate, len(content) // len(rows))
 
 
 def _documents(

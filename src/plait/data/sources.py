@@ -6,24 +6,25 @@ of processes, so the tokens are the same on every machine.
 
 import glob
 import itertools
-import os
-import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs
 
+from plait.data.python_docs import library_files
 from plait.errors import DataError, unreadable
 
-Kind = Literal["text", "jsonl", "jsonl.gz", "parquet", "hf"]
+Kind = Literal["text", "jsonl", "jsonl.gz", "parquet", "hf", "python"]
 
 SHARDS = 64  # target number: enough for many cores and for restarts, few enough for one directory
 MIN_SHARD_BYTES = 1 << 20
 MAX_SHARD_BYTES = 1 << 28
 HF_ROW_BYTES = 2048  # estimate for progress and shard sizes: the size is unknown until a row is read
 ROW_KINDS = ("hf", "parquet")  # whose slices are ranges of rows
-STDLIB_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+UNSPLIT_KINDS = ("jsonl.gz", "python")
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet"}
+LIBRARY: dict[str, Kind] = {"python-stdlib": "text", "python-docs": "python"}  # as text, as conversations
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def list_source(source: str) -> list[FileSlice]:
     """List the files of one source, unsplit and sorted by path. Raises DataError: missing or empty."""
     if source.startswith("hf:"):
         return [_dataset_slice(source.removeprefix("hf:"))]
-    paths = _stdlib() if source == "python-stdlib" else _glob_files(source)
-    slices = [_file_slice(path) for path in paths]
+    paths = library_files() if source in LIBRARY else _glob_files(source)
+    slices = [_file_slice(path, LIBRARY.get(source)) for path in paths]
     if not any(item.size for item in slices):
         raise empty_source(source, f"{len(slices)} file(s) of 0 bytes", "at least one file with text")
     return slices
@@ -114,40 +115,22 @@ def _glob_files(source: str) -> list[Path]:
         raise DataError(
             f"the source {source} is missing",
             given=f"no such file, relative to {Path.cwd()}",
-            expected="a path or a glob of text, .jsonl(.gz) or .parquet files, hf:NAME, or python-stdlib",
+            expected="paths or globs of text, .jsonl(.gz) or .parquet, hf:NAME, python-stdlib or python-docs",
             hint="an absolute path",
         )
     return sorted(files.values())
 
 
-def _stdlib() -> list[Path]:
-    """Source files of Python's standard library, without its tests."""
-    root = sysconfig.get_path("stdlib")
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in STDLIB_EXCLUDED]
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not found:
-        raise DataError(
-            "Python's standard library is installed without sources",
-            given=f"no .py file under {root}",
-            expected="its .py files",
-            hint="text files as the source",
-        )
-    return sorted(found)
-
-
-def _file_slice(path: Path) -> FileSlice:
-    kind: Kind = "jsonl" if path.suffix == ".jsonl" else "text"
-    if path.name.endswith(".jsonl.gz"):
-        kind = "jsonl.gz"
+def _file_slice(path: Path, kind: Kind | None = None) -> FileSlice:
+    if kind is None:
+        kind = "jsonl.gz" if path.name.endswith(".jsonl.gz") else _KINDS.get(path.suffix, "text")
     try:
         status = path.stat()
     except OSError as error:
         raise unreadable(path, error) from error
     size = status.st_size
-    if path.suffix == ".parquet":
-        kind, size = "parquet", open_parquet(str(path)).metadata.num_rows
+    if kind == "parquet":
+        size = open_parquet(str(path)).metadata.num_rows
     return FileSlice(kind, str(path), 0, size, size, str(status.st_mtime_ns))
 
 
@@ -178,8 +161,8 @@ def _needs_datasets(source: str, package: str, error: ImportError) -> DataError:
 
 
 def _split(item: FileSlice, limit: int) -> Iterator[FileSlice]:
-    """Split a slice into ranges of about `limit` bytes. Compressed files cannot be split."""
-    if item.kind == "jsonl.gz" or item.num_bytes <= limit:
+    """Split a slice into ranges of about `limit` bytes, if files of its kind can be split."""
+    if item.kind in UNSPLIT_KINDS or item.num_bytes <= limit:
         yield item
         return
     num_slices = -(-item.num_bytes // limit)

@@ -17,6 +17,7 @@ from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_ke
 from plait.plan import Plan
 from plait.plan.loss_scaling import LossScaling
 from plait.train.saved_recipe import SavedRecipe
+from plait.train.task import with_task_defaults
 
 # Those that update each parameter by itself. Rprop does, but it has no weight decay and adapts its own step
 # sizes, so that two keys of the recipe would have no effect.
@@ -199,9 +200,10 @@ class SampleConfig(Section):
 
 
 class Recipe(Section):
-    """The configuration of a run. `plan` is text, e.g. "dp=2 precision=bf16"."""
+    """The configuration of a run. `plan` is text, e.g. "dp=2 precision=bf16". `task` selects defaults."""
 
     plan: str
+    task: Literal["pretrain", "sft"] = "pretrain"
     run: RunConfig
     batch_ramp: BatchRampConfig | None = None
     model: ModelConfig
@@ -304,7 +306,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     """Validate `values`. The ConfigError names the key and `source`."""
     try:
         # Through JSON, as strict mode then has the types of TOML: text can be a Path but never a number.
-        recipe = Recipe.model_validate_json(json.dumps(values, default=str), strict=True)
+        recipe = Recipe.model_validate_json(json.dumps(with_task_defaults(values), default=str), strict=True)
     except ValidationError as error:
         raise _config_error(error, source) from error
     _check_model(recipe.model)
@@ -389,7 +391,7 @@ def _qualified_key_hint(key: str) -> str:
     keys = [
         f"{section}.{name}"
         for section, field in Recipe.model_fields.items()
-        if section != "plan"
+        if section not in ("plan", "task")
         for name in _section_of(field.annotation).model_fields
     ]
     match = nearest(key, [name.partition(".")[2] for name in keys] + [*Recipe.model_fields])
@@ -398,13 +400,11 @@ def _qualified_key_hint(key: str) -> str:
 
 
 # Keys of other trainers: what there is instead.
-_EPOCHS = "run.epochs"
 _RECORDS = "run.report_to, for TensorBoard and wandb; metrics.jsonl in run.dir; plait report RUN"
-_LORA = "LoRA in a script: docs/scripts.md, Fine-tuning"
 _ELSEWHERE = {
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "run.epochs"),
     **dict.fromkeys(("report_to", "wandb", "mlflow"), _RECORDS),
-    **dict.fromkeys(("peft", "lora"), _LORA),
+    **dict.fromkeys(("peft", "lora"), "LoRA in a script: docs/scripts.md, Fine-tuning"),
 }
 # By pydantic's type of an error
 _EXAMPLES = {"int": "100", "float": "0.1", "bool": "true", "path": "FOLDER", "tuple": "'[\"...\"]'"}

@@ -64,12 +64,12 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan, *, is_saved: boo
     cannot be sharded over, DataError for samples longer than the model allows, CheckpointError for unreadable
     pretrained weights.
     """
+    if not is_saved:
+        check_weights(model)
     values = config_of(model)
     check_config_values(values)
-    if not is_saved:
-        if model.config is not None:
-            _check_keys(values)
-        check_weights(model)
+    if not is_saved and model.config is not None:
+        _check_keys(values)
     on_meta = model_on_meta(model)
     check_attends_backwards(on_meta)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
