@@ -13,8 +13,8 @@ columns with `cpu`: ratios of rates per second of processor time, for machines t
 of --rows rows of 256 tokens (ours `data.samples = "bins"`, TRL's best fit decreasing). `targets` are those of
 a step, `loss` the mean of all steps: for `padded` both must agree. `of_padded`: of TRL's padded rate.
 
-`ahead`: of TRL's rate of the same case. Heads are the defaults: ours computes the logits of all tokens, and
-their losses in chunks; TRL's leaves tokens without a target out, and computes entropy and accuracy, too.
+`ahead`: of TRL's rate of the same case. Heads are the defaults, and both leave tokens without a target out:
+ours is one operator with the loss, in chunks; TRL's computes entropy and accuracy, too.
 `separate`: a document of a packed row does not change the logits of another one, as TRL's program finds
 before it trains.
 """
