@@ -34,7 +34,7 @@ from plait.train.optimizer import check_optimizer_args, optimizer_class, param_g
 from plait.train.run_report import memory_table
 
 _MAX_SHOWN = 4  # classes of ranks whose traffic is printed, unless --rank selects one
-_MAX_CATEGORIES = 8  # of memory, as columns
+_MAX_CATEGORIES = 7  # fit into 80 columns
 _STAGE_MESSAGE = re.compile(r"(activations|gradients) from stage rank")
 _PURPOSE = {
     "layers": "layers",
