@@ -182,6 +182,26 @@ def test_a_narrow_head_rounds_its_gradients_once(precision: str) -> None:
     assert error < (0.02 if precision == "bf16" else 1e-5)
 
 
+def test_a_step_in_fp16_whose_tokens_have_one_target_is_not_skipped() -> None:
+    """The weight's gradient is summed over a chunk's tokens, 2,048 of one sign, beyond 65,504 in forward."""
+    ids = torch.randint(0, programs.VOCABULARY, (64, 32), generator=torch.Generator().manual_seed(7))
+    batch = {"input_ids": ids, "labels": torch.full_like(ids, 5)}
+    expected = by_hand(model_of("llama"), batch | {"loss_weights": torch.ones(64, 32)}, {})[1]
+    scaling = plait.LossScaling(initial=1024)
+    engine = plait.parallelize(model_of("llama").float(), "dp=1 precision=fp16", loss_scaling=scaling)
+    assert not engine.step(batch).skipped
+    gradient = engine.full_gradients()["lm_head.weight"].double()
+    assert (gradient - expected["lm_head.weight"]).norm() < 5e-3 * gradient.norm()
+
+
+def test_an_evaluation_computes_no_gradient_of_the_head() -> None:
+    batch, written = batch_of(), mock.Mock(side_effect=head.write_gradient)
+    engine = plait.parallelize(model_of("llama"), "dp=1 precision=fp64")
+    with mock.patch.object(head, "write_gradient", written):
+        engine.evaluate(batch)
+    assert not written.called
+
+
 def changed(plan: str, how: str) -> Any:
     """Loss and gradients of a model that adds to its logits, by a hook of the head or in its own code."""
     shift, model = torch.linspace(-1, 1, programs.VOCABULARY, dtype=torch.float64), model_of("llama")

@@ -12,7 +12,10 @@ them. That is three products, as with full logits; computing the logits again in
 Held from forward to backward are (n, i) and (v, i) numbers in the compute dtype instead of (T, v). A schedule
 with k micro-batches in flight at the last stage holds k times as many.
 In 16 bits, the weight's gradient is summed over chunks in float32. In fp16 small probabilities would
-underflow, so forward's loss gradient is 256 and not one, and the weight's gradient stays in float32.
+underflow, so forward's loss gradient is 256 and not one, and the weight's gradient stays in float32. A sum
+over a chunk's tokens would then overflow, and no smaller loss scale could prevent it, which is multiplied in
+later. So hidden states are divided by their number in this product. Without a backward, as in an evaluation,
+there are no gradients.
 
 [Note: chunks of tokens]
 Each chunk reads and writes the weight's gradient once more, which its product hides from some hundred tokens
@@ -154,7 +157,7 @@ def head_loss(logits: DeferredLogits, targets: Targets, loss: TokenLoss) -> Tens
 
     def operator(x: Tensor, weight: Tensor, bias: Tensor | None, summed: Group, summed_grad: Group) -> Tensor:
         total: Tensor = _HeadLoss.apply(
-            x.flatten(0, -2), weight, bias, _Call(targets, loss, summed, summed_grad)
+            x.flatten(0, -2), weight, bias, _Call(targets, loss, summed, summed_grad, torch.is_grad_enabled())
         )
         return total
 
@@ -177,12 +180,14 @@ def head_statistics(logits: DeferredLogits, targets: Targets, loss: TokenLoss) -
 
 
 class _Call(NamedTuple):
-    """`summed`, `summed_grad`: the ranks that sum the product, and those that sum its input's gradient."""
+    """`summed`, `summed_grad`: the ranks that sum the product, and those that sum its input's gradient.
+    `trains`: a backward may follow. (What needs a gradient is the same without.)"""
 
     targets: Targets
     loss: TokenLoss
     summed: Group
     summed_grad: Group
+    trains: bool
 
 
 class _HeadLoss(Function):
@@ -191,7 +196,7 @@ class _HeadLoss(Function):
     @staticmethod
     def forward(ctx: Any, x_Ti: Tensor, weight_vi: Tensor, bias_v: Tensor | None, call: _Call) -> Tensor:
         ctx.call, ctx.unit = call, _FP16_UNIT if x_Ti.dtype is torch.float16 else 1.0
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = (call.trains and needed for needed in ctx.needs_input_grad[:3])
         targets, loss, total = call.targets, call.loss, new_wide(x_Ti).zero_()
         dx_ni = x_Ti.new_empty(len(targets.targets_n), x_Ti.shape[1]) if needs_x else None
         dw_vi = weight_vi.new_zeros(weight_vi.shape) if needs_weight and not len(targets.targets_n) else None
@@ -244,13 +249,14 @@ def _product(x_ci: Tensor, weight_vi: Tensor, bias_v: Tensor | None, summed: Gro
 
 
 def _added(sum_vi: Tensor | None, dz_cv: Tensor, x_ci: Tensor, *, is_wide: bool) -> Tensor:
-    """Add the weight's gradient from a chunk; `is_wide`: in float32."""
-    if sum_vi is None:
-        first_vi = dz_cv.t() @ x_ci
-        return first_vi.float() if is_wide else first_vi
-    if sum_vi.dtype == dz_cv.dtype:
+    """Add the weight's gradient from a chunk; `is_wide`: in float32. See [Note: gradients in forward]."""
+    if sum_vi is not None and sum_vi.dtype == dz_cv.dtype:
         return sum_vi.addmm_(dz_cv.t(), x_ci)
-    return sum_vi.add_(dz_cv.t() @ x_ci)
+    ratio = 2.0 ** len(x_ci).bit_length() if dz_cv.dtype is torch.float16 else 1.0
+    product_vi = dz_cv.t() @ (x_ci if ratio == 1.0 else x_ci / ratio)
+    if sum_vi is not None:
+        return sum_vi.add_(product_vi, alpha=ratio)
+    return product_vi.float().mul_(ratio) if is_wide else product_vi
 
 
 def _scaled(gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
