@@ -280,7 +280,7 @@ def test_a_family_that_is_too_large_to_exhaust_has_a_bound_and_a_plan() -> None:
 def test_searches_without_a_plan_say_what_would_work(
     devices: int, batch: int, pins: str, fact: str, hint: str
 ) -> None:
-    machine = small_cluster(devices, 18 if devices == 1 else 80)
+    machine = small_cluster(devices, 16 if devices == 1 else 80)
     with pytest.raises(PlanError) as error:
         search(SEVEN_B, machine, Workload(2048, batch), pins=pins)
     assert fact in error.value.fact

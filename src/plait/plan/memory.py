@@ -171,10 +171,16 @@ def model_state_bytes(
     return _on_gpu(use, layout, plan, num_communicators, in_files=in_files)
 
 
-def head_chunk(num_tokens: int, num_columns: int, *, on_gpu: bool) -> int:
-    """Tokens whose logits, of a rank's columns, exist at a time in the head's operator. Chunks are equal."""
+def head_chunk(num_tokens: int, num_columns: int, *, on_gpu: bool, sum_features: int = 0) -> int:
+    """Tokens whose logits, of a rank's columns, exist at a time in the head's operator. Chunks are equal.
+
+    `sum_features`: hidden features, where several chunks need a sum of the weight's gradient in float32; then
+    one chunk may have as many bytes more as that, in 16 bits.
+    """
     columns = max(1, num_columns)
     most = max(1, (1 << 27) // columns if on_gpu else min(1024, (1 << 25) // columns))
+    if num_tokens <= most + 2 * sum_features:
+        return num_tokens
     return -(-num_tokens // max(1, -(-num_tokens // most)))
 
 

@@ -158,10 +158,12 @@ def _loss_bytes(model: ModelShape, plan: Plan, num_tokens: int, *, on_gpu: bool)
     """Bytes of the head's operator on a GPU: a chunk's logits, their copies in float32, and the sum of the
     weight's gradient in float32 for 16 bits. On CPUs the copies fit the cache."""
     columns, itemsize = -(-model.vocab // plan.cols), COMPUTE_BYTES[plan.precision]
-    tokens = head_chunk(num_tokens, columns, on_gpu=on_gpu)
-    is_wide = itemsize == 2 and (plan.precision == "fp16" or tokens < num_tokens)
+    is_bf16 = itemsize == 2 and plan.precision != "fp16"
+    hidden = model.hidden // plan.rows
+    tokens = head_chunk(num_tokens, columns, on_gpu=on_gpu, sum_features=hidden * is_bf16)
+    is_wide = plan.precision == "fp16" or (is_bf16 and tokens < num_tokens)
     copied = min(tokens, wide_chunk(columns)) * (8 if itemsize == 2 else itemsize) if on_gpu else 0
-    return columns * (tokens * itemsize + copied + is_wide * 4 * (model.hidden // plan.rows))
+    return columns * (tokens * itemsize + copied + is_wide * 4 * hidden)
 
 
 def _exchanged_bytes(model: ModelShape, plan: Plan) -> float:

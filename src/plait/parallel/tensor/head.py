@@ -21,6 +21,7 @@ there are no gradients.
 Each chunk reads and writes the weight's gradient once more, which its product hides from some hundred tokens
 on. Over the columns of `col` a chunk's largest logits and sums are reduced before its gradient: two messages
 of 8 and 8 or 12 bytes a token. Reducing once for all tokens would need all logits twice, a fourth product.
+In bf16 one chunk needs no sum in float32, and so has as many tokens as that has memory for.
 Tokens without a target, or with weight 0, are dropped before the product, if there are more than one a row.
 
 [Note: deferred logits]
@@ -171,7 +172,7 @@ def head_statistics(logits: DeferredLogits, targets: Targets, loss: TokenLoss) -
     def operator(x: Tensor, weight: Tensor, bias: Tensor | None, summed: Group, _: Group) -> Tensor:
         parts = [
             token_statistics(_product(x_ci, weight, bias, summed), own.targets_n, loss)
-            for _, x_ci, own in _chunks(x.flatten(0, -2), len(weight), targets)
+            for _, x_ci, own in _chunks(x.flatten(0, -2), len(weight), targets, 0)
         ]
         return torch.cat([new_wide(x, 2, 0), *parts], 1)
 
@@ -201,7 +202,8 @@ class _HeadLoss(Function):
         dx_ni = x_Ti.new_empty(len(targets.targets_n), x_Ti.shape[1]) if needs_x else None
         dw_vi = weight_vi.new_zeros(weight_vi.shape) if needs_weight and not len(targets.targets_n) else None
         db_v = new_wide(x_Ti, len(weight_vi)).zero_() if needs_bias else None
-        for rows, x_ci, own in _chunks(x_Ti, len(weight_vi), targets, loss.buffers):
+        sums = x_Ti.shape[1] if needs_weight and weight_vi.dtype is torch.bfloat16 else 0
+        for rows, x_ci, own in _chunks(x_Ti, len(weight_vi), targets, sums, loss.buffers):
             z_cv = _product(x_ci, weight_vi, bias_v, call.summed)
             is_narrow = z_cv.dtype.itemsize == 2 and (ctx.unit != 1.0 or len(x_ci) < len(targets.targets_n))
             if loss.buffers is not None:
@@ -271,12 +273,13 @@ def _scaled(gradient: Tensor | None, ratio: Tensor) -> Tensor | None:
 
 
 def _chunks(
-    x_Ti: Tensor, num_columns: int, targets: Targets, buffers: LossBuffers | None = None
+    x_Ti: Tensor, num_columns: int, targets: Targets, sum_features: int, buffers: LossBuffers | None = None
 ) -> Iterator[tuple[slice, Tensor, Targets]]:
-    """Yield for each chunk of tokens with a target: their range among these, hidden states, targets."""
+    """Yield for each chunk of tokens with a target: their range among these, hidden states, targets.
+    `sum_features`: of `head_chunk`."""
     device_type = buffers.device_type if buffers is not None and x_Ti.is_meta else x_Ti.device.type
     num_kept, (targets_n, weights_n, rows_n) = len(targets.targets_n), targets
-    size = head_chunk(num_kept, num_columns, on_gpu=device_type != "cpu")
+    size = head_chunk(num_kept, num_columns, on_gpu=device_type != "cpu", sum_features=sum_features)
     for start in range(0, num_kept, size or 1):
         rows = slice(start, min(start + size, num_kept))
         x_ci = x_Ti[rows] if rows_n is None else x_Ti.index_select(0, rows_n[rows])
