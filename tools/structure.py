@@ -55,7 +55,7 @@ BUDGETS = {
     "models": 9975,
     "optim": 1460,
     "pages": 275,
-    "parallel": 14850,
+    "parallel": 14862,
     "plan": 6830,
     "planner": 4845,
     "server": 2250,
