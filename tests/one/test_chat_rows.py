@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import normalizers
 from torch.utils.data import DataLoader
 
 import plait
@@ -140,6 +141,13 @@ def test_prompts_as_text_begin_as_texts_do_and_end_with_a_trained_end() -> None:
     assert trained(sample, MADE) == [" 4</s>"]
     row = {"prompt": [user("a"), answer("b"), user("c")], "completion": [answer("d")]}
     assert texts(row, kind="prompt") == ["d<|im_end|>"]
+
+
+def test_a_prompt_of_which_a_tokenizer_leaves_nothing_is_a_bad_row() -> None:
+    made = tokenizer()
+    made.backend_tokenizer.normalizer = normalizers.Strip()
+    with pytest.raises(DataError, match="row 0"):
+        plait.data.chat([{"prompt": "", "completion": " "}], made, kind="prompt")
 
 
 MISTAKES = {

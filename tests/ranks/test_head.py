@@ -194,6 +194,17 @@ def test_a_step_in_fp16_whose_tokens_have_one_target_is_not_skipped() -> None:
     assert (gradient - expected["lm_head.weight"]).norm() < 5e-3 * gradient.norm()
 
 
+def test_large_weights_of_losses_do_not_overflow_in_fp16() -> None:
+    batch = batch_of()
+    batch["loss_weights"] = 1000 * batch["loss_weights"]
+    expected = by_hand(model_of("llama"), batch, {})[1]["lm_head.weight"]
+    scaling = plait.LossScaling(initial=1024)
+    engine = plait.parallelize(model_of("llama").float(), "dp=1 precision=fp16", loss_scaling=scaling)
+    assert not engine.step(batch).skipped
+    gradient = engine.full_gradients()["lm_head.weight"].double()
+    assert (gradient - expected).norm() < 5e-3 * gradient.norm()
+
+
 def test_an_evaluation_computes_no_gradient_of_the_head() -> None:
     batch, written = batch_of(), mock.Mock(side_effect=head.write_gradient)
     engine = plait.parallelize(model_of("llama"), "dp=1 precision=fp64")

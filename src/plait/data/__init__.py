@@ -39,7 +39,7 @@ def chat(
 ) -> list[dict[str, Any]]:
     """Encode conversations: `input_ids` and `labels` of each row, -100 where no target is, for a DataLoader
     with `PaddingCollator`, or a trainer of transformers. Weights of messages other than 0 and 1 are under
-    `loss_weights`.
+    `loss_weights`, which an engine's loss applies, and a trainer of transformers leaves out.
 
     rows  dicts, or a source as in a recipe: a path or glob of .jsonl or .parquet files, or hf:NAME
 

@@ -110,6 +110,8 @@ class Encoder:
     def _prompt(self, prompt: str, completion: str) -> Sample:
         span = Span(len(prompt), len(prompt) + len(completion), 1.0)
         ids, weights = self._encoded(prompt + completion, [span])
+        if not weights.any():  # the tokenizer leaves nothing of the completion
+            return Sample(ids, weights)
         begin = self._begin if ids[:1] != self._begin else []
         end = [self._tokenizer.eos_token_id] if ids[-1] != self._tokenizer.eos_token_id else []
         weights = np.concatenate([np.zeros(len(begin)), weights, np.ones(len(end))]).astype(np.float32)

@@ -12,7 +12,8 @@ them. That is three products, as with full logits; computing the logits again in
 Held from forward to backward are (n, i) and (v, i) numbers in the compute dtype instead of (T, v). A schedule
 with k micro-batches in flight at the last stage holds k times as many.
 In 16 bits, the weight's gradient is summed over chunks in float32. In fp16 small probabilities would
-underflow, so forward's loss gradient is 256 and not one, and the weight's gradient stays in float32. A sum
+underflow, so forward's loss gradient is 256 and not one, divided by the largest weight of a token's loss if
+that is above one, and the weight's gradient stays in float32. A sum
 over a chunk's tokens would then overflow, and no smaller loss scale could prevent it, which is multiplied in
 later. So hidden states are divided by their number in this product. Without a backward, as in an evaluation,
 there are no gradients.
@@ -196,7 +197,8 @@ class _HeadLoss(Function):
 
     @staticmethod
     def forward(ctx: Any, x_Ti: Tensor, weight_vi: Tensor, bias_v: Tensor | None, call: _Call) -> Tensor:
-        ctx.call, ctx.unit = call, _FP16_UNIT if x_Ti.dtype is torch.float16 else 1.0
+        ctx.call, is_fp16 = call, x_Ti.dtype is torch.float16
+        ctx.unit = _fp16_unit(call.targets.weights_n) if is_fp16 else 1.0
         needs_x, needs_weight, needs_bias = (call.trains and needed for needed in ctx.needs_input_grad[:3])
         targets, loss, total = call.targets, call.loss, new_wide(x_Ti).zero_()
         dx_ni = x_Ti.new_empty(len(targets.targets_n), x_Ti.shape[1]) if needs_x else None
@@ -205,7 +207,7 @@ class _HeadLoss(Function):
         sums = x_Ti.shape[1] if needs_weight and weight_vi.dtype is torch.bfloat16 else 0
         for rows, x_ci, own in _chunks(x_Ti, len(weight_vi), targets, sums, loss.buffers):
             z_cv = _product(x_ci, weight_vi, bias_v, call.summed)
-            is_narrow = z_cv.dtype.itemsize == 2 and (ctx.unit != 1.0 or len(x_ci) < len(targets.targets_n))
+            is_narrow = z_cv.dtype.itemsize == 2 and (is_fp16 or len(x_ci) < len(targets.targets_n))
             if loss.buffers is not None:
                 wide_bytes = weight_vi.numel() * 4 if needs_weight and is_narrow else 0
                 copied = 0 if targets.rows_n is None else x_ci.nbytes
@@ -223,7 +225,7 @@ class _HeadLoss(Function):
             del z_cv  # before the next chunk's
         if loss.buffers is not None:
             loss.buffers.held_bytes = 0
-        if dw_vi is not None and ctx.unit == 1.0:
+        if dw_vi is not None and not is_fp16:
             dw_vi = dw_vi.to(weight_vi.dtype)
         ctx.num_tokens, ctx.bias_dtype = len(x_Ti), None if bias_v is None else bias_v.dtype
         ctx.weight_dtype = weight_vi.dtype
@@ -242,6 +244,13 @@ class _HeadLoss(Function):
                 dx_Ti = dx_ni.new_zeros(ctx.num_tokens, dx_ni.shape[1]).index_copy_(0, rows_n, dx_ni)
         casts = zip((dw_vi, db_v), (ctx.weight_dtype, ctx.bias_dtype), strict=True)
         return dx_Ti, *(None if gradient is None else gradient.to(dtype) for gradient, dtype in casts), None
+
+
+def _fp16_unit(weights_n: Tensor | None) -> Tensor | float:
+    """The gradient of the loss in forward. Waits for no GPU."""
+    if weights_n is None or not len(weights_n):
+        return _FP16_UNIT
+    return _FP16_UNIT / weights_n.max().clamp(min=1.0).log2().ceil().exp2()
 
 
 def _product(x_ci: Tensor, weight_vi: Tensor, bias_v: Tensor | None, summed: Group) -> Tensor:
