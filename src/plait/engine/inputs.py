@@ -243,7 +243,7 @@ class Inputs:
     def prepared(self, micro: Batch) -> Batch:
         """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
         batch = prepared(micro, self._model, self._loss)
-        if batch is not micro and (labels := known_values(micro.get("labels"))) is not None:
+        if batch is not micro and (labels := known_values(micro.get("labels"), waits=False)) is not None:
             shifted = prepared({"labels": labels}, self._model, self._loss)
             remember_values(batch["labels"], shifted["labels"])
         if self._sequence.size == 1 and self._is_own:

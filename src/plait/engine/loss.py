@@ -225,7 +225,7 @@ def label_statistics(
 def _kept(targets_T: Tensor, weights_T: Tensor | None, labels: Tensor) -> Targets:
     """The tokens that have a loss. All, if at most one in each row has none, its last, which is not worth a
     copy of the others; or if that is unknown without waiting for a GPU."""
-    host = labels if labels.device.type == "cpu" else known_values(labels)
+    host = labels if labels.device.type == "cpu" else known_values(labels, waits=False)
     if host is None:
         return Targets(targets_T, weights_T, None)
     is_kept_T = host.reshape(-1) != IGNORED_LABEL

@@ -77,10 +77,13 @@ def remember_values(tensor: Tensor, values: Tensor) -> None:
     _sources.put(tensor, (_Source(values, 1), 0))
 
 
-def known_values(tensor: Tensor | None) -> Tensor | None:
-    """Return the tensor's values on the CPU, if they are known."""
+def known_values(tensor: Tensor | None, *, waits: bool = True) -> Tensor | None:
+    """Return the tensor's values on the CPU, if they are known; unless it `waits`, only those of batches that
+    came from there."""
     found = None if tensor is None else _sources.get(tensor)
-    return None if found is None else found[0].chunks[found[1]]
+    if found is None or (found[0].tensor.is_cuda and not waits):
+        return None
+    return found[0].chunks[found[1]]
 
 
 def host_values(tensor: Tensor) -> Tensor:
