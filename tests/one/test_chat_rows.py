@@ -89,6 +89,18 @@ def test_generation_marks_of_a_template_are_what_is_trained() -> None:
     assert "without a token to train on" in message({"messages": [answer("b")]}, alone), "nothing precedes it"
 
 
+def test_generation_marks_around_other_messages_are_refused() -> None:
+    marks = "{% for m in messages %}{% if m.role == 'user' or loop.last and also %}"
+    marks += (
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    found = message({"messages": MULTI}, marks)
+    assert "without a token to train on" in found
+    assert "2 marked spans, none with text of an assistant's message" in found
+    row = {"messages": [user("a"), answer("b", weight=0.5), answer("c")], "chat_template_kwargs": {"also": 1}}
+    assert "weights cannot be assigned" in message(row, marks), "the first span is the user's"
+
+
 def test_a_token_with_characters_of_header_and_answer_is_trained() -> None:
     template = "{% for m in messages %}{{ m.role + ':' + m.content + '</s>' }}{% endfor %}"
     made = tokenizer(template, merges=[(":", "f")])
@@ -140,6 +152,15 @@ def test_prompts_as_text_begin_as_texts_do_and_end_with_a_trained_end() -> None:
     assert trained(sample, MADE) == [" 4</s>"]
     row = {"prompt": [user("a"), answer("b"), user("c")], "completion": [answer("d")]}
     assert texts(row, kind="prompt") == ["d<|im_end|>"]
+
+
+def test_a_role_or_key_is_known_only_as_a_word_of_the_template() -> None:
+    template = "{# maintained for trained models; names: critic #}" + CHATML
+    for name in ("train", "ai"):
+        assert "an unknown key" in message({"messages": [user("a"), answer("b") | {name: False}]}, template)
+        row = {"messages": [{"role": name, "content": "a"}, answer("b")]}
+        assert "an unknown role" in message(row, template)
+    assert texts({"messages": [{"role": "critic", "content": "a"}, answer("b")]}, template) == ["b<|im_end|>"]
 
 
 MISTAKES = {
@@ -235,8 +256,11 @@ def test_the_split_and_digest_do_not_depend_on_the_number_of_processes(folder: P
 
 def test_bad_rows_are_listed_or_skipped_and_counted(folder: Path) -> None:
     lines = [json.dumps(PLAIN), json.dumps({"messages": [user("a")]}), "{", json.dumps(rows(2)[1])]
-    with pytest.raises(ContentError, match="line 2"):
+    with pytest.raises(ContentError) as caught:
         built(folder, "bad", lines)
+    assert "line 2: " in str(caught.value)
+    assert "line 3: " in str(caught.value)
+    assert "2 rows are not chat" in str(caught.value)
     store = built(folder, "skipped", lines, errors="skip", validation=0)
     assert store.index.sources[0].skipped_rows == 2
     assert store.index.sources[0].documents == 2
