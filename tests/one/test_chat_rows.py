@@ -197,6 +197,11 @@ def test_a_mistake_in_a_row_is_named_with_its_place_and_remedy(problem: str) -> 
     assert plait.data.chat([row, PLAIN], MADE, errors="skip") == plait.data.chat([PLAIN], MADE)
 
 
+def test_a_row_of_another_kind_names_its_kind() -> None:
+    assert 'data.kind = "prompt"' in message({"prompt": "a", "completion": "b"})
+    assert 'data.kind = "chat"' in message(PLAIN, kind="prompt")
+
+
 def test_a_template_that_is_missing_or_refuses_or_leaves_out_a_message_is_named() -> None:
     assert "tokenizer.chat_template = FILE.jinja" in message(PLAIN, None)
     assert "not a Jinja template" in message(PLAIN, "{% for %}")
