@@ -123,13 +123,18 @@ def _check_row(row: Any, key: str, example: str) -> None:
             "that is not an object", given=f"a {type(row).__name__}", expected="an object", hint=example
         )
     if row.get(key) is None:
-        hint = nearest(key, map(str, row))
+        near = nearest(key, map(str, row))
         of_rows = "user, assistant and content for the names human, gpt and value, under 'messages'"
+        hint = of_rows if "conversations" in row else ""
+        if key == "messages" and "prompt" in row:
+            hint = 'data.kind = "prompt"'
+        elif key != "messages" and "messages" in row:
+            hint = 'data.kind = "chat"'
         raise ContentError(
             f"without {key!r}",
             given=", ".join(map(repr, row)) or "no keys",
             expected=example,
-            hint=of_rows if "conversations" in row else f"{key!r} for {hint!r}" if hint else example,
+            hint=hint or (f"{key!r} for {near!r}" if near else example),
         )
     for name in MEDIA:
         if row.get(name):
