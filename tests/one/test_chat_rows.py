@@ -210,6 +210,9 @@ def test_a_template_that_is_missing_or_refuses_or_leaves_out_a_message_is_named(
         "{{ '<|im_start|>' + m.role", "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role"
     )
     assert "system message that the chat template leaves out" in message(chats()["system"], drops)
+    drops = CHATML.replace("in messages", "in messages if m.role != 'tool'")
+    row = {"messages": [user("a"), answer("b"), {"role": "tool", "content": "c"}, answer("d")]}
+    assert "tool message that the chat template leaves out" in message(row, drops)
     with pytest.raises(DataError, match="fast tokenizer"):
         plait.data.chat([PLAIN], object())  # type: ignore[arg-type]
 
