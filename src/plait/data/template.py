@@ -89,6 +89,7 @@ class ChatTemplate:
                 raise error from None
         _check_messages(chat, text)
         turns = {number: self._marked(shaped, number, text) for number, w in enumerate(chat.weights) if w}
+        self._check_results(shaped, text)
         if marked is not None:
             digits = _mark(text)[1:]
             inside = {
@@ -97,6 +98,19 @@ class ChatTemplate:
             }
             return text, _weighted(chat, marked, inside)
         return text, [self._turn(shaped, n, text, own, chat.weights[n]) for n, (own, _) in turns.items()]
+
+    def _check_results(self, chat: Conversation, text: str) -> None:
+        """Raise ContentError if the template leaves out a tool's message, which it may write as JSON."""
+        mark = _mark(text)
+        for number, message in enumerate(chat.messages):
+            if message["role"] != "tool" or not message.get("content", "").strip():
+                continue
+            try:
+                other = self._text(chat.changed(number, content=mark))
+            except ContentError:
+                continue  # it reads the content
+            if other == text:
+                raise _left_out(number, "tool")
 
     def _render(
         self, chat: Conversation, *, prompt: bool = False
@@ -262,12 +276,16 @@ def _check_messages(chat: Conversation, text: str) -> None:
     for number, message in enumerate(chat.messages):
         content = message.get("content", "")
         if message["role"] in ("user", "system", "developer") and "".join(content.split()) not in rendered:
-            raise ContentError(
-                f"with a {message['role']} message that the chat template leaves out",
-                given=f"messages[{number}]",
-                expected="messages that the template renders",
-                hint=f"no {message['role']} message, or another template",
-            )
+            raise _left_out(number, message["role"])
+
+
+def _left_out(number: int, role: str) -> ContentError:
+    return ContentError(
+        f"with a {role} message that the chat template leaves out",
+        given=f"messages[{number}]",
+        expected="messages that the template renders",
+        hint=f"no {role} message, or another template",
+    )
 
 
 def _weighted(
