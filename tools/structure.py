@@ -49,7 +49,7 @@ BUDGETS = {
     "cli": 3230,
     "comm": 7165,
     "compat": 1550,
-    "data": 4140,
+    "data": 4205,
     "engine": 4535,
     "estimate": 600,
     "models": 9975,
@@ -59,7 +59,7 @@ BUDGETS = {
     "plan": 6840,
     "planner": 4845,
     "server": 2250,
-    "train": 5340,
+    "train": 5355,
     "verify": 1825,
 }
 ROOT_LINES = 1150  # of the modules next to the packages

@@ -90,6 +90,18 @@ def test_generation_marks_of_a_template_are_what_is_trained() -> None:
     assert "without a token to train on" in message({"messages": [answer("b")]}, alone), "nothing precedes it"
 
 
+def test_generation_marks_around_other_messages_are_refused() -> None:
+    marks = "{% for m in messages %}{% if m.role == 'user' or loop.last and also %}"
+    marks += (
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    found = message({"messages": MULTI}, marks)
+    assert "without a token to train on" in found
+    assert "2 marked spans, none with text of an assistant's message" in found
+    row = {"messages": [user("a"), answer("b", weight=0.5), answer("c")], "chat_template_kwargs": {"also": 1}}
+    assert "weights cannot be assigned" in message(row, marks), "the first span is the user's"
+
+
 def test_a_token_with_characters_of_header_and_answer_is_trained() -> None:
     template = "{% for m in messages %}{{ m.role + ':' + m.content + '</s>' }}{% endfor %}"
     made = tokenizer(template, merges=[(":", "f")])
@@ -150,6 +162,15 @@ def test_a_prompt_of_which_a_tokenizer_leaves_nothing_is_a_bad_row() -> None:
         plait.data.chat([{"prompt": "", "completion": " "}], made, kind="prompt")
 
 
+def test_a_role_or_key_is_known_only_as_a_word_of_the_template() -> None:
+    template = "{# maintained for trained models; names: critic #}" + CHATML
+    for name in ("train", "ai"):
+        assert "an unknown key" in message({"messages": [user("a"), answer("b") | {name: False}]}, template)
+        row = {"messages": [{"role": name, "content": "a"}, answer("b")]}
+        assert "an unknown role" in message(row, template)
+    assert texts({"messages": [{"role": "critic", "content": "a"}, answer("b")]}, template) == ["b<|im_end|>"]
+
+
 MISTAKES = {
     "an unknown role": ({"messages": [{"role": "human", "content": "a"}, answer("b")]}, '"role": "user"'),
     "a message without a role": ({"messages": [{"from": "human", "value": "a"}]}, "role and content"),
@@ -184,6 +205,11 @@ def test_a_mistake_in_a_row_is_named_with_its_place_and_remedy(problem: str) -> 
     assert plait.data.chat([row, PLAIN], MADE, errors="skip") == plait.data.chat([PLAIN], MADE)
 
 
+def test_a_row_of_another_kind_names_its_kind() -> None:
+    assert 'data.kind = "prompt"' in message({"prompt": "a", "completion": "b"})
+    assert 'data.kind = "chat"' in message(PLAIN, kind="prompt")
+
+
 def test_a_template_that_is_missing_or_refuses_or_leaves_out_a_message_is_named() -> None:
     assert "tokenizer.chat_template = FILE.jinja" in message(PLAIN, None)
     assert "not a Jinja template" in message(PLAIN, "{% for %}")
@@ -192,6 +218,9 @@ def test_a_template_that_is_missing_or_refuses_or_leaves_out_a_message_is_named(
         "{{ '<|im_start|>' + m.role", "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.role"
     )
     assert "system message that the chat template leaves out" in message(chats()["system"], drops)
+    drops = CHATML.replace("in messages", "in messages if m.role != 'tool'")
+    row = {"messages": [user("a"), answer("b"), {"role": "tool", "content": "c"}, answer("d")]}
+    assert "tool message that the chat template leaves out" in message(row, drops)
     with pytest.raises(DataError, match="fast tokenizer"):
         plait.data.chat([PLAIN], object())  # type: ignore[arg-type]
 
@@ -243,8 +272,11 @@ def test_the_split_and_digest_do_not_depend_on_the_number_of_processes(folder: P
 
 def test_bad_rows_are_listed_or_skipped_and_counted(folder: Path) -> None:
     lines = [json.dumps(PLAIN), json.dumps({"messages": [user("a")]}), "{", json.dumps(rows(2)[1])]
-    with pytest.raises(ContentError, match="line 2"):
+    with pytest.raises(ContentError) as caught:
         built(folder, "bad", lines)
+    assert "line 2: " in str(caught.value)
+    assert "line 3: " in str(caught.value)
+    assert "2 rows are not chat" in str(caught.value)
     store = built(folder, "skipped", lines, errors="skip", validation=0)
     assert store.index.sources[0].skipped_rows == 2
     assert store.index.sources[0].documents == 2

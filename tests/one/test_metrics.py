@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from plait.errors import CheckpointError, RunError
+from plait.engine.totals import EvalResult
+from plait.errors import CheckpointError, DataError, RunError
 from plait.plan import MemoryUse
 from plait.train.metrics import (
     Metrics,
@@ -28,6 +29,7 @@ from plait.train.metrics import (
     data_sheet_peak,
     expert_facts,
     matmul_peak,
+    mean_loss,
     read_metrics,
     truncate_metrics,
 )
@@ -371,3 +373,10 @@ def test_mfu_is_relative_to_the_data_sheet_and_without_one_to_the_measured_produ
         "989,000.0 GFLOP/s per rank (data sheet), 700,000.0 GFLOP/s per rank (measured matrix product)"
     )
     assert "data sheet" not in str(unknown)
+
+
+def test_validation_batches_without_a_target_are_an_error() -> None:
+    none, some = EvalResult(loss_sum=0.0, num_tokens=0), EvalResult(loss_sum=3.0, num_tokens=2)
+    assert mean_loss([none, some]) == 1.5
+    with pytest.raises(DataError, match="the validation batches have no trained token"):
+        mean_loss([none, none])

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import plait
 from plait.comm import connect
 from plait.models import causal_lm_on_meta
+from plait.models.stages.split import StageModule
 from support import hf_models, programs, routed_experts
 from support.virtual_cuda.build import MODULE
 from support.virtual_cuda.recording import Recording, recorded
@@ -120,7 +122,8 @@ def sized_step(plan: str, model: str, sequences: int, length: int, layers: int) 
     engine = plait.parallelize(causal_lm_on_meta(config), plan, seed=1, world=world)
     ids = torch.randint(0, VOCABULARY, (sequences, length), device=world.device)
     batch = {"input_ids": ids, "labels": ids}
-    engine.step(batch)
+    with mock.patch.object(StageModule, "check_taint"):  # what has no contents may be NaN
+        engine.step(batch)
     with recorded(keep_log=True) as recording:
         engine.step(batch)
     assert recording is not None

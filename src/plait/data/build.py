@@ -38,7 +38,7 @@ from plait.tables import counted, plain
 PARALLEL_FROM_BYTES = 64 << 20
 SAMPLE_BYTES = 64 << 20  # text to train a tokenizer on, evenly from all shards
 LOCK = ".lock"
-_MAX_SHOWN = 20  # files that are not text
+_MAX_SHOWN = 20  # files that are not text, or rows of one file
 _SEARCH_S = 60.0  # for such files, after the first
 
 
@@ -108,7 +108,7 @@ class _Build:
         """List the shards again, without the files that are not text. Raises ContentError if none is left."""
         items = [item for item in self._items() if item.kind in ("text", "jsonl.gz")]  # others: row by row
         found = find_bad(items, self.data.text_key) if self.data.kind == "text" else ()
-        self._bad_files = {item.name: error for item, error, rows in found if not rows}
+        self._bad_files = {item.name: error for item, (error, *_), rows in found if not rows}
         for name, error in itertools.islice(self._bad_files.items(), _MAX_SHOWN):
             self.console.print(plain(f"skipped {name}: {error.given}"))
         self.shards = list_shards(self.data.sources, without=self._bad_files)
@@ -121,23 +121,30 @@ class _Build:
     def _all_bad(self, first: ContentError) -> ContentError:
         """Return one error for all files and rows that are not text, as far as they are found in a minute."""
         self.console.print("looking for other files that are not text", highlight=False)
-        lines, end_s = [], time.monotonic() + _SEARCH_S
+        end_s = time.monotonic() + _SEARCH_S
         encode = None if self._encoding is None else self._encoding.encoder()
-        for _, error, rows in find_bad(self._items(), self.data.text_key, end_s, encode):
-            more = f" (and {counted(rows - 1, 'more row')})" if rows > 1 else ""
-            lines.append(f"{error.fact}: {error.given}{more}")
+        found = list(find_bad(self._items(), self.data.text_key, end_s, encode, keep=_MAX_SHOWN))
         skip = 'data.errors = "skip" leaves such files and rows out'
-        if len(lines) < 2:
+        if len(found) == 1 and found[0][2] > 1:
+            (_, errors, number), problem = found[0], "rows are not"
+            lines = [f"{error.fact}: {error.given}" for error in errors]
+        elif len(found) > 1:
+            number, problem, lines = len(found), "files are not", []
+            for _, (error, *_), rows in found[:_MAX_SHOWN]:
+                more = f" (and {counted(rows - 1, 'more row')})" if rows > 1 else ""
+                lines.append(f"{error.fact}: {error.given}{more}")
+        else:
             first.hint = f"{first.hint}; {skip}"
             return first
-        others = [f"... ({len(lines) - _MAX_SHOWN} more)"] if len(lines) > _MAX_SHOWN else []
+        others = [f"... ({number - _MAX_SHOWN} more)"] if number > _MAX_SHOWN else []
+        rest = ", or have rows that are not" if len(found) > 1 else ""
         return ContentError(
-            f"{len(lines)} files are not {self.data.kind}, or have rows that are not",
-            given="\n".join([*lines[:_MAX_SHOWN], *others]),
+            f"{number} {problem} {self.data.kind}{rest}",
+            given="\n".join([*lines, *others]),
             expected=f"text in UTF-8, or JSON lines with text under {self.data.text_key!r}"
             if self.data.kind == "text"
             else first.expected,
-            hint=f"{skip}; or sources without them",
+            hint=f"{skip}; or sources without them" if len(found) > 1 else f"{first.hint}; {skip}",
         )
 
     def _settings(self) -> BuildSettings:

@@ -2,7 +2,7 @@
 
 [Note: keys of messages]  A template ignores a key or a role that it does not know, and so may leave out a
 message, or what was meant as its weight. A key or a role is known if it is one of the common ones below or
-the template's source contains its name.
+a word of the template's source.
 
 [Note: arguments of tool calls]  Some templates write the arguments as JSON and expect an object; others join
 strings and expect JSON. Rows have either. The object is tried first, then the text, as in the row.
@@ -10,6 +10,7 @@ strings and expect JSON. Rows have either. The object is tried first, then the t
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -122,13 +123,18 @@ def _check_row(row: Any, key: str, example: str) -> None:
             "that is not an object", given=f"a {type(row).__name__}", expected="an object", hint=example
         )
     if row.get(key) is None:
-        hint = nearest(key, map(str, row))
+        near = nearest(key, map(str, row))
         of_rows = "user, assistant and content for the names human, gpt and value, under 'messages'"
+        hint = of_rows if "conversations" in row else ""
+        if key == "messages" and "prompt" in row:
+            hint = 'data.kind = "prompt"'
+        elif key != "messages" and "messages" in row:
+            hint = 'data.kind = "chat"'
         raise ContentError(
             f"without {key!r}",
             given=", ".join(map(repr, row)) or "no keys",
             expected=example,
-            hint=of_rows if "conversations" in row else f"{key!r} for {hint!r}" if hint else example,
+            hint=hint or (f"{key!r} for {near!r}" if near else example),
         )
     for name in MEDIA:
         if row.get(name):
@@ -147,7 +153,9 @@ def _media(name: str) -> ContentError:
 def _messages(value: Any, key: str, template: str) -> tuple[list[Message], list[float]]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         given = f"a {type(value).__name__}" if value else "no messages"
-        raise ContentError(f"whose {key!r} is not a list", given=given, expected="a list", hint=EXAMPLE)
+        raise ContentError(
+            f"whose {key!r} is not a list", given=given, expected="a list of messages", hint=EXAMPLE
+        )
     pairs = [_message(message, f"{key}[{number}]", template) for number, message in enumerate(value)]
     return [message for message, _ in pairs], [weight for _, weight in pairs]
 
@@ -164,13 +172,13 @@ def _message(message: Any, place: str, template: str) -> tuple[Message, float]:
         given = ", ".join(map(repr, message)) if role is None else f"role = {shown(role)}"
         hint = "role and content for the names from and value" if "from" in message else EXAMPLE
         raise bad("a message without a role", given, ", ".join(ROLES), hint)
-    if role not in ROLES and role not in template:
+    if role not in ROLES and not _is_word(role, template):
         hint = ALIASES.get(role.lower()) or unknown_key_hint(role, ROLES)
         raise bad("an unknown role", f"role = {role!r}", ", ".join(ROLES), f'"role": "{hint}"')
     for name in message:
         if name in MEDIA:
             raise _media(name)
-        if name not in KEYS and name not in template:
+        if name not in KEYS and not _is_word(name, template):
             expected = ", ".join(KEYS)
             raise bad(
                 "an unknown key", repr(name), expected, f"{unknown_key_hint(name, KEYS)}, or no such key"
@@ -195,6 +203,11 @@ def _message(message: Any, place: str, template: str) -> tuple[Message, float]:
         hint = 'no such row, or "weight": 0 in the message'
         raise bad("an empty answer", "an assistant's message without text", "text or tool calls", hint)
     return message, float(weight)
+
+
+def _is_word(name: str, template: str) -> bool:
+    """Check that a name is in a template, also after an escaped line break, but not as a part of a word."""
+    return re.search(rf"(?:(?<!\w)|(?<=\\[nrt])){re.escape(name)}(?!\w)", template, re.ASCII) is not None
 
 
 def _text(content: Any, place: str) -> str:

@@ -95,7 +95,7 @@ class Encoder:
             raise ContentError(
                 "without a token to train on",
                 given=f"{len(sample.ids)} tokens",
-                expected="at least one assistant message with a weight",
+                expected="at least one assistant message whose weight is not 0",
                 hint="no such row, or a template whose {% generation %} marks have the answers",
             )
         return sample

@@ -112,12 +112,13 @@ def check_samples(samples: Samples, batch: int) -> None:
     """Check the number of samples. Raises DataError for fewer than one batch."""
     if len(samples) < batch:
         split, _, what = samples.name.partition(" ")
+        other = ", a larger data.validation or run.evaluate_every=0" if split == "validation" else ""
         fewer = f"batch={len(samples)} or less, " if len(samples) else ""
         raise DataError(
             f"the {split} samples are fewer than one batch",
             given=f"{len(samples)} {what} for batch={batch}",
             expected=f"at least {batch} {what.split()[0]}",
-            hint=f"{fewer}more text{' or a larger data.validation' if split == 'validation' else ''}",
+            hint=f"{fewer}more text{other}",
         )
 
 

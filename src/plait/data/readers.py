@@ -59,17 +59,25 @@ class TextChunk:
 
 @dataclass
 class BadRows:
-    """The number of rows that are not text, and the first one's error, which `add` raises unless `skip`."""
+    """The number of rows that are not text, and the errors of the first `keep` of them. `add` raises an error
+    unless `skip`."""
 
     skip: bool = False
+    keep: int = 1
     number: int = 0
-    first: ContentError | None = None
+    errors: list[ContentError] = field(default_factory=list)
+
+    @property
+    def keeps_next(self) -> bool:
+        """True if the error of the next row is kept, and so needs its place."""
+        return len(self.errors) < self.keep
 
     def add(self, error: ContentError) -> None:
         if not self.skip:
             raise error
         self.number += 1
-        self.first = self.first or error
+        if self.keeps_next:
+            self.errors.append(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,26 +121,27 @@ def find_bad(
     text_key: str,
     end_s: float = math.inf,
     encode: Callable[[Any], Sample] | None = None,
-) -> Iterator[tuple[FileSlice, ContentError, int]]:
+    keep: int = 1,
+) -> Iterator[tuple[FileSlice, list[ContentError], int]]:
     """Read files or datasets to the end, or until time.monotonic() is `end_s`. Yield those that are not text,
-    each with an error and the number of its bad rows; 0: it cannot be read at all."""
+    each with the errors of its first `keep` bad rows and their number; 0: it cannot be read at all."""
 
     def check_time(_: bytes) -> None:
         if time.monotonic() > end_s:
             raise _TimeOver
 
     for item in items:
-        rows, is_over = BadRows(skip=True), False
+        rows, is_over = BadRows(skip=True, keep=keep), False
         try:
             for _ in _read(item, ReadOptions(text_key, digest=check_time, bad_rows=rows, encode=encode)):
                 pass
         except ContentError as error:
-            yield item, error, 0
+            yield item, [error], 0
             continue
         except _TimeOver:
             is_over = True
-        if rows.first is not None:
-            yield item, rows.first, rows.number
+        if rows.errors:
+            yield item, rows.errors, rows.number
         if is_over:
             return
 
@@ -285,8 +294,8 @@ def _row_chunks(lines: Iterator[_Line], item: FileSlice, options: ReadOptions) -
         options.digest(line.raw)
         if not line.raw.strip():
             continue
-        is_shown = options.bad_rows.first is None
-        locate = partial(_line_of, item, line) if is_shown else str  # the former reads the file again
+        keeps_next = options.bad_rows.keeps_next
+        locate = partial(_line_of, item, line) if keeps_next else str  # the former reads the file again
         try:
             row = _row_of(line, item, locate, options.example)
         except ContentError as error:

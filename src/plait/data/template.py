@@ -88,10 +88,29 @@ class ChatTemplate:
             except ContentError:
                 raise error from None
         _check_messages(chat, text)
-        turns = [(n, w, self._marked(shaped, n, text)) for n, w in enumerate(chat.weights) if w]
+        turns = {number: self._marked(shaped, number, text) for number, w in enumerate(chat.weights) if w}
+        self._check_results(shaped, text)
         if marked is not None:
-            return text, _weighted(chat, marked)
-        return text, [self._turn(shaped, number, text, own, weight) for number, weight, own in turns]
+            digits = _mark(text)[1:]
+            inside = {
+                number: [at for at, span in enumerate(spans or ()) if digits in own[slice(*span)]]
+                for number, (own, spans) in turns.items()
+            }
+            return text, _weighted(chat, marked, inside)
+        return text, [self._turn(shaped, n, text, own, chat.weights[n]) for n, (own, _) in turns.items()]
+
+    def _check_results(self, chat: Conversation, text: str) -> None:
+        """Raise ContentError if the template leaves out a tool's message, which it may write as JSON."""
+        mark = _mark(text)
+        for number, message in enumerate(chat.messages):
+            if message["role"] != "tool" or not message.get("content", "").strip():
+                continue
+            try:
+                other = self._text(chat.changed(number, content=mark))
+            except ContentError:
+                continue  # it reads the content
+            if other == text:
+                raise _left_out(number, "tool")
 
     def _render(
         self, chat: Conversation, *, prompt: bool = False
@@ -126,16 +145,17 @@ class ChatTemplate:
     def _text(self, chat: Conversation, *, prompt: bool = False) -> str:
         return self._render(chat, prompt=prompt)[0]
 
-    def _marked(self, chat: Conversation, number: int, text: str) -> str:
-        """The rendering with marks in one message. Raises ContentError if the template leaves them out."""
+    def _marked(self, chat: Conversation, number: int, text: str) -> tuple[str, list[tuple[int, int]] | None]:
+        """The rendering with marks in one message, and its generation marks. Raises ContentError
+        if the template leaves the marks out."""
         mark = _mark(text)
-        own = self._text(_with_marks(chat, number, mark))
+        own, spans = self._render(_with_marks(chat, number, mark))
         calls = chat.messages[number].get("tool_calls")
         if calls and not re.search(rf"{mark}a|(?<!w){mark[1:]}", own):
             raise _unstable(number, "the template does not render its tool calls")
         if mark[1:] not in own:
             raise _unstable(number, "the template does not render it")
-        return own
+        return own, spans
 
     def _turn(self, chat: Conversation, number: int, text: str, own: str, weight: float) -> Span:
         """The trained span of one message. See [Note: spans of turns]. `own`: the rendering with marks."""
@@ -256,18 +276,36 @@ def _check_messages(chat: Conversation, text: str) -> None:
     for number, message in enumerate(chat.messages):
         content = message.get("content", "")
         if message["role"] in ("user", "system", "developer") and "".join(content.split()) not in rendered:
-            raise ContentError(
-                f"with a {message['role']} message that the chat template leaves out",
-                given=f"messages[{number}]",
-                expected="messages that the template renders",
-                hint=f"no {message['role']} message, or another template",
-            )
+            raise _left_out(number, message["role"])
 
 
-def _weighted(chat: Conversation, marked: list[tuple[int, int]]) -> list[Span]:
-    """Spans of generation marks, with the weights of the assistant's messages."""
-    weights = [w for w, m in zip(chat.weights, chat.messages, strict=True) if m["role"] == "assistant"]
-    if len(marked) != len(weights):
+def _left_out(number: int, role: str) -> ContentError:
+    return ContentError(
+        f"with a {role} message that the chat template leaves out",
+        given=f"messages[{number}]",
+        expected="messages that the template renders",
+        hint=f"no {role} message, or another template",
+    )
+
+
+def _weighted(
+    chat: Conversation, marked: list[tuple[int, int]], inside: Mapping[int, list[int]]
+) -> list[Span]:
+    """Spans of generation marks, with the weights of the assistant's messages.
+
+    inside  the numbers of the spans with the text of each trained message
+    """
+    if inside and not any(inside.values()):
+        raise ContentError(
+            "without a token to train on",
+            given=f"{len(marked)} marked spans, none with text of an assistant's message",
+            expected="generation marks around what a model writes",
+            hint="{% generation %} and {% endgeneration %} around the answers in the chat template",
+        )
+    answers = [number for number, m in enumerate(chat.messages) if m["role"] == "assistant"]
+    weights = [chat.weights[number] for number in answers]
+    aligned = all(at in inside.get(number, [at]) for at, number in enumerate(answers))
+    if len(marked) != len(weights) or not aligned:
         if len(set(weights)) > 1:
             raise ContentError(
                 "whose weights cannot be assigned to generation marks",

@@ -38,11 +38,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from plait.errors import RunError
+from plait.engine.totals import EvalResult
+from plait.errors import DataError, RunError
 from plait.fileio import TEXT_LIMIT_BYTES, WRITABLE, finite_json, open_regular, parse_json, write_lines
 from plait.parallel.local_steps import ExchangeResult
 from plait.plan.devices import device_of_driver
-from plait.tables import plain
+from plait.tables import counted, plain
 from plait.train.boards import open_boards
 from plait.train.config import BoardName
 from plait.train.run_dir import RunDir
@@ -53,6 +54,19 @@ _CURVES = {
     "idle_experts", "dropped_choices",
 }  # fmt: skip
 _STEPS_OF_TIME_LEFT = 100  # the time left is estimated from the last steps, of which single ones may be slow
+
+
+def mean_loss(results: Sequence[EvalResult]) -> float:
+    """Mean loss per target over evaluated batches. Raises DataError if they have no target."""
+    targets = sum(result.num_tokens for result in results)
+    if not targets:
+        raise DataError(
+            "the validation batches have no trained token",
+            given=f"{counted(len(results), 'evaluated part')}, 0 trained tokens",
+            expected="at least one trained token in run.evaluate_batches batches",
+            hint="a longer data.sequence, a larger data.validation or run.evaluate_batches",
+        )
+    return sum(result.loss_sum for result in results) / targets
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from plait.train.export import DTYPES, export, generate
 from plait.train.heartbeat import Heartbeat
 from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.measurements import StepRecorder, write_measured
-from plait.train.metrics import Metrics, PeakFlops, StepMetrics, expert_facts, read_metrics
+from plait.train.metrics import Metrics, PeakFlops, StepMetrics, expert_facts, mean_loss, read_metrics
 from plait.train.optimizer import lr_lambda
 from plait.train.prepare import ResolvedRun
 from plait.train.resume import load_newest
@@ -484,7 +484,7 @@ class Trainer:
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
             for part in [batch] if isinstance(batch, dict) else batch:
                 results.append(self._engine.evaluate(part))
-        return sum(result.loss_sum for result in results) / sum(result.num_tokens for result in results)
+        return mean_loss(results)
 
     def rollback(self, path: Path) -> None:
         """Load a checkpoint from before a spike; save it again with the batches that are to be skipped."""
