@@ -1,5 +1,6 @@
 """A short training on CUDA ranks, recorded, and the same one on CPU ranks; a step of a large model."""
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ def sized_step(plan: str, model: str, sequences: int, length: int, layers: int) 
     """Record the second step, of `sequences` per data rank, of tensors with sizes and no contents."""
     native = sys.modules[MODULE]
     native.set_large_bytes(LARGE_BYTES)
+    gc.collect()  # engines of earlier calls
     world = connect(device="cuda", timeout_s=300)
     hidden, ffn, _, heads, kv_heads = SIZES[model]
     config: dict[str, Any] = {
