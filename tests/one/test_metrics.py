@@ -233,6 +233,13 @@ def test_a_loss_scale_and_skipped_steps_are_in_the_file_and_on_the_board(tmp_pat
     assert "step 2: skipped, the gradient is not finite (loss scale 0.25)" in shown.getvalue()
 
 
+def test_a_step_that_is_skipped_as_it_trains_nothing_says_so(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    with Metrics(RunDir(tmp_path), Console(file=shown, width=200), 0, 1, 1) as metrics:
+        metrics.step(replace(facts(1, loss=math.nan, skipped=1), tokens_per_s=0.0))
+    assert "step 1: skipped, no token has a target" in shown.getvalue()
+
+
 def test_a_line_of_steps_is_shown_at_the_next_one_if_a_late_worker_jumped_over_its_own(
     tmp_path: Path,
 ) -> None:

@@ -17,7 +17,7 @@ from plait.train.run_dir import RunDir
 from plait.train.trainer import train
 from support.chats import answer, tokenizer, user
 from support.cli_runs import ROOT
-from support.pool import Pool
+from support.pool import Pool, RankError
 
 RECIPE = """
 plan = "dp=2 precision=fp32"
@@ -105,3 +105,15 @@ def test_a_fine_tuning_that_resumes_equals_one_that_never_stopped(
 def test_a_run_without_the_weights_to_begin_with_names_the_command(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="make demo"):
         prepare(ROOT / "recipes/sft.toml", sets=[f"model.path={tmp_path}/none/export"])
+
+
+def test_steps_that_train_nothing_end_the_run_with_that_reason(
+    pool: Pool, recipe: Path, tmp_path: Path
+) -> None:
+    rows = [{"messages": [user("b " * (200 * (number > 2))), answer(ANSWER)]} for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = ["data.weights=", "data.samples=documents", "run.max_skipped=3", "data.validation=0.0"]
+    sets += [f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/data", f'data.sources=["{tmp_path}/rows.jsonl"]']
+    run = prepare(recipe, sets=[*sets, "run.evaluate_every=0"])
+    with pytest.raises(RankError, match="3 steps in a row were skipped, and the last one had no target"):
+        pool.run(_train, 2, run.dir.path)

@@ -220,7 +220,8 @@ class Metrics:
         self._seconds.append(metrics.seconds)
         if metrics.skipped:
             scale = "" if metrics.loss_scale is None else f" (loss scale {metrics.loss_scale:g})"
-            self.log(f"step {metrics.step}: skipped, the gradient is not finite{scale}")
+            reason = f"the gradient is not finite{scale}" if metrics.tokens_per_s else "no token has a target"
+            self.log(f"step {metrics.step}: skipped, {reason}")
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, text=self._text([metrics]))
         num_due = metrics.step // self._log_every

@@ -319,7 +319,7 @@ class Trainer:
                 saving.reserve(engine.state_shards())
             if self._bad_steps_in_a_row >= config.max_skipped:
                 wait_for_save(may_raise=False)  # the error below names the newest checkpoint
-                raise self._diverged(lr)
+                raise self._diverged(lr) if result.num_tokens else self._without_targets()
             message = self.spikes.observe(self._step, result, wait_for_save)
             if message is not None:
                 metrics.log(message)
@@ -525,6 +525,14 @@ class Trainer:
             is_complete = self._step >= self._config.steps
             done = ": training is complete (raise run.steps to go on)" if is_complete else ""
             self._console.print(f"resumed after step {self._step}{done}", highlight=False)
+
+    def _without_targets(self) -> RunError:
+        return RunError(
+            f"{self._bad_steps_in_a_row} steps in a row were skipped, and the last one had no target",
+            given=f"up to step {self._step}, data.sequence = {self._recipe.data.sequence}",
+            expected="batches with a trained token: `plait data show` prints samples",
+            hint="a longer data.sequence, or a larger run.batch",
+        )
 
     def _diverged(self, lr: float) -> RunError:
         saved = checkpoint.steps(self._run.dir.checkpoints)
