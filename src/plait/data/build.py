@@ -120,7 +120,7 @@ class _Build:
 
     def _all_bad(self, first: ContentError) -> ContentError:
         """Return one error for all files and rows that are not text, as far as they are found in a minute."""
-        self.console.print("looking for other files that are not text", highlight=False)
+        self.console.print("looking for other invalid rows and files", highlight=False)
         end_s = time.monotonic() + _SEARCH_S
         encode = None if self._encoding is None else self._encoding.encoder()
         found = list(find_bad(self._items(), self.data.text_key, end_s, encode, keep=_MAX_SHOWN))

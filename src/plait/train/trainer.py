@@ -218,7 +218,7 @@ class Trainer:
         elif run.dir.metrics.exists():
             self._warnings.append("no checkpoint yet: the run starts from the beginning")
         if newest is None and run.store.index.skipped:
-            self._warnings.append(f"left out of the data, as it is not text: {run.store.index.skipped}")
+            self._warnings.append(f"left out of the data, as they are invalid: {run.store.index.skipped}")
 
     def _restore_progress(self, saved: Checkpoint) -> None:
         """Set the progress to that of a checkpoint which the engine has loaded."""
