@@ -113,7 +113,11 @@ def test_steps_that_train_nothing_end_the_run_with_that_reason(
     rows = [{"messages": [user("b " * (200 * (number > 2))), answer(ANSWER)]} for number in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = ["data.weights=", "data.samples=documents", "run.max_skipped=3", "data.validation=0.0"]
-    sets += [f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/data", f'data.sources=["{tmp_path}/rows.jsonl"]']
+    sets += [
+        f"run.dir={tmp_path}/run",
+        f"data.dir={tmp_path}/data",
+        f'data.sources=["{tmp_path}/rows.jsonl"]',
+    ]
     run = prepare(recipe, sets=[*sets, "run.evaluate_every=0"])
     with pytest.raises(RankError, match="3 steps in a row were skipped, and the last one had no target"):
         pool.run(_train, 2, run.dir.path)
