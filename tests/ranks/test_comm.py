@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -171,17 +172,23 @@ def test_lists_of_random_and_empty_tensors_arrive(pool: Pool, transport: str, ra
     pool.over(transport).run(_random_lists, ranks, ranks)
 
 
-def _starts_of_exchanges() -> tuple[list[list[str]], list[torch.Tensor]]:
+def _starts_of_exchanges() -> tuple[list[str], list[torch.Tensor]]:
     """The messages of an all-gather, an all-to-all and a sum, in the order in which they are started."""
-    group, started = connect().group, []
+    group = connect().group
+    started: list[str] = []
 
-    def record(p2p_ops: list[dist.P2POp]) -> list[dist.Work]:
-        started.append([each.op.__name__ for each in p2p_ops])
-        return batch_isend_irecv(p2p_ops)
+    def recording(name: str) -> Callable[..., Any]:
+        message = getattr(dist, name)
 
-    batch_isend_irecv = dist.batch_isend_irecv
+        def start(*args: Any) -> Any:
+            started.append(name)
+            return message(*args)
+
+        return start
+
     gathered, swapped, summed = torch.empty(18), torch.empty(18), _values(group.rank, 18).float()
-    with mock.patch.object(dist, "batch_isend_irecv", record):
+    irecv, isend = recording("irecv"), recording("isend")
+    with mock.patch.object(dist, "irecv", irecv), mock.patch.object(dist, "isend", isend):
         all_gather(gathered, _values(group.rank).float(), group)
         all_to_all(swapped, _values(group.rank, 18).float(), group)
         list(start_exchange(summed, group).into(summed))
@@ -194,7 +201,7 @@ def test_gloo_receives_are_started_before_sends_so_that_both_directions_are_used
     for rank, (started, (gathered, swapped, summed)) in enumerate(
         pool.over("gloo").run(_starts_of_exchanges, 3)
     ):
-        assert started == [["irecv", "irecv", "isend", "isend"]] * 3
+        assert started == ["irecv", "irecv", "isend", "isend"] * 3
         assert torch.equal(gathered, torch.cat([_values(each).float() for each in range(3)]))
         assert torch.equal(swapped, torch.cat([each[6 * rank : 6 * rank + 6] for each in whole]))
         assert torch.equal(summed, torch.stack(whole).sum(0))
