@@ -23,7 +23,9 @@ from support import programs
 
 HOWS = ("full", "every=2", "selective")
 SHAPE = (programs.SEQUENCES, programs.LENGTH)
-BATCH = programs.batches(1)[0]
+# With a target at each position, as in estimates.
+BATCHES = [batch | {"labels": batch["input_ids"]} for batch in programs.batches(2)]
+BATCH = BATCHES[0]
 
 
 def gpt2(attention: str = "sdpa") -> nn.Module:
@@ -51,7 +53,7 @@ def experts() -> nn.Module:
 
 def steps_of(model: nn.Module, plan: str) -> tuple[list[float], dict[str, Tensor], int]:
     engine = plait.parallelize(model, plan, optimizer_args=programs.ADAMW, seed=3)
-    losses = [engine.step(batch).loss for batch in programs.batches(2)]
+    losses = [engine.step(batch).loss for batch in BATCHES]
     activations = engine.memory().activations
     assert activations is not None
     return losses, engine.full_parameters(), activations
@@ -100,7 +102,7 @@ def test_experts_are_recomputed_and_estimated_too(how: str) -> None:
     plain = steps_of(experts(), "dp=1")
     engine = plait.parallelize(experts(), f"recompute={how}", optimizer_args=programs.ADAMW, seed=3)
     predicted = engine.estimated_memory(SHAPE).activations
-    assert [engine.step(batch).loss for batch in programs.batches(2)] == plain[0]
+    assert [engine.step(batch).loss for batch in BATCHES] == plain[0]
     assert engine.memory().activations == pytest.approx(predicted, rel=0.02)
     assert engine.memory().activations < plain[2]
 
