@@ -75,13 +75,15 @@ class HeadOutput:
     result: Any = None
 
     def watch(self, model: nn.Module) -> None:
-        """Compute the loss at the end of the model's forward. Copies of the model do as well."""
+        """Compute the loss at the end of the model's forward. Copies of the model do as well, with this."""
+        model.register_forward_hook(self._call_loss)  # a method: a model can be saved by torch.save
 
-        def call_loss(_: nn.Module, __: Any, outputs: Any) -> None:
-            if self.loss is not None:
-                self.result = self.loss(outputs)
+    def _call_loss(self, _: nn.Module, __: Any, outputs: Any) -> None:
+        if self.loss is not None:
+            self.result = self.loss(outputs)
 
-        model.register_forward_hook(call_loss)
+    def __deepcopy__(self, _: Any) -> "HeadOutput":
+        return self
 
     @contextmanager
     def calling(self, loss: Callable[[Any], Any] | None) -> Iterator[None]:
