@@ -171,6 +171,14 @@ def test_a_role_or_key_is_known_only_as_a_word_of_the_template() -> None:
     assert texts({"messages": [{"role": "critic", "content": "a"}, answer("b")]}, template) == ["b<|im_end|>"]
 
 
+def test_an_answer_before_any_message_needs_the_generation_prompt_as_its_header() -> None:
+    """`<think>` is in the prompt, and not in the turn: nothing before the answer tells where it begins."""
+    template = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")
+    assert template != CHATML
+    assert texts({"messages": [user("a"), answer("b")]}, template) == ["b<|im_end|>"]
+    assert "its header differs" in message({"messages": [answer("b"), user("a")]}, template)
+
+
 MISTAKES = {
     "an unknown role": ({"messages": [{"role": "human", "content": "a"}, answer("b")]}, '"role": "user"'),
     "a message without a role": ({"messages": [{"from": "human", "value": "a"}]}, "role and content"),
@@ -182,6 +190,8 @@ MISTAKES = {
     "with images": (PLAIN | {"images": ["x"]}, "rows of text"),
     "an unknown key": ({"messages": [user("a"), answer("b", wieght=0)]}, "weight, or no such key"),
     "invalid tools": (PLAIN | {"tools": "[{"}, "without 'tools'"),
+    "with tools that the chat template": (PLAIN | {"tools": [TOOL]}, "no 'tools'"),
+    "with chat_template_kwargs that the": (PLAIN | {"chat_template_kwargs": {"thinkin": 1}}, "no such name"),
     "an invalid tool call": ({"messages": [user("a"), call("{")]}, "arguments"),
     "a weight for a user": ({"messages": [user("a") | {"weight": 1}, answer("b")]}, "no weight there"),
     "an invalid weight": ({"messages": [user("a"), answer("b", weight=-1)]}, '"weight": 0'),

@@ -1,5 +1,6 @@
 """Conversations, and a byte-level tokenizer with the special tokens of chat templates."""
 
+import re
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -57,16 +58,17 @@ def call(arguments: Any) -> dict[str, Any]:
     }
 
 
-def chats() -> dict[str, dict[str, Any]]:
-    """Rows of five shapes."""
+def chats(template: str = "tools") -> dict[str, dict[str, Any]]:
+    """Rows of five shapes, with a list of tools if the template has it."""
     result = {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "3"}
     thought = [user("two?"), answer("four", reasoning_content="hmm")]
+    listed = {"tools": [TOOL]} if re.search(r"\btools\b", template) else {}
     return {
         "single": {"messages": [user("two?"), answer("four")]},
         "multi": {"messages": [user("two?"), answer("four"), user("six?"), answer("eight")]},
         "system": {"messages": [{"role": "system", "content": "brief"}, user("two?"), answer("four")]},
         "thinking": {"messages": [*thought, user("six?"), answer("eight", reasoning_content="aha")]},
-        "tools": {"messages": [user("1+2?"), call({"a": 1}), result, answer("three")], "tools": [TOOL]},
+        "tools": {"messages": [user("1+2?"), call({"a": 1}), result, answer("three")]} | listed,
     }
 
 

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from plait.errors import ContentError, nearest, shown, unknown_key_hint
 from plait.fileio import parse_json
+from plait.tables import counted
 
 Message = dict[str, Any]
 
@@ -87,7 +88,7 @@ def read_conversation(row: Any, template: str) -> Conversation:
     """Check a row of `messages`. Raises ContentError, whose fact continues "a row"."""
     _check_row(row, "messages", EXAMPLE)
     messages, weights = _messages(row["messages"], "messages", template)
-    return Conversation(messages, weights, _tools(row), _kwargs(row))
+    return Conversation(messages, weights, _tools(row, template), _kwargs(row, template))
 
 
 def read_prompt(row: Any, template: str) -> tuple[str, str] | Conversation:
@@ -114,7 +115,9 @@ def read_prompt(row: Any, template: str) -> tuple[str, str] | Conversation:
         )
     first, _ = _messages(prompt, "prompt", template)
     messages, weights = _messages(completion, "completion", template)
-    return Conversation([*first, *messages], [0.0] * len(first) + weights, _tools(row), _kwargs(row))
+    return Conversation(
+        [*first, *messages], [0.0] * len(first) + weights, _tools(row, template), _kwargs(row, template)
+    )
 
 
 def _check_row(row: Any, key: str, example: str) -> None:
@@ -250,7 +253,7 @@ def _check_calls(message: Message, place: str) -> None:
         ) from error
 
 
-def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+def _tools(row: Mapping[str, Any], template: str) -> list[Any] | None:
     """The row's tools: a list of objects, or JSON of one; its items may be JSON, too."""
     tools = _parsed(row, "tools")
     if not tools:
@@ -260,13 +263,27 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     )
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise _invalid("tools", tools, "a list of objects")
+    if not _is_word("tools", template):
+        raise ContentError(
+            "with tools that the chat template leaves out",
+            given=f"{counted(len(tools), 'tool')}; the template does not name them",
+            expected="a template that renders tools",
+            hint="a row with no 'tools', or another template",
+        )
     return tools
 
 
-def _kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _kwargs(row: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     kwargs = _parsed(row, "chat_template_kwargs") or {}
     if not isinstance(kwargs, Mapping) or any(name in RESERVED for name in kwargs):
         raise _invalid("chat_template_kwargs", kwargs, f"an object, without {', '.join(RESERVED)}")
+    if unknown := [name for name in kwargs if not _is_word(name, template)]:
+        raise ContentError(
+            "with chat_template_kwargs that the template does not read",
+            given=", ".join(map(repr, unknown)),
+            expected="names that are in the template",
+            hint="no such name",
+        )
     return kwargs
 
 

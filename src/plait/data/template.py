@@ -183,6 +183,8 @@ class ChatTemplate:
             raise _unstable(number, f"no generation prompt precedes it: {error.given}") from error
         if text.startswith(prompt):
             return len(prompt)
+        if not number:
+            raise _unstable(number, "its header differs from the generation prompt, and nothing precedes it")
         mark = _mark(text)
         marked = _with_marks(chat, number - 1, mark)
         tail, expected = (
