@@ -97,8 +97,8 @@ def test_a_line_has_the_losses_of_routers_and_the_choices_dropped_since_the_last
     shown = io.StringIO()
     with Metrics(RunDir(tmp_path), Console(file=shown, width=200), 0, 2, 2) as metrics:
         for step in (1, 2):
-            metrics.step(replace(facts(step), aux_loss=2.0, z_loss=0.5, dropped_choices=600 * step))
-    assert "aux 2.000 z 0.500 dropped 1,800 lr" in shown.getvalue()
+            metrics.step(replace(facts(step), aux_loss=2.0, router_z_loss=0.5, dropped_choices=600 * step))
+    assert "aux 2.000 router z 0.500 dropped 1,800 lr" in shown.getvalue()
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def test_forwards_that_count_draw_the_same_numbers_and_leave_no_trace() -> None:
         assert float(model.calls) == 2 * step
         assert {sum(load) for load in result.expert_loads.values()} == {IDS.numel() * 2}
         expected = torch.stack(seen[2:]).logsumexp(-1).square().mean()
-        assert result.z_loss is not None
-        assert result.z_loss > float(expected)  # of two layers
+        assert result.router_z_loss is not None
+        assert result.router_z_loss > float(expected)  # of two layers
     with pytest.raises(PlanError, match="no counts of the step's"):
         engine.loss(batch)
 
@@ -130,7 +130,7 @@ def test_a_z_loss_has_each_router_once() -> None:
     result = plait.parallelize(model, "dp=1", router_z_loss=0.1).step({"input_ids": IDS, "labels": IDS})
     assert len(seen) == 4
     expected = sum(float(logits.logsumexp(-1).square().mean()) for logits in seen)
-    assert result.z_loss == pytest.approx(expected, rel=1e-6)
+    assert result.router_z_loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_z_loss_of_probabilities_is_refused() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
+from plait.models.routers import routers_of
 from plait.verify.model_spec import ModelSource, parse_source
 from plait.verify.result import Outcome, Verdict
 from plait.verify.sweep import simpler_plans
@@ -56,6 +57,25 @@ PLANS = (
 def test_loss_gradients_and_weights_equal_the_one_process_programs(pool: Pool, words: str) -> None:
     task = programs.Task(hf_models.builder("mixtral"), own_loss=True, steps=3)
     programs.check_parity(pool, task, f"{words} precision=fp64")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
+def test_no_token_is_so_near_to_another_choice_that_rounding_could_change_it(family: str) -> None:
+    """Scores of the last chosen expert and the next one. Those of plans differ by some 1e-14."""
+    model, gaps = hf_models.model_of(family, on_meta=False), []
+    chosen = model.config.num_experts_per_tok
+    for name, at in routers_of(model).items():
+
+        def record(_: Any, __: Any, outputs: Any, at: int = at) -> None:
+            logits = outputs if isinstance(outputs, Tensor) else outputs[at]
+            scores = logits.detach().topk(chosen + 1, dim=-1).values
+            gaps.append(float((scores[..., -2] - scores[..., -1]).min()))
+
+        model.get_submodule(name).register_forward_hook(record)
+    for batch in programs.batches(3):
+        model(input_ids=batch["input_ids"])
+    assert len(gaps) == 3 * model.config.num_hidden_layers
+    assert min(gaps) > 1e-8, gaps
 
 
 # minimax differs by 2e-8 under dp=2 too: its attention computes a part in float32.

@@ -98,7 +98,7 @@ class RouterFacts:
     @property
     def losses(self) -> list[str]:
         """The names of the losses of routers, in a result."""
-        names = {"aux_loss": self.loss, "z_loss": self.z_loss}
+        names = {"aux_loss": self.loss, "router_z_loss": self.z_loss}
         return [name for name, of in names.items() if of is not None]
 
     def of_step(self, totals: Sequence[float], num_targets: float) -> dict[str, Any]:

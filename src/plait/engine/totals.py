@@ -38,7 +38,7 @@ class StepResult:
                 their weights, rounded down
     skipped     loss or norm was not finite, or there was no target: weights and optimizer are unchanged
     aux_loss    the auxiliary loss of routers, without its coefficient, if the model's configuration has one
-    z_loss      the z loss of routers, without its coefficient, with `router_z_loss`
+    router_z_loss  the z loss of routers, without its coefficient, with `router_z_loss`
     expert_loads  how often each expert was chosen in the step, by the name of the layer
     dropped_choices  of experts, beyond the plan's capacity, in all layers; None without one
     exchange    under local steps: what islands have exchanged after the step. Loss, norm and targets are then
@@ -51,7 +51,7 @@ class StepResult:
     skipped: bool
     exchange: ExchangeResult | None = None
     aux_loss: float | None = None
-    z_loss: float | None = None
+    router_z_loss: float | None = None
     expert_loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
     dropped_choices: int | None = None
 

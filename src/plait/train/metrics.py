@@ -50,7 +50,7 @@ from plait.train.run_dir import RunDir
 
 _CURVES = {
     "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",
-    "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "z_loss", "expert_imbalance",
+    "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "router_z_loss", "expert_imbalance",
     "idle_experts", "dropped_choices",
 }  # fmt: skip
 _STEPS_OF_TIME_LEFT = 100  # the time left is estimated from the last steps, of which single ones may be slow
@@ -83,7 +83,7 @@ class StepMetrics:
     mfu_of_matmul  model FLOP/s over the measured peak of a matrix product
     loss_scale     fp16: the scale of this step's loss; None for other precisions
     aux_loss       the auxiliary loss of routers, without its coefficient; None for models without one
-    z_loss         the same of their z loss, with `optimizer.router_z_loss`
+    router_z_loss  the same of their z loss, with `optimizer.router_z_loss`
     expert_imbalance  of mixtures: the largest load of an expert over the mean of its layer
     idle_experts      of mixtures: experts of all layers without a token in this step
     dropped_choices   of experts, beyond the plan's capacity, in this step; None without one
@@ -104,7 +104,7 @@ class StepMetrics:
     seconds: float
     loss_scale: float | None = None
     aux_loss: float | None = None
-    z_loss: float | None = None
+    router_z_loss: float | None = None
     expert_imbalance: float | None = None
     idle_experts: int | None = None
     dropped_choices: int | None = None
@@ -301,7 +301,7 @@ class Metrics:
         speed = sum(step.tokens_per_s for step in window) / len(window)
         mfu = sum(step.mfu for step in window) / len(window)
         routers = "" if last.aux_loss is None else f" aux {last.aux_loss:.3f}"
-        routers += "" if last.z_loss is None else f" z {last.z_loss:.3f}"
+        routers += "" if last.router_z_loss is None else f" router z {last.router_z_loss:.3f}"
         dropped = [step.dropped_choices for step in window if step.dropped_choices is not None]
         routers += f" dropped {sum(dropped):,}" if dropped else ""
         numbers = f"loss {loss:.4f}{routers} lr {last.lr:.1e} grad {last.grad_norm:.2f}"

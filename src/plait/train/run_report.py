@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from plait.estimate.explain import Explanation
 
 _CURVES = (
-    "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "aux_loss", "z_loss", "expert_imbalance",
-    "dropped_choices", "tokens", "seconds",
+    "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "aux_loss", "router_z_loss",
+    "expert_imbalance", "dropped_choices", "tokens", "seconds",
 )  # fmt: skip
 _MOST_EVENTS = 1000  # the last ones
 _MOST_LAYERS, _MOST_EXPERTS = 8, 16  # in a picture

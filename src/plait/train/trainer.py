@@ -416,7 +416,7 @@ class Trainer:
             loss_scale=loss_scale,
             aux_loss=result.aux_loss,
             dropped_choices=result.dropped_choices,
-            z_loss=result.z_loss,
+            router_z_loss=result.router_z_loss,
             **expert_facts(result.expert_loads),
         )
 
