@@ -49,7 +49,7 @@ BUDGETS = {
     "cli": 3230,
     "comm": 7165,
     "compat": 1550,
-    "data": 4215,
+    "data": 4230,
     "engine": 4535,
     "estimate": 600,
     "models": 9975,
