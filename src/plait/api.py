@@ -20,6 +20,7 @@ from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.engine.usage_checks import check_types
 from plait.errors import CheckpointError
 from plait.models import Blocks
+from plait.models.routers import OF_BATCHES
 from plait.optim.update_kinds import DECLARATION
 from plait.parallel.all_samples import batch_norms
 from plait.plan import Grid, Plan, format_bytes
@@ -161,6 +162,12 @@ def _warnings(spec: TrainingSpec, device: torch.device) -> Iterator[str]:
         yield (
             f"{names[0]}{others}: BatchNorm computes with the statistics of one of {parts} parts of the "
             f"batch, so results differ from one process ({plan}). Try {way.rstrip(', ')}, or GroupNorm"
+        )
+    names = [name for name, module in model.named_modules() if type(module).__name__ in OF_BATCHES]
+    if names and (parts := plan.dp * plan.micro) > 1:
+        yield (
+            f"{names[0]}: the capacity of its experts follows from the tokens of one of {parts} parts of the "
+            f"batch, so results differ from one process ({plan}). Try another model, or dp=1 micro=1"
         )
     narrow = [p for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
     if narrow and plan.precision == "fp32":  # transformers loads models in the dtype of their files

@@ -1,11 +1,18 @@
 """The auxiliary loss of routers as a model's own code computes it."""
 
+import warnings
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, JetMoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    JetMoeConfig,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+)
 
 import plait
 from plait.engine.spec import Arguments, validate
@@ -14,6 +21,17 @@ from plait.models.routers import router_loss
 from support import hf_models
 
 IDS = torch.arange(10).view(2, 5)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_capacity_of_a_batchs_tokens_is_warned_of_if_a_plan_divides_the_batch(micro: int) -> None:
+    layers = {f"{part}_{key}": 1 for part in ("encoder", "decoder") for key in ("layers", "sparse_step")}
+    config = NllbMoeConfig(vocab_size=64, d_model=16, num_experts=2, **layers)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plait.parallelize(NllbMoeForConditionalGeneration(config), f"micro={micro}")
+    of_experts = [str(each.message) for each in found if "the capacity of its experts" in str(each.message)]
+    assert len(of_experts) == micro - 1
 
 
 def _mixtral(**more: Any) -> Any:

@@ -42,6 +42,7 @@ from plait.models.task import ROUTER_LOSS, pretrained_base
 from plait.models.transformers_types import is_pretrained_model
 
 _FUNCTION, _KEY = "load_balancing_loss_func", "router_logits"
+OF_BATCHES = ("NllbMoeTop2Router",)  # whose experts have a capacity of all tokens of a batch
 _PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")  # what they record has been through softmax
 
 
