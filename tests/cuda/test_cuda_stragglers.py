@@ -9,7 +9,8 @@ from support import programs
 from support.pool import Pool
 from support.virtual_cuda.recording import Recording, recorded
 
-EVERY, STEPS, SLOW_S = 8, 9, 0.3
+EVERY, STEPS = 8, 9
+SLOW_S, SLOW_STEPS = 0.3, 6  # the delay: at least so long, and so many times the slow rank's step before
 
 
 def _notes(plan: str, slow_rank: int) -> tuple[list[str], list[Recording | None]]:
@@ -21,12 +22,15 @@ def _notes(plan: str, slow_rank: int) -> tuple[list[str], list[Recording | None]
     notes: list[str] = []
     stragglers = Stragglers(world, engine.plan, EVERY, 3.0, notes.append)
     recordings = []
+    step_s = 0.0
     for step in range(STEPS):
         with recorded() as recording:
             stragglers.begin(step)
             if world.rank == slow_rank:
-                time.sleep(SLOW_S)
+                time.sleep(max(SLOW_S, SLOW_STEPS * step_s))  # on a busy machine a step takes long as well
+            start_s = time.perf_counter()
             engine.step(share)
+            step_s = time.perf_counter() - start_s
             stragglers.end(step + 1)
         recordings.append(recording)
     world.close()

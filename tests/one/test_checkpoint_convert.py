@@ -25,9 +25,9 @@ from plait.models import (
     read_config,
 )
 from plait.parallel.zero.state_io import StateShard
-from plait.train.config import ModelConfig
 from plait.train.export import convert
 from plait.train.model import initial_model
+from plait.train.sections import ModelConfig
 from plait.verify import parse_source
 
 SMALL = {

@@ -14,15 +14,9 @@ from plait.errors import ConfigError, ModelError, PlaitError
 from plait.models import read_config
 from plait.plan import Plan
 from plait.plan.loss_scaling import LossScaling
-from plait.train.config import (
-    OPTIMIZERS,
-    BatchRampConfig,
-    Recipe,
-    ScheduleConfig,
-    differences,
-    read_recipe,
-)
+from plait.train.config import Recipe, differences, read_recipe
 from plait.train.optimizer import check_optimizer_args, lr_lambda, optimizer_class
+from plait.train.sections import OPTIMIZERS, BatchRampConfig, ScheduleConfig
 from plait.verify.model_spec import parse_source
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,11 +13,11 @@ from plait.comm import World, connect
 from plait.data.loader import Batches
 from plait.engine.engine import StepResult
 from plait.errors import RunError
-from plait.train.config import RunConfig
 from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.metrics import read_metrics
 from plait.train.prepare import prepare
 from plait.train.run_dir import RunDir
+from plait.train.sections import RunConfig
 from plait.train.trainer import train
 
 STEPS = 14

@@ -7,8 +7,8 @@ import torch
 
 from plait.errors import ConfigError
 from plait.models import causal_lm_on_meta
-from plait.train.config import OptimizerConfig
 from plait.train.optimizer import check_optimizer_args, param_groups
+from plait.train.sections import OptimizerConfig
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from plait.comm import World
 from plait.errors import CheckpointError, RunError
 from plait.parallel.zero.state_io import StateShard
 from plait.train.checkpointing import Checkpointing
-from plait.train.config import RunConfig
 from plait.train.metrics import Metrics, read_metrics
 from plait.train.run_dir import RunDir
+from plait.train.sections import RunConfig
 
 KEPT = [StateShard.from_tensor("weights/a", torch.arange(100_000.0))]
 

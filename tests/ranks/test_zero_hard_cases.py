@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from plait.train.config import OptimizerConfig
 from plait.train.optimizer import param_groups
+from plait.train.sections import OptimizerConfig
 from support import edge_case_models, programs
 from support.pool import Pool, PoolOver
 from support.programs import Task

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from plait.errors import ConfigError, RunError
 from plait.fileio import read_text, write_text
-from plait.train.config import BoardName
 from plait.train.run_dir import RunDir
 from plait.train.saved_recipe import SavedRecipe
+from plait.train.sections import BoardName
 
 
 class Board(Protocol):

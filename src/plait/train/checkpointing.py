@@ -25,8 +25,8 @@ from plait.checkpoint import Keep, Saver, staged_bytes
 from plait.comm import World
 from plait.errors import CheckpointError, CommError, PlaitError
 from plait.parallel.zero.state_io import StateShard
-from plait.train.config import RunConfig
 from plait.train.metrics import Metrics
+from plait.train.sections import RunConfig
 
 
 class Checkpointing:

@@ -1,202 +1,34 @@
 """The recipe: the configuration of a run, as a frozen value read from TOML.
 
-Every section belongs to the part that uses it. The error for an unknown key names the nearest known one, the
-error for a value of the wrong type names its key.
+Every section belongs to the part that uses it (`sections.py`, `data/config.py`). The error for an unknown key
+names the nearest known one, the error for a value of the wrong type names its key.
 """
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from plait.data.config import MAX_COUNT, DataConfig, FilePath, TokenizerConfig, check_data
+from plait.data.config import DataConfig, TokenizerConfig, check_data
 from plait.errors import ConfigError, PlanError, nearest, unknown_key_hint
 from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_keys
 from plait.plan import Plan
-from plait.plan.loss_scaling import LossScaling
 from plait.train.saved_recipe import SavedRecipe
+from plait.train.sections import (
+    GROUP_OPTIMIZERS,
+    OPTIMIZERS,
+    BatchRampConfig,
+    LossScaleConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SampleConfig,
+    ScheduleConfig,
+    Section,
+)
 from plait.train.task import with_task_defaults
-
-# Those that update each parameter by itself. Rprop does, but it has no weight decay and adapts its own step
-# sizes, so that two keys of the recipe would have no effect.
-OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lion", "NAdam", "RAdam",
-    "RMSprop", "SGD",
-)  # fmt: skip
-GROUP_OPTIMIZERS = (*OPTIMIZERS, "Muon")  # Muon only trains matrices, which no model consists of
-
-MONTH_S = 30 * 86400.0
-
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-BoardName = Literal["tensorboard", "wandb"]
-CallbackName = Annotated[str, Field(pattern=r"^[^\W\d][\w.]*:[^\W\d]\w*$")]  # module:Class
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class RunConfig(Section):
-    """`[run]`: directory, length and intervals. Every `*_every` is in steps; 0 means never."""
-
-    dir: FilePath
-    steps: Positive = 0  # 0: from `epochs`, until the data is known
-    epochs: float | None = Field(default=None, gt=0, le=MAX_COUNT)
-    batch: Positive  # sequences per step, over all ranks; or micro-batches of documents
-    seed: int = Field(default=0, ge=0, lt=2**63)  # for initial weights, dropout and sample order
-    log_every: Positive = 10
-    evaluate_every: Count = 100  # also before the first step and after the last
-    evaluate_batches: Positive = 8  # batches of validation sequences per evaluation
-    checkpoint_every: Count = 100  # also after the last step, and when stopped by a signal
-    # since the last save, by rank 0's clock; 0 means never
-    checkpoint_minutes: float = Field(default=0.0, ge=0, le=MONTH_S / 60)
-    keep_last: Positive = 2
-    keep_every: Count = 0  # also keep checkpoints at multiples of this step
-    keep_best: bool = False  # also keep the one with the lowest validation loss
-    early_stopping: Count = 0  # evaluations without a lower validation loss that end the run; 0: off
-    save_in_background: bool = False  # training waits for a copy in memory, not for the disk
-    max_failed_saves: Positive = 3  # failed saves in a row that end the run; see checkpointing.py
-    check_replicas_every: Count = 100  # compare replicated weights between ranks; also before each save
-    check_stragglers_every: Count = 50  # compare the time of each rank's own work
-    # Python's garbage collector, on all ranks at once; 0: when Python decides
-    collect_garbage_every: Count = 50
-    straggler_factor: float = Field(default=1.5, gt=1)  # slow: so many times the median of the other ranks
-    # a spike is this many typical deviations above the median loss; 0: off
-    spike_factor: float = Field(default=0.0, ge=0)
-    spike_window: int = Field(
-        default=100, ge=4, le=MAX_COUNT
-    )  # steps of the typical loss; see loss_spikes.py
-    spike_skip: Count = 100  # batches skipped after the spike, too
-    max_spikes: Count = 3  # rollbacks before the run ends with an error
-    max_skipped: Positive = 10  # steps in a row without a finite gradient that end the run; see trainer.py
-    max_restarts: Count = 3  # how often in all a killed worker of parameter servers is started again
-    timeout_s: float = Field(default=600.0, gt=0, le=MONTH_S)  # how long a rank waits for another rank
-    # time without a step after which all ranks write their stacks and exit
-    hang_s: float = Field(default=300.0, ge=0, le=MONTH_S)
-    save_s: float = Field(default=60.0, gt=0, le=MONTH_S)  # from a stop signal until local ranks are killed
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    # how ranks communicate; on CPUs shared memory (host) or Gloo
-    transport: Literal["auto", "host", "gloo", "nccl"] = "auto"
-    offload_dir: FilePath | None = None  # for offload=disk: a folder on a local disk of each host
-    report_to: tuple[BoardName, ...] = ("tensorboard",)  # boards that show the curves
-    callbacks: tuple[CallbackName, ...] = ()  # classes whose methods run at the events of the run
-    trace: FilePath | None = None  # file for a trace of the pipeline's actions in steps 3 to 5
-    probe: bool = False  # before the first step, compare gradients with the one-process model's
-
-
-class BatchRampConfig(Section):
-    """`[batch_ramp]`: batches that grow to run.batch sequences, linearly in the tokens read."""
-
-    start: Positive  # sequences in the first batches
-    step: Positive  # sequences by which batches grow at a time
-    tokens: Positive  # from the run's beginning until the batches are full: data.sequence for each sequence
-
-
-class ModelConfig(Section):
-    """`[model]`: either `config`, the keys of a Hugging Face configuration with its `model_type`, or
-    `path`, a directory or JSON file that contains one. `pretrained` starts from the weights in `path`; a run
-    saves the configuration next to that path, so that it needs `path` only until its first checkpoint.
-    `generation` are the keys of a generation_config.json, for the export; by default those in `path`.
-    """
-
-    config: dict[str, Any] | None = None
-    generation: dict[str, Any] | None = None
-    path: FilePath | None = None
-    pretrained: bool = False
-    tensor_plan: dict[str, str] | None = None  # how `tp` shards layers, on top of the model's own plan
-
-
-class ParamGroupConfig(Section):
-    """`[[optimizer.groups]]`: options of the parameters whose names match a pattern, e.g. `*.bias`, or an
-    optimizer of their own: `name` and `args`."""
-
-    match: str = Field(min_length=1)
-    name: str | None = None
-    args: dict[str, Any] = {}
-    lr: float | None = Field(default=None, ge=0)
-    weight_decay: float | None = Field(default=None, ge=0)
-
-    def options(self) -> dict[str, float]:
-        return {name: value for name in ("lr", "weight_decay") if (value := getattr(self, name)) is not None}
-
-
-class OptimizerConfig(Section):
-    """`[optimizer]`: a class of torch.optim, or plait's LAMB or Lion; `args` are its other arguments.
-
-    A parameter is in the first of `groups` that matches its name. The others have the options of this
-    section, without weight decay for norms and biases.
-    """
-
-    name: str = "AdamW"
-    lr: float = Field(gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float | None = Field(default=None, gt=0)
-    clip_value: float | None = Field(default=None, gt=0)
-    router_bias_update: float | None = Field(default=None, gt=0)
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    z_loss: float = Field(default=0.0, ge=0, lt=1)
-    router_z_loss: float | None = Field(default=None, gt=0)
-    args: dict[str, Any] = {}
-    groups: tuple[ParamGroupConfig, ...] = ()
-
-    def torch_args(self) -> dict[str, Any]:
-        return {"lr": self.lr, "weight_decay": self.weight_decay, **self.args}
-
-
-class ScheduleConfig(Section):
-    """`[schedule]`: the learning rate schedule, one of transformers.get_scheduler's."""
-
-    name: Literal[
-        "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
-        "warmup_stable_decay",
-    ] = "cosine"  # fmt: skip
-    warmup: Count = 0  # steps from 0 up to optimizer.lr
-    min_lr_ratio: float = Field(default=0.0, ge=0, lt=1)  # the decay ends at this fraction of optimizer.lr
-    cycles: Positive = 1
-    power: float = Field(default=1.0, gt=0)
-    timescale: Positive | None = None  # steps after which the rate has fallen by sqrt(2); None: warmup
-    decay: Positive | None = None  # the last steps, in which the rate decays
-    # required with `decay`: get_scheduler's default is a cosine, that of the papers is linear or 1-sqrt
-    decay_type: Literal["linear", "cosine", "1-sqrt"] | None = None
-
-
-_DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
-_SCHEDULES_WITH = {  # key: the schedules that use it
-    "min_lr_ratio": _DECAYING,
-    "cycles": ("cosine_with_restarts",),
-    "power": ("polynomial",),
-    "timescale": ("inverse_sqrt",),
-    "decay": ("warmup_stable_decay",),
-    "decay_type": ("warmup_stable_decay",),
-}
-
-
-class LossScaleConfig(Section):
-    """`[loss_scale]`: loss scaling for fp16; the keys are those of plait.LossScaling."""
-
-    initial: float = LossScaling.initial
-    growth: float = LossScaling.growth
-    backoff: float = LossScaling.backoff
-    interval: int = LossScaling.interval
-    hysteresis: int = LossScaling.hysteresis
-    minimum: float = LossScaling.minimum
-    dynamic: bool = LossScaling.dynamic
-
-    def scaling(self) -> LossScaling:
-        """Return the validated settings. Raises ConfigError."""
-        return LossScaling(**self.model_dump())
-
-
-class SampleConfig(Section):
-    """`[sample]`: text generated by the trained model at the end. With tokens=0 there is none."""
-
-    prompt: str = ""
-    tokens: Count = 0
-    temperature: float = Field(default=0.8, ge=0)  # 0 takes the most likely token
-    top_k: Positive = 50
 
 
 class Recipe(Section):
@@ -565,6 +397,17 @@ def _check_batch_ramp(ramp: BatchRampConfig, full: int, budget: int | None) -> N
             expected="start + k x step = run.batch, with k of at least 1",
             hint=f"run.batch = {nearest_full}",
         )
+
+
+_DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
+_SCHEDULES_WITH = {  # key: the schedules that use it
+    "min_lr_ratio": _DECAYING,
+    "cycles": ("cosine_with_restarts",),
+    "power": ("polynomial",),
+    "timescale": ("inverse_sqrt",),
+    "decay": ("warmup_stable_decay",),
+    "decay_type": ("warmup_stable_decay",),
+}
 
 
 def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:

@@ -41,12 +41,12 @@ from plait.errors import ConfigError, DataError, RunError
 from plait.models import IGNORED_LABEL, causal_lm_on_meta, check_attends_backwards
 from plait.plan import Plan
 from plait.tables import counted, facts_table
-from plait.train.config import ModelConfig
 from plait.train.export import newest_checkpoint, recorded_config
 from plait.train.metrics import perplexity
 from plait.train.model import initial_model
 from plait.train.run_dir import RunDir
 from plait.train.saved_recipe import check_is_folder_of_model
+from plait.train.sections import ModelConfig
 
 
 @dataclass(frozen=True)

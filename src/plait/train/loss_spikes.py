@@ -30,7 +30,7 @@ from plait.checkpoint import step_of
 from plait.comm import World, broadcast_text
 from plait.engine.engine import StepResult
 from plait.errors import RunError
-from plait.train.config import RunConfig
+from plait.train.sections import RunConfig
 
 _MAD_TO_STD = 1.4826
 _MIN_DEVIATION = 0.01  # of the median

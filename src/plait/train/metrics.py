@@ -45,8 +45,8 @@ from plait.parallel.local_steps import ExchangeResult
 from plait.plan.devices import device_of_driver
 from plait.tables import counted, plain
 from plait.train.boards import open_boards
-from plait.train.config import BoardName
 from plait.train.run_dir import RunDir
+from plait.train.sections import BoardName
 
 _CURVES = {
     "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",

@@ -21,7 +21,7 @@ from plait.models import (
     read_config,
 )
 from plait.plan import Plan
-from plait.train.config import ModelConfig
+from plait.train.sections import ModelConfig
 
 # Keys that configurations accept but store under another name.
 _OTHER_SPELLINGS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "num_labels"}

@@ -20,7 +20,7 @@ from plait.models import (
 )
 from plait.optim.lion_lamb import LAMB, Lion
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
-from plait.train.config import OptimizerConfig, ScheduleConfig
+from plait.train.sections import OptimizerConfig, ScheduleConfig
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:

@@ -35,15 +35,7 @@ from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
 from plait.train.boards import check_boards
 from plait.train.callbacks import callback_classes
-from plait.train.config import (
-    LossScaleConfig,
-    Recipe,
-    RunConfig,
-    check_batches,
-    differences,
-    read_recipe,
-    with_steps,
-)
+from plait.train.config import Recipe, check_batches, differences, read_recipe, with_steps
 from plait.train.heartbeat import any_stacks
 from plait.train.metrics import read_metrics
 from plait.train.model import (
@@ -59,6 +51,7 @@ from plait.train.model import (
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
+from plait.train.sections import LossScaleConfig, RunConfig
 
 _MAX_LOCAL_RANKS = 1024  # each is a process
 
