@@ -55,7 +55,7 @@ BUDGETS = {
     "models": 9975,
     "optim": 1460,
     "pages": 275,
-    "parallel": 14880,
+    "parallel": 14882,
     "plan": 6840,
     "planner": 4845,
     "server": 2250,

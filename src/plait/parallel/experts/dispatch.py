@@ -70,8 +70,10 @@ _receives_all: ContextVar[bool] = ContextVar("_receives_all", default=False)
 def all_rows() -> Iterator[None]:
     """Give this rank's experts, on meta, the rows of all ranks of the group."""
     token = _receives_all.set(True)
-    yield
-    _receives_all.reset(token)
+    try:
+        yield
+    finally:
+        _receives_all.reset(token)
 
 
 def distribute_experts(
