@@ -52,13 +52,17 @@ from plait.engine.usage_checks import (
     check_facts,
     check_pick,
     inconsistent,
+    no_counts,
+    no_gradient,
     no_trace,
     not_copyable,
+    nothing_to_train,
     one_thread,
     second_backward,
     too_large_explained,
+    too_many_micros,
 )
-from plait.errors import CheckpointError, ModelError, PlanError
+from plait.errors import CheckpointError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model
 from plait.optim.clip import clip_factor
@@ -208,12 +212,7 @@ class Engine:
         is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
         stage = self._runner.only_stage("engine.loss")
         if self.plan.counts_first:
-            raise PlanError(
-                "a single micro-batch has no counts of the step's",
-                given=f"engine.loss, router_balance=step micro={self.plan.micro}",
-                expected="all micro-batches of a step in one call",
-                hint="engine.step, or no router_balance",
-            )
+            raise no_counts(self.plan)
         batch = self._inputs.single(micro)
         with (
             sizes_of(*self._runner.sizes([batch])),
@@ -234,12 +233,7 @@ class Engine:
         check_loss(loss)
         stage = self._runner.only_stage("engine.backward")
         if self._micros_done == self.plan.micro:
-            raise PlanError(
-                "more micro-batches than plan.micro",
-                given=f"backward number {self._micros_done + 1} of a step, micro={self.plan.micro}",
-                expected="engine.update() after the last one",
-                hint=f"micro={self._micros_done + 1}",
-            )
+            raise too_many_micros(self.plan)
         if not self._micros_done:
             self._check_ready()
         try:
@@ -253,12 +247,7 @@ class Engine:
     def _check_ready(self) -> None:
         """Begin a step, if it may start."""
         if not self.num_parameters:
-            raise ModelError(
-                "the model has no trainable parameters",
-                given="no parameter requires a gradient",
-                expected="a parameter to train; engine.evaluate and engine.outputs need none",
-                hint="model.requires_grad_(True) before parallelize",
-            )
+            raise nothing_to_train()
         self._totals.begin_step()
         self._check_consistent()
         self.optimizer.check()
@@ -279,12 +268,7 @@ class Engine:
     def update(self) -> StepResult:
         """Finish the reductions, clip, and update the weights. See [Note: a single division per step]."""
         if not self._micros_done:
-            raise PlanError(
-                "update without a gradient",
-                given="no micro-batch since the last update",
-                expected="engine.backward(loss) first",
-                hint="engine.backward(loss) in place of loss.backward()",
-            )
+            raise no_gradient()
         try:
             self.optimizer.check()
             return self._update()
