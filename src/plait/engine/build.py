@@ -16,6 +16,7 @@ from plait.engine.stage import StageRunner
 from plait.engine.usage_checks import refuse_shards_in_files
 from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
+from plait.models.adapters import with_adapters_inside
 from plait.models.attention import dispatch_attention
 from plait.models.init_weights import parameter_only_modules
 from plait.models.routing import take_choices
@@ -112,7 +113,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     foreign = [foreign_modules(model, spec.blocks, spec.stages, stage) for stage in layouts]
     on_other_stages = set.intersection(*foreign)
     if spec.given.weights is not None:
-        on_other_stages |= parameter_only_modules(model)  # which the weights replace
+        # which the weights replace
+        on_other_stages |= parameter_only_modules(model) - with_adapters_inside(model)
     standalone = init_flat_params(model, units, context, spec.given.seed, on_other_stages)
     splitter = BackwardSplitter()
     stages = build_stages(model, spec, context, units, standalone, splitter)

@@ -128,15 +128,14 @@ def complete_adapter(adapter: AdapterConfig | None) -> AdapterConfig | None:
     its path or an adapter that recipes do not have, CheckpointError for an unreadable one."""
     if adapter is None or adapter.path is None:
         return adapter
-    saved = {
-        key: of for key, of in read_adapter_config(adapter.path).items() if of not in (None, [], {}, False)
-    }
+    unset: tuple[object, ...] = (None, [], {}, False)
+    saved = {key: of for key, of in read_adapter_config(adapter.path).items() if of not in unset}
     given = adapter.model_fields_set - {"path"}
     unknown = saved.keys() - AdapterConfig.model_fields.keys() - _NOT_OF_RECIPES
     if given or unknown or saved.get("peft_type") != "LORA":
         raise ConfigError(
             "an adapter to start from has its own keys" if given else "recipes have no such adapter",
-            given=f"adapter.path = {adapter.path}, with {', '.join(sorted(given or unknown)) or 'another type'}",
+            given=f"{adapter.path}: {', '.join(sorted(given or unknown)) or saved.get('peft_type')}",
             expected="adapter.path alone" if given else "a LoRA adapter with keys of docs/adapters.md",
             hint=f"--set adapter.{min(given)}= removes the key" if given else "a script: docs/adapters.md",
         )
@@ -144,7 +143,7 @@ def complete_adapter(adapter: AdapterConfig | None) -> AdapterConfig | None:
     return AdapterConfig.model_validate({"target_modules": None, **own, "path": adapter.path.absolute()})
 
 
-def adapter_facts(model: ModelConfig, adapter: AdapterConfig | None, seed: int) -> dict[str, object]:
+def adapter_facts(model: ModelConfig, adapter: AdapterConfig | None, seed: int) -> dict[str, Any]:
     """Return what checkpoints of a recipe's adapter record of it and its base; {} without one. Raises
     ModelError, CheckpointError."""
     if adapter is None:

@@ -110,7 +110,7 @@ class ResolvedRun:
         return engine
 
     @cached_property
-    def adapter_facts(self) -> dict[str, object]:
+    def adapter_facts(self) -> dict[str, Any]:
         """Facts about the adapter and its base; {} without one. Raises ModelError, CheckpointError."""
         return adapter_facts(self.recipe.model, self.recipe.adapter, self.recipe.run.seed)
 
@@ -201,7 +201,7 @@ class ResolvedRun:
         """Raise CheckpointError unless the checkpoint has this run's model, data, optimizer and samples."""
         for fact, value in self.facts().items():
             if fact == "base":
-                check_same_base(saved, self.adapter_facts["base"])
+                check_same_base(saved, self.adapter_facts[fact])
             else:
                 saved.check_same(fact, value)
 
