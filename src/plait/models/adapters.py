@@ -144,7 +144,7 @@ def attach(model: nn.Module, config: Mapping[str, Any], *, adapter: str = ADAPTE
     `config`: keys of peft.LoraConfig. Raises ModelError if PEFT is missing or refuses the configuration.
     """
     peft = import_peft()
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, module in model.named_modules() if name and "weight" in module._parameters]
     _check_targets(config, names, [name for name, _ in model.named_parameters()])
     try:
         with warnings.catch_warnings():

@@ -128,7 +128,7 @@ class AdapterConfig(Section):
     def lora_config(self) -> dict[str, Any]:
         """Return the arguments of peft.LoraConfig."""
         values = self.model_dump(mode="json", exclude={"path"})
-        alpha = self.lora_alpha
+        alpha = float(self.lora_alpha)
         return {key: of for key, of in values.items() if of is not None} | {
             "lora_alpha": int(alpha) if alpha.is_integer() else alpha
         }
