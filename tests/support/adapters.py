@@ -23,6 +23,10 @@ SGD = {"optimizer": torch.optim.AdamW, "optimizer_args": {"lr": 1e-2, "weight_de
 def save_base(folder: Path, family: str, **options: Any) -> None:
     """Write a small model with random weights in float64."""
     silent_error_models.with_random_weights(family, **options).save_pretrained(folder)
+    use_eager_experts(folder)
+
+
+def use_eager_experts(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["experts_implementation"] = "eager"  # others have no float64
     (folder / "config.json").write_text(json.dumps(config))

@@ -60,7 +60,8 @@ class AdapterFacts:
         for name in inner.peft_config:
             found = file_tensors(inner, state, name).items()
             keys[name] = {first[id(tensor)]: key for key, tensor in found}
-        plain = {f"{prefix}{name}": of for name, of in plain_names(inner).items()}
+        plain_of, named = plain_names(inner), _named_tensors(inner)
+        plain = {f"{prefix}{name}": plain_of[name] for name in named if name in plain_of}
         configs = {name: _as_json(config) for name, config in inner.peft_config.items()}
         return cls(configs, keys, plain, tuple(inner.active_adapters))
 
@@ -92,7 +93,8 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def plain_names(model: nn.Module) -> dict[str, str]:
     """The plain names of the parameters and buffers of a PeftModel that have one: see
     [Note: names of a wrapped model]. In any other model, all names as they are."""
-    named = _named_tensors(model)
+    parameters = model.named_parameters(remove_duplicate=False)  # a tied one has several
+    named = [name for name, _ in (*parameters, *model.named_buffers(remove_duplicate=False))]
     if not is_peft_model(model):
         return {name: name for name in named}
     layers = dict(adapter_layers(model))
