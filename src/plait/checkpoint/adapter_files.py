@@ -4,7 +4,6 @@ Files whose keys have the name of the adapter, a prefix of torch.compile, or lac
 PEFT with a warning at most, and change nothing. So keys are compared with those that PEFT gives the model.
 """
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -121,9 +120,3 @@ def _hint(key: str) -> str:
     if not key.startswith(PREFIX):
         return f"the keys with the prefix {PREFIX}, as PEFT's save_pretrained writes them"
     return f"the model and the [adapter] that {CONFIG} describes"
-
-
-def to_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a configuration, of JSON values only."""
-    values: dict[str, Any] = json.loads(json.dumps(dict(config), default=str))
-    return values

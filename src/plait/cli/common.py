@@ -94,7 +94,7 @@ def show_error(error: PlaitError, *, debug: bool = False) -> None:
 
 
 def check_without_adapter(options: Mapping[str, object]) -> None:
-    """Raise ConfigError for options of whole models, given for the files of an adapter."""
+    """Raise ConfigError for options of full models, given for the files of an adapter."""
     for name in (name for name, value in options.items() if value is not None):
         raise ConfigError(
             f"{name} is of merged models",

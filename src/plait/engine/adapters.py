@@ -7,7 +7,7 @@ that of the trained tensors, and a checkpoint records the base's identity instea
 saved: the checkpoint would otherwise be incomplete. A source may lack the base, or all of an adapter: what it
 lacks keeps its values.
 
-[Note: which adapter is trained]
+[Note: trained adapters]
 Units are built for the parameters that require a gradient when `parallelize` is called: those of the adapters
 that are active then. Another one can be switched on for outputs and evaluations. A step under it would update
 the trained one with zeros, so it is refused.
@@ -26,13 +26,13 @@ from plait.checkpoint.base import identity_of_files, identity_of_seed
 from plait.comm import World, raise_on_all
 from plait.engine.spec import Arguments
 from plait.errors import CheckpointError, ModelError, PlaitError, PlanError, RunError
+from plait.fileio import to_path
 from plait.models import config_of_model
 from plait.models.adapters import AdapterFacts, adapter_layers, disabled
 from plait.parallel.zero.state_io import StateShard, collect_shards
 
 if TYPE_CHECKING:
     from plait.engine.build import EngineParts
-    from plait.engine.engine import Engine
 
 
 class EngineAdapters:
@@ -68,7 +68,7 @@ class EngineAdapters:
         self._modules = [stage.module_part.module for stage in parts.stages.values()]
 
     def checkpoint_facts(self) -> dict[str, Any]:
-        """What a checkpoint records of the adapters; {} for other models."""
+        """The facts that a checkpoint records of the adapters; {} for other models."""
         if self.facts is None:
             return {}
         return {"adapter": dict(self.facts.configs), **({} if self.base is None else {"base": self.base})}
@@ -153,7 +153,9 @@ class EngineAdapters:
             kept |= group if group.isdisjoint(saved) else set()
         return frozenset(kept)
 
-    def save(self, folder: Path, adapter: str | None, shards: Sequence[StateShard], world: World) -> None:
+    def save(
+        self, folder: str | Path, adapter: str | None, shards: Sequence[StateShard], world: World
+    ) -> None:
         """Save one adapter, of which these are this rank's shards among others. Raises RunError."""
         name = self._check_known(adapter)
         assert self.facts is not None, "an adapter of this name exists"
@@ -164,32 +166,41 @@ class EngineAdapters:
             try:
                 named = {keys[key]: tensor.cpu() for key, tensor in tensors.items()}
                 base = None if self.base is None else self.base.get("path")
-                write_adapter(adapter_folder(folder, name), named, self.facts.configs[name], base)
+                target = adapter_folder(to_path(folder, "folder"), name)
+                write_adapter(target, named, self.facts.configs[name], base)
             except RunError as error:
                 problem = error
         raise_on_all(problem, world.group, world.device)
 
-    def read(self, folder: Path, adapter: str | None, engine: "Engine") -> dict[str, Tensor]:
-        """Return the weights of an adapter in PEFT's files, by their keys in a state, on all ranks. Raises
-        CheckpointError on all ranks, also if the adapter would be left with another one's optimizer
-        states."""
+    def read(
+        self,
+        folder: str | Path,
+        adapter: str | None,
+        shapes: Mapping[str, tuple[int, ...]],
+        num_steps: int,
+        world: World,
+    ) -> dict[str, Tensor]:
+        """Return the weights of an adapter in PEFT's files, by their keys in a state, on all ranks. `shapes`:
+        of all weights. Raises CheckpointError on all ranks, also if the adapter, trained for `num_steps`,
+        would be left with another one's optimizer states."""
         name = self._check_known(adapter)
         assert self.facts is not None, "an adapter of this name exists"
         problem, found = None, dict[str, Tensor]()
-        keys, shapes = self.facts.keys[name], engine.weight_shapes()
+        keys = self.facts.keys[name]
         try:
-            if name in self.facts.trained and engine.num_steps:
+            if name in self.facts.trained and num_steps:
                 raise CheckpointError(
                     "the optimizer's states belong to the adapter that has been trained",
-                    given=f"load_adapter of {name!r} after {engine.num_steps} steps",
+                    given=f"load_adapter of {name!r} after {num_steps} steps",
                     expected="an adapter that is not trained, or no steps before",
                     hint="engine.load(checkpoint), which loads the states too; or another engine",
                 )
             expected = {key: shapes[f"weights/{of}"] for of, key in keys.items()}
-            found = read_adapter(adapter_folder(folder, name), expected, self.facts.base)
+            source = adapter_folder(to_path(folder, "folder"), name)
+            found = read_adapter(source, expected, self.facts.base)
         except CheckpointError as error:
             problem = error
-        raise_on_all(problem, engine.world.group, engine.device)
+        raise_on_all(problem, world.group, world.device)
         return {f"weights/{of}": found[key] for of, key in keys.items()}
 
 

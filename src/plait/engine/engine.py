@@ -16,8 +16,8 @@ loss and norm, which are the same bits on every rank.
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -75,6 +75,7 @@ from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard,
 from plait.plan import MemoryUse
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
+_Keys = Collection[str] | None
 
 
 class Engine:
@@ -475,12 +476,7 @@ class Engine:
 
     @one_thread
     def load_from(
-        self,
-        source: StateReader,
-        *,
-        weights_only: bool = False,
-        options: bool = True,
-        only: Collection[str] | None = None,
+        self, source: StateReader, *, weights_only: bool = False, options: bool = True, only: _Keys = None
     ) -> None:
         """Restore this rank's shards from `source`, saved under any plan. `weights_only`: weights and
         buffers; the optimizer starts fresh. `options`: also the hyper-parameters of the optimizer's groups,
@@ -544,25 +540,23 @@ class Engine:
             self.load_from(reader, weights_only=weights_only)
         return checkpoint.facts
 
-    @contextmanager
-    def adapters_off(self) -> Iterator[None]:
+    def adapters_off(self) -> AbstractContextManager[None]:
         """Between steps, a context without adapters: `evaluate`, `outputs` and `log_probs` are the base's."""
-        with self._adapters.off(self._micros_done):
-            yield
+        return self._adapters.off(self._micros_done)
 
     def set_adapter(self, adapter: str) -> None:
         """Compute with another adapter; steps need those active in `parallelize`. Every rank must call."""
         self._adapters.use(adapter, self._micros_done)
 
     def save_adapter(self, folder: str | Path, adapter: str | None = None) -> None:
-        """Save an adapter, None for the trained one, as PEFT's files, which must not exist: in `folder`, or a
-        folder of its name in it unless that is `default`. Gathers only adapters. Every rank must call it."""
-        self._adapters.save(to_path(folder, "folder"), adapter, self.state_shards(), self.world)
+        """Save an adapter (None: the trained one) as PEFT's files, in `folder` or, unless it is `default`, in
+        a folder of its name there. Gathers only adapters. Every rank must call it. Raises RunError."""
+        self._adapters.save(folder, adapter, self.state_shards(), self.world)
 
     def load_adapter(self, folder: str | Path, adapter: str | None = None) -> None:
         """Load what `save_adapter` or PEFT saved; over a trained adapter only before the first step. Every
         rank must call it. Raises CheckpointError, before anything changes."""
-        found = self._adapters.read(to_path(folder, "folder"), adapter, self)
+        found = self._adapters.read(folder, adapter, self.weight_shapes(), self.num_steps, self.world)
         self.load_from(InMemoryState(found), weights_only=True, only=found.keys())
 
     def check_replicas(self) -> None:
@@ -599,9 +593,8 @@ class Engine:
 
     def discard_step(self) -> None:
         """Discard the micro-batches of an unfinished step; also called after an exception."""
-        for stage in self._stages:
+        for stage, routers in zip(self._stages, self._routers, strict=True):
             stage.reset()
-        for routers in self._routers:
             routers.take_totals()
         self._totals.clear()
         self._micros_done = 0

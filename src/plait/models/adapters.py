@@ -131,7 +131,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def file_tensors(model: Any, tensors: Mapping[str, Tensor], adapter: str = ADAPTER) -> dict[str, Tensor]:
     """The tensors of one adapter of a PeftModel, by their keys in PEFT's files: PEFT's own function chooses
     and names them, among `tensors` by their names in the model. Without embeddings of the base, which it
-    would save beside their adapters."""
+    would save with their adapters."""
     import peft
 
     chosen: dict[str, Tensor] = peft.get_peft_model_state_dict(
@@ -206,8 +206,8 @@ def _own_modules(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check_targets(config: Mapping[str, Any], modules: list[str], parameters: list[str]) -> None:
-    """Raise ModelError for a name that matches no module or parameter: PEFT ignores such a name beside
-    others that match."""
+    """Raise ModelError for a name that matches no module or parameter: PEFT ignores such a name if
+    others match."""
     for key, names in (
         ("target_modules", modules),
         ("modules_to_save", modules),

@@ -124,7 +124,7 @@ def with_adapter(model: PreTrainedModel, adapter: AdapterConfig | None) -> nn.Mo
 
 
 def complete_adapter(adapter: AdapterConfig | None) -> AdapterConfig | None:
-    """Return the section with the keys of the adapter to start from. Raises ConfigError for other keys beside
+    """Return the section with the keys of the adapter to start from. Raises ConfigError for other keys than
     its path or an adapter that recipes do not have, CheckpointError for an unreadable one."""
     if adapter is None or adapter.path is None:
         return adapter
