@@ -2,14 +2,14 @@
 
     python benchmarks/lora.py [--rounds 3] [--steps 10]
 
-A Llama with LoRA of rank 8 on all linear layers: base in bf16, adapters in float32, bf16 compute, AdamW, one
-thread for each rank. Each contender runs in processes of its own, with the same rows; they take turns in every
-round. `1 process`: PEFT's model under autocast and torch's AdamW, beside ours under `dp=1`. `2 ranks`: the
-Trainer (DDP on Gloo), beside ours under `dp=2`; all ranks are started by torchrun.
+A Llama with LoRA of rank 8 on all linear layers: base in bf16, adapters in float32, bf16 compute, AdamW,
+one thread for each rank. Each contender runs in processes of its own, with the same rows; they take turns in
+every round. `1 process`: PEFT's model under autocast and torch's AdamW, and ours under `dp=1`. `2 ranks`: the
+Trainer (DDP on Gloo), and ours under `dp=2`; all ranks are started by torchrun.
 
-`seconds` are of a step, after the first ones, the median of all rounds. `ahead`: the other's seconds by ours, of
-the same round. `loss` is the mean of all steps, on which both must agree. `bytes_ratio`: of a checkpoint of the
-adapter and one of all weights with their states, of the same model.
+`seconds` are of a step, after the first ones, the median of all rounds. `ahead`: the other's seconds by ours,
+of the same round. `loss` is the mean of all steps, on which both must agree. `bytes_ratio`: of a checkpoint
+of the adapter and one of all weights with their states, of the same model.
 """
 
 import argparse
@@ -24,7 +24,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import common
 import plait
@@ -50,9 +52,6 @@ def rows_of(folder: Path, steps: int, samples: int) -> list[torch.Tensor]:
 
 
 def of_peft(folder: Path) -> Any:
-    import peft
-    from transformers import AutoModelForCausalLM
-
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     base.config.use_cache = False
     torch.manual_seed(0)
@@ -93,8 +92,6 @@ def plain(folder: Path, arguments: argparse.Namespace) -> tuple[list[float], lis
 
 
 def trainer(folder: Path, arguments: argparse.Namespace) -> tuple[list[float], list[float]]:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
     ends: list[float] = []
 
     class Clock(TrainerCallback):
