@@ -41,6 +41,7 @@ BENCHMARKS = (
     "planner",
     "servers",
     "sft",
+    "lora",
 )
 LAST_LINES = 20  # of a benchmark that failed
 

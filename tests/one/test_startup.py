@@ -163,7 +163,7 @@ def test_an_unknown_option_is_refused_without_a_heavy_library(forked: Forked, co
         (("train", "recipes/tiny.toml", "--set", "run.steps=ten"), "--set run.steps=100"),
         (("train", "recipes/tiny.toml", "--set", "run.epochs=3"), "--set run.steps="),
         (("train", "recipes/tiny.toml", "--set", "run.report_to=wandb"), "--set run.report_to='["),
-        (("train", "recipes/tiny.toml", "--set", "peft.r=8"), "docs/scripts.md"),
+        (("train", "recipes/tiny.toml", "--set", "peft.r=8"), "docs/adapters.md"),
         (("schedule", "zb-h2", "--pp", "2", "--micro", "4"), "zb-h1"),
         (("schedule", "1f1b", "--pp", "2", "--micro", "4", "--png", "a.gif"), ".png"),
     ],

@@ -9,12 +9,14 @@ directory.py           atomic completion, and which checkpoints are retained
 diff.py                the contents of a checkpoint, and the differences between two
 safetensors_format.py  the header of a safetensors file
 huggingface.py         Hugging Face directories: reading and writing
+adapter_files.py       PEFT's files of an adapter
+base.py                the base model of adapters: its identity, and adapters merged into it
 """
 
 from plait.checkpoint.checkpoint import Checkpoint, is_damaged, newest, open_checkpoint
 from plait.checkpoint.diff import compare, find_checkpoints
 from plait.checkpoint.directory import Keep, best, remove_after, step_of, step_path, steps
-from plait.checkpoint.huggingface import SHARD_BYTES, HuggingFaceFiles, write_hugging_face
+from plait.checkpoint.huggingface import SHARD_BYTES, HuggingFaceFiles, checkpoint_weights, write_hugging_face
 from plait.checkpoint.manifest import MANIFEST
 from plait.checkpoint.reader import Reader
 from plait.checkpoint.saver import Saver, staged_bytes
@@ -28,6 +30,7 @@ __all__ = [
     "Reader",
     "Saver",
     "best",
+    "checkpoint_weights",
     "compare",
     "find_checkpoints",
     "is_damaged",

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,8 @@ class HuggingFaceFiles:
                 if len(dtypes) > 1 or DTYPES[dtype].is_floating_point != tensor.is_floating_point():
                     return f"{key} is of dtype {dtype}, in the model {tensor.dtype}"
             tensors[names.checkpoint_key(name)] = facts
+        for copy, name in names.copies.items():
+            tensors[names.checkpoint_key(copy)] = tensors[names.checkpoint_key(name)]
         files = {
             str(path): FileFacts(bytes=of.file_bytes, header_bytes=of.num_bytes, header_crc32=of.crc32)
             for path, of in self.headers.items()
@@ -190,8 +193,19 @@ class _Shard:
         return entries
 
 
+@contextmanager
+def checkpoint_weights(checkpoint: Checkpoint, model: nn.Module) -> Iterator[Callable[[str], Tensor]]:
+    """A context with the function that reads a tensor of the checkpoint by its first name in the model.
+    Raises CheckpointError for another model's checkpoint, or on exit if the data read is damaged."""
+    names = StateNames.from_model(model)
+    _check_same(checkpoint, names)
+    with checkpoint.reader() as reader:
+        yield functools.partial(_read_full, reader, names)
+        reader.finish()
+
+
 def write_hugging_face(
-    checkpoint: Checkpoint,
+    weights: AbstractContextManager[Callable[[str], Tensor]],
     model: "PreTrainedModel",
     out: Path,
     *,
@@ -200,13 +214,14 @@ def write_hugging_face(
     tokenizer: Path | None = None,
     generation: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a directory from which `AutoModelForCausalLM.from_pretrained` loads the checkpoint's weights.
+    """Write a directory from which `AutoModelForCausalLM.from_pretrained` loads the weights.
 
-    `model`: the checkpoint's, on meta. `dtype`: of floating-point tensors, except those that the model keeps
-    in float32. `tokenizer`: a directory that is copied into it. `generation`: the contents of
-    generation_config.json; None for the model's. Files have at most `shard_bytes`, or one group of tensors.
-    The directory is created complete or not at all. Raises CheckpointError for another model's checkpoint or
-    a damaged one, RunError if `out` exists or cannot be written.
+    `weights`: see `checkpoint_weights`. `model`: whose weights they are, on meta. `dtype`: of floating-point
+    tensors, except those that the model keeps in float32. `tokenizer`: a directory that is copied into it.
+    `generation`: the contents of generation_config.json; None for the model's. Files have at most
+    `shard_bytes`, or one group of tensors. The directory is created complete or not at all. Raises
+    CheckpointError for another model's checkpoint or a damaged one, RunError if `out` exists or cannot be
+    written.
     """
     if out.exists():
         raise RunError(
@@ -215,8 +230,6 @@ def write_hugging_face(
             expected="a directory that does not exist yet",
             hint=f"{out}-2",
         )
-    names = StateNames.from_model(model)
-    _check_same(checkpoint, names)
     form = SaveFormat(model, dtype)
     shards = _shards(form.groups(), shard_bytes)
     try:
@@ -224,11 +237,9 @@ def write_hugging_face(
             if tokenizer is not None:
                 shutil.copytree(tokenizer, partial, dirs_exist_ok=True, copy_function=copy_regular)
             _write_configuration(model, dtype, generation, partial)
-            with checkpoint.reader() as reader:
-                read = functools.partial(_read_full, reader, names)
+            with weights as read:
                 for shard in shards:
                     _write_shard(partial, shard, form, read)
-                reader.finish()
             if len(shards) > 1:
                 _write_index(partial / INDEX, shards, model)
             sync_tree(partial)

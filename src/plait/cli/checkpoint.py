@@ -11,11 +11,13 @@ import typer
 
 from plait.cli.common import (
     USER_ERROR,
+    Base,
     Debug,
     Dtype,
     Json,
     NewDirectory,
     check_outputs,
+    check_without_adapter,
     print_line,
     report_errors,
     show_error,
@@ -139,7 +141,10 @@ def diff(
 def convert(
     location: Location,
     out: NewDirectory,
-    to: Annotated[Literal["hf"], typer.Option(help="hf: for AutoModelForCausalLM.from_pretrained.")] = "hf",  # noqa: ARG001 (one so far)
+    to: Annotated[
+        Literal["hf", "peft"],
+        typer.Option(help="hf: for AutoModelForCausalLM.from_pretrained. peft: its adapter, for PeftModel."),
+    ] = "hf",
     dtype: Dtype = None,
     max_shard_size: Annotated[
         str | None,
@@ -149,18 +154,29 @@ def convert(
         Path | None,
         typer.Option(help="The config.json of the model, for a checkpoint that does not contain it."),
     ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="Name of the adapter, if the checkpoint has several.")
+    ] = None,
+    base: Base = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Write the weights as a Hugging Face directory, one tensor at a time."""
     _check_exists(location)
     from plait.checkpoint.huggingface import SHARD_BYTES
     from plait.train.export import convert as write
+    from plait.train.export import convert_adapter
     from plait.train.run_dir import RunDir
 
     limit = SHARD_BYTES if max_shard_size is None else _bytes_of(max_shard_size)
     found = _newest(location)
-    run = RunDir(found.path.absolute().parent.parent)
-    write(found, out, dtype, shard_bytes=limit, config=config, run=run if run.recipe.is_file() else None)
+    run: RunDir | None = RunDir(found.path.absolute().parent.parent)
+    run = run if run is not None and run.recipe.is_file() else None
+    if to == "peft":
+        check_without_adapter({"--dtype": dtype, "--base": base, "--max-shard-size": max_shard_size})
+        convert_adapter(found, out, adapter=adapter, config=config, run=run)
+    else:
+        files = {"shard_bytes": limit, "config": config, "run": run}
+        write(found, out, dtype, **files, adapter=adapter, base=base)  # type: ignore[arg-type]
     print_line(out)
 
 

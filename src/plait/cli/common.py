@@ -39,6 +39,10 @@ Dtype = Annotated[
     Literal["fp64", "fp32", "bf16", "fp16"] | None,
     typer.Option(help="Dtype of the weights. Default: the dtype that the run computed in."),
 ]
+Base = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the base model of an adapter. Default: where it was in training."),
+]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file; - is stdout.")
 ]
@@ -87,6 +91,17 @@ def show_error(error: PlaitError, *, debug: bool = False) -> None:
     if debug:
         traceback.print_exception(error)
     print_line(error.message(), file=sys.stderr)
+
+
+def check_without_adapter(options: Mapping[str, object]) -> None:
+    """Raise ConfigError for options of full models, given for the files of an adapter."""
+    for name in (name for name, value in options.items() if value is not None):
+        raise ConfigError(
+            f"{name} is of merged models",
+            given=f"{name} for PEFT's files of an adapter",
+            expected="the adapter as it was trained, in float32",
+            hint=f"the command without {name}, or a merged model",
+        )
 
 
 def check_outputs(outputs: Mapping[str, Path | None]) -> None:

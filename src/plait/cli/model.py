@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from plait.cli.common import (
+    Base,
     Debug,
     Dtype,
     Json,
     NewDirectory,
     Run,
     check_outputs,
+    check_without_adapter,
     print_line,
     report_errors,
     write_json_output,
@@ -54,14 +56,24 @@ def export(
     run: Run,
     out: NewDirectory,
     dtype: Dtype = None,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Only the adapter, for PeftModel. Default: merged into its base."),
+    ] = False,
+    base: Base = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
-    """Export a trained model for AutoModelForCausalLM and AutoTokenizer."""
+    """Export a trained model for AutoModelForCausalLM and AutoTokenizer, or its adapter."""
     check_is_run(run)
     from plait.train.export import export as write
+    from plait.train.export import export_adapter
     from plait.train.run_dir import RunDir
 
-    write(RunDir(run), out, dtype)
+    if adapter:
+        check_without_adapter({"--dtype": dtype, "--base": base})
+        export_adapter(RunDir(run), out)
+    else:
+        write(RunDir(run), out, dtype, base=base)
     print_line(out)
 
 

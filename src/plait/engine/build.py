@@ -16,6 +16,7 @@ from plait.engine.stage import StageRunner
 from plait.engine.usage_checks import refuse_shards_in_files
 from plait.errors import ModelError
 from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modules, split_stage, unit_facts
+from plait.models.adapters import with_adapters_inside
 from plait.models.attention import dispatch_attention
 from plait.models.init_weights import parameter_only_modules
 from plait.models.routing import take_choices
@@ -37,6 +38,7 @@ from plait.parallel.tensor.shards import TensorGroups
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, InFlightReductions
 from plait.parallel.zero.materialize import bind_flat_params, init_flat_params, release_unused
+from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.parameter import has_hooks
 from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.replica_check import ReplicaCheck
@@ -44,8 +46,9 @@ from plait.parallel.zero.shard_map import ShardMap
 from plait.parallel.zero.sharded_model import ShardedModel, ShardedStage, TiedGradReduce
 from plait.parallel.zero.sharded_optim import MasterWeights, ShardedOptimizer
 from plait.parallel.zero.state_dict import ShardedState
-from plait.plan import Grid, Layout, TPCoord
+from plait.plan import Grid, Layout, MemoryUse, TPCoord
 from plait.plan.axes import FEATURES, HIDDEN, Roles
+from plait.plan.communicators import num_communicators
 from plait.plan.context import first_heads
 
 
@@ -66,6 +69,26 @@ class EngineParts:
     inputs: Inputs
     dataflow: DataflowCheck | None  # if the model is split into stages
     loss: Loss | None  # the user's
+
+    def memory(self, activation_bytes: int | None) -> MemoryUse:
+        """Return the bytes that this rank holds."""
+        loss_bytes = max(stage.loss_buffers.peak_bytes for stage in self.stages.values())
+        others = (activation_bytes, loss_bytes, self.islands.outer.num_bytes)
+        return allocated_bytes(self.sharded, self.optimizer, self.context, *others)
+
+    def estimated_memory(self, spec: TrainingSpec, activation_bytes: int | None) -> MemoryUse:
+        """Estimate the bytes of this rank."""
+        is_cuda = self.context.device.type == "cuda"
+        return estimated_bytes(
+            self.layout,
+            self.context,
+            spec.plan,
+            **self.optimizer.memory_facts,
+            scratch_bytes=sum(s.reduction.scratch_bytes for s in self.sharded.stages.values()),
+            activation_bytes=activation_bytes,
+            num_communicators=num_communicators(spec.job, spec.schedule.rank_of) if is_cuda else None,
+            loss_bytes=max(stage.estimated_loss_bytes for stage in self.stages.values()),
+        )
 
 
 def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> EngineParts:
@@ -90,7 +113,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     foreign = [foreign_modules(model, spec.blocks, spec.stages, stage) for stage in layouts]
     on_other_stages = set.intersection(*foreign)
     if spec.given.weights is not None:
-        on_other_stages |= parameter_only_modules(model)  # which the weights replace
+        # which the weights replace
+        on_other_stages |= parameter_only_modules(model) - with_adapters_inside(model)
     standalone = init_flat_params(model, units, context, spec.given.seed, on_other_stages)
     splitter = BackwardSplitter()
     stages = build_stages(model, spec, context, units, standalone, splitter)

@@ -17,6 +17,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -25,10 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint import Saver
+from plait.checkpoint.base import check_same_base
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.checkpoint.directory import step_path
 from plait.checkpoint.manifest import json_facts
 from plait.comm import Group, Mesh, all_reduce, broadcast
+from plait.engine.adapters import EngineAdapters
 from plait.engine.build import EngineParts, build_engine_parts
 from plait.engine.inputs import Batch, Shares, share_of
 from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
@@ -52,24 +55,27 @@ from plait.engine.usage_checks import (
     check_facts,
     check_pick,
     inconsistent,
+    no_counts,
+    no_gradient,
     no_trace,
     not_copyable,
+    nothing_to_train,
     one_thread,
     second_backward,
     too_large_explained,
+    too_many_micros,
 )
-from plait.errors import CheckpointError, ModelError, PlanError
+from plait.errors import CheckpointError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model
 from plait.optim.clip import clip_factor
 from plait.parallel.experts.capacity import sizes_of
-from plait.parallel.zero.memory_stats import allocated_bytes, estimated_bytes
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
-from plait.plan.communicators import num_communicators
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
+_Keys = Collection[str] | None
 
 
 class Engine:
@@ -106,8 +112,10 @@ class Engine:
         self._spec = spec
         self.in_use = threading.RLock()  # see `one_thread`
         self._flops = FlopFacts.from_model(model)
+        self._adapters = EngineAdapters(model, spec.given)
         with too_large_explained():
             self._parts = build_engine_parts(model, spec, mesh)
+        self._adapters.watch(self._parts)
         make_local = partial(LocalUpdater, clip_value=spec.given.clip_value)
         self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups, self._inputs = self._parts.context.groups, self._parts.inputs
@@ -208,12 +216,7 @@ class Engine:
         is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
         stage = self._runner.only_stage("engine.loss")
         if self.plan.counts_first:
-            raise PlanError(
-                "a single micro-batch has no counts of the step's",
-                given=f"engine.loss, router_balance=step micro={self.plan.micro}",
-                expected="all micro-batches of a step in one call",
-                hint="engine.step, or no router_balance",
-            )
+            raise no_counts(self.plan)
         batch = self._inputs.single(micro)
         with (
             sizes_of(*self._runner.sizes([batch])),
@@ -234,12 +237,7 @@ class Engine:
         check_loss(loss)
         stage = self._runner.only_stage("engine.backward")
         if self._micros_done == self.plan.micro:
-            raise PlanError(
-                "more micro-batches than plan.micro",
-                given=f"backward number {self._micros_done + 1} of a step, micro={self.plan.micro}",
-                expected="engine.update() after the last one",
-                hint=f"micro={self._micros_done + 1}",
-            )
+            raise too_many_micros(self.plan)
         if not self._micros_done:
             self._check_ready()
         try:
@@ -253,12 +251,8 @@ class Engine:
     def _check_ready(self) -> None:
         """Begin a step, if it may start."""
         if not self.num_parameters:
-            raise ModelError(
-                "the model has no trainable parameters",
-                given="no parameter requires a gradient",
-                expected="a parameter to train; engine.evaluate and engine.outputs need none",
-                hint="model.requires_grad_(True) before parallelize",
-            )
+            raise nothing_to_train()
+        self._adapters.check_can_train()
         self._totals.begin_step()
         self._check_consistent()
         self.optimizer.check()
@@ -279,12 +273,7 @@ class Engine:
     def update(self) -> StepResult:
         """Finish the reductions, clip, and update the weights. See [Note: a single division per step]."""
         if not self._micros_done:
-            raise PlanError(
-                "update without a gradient",
-                given="no micro-batch since the last update",
-                expected="engine.backward(loss) first",
-                hint="engine.backward(loss) in place of loss.backward()",
-            )
+            raise no_gradient()
         try:
             self.optimizer.check()
             return self._update()
@@ -481,18 +470,24 @@ class Engine:
         self._check_consistent()
         self._updater.pull_state()
         own = self._own_state().items() if self._groups.world.rank == 0 else ()
-        shards = [*self._parts.state.shards(), *(StateShard.from_tensor(key, value) for key, value in own)]
+        shards = [shard for shard in self._parts.state.shards() if shard.key not in self._adapters.frozen]
+        shards += [StateShard.from_tensor(key, value) for key, value in own]
         return self._parts.islands.shards(shards)
 
     @one_thread
-    def load_from(self, source: StateReader, *, weights_only: bool = False, options: bool = True) -> None:
+    def load_from(
+        self, source: StateReader, *, weights_only: bool = False, options: bool = True, only: _Keys = None
+    ) -> None:
         """Restore this rank's shards from `source`, saved under any plan. `weights_only`: weights and
         buffers; the optimizer starts fresh. `options`: also the hyper-parameters of the optimizer's groups,
-        if they were saved. Every rank must call it. Raises CheckpointError, on all ranks: for another model's
-        state, before anything changes; for damage, after which the engine has to load again.
+        if they were saved. `only`: keys of weights; all else stays as it is. Every rank must call it. Raises
+        CheckpointError, on all ranks: for another model's state, before anything changes; for damage, after
+        which the engine has to load again.
         """
         source = self._parts.islands.reader(source, weights_only=weights_only)
-        self._parts.state.check(source, weights_only=weights_only)
+        kept = self._adapters.kept(source.shapes, weights_only=weights_only)
+        kept = kept if only is None else frozenset(self._parts.state.keys().difference(only))
+        self._parts.state.check(source, weights_only=weights_only, kept=kept)
         keys = source.shapes if options and not weights_only else ()
         option_keys = [key.removeprefix(_OPTIONS) for key in keys if key.startswith(_OPTIONS)]
         check_options(self.optimizer, option_keys)
@@ -502,11 +497,13 @@ class Engine:
             stage.unsharder.wait_for_readers()
         self._is_inconsistent, problem = True, None
         try:
-            self._parts.state.load(source, weights_only=weights_only)
-            self._scale.load(() if weights_only else source.shapes, source.read_full)
-            self.num_steps = 0 if weights_only else read_count(source, _NUM_STEPS)
-            load_options(self.optimizer, option_keys, lambda key: source.read_full(f"{_OPTIONS}{key}"))
-            self._parts.islands.load(source, self.num_steps)
+            self._parts.state.load_weights(source, kept)
+            if only is None:
+                self._parts.state.load_optimizer(source, weights_only=weights_only)
+                self._scale.load(() if weights_only else source.shapes, source.read_full)
+                self.num_steps = 0 if weights_only else read_count(source, _NUM_STEPS)
+                load_options(self.optimizer, option_keys, lambda key: source.read_full(f"{_OPTIONS}{key}"))
+                self._parts.islands.load(source, self.num_steps)
         except CheckpointError as error:
             problem = error
         source.finish(self._groups.one_copy, self.world.group, self.device, problem)
@@ -529,7 +526,8 @@ class Engine:
         self.check_replicas()
         config = config_of_model(self.model)
         model = {} if config is None else {"model": {"config": config}}
-        all_facts = {**model, **own_facts, "plan": str(self.plan), "seed": self.seed}
+        all_facts = {**model, **self._adapters.checkpoint_facts(), **own_facts}
+        all_facts |= {"plan": str(self.plan), "seed": self.seed}
         Saver(folder, self.world).save(self.num_steps, self.state_shards(), all_facts)
         return step_path(folder, self.num_steps)
 
@@ -537,9 +535,29 @@ class Engine:
         """Continue from a checkpoint, saved under any plan, and return its facts. Each rank reads only what
         it needs. See `load_from`."""
         checkpoint = open_on_all_ranks(to_path(path, "path"), self.world)
+        check_same_base(checkpoint, self._adapters.base)
         with checkpoint.reader() as reader:
             self.load_from(reader, weights_only=weights_only)
         return checkpoint.facts
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Between steps, a context without adapters: `evaluate`, `outputs` and `log_probs` are the base's."""
+        return self._adapters.off(self._micros_done)
+
+    def set_adapter(self, adapter: str) -> None:
+        """Compute with another adapter; steps need those active in `parallelize`. Every rank must call."""
+        self._adapters.use(adapter, self._micros_done)
+
+    def save_adapter(self, folder: str | Path, adapter: str | None = None) -> None:
+        """Save an adapter (None: the trained one) as PEFT's files, in `folder` or, unless it is `default`, in
+        a folder of its name there. Gathers only adapters. Every rank must call it. Raises RunError."""
+        self._adapters.save(folder, adapter, self.state_shards(), self.world)
+
+    def load_adapter(self, folder: str | Path, adapter: str | None = None) -> None:
+        """Load what `save_adapter` or PEFT saved; over a trained adapter only before the first step. Every
+        rank must call it. Raises CheckpointError, before anything changes."""
+        found = self._adapters.read(folder, adapter, self.weight_shapes(), self.num_steps, self.world)
+        self.load_from(InMemoryState(found), weights_only=True, only=found.keys())
 
     def check_replicas(self) -> None:
         """Raise RunError, on all ranks, if ranks that should hold identical weights differ in any bit; names
@@ -549,10 +567,7 @@ class Engine:
     def memory(self) -> MemoryUse:
         """Bytes that this rank holds. Activations: the peak over the schedule of what micro-batches keep from
         forward to backward, from the bytes of one, measured in the first step (None before it)."""
-        parts, activation_bytes = self._parts, self._runner.activation_bytes()
-        loss_bytes = max(stage.loss_buffers.peak_bytes for stage in parts.stages.values())
-        others = (activation_bytes, loss_bytes, parts.islands.outer.num_bytes)
-        return self._updater.memory(allocated_bytes(parts.sharded, parts.optimizer, parts.context, *others))
+        return self._updater.memory(self._parts.memory(self._runner.activation_bytes()))
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
         """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape.
@@ -561,19 +576,7 @@ class Engine:
         """
         check_batch_shape(batch_shape)
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
-        use = estimated_bytes(
-            self.layout,
-            self._parts.context,
-            self._spec.plan,
-            **self._parts.optimizer.memory_facts,
-            scratch_bytes=sum(stage.reduction.scratch_bytes for stage in self._stages),
-            activation_bytes=activation_bytes,
-            num_communicators=num_communicators(self.plan, self._spec.schedule.rank_of)
-            if self.device.type == "cuda"
-            else None,
-            loss_bytes=max(stage.estimated_loss_bytes for stage in self._parts.stages.values()),
-        )
-        return self._updater.memory(use)
+        return self._updater.memory(self._parts.estimated_memory(self._spec, activation_bytes))
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
         """FLOPs of forward and backward for one token; see `training_flops_per_token` in
@@ -590,9 +593,8 @@ class Engine:
 
     def discard_step(self) -> None:
         """Discard the micro-batches of an unfinished step; also called after an exception."""
-        for stage in self._stages:
+        for stage, routers in zip(self._stages, self._routers, strict=True):
             stage.reset()
-        for routers in self._routers:
             routers.take_totals()
         self._totals.clear()
         self._micros_done = 0

@@ -15,9 +15,10 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from plait.comm import World
-from plait.errors import CheckpointError, ConfigError, ModelError, RunError, shown
+from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, RunError, shown
 from plait.fileio import to_path
 from plait.models import Chain
+from plait.plan import Plan
 from plait.plan.loss_scaling import LossScaling
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -248,3 +249,39 @@ def _module(model: object) -> nn.Module:
             hint="a batch through the model before parallelize" if lazy else "the model before torch.jit",
         )
     return model
+
+
+def no_counts(plan: Plan) -> PlanError:
+    return PlanError(
+        "a single micro-batch has no counts of the step's",
+        given=f"engine.loss, router_balance=step micro={plan.micro}",
+        expected="all micro-batches of a step in one call",
+        hint="engine.step, or no router_balance",
+    )
+
+
+def too_many_micros(plan: Plan) -> PlanError:
+    return PlanError(
+        "more micro-batches than plan.micro",
+        given=f"backward number {plan.micro + 1} of a step, micro={plan.micro}",
+        expected="engine.update() after the last one",
+        hint=f"micro={plan.micro + 1}",
+    )
+
+
+def no_gradient() -> PlanError:
+    return PlanError(
+        "update without a gradient",
+        given="no micro-batch since the last update",
+        expected="engine.backward(loss) first",
+        hint="engine.backward(loss) in place of loss.backward()",
+    )
+
+
+def nothing_to_train() -> ModelError:
+    return ModelError(
+        "the model has no trainable parameters",
+        given="no parameter requires a gradient",
+        expected="a parameter to train; engine.evaluate and engine.outputs need none",
+        hint="model.requires_grad_(True) before parallelize",
+    )

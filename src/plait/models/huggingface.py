@@ -31,8 +31,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from plait.errors import ModelError, shown, unknown_key_hint
 from plait.fileio import missing_hint, read_json
 from plait.models.init_weights import RecordedConstruction, with_parameters_on_meta
+from plait.models.task import pretrained_base
 from plait.models.trace.prepare import running_on_meta
-from plait.models.transformers_types import is_pretrained_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -229,11 +229,12 @@ def pretrained_causal_lm(path: str) -> "PreTrainedModel":
 
 
 def config_of_model(model: nn.Module) -> dict[str, Any] | None:
-    """The configuration of a Hugging Face model, with its class, as JSON; None for other modules."""
-    if not is_pretrained_model(model):
+    """The configuration of a Hugging Face model, which may be in PEFT's wrapper, with its class, as JSON;
+    None for other modules."""
+    if (base := pretrained_base(model)) is None:
         return None
-    values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    return values | {"architectures": [type(model).__name__]}
+    values: dict[str, Any] = json.loads(base.config.to_json_string(use_diff=False))
+    return values | {"architectures": [type(base).__name__]}
 
 
 def check_forward(values: Mapping[str, Any]) -> None:

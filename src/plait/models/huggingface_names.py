@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from plait.models.adapters import plain_names
 from plait.models.init_weights import RecordedConstruction
+from plait.models.task import pretrained_base
 from plait.models.transformers_types import is_pretrained_model
 from plait.plan import Box
 
@@ -33,21 +35,34 @@ _LEGACY_KEYS = r"rotary_emb\.inv_freq"  # in old files; computed since
 @dataclass(frozen=True)
 class StateNames:
     """The names of a model's state dict. `first`: maps each to the tensor's first name as a parameter or
-    buffer, by which plait identifies it. `buffers`: the first names of buffers."""
+    buffer, by which plait identifies it. `buffers`: the first names of buffers.
+
+    Of a model in PEFT's wrapper: the plain names (see `adapters.py`), without the tensors of adapters.
+    `copies`: the first names of further tensors that begin with a plain name's values, with its first name.
+    """
 
     first: Mapping[str, str]
     tensors: Mapping[str, Tensor]  # by first name
     buffers: frozenset[str]
+    copies: Mapping[str, str]
 
     @classmethod
     def from_model(cls, model: nn.Module) -> "StateNames":
         named = [*model.named_parameters(), *model.named_buffers()]
-        first = {id(tensor): name for name, tensor in named}
-        tensors = {name: t for name, t in model.state_dict(keep_vars=True).items() if id(t) in first}
+        first, plain = {id(tensor): name for name, tensor in named}, plain_names(model)
+        state = model.state_dict(keep_vars=True)
+        tensors, copies = dict[str, Tensor](), dict[str, str]()
+        for name, tensor in state.items():
+            plain_name = plain.get(name)
+            if id(tensor) not in first or plain_name is None:
+                continue
+            if tensors.setdefault(plain_name, tensor) is not tensor:
+                copies[first[id(tensor)]] = first[id(tensors[plain_name])]
         return cls(
             {name: first[id(tensor)] for name, tensor in tensors.items()},
             {first[id(tensor)]: tensor for tensor in tensors.values()},
             frozenset(name for name, _ in model.named_buffers()),
+            copies,
         )
 
     def checkpoint_key(self, first: str) -> str:
@@ -123,7 +138,8 @@ _RENAMED = _Conversion([""], stacks=False, dim=0)
 def map_file_keys(model: nn.Module, keys: Iterable[str]) -> dict[str, FileKeys] | str:
     """Map the first name of each tensor to its keys in the files, or return why that is not possible."""
     names = StateNames.from_model(model)
-    name_of, ignored = _file_key_to_name(model), _ignored_keys(model)
+    base = pretrained_base(model) or model
+    name_of, ignored = _file_key_to_name(base, names.first), _ignored_keys(base)
     found: dict[str, tuple[_Conversion, list[list[str]]]] = {}
     for key in keys:
         name, source, conversion = name_of(key)
@@ -153,9 +169,11 @@ def _in_order(key: str) -> list[Any]:
     return [int(word) if word.isdecimal() else word for word in re.split(r"([0-9]+)", key)]
 
 
-def _file_key_to_name(model: nn.Module) -> Callable[[str], tuple[str, str, _Conversion | None]]:
-    """Return the function from a file's key to the name in the model, the source of a conversion that it
-    matches, and this conversion; None if the tensor is no box of the model's."""
+def _file_key_to_name(
+    model: nn.Module, state: Mapping[str, str]
+) -> Callable[[str], tuple[str, str, _Conversion | None]]:
+    """Return the function from a file's key to the name in the model (of those in `state`), the source of a
+    conversion that it matches, and this conversion; None if the tensor is no box of the model's."""
     if not is_pretrained_model(model):
         return lambda key: (key, "", _RENAMED)
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -165,7 +183,7 @@ def _file_key_to_name(model: nn.Module) -> Callable[[str], tuple[str, str, _Conv
     renamings: Any = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters: Any = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     conversions = {source: _conversion(each) for each in converters for source in each.source_patterns}
-    state, prefix = model.state_dict(), model.base_model_prefix
+    prefix = model.base_model_prefix
 
     def name_of(key: str) -> tuple[str, str, _Conversion | None]:
         """Rename as transformers' convert_and_load_state_dict_in_model."""

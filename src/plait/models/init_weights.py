@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from plait.errors import ModelError
+from plait.models.adapters import adapter_resets
 from plait.models.tensors import storage_key
 from plait.models.trace.modes import Functions, watching_reads
 from plait.models.transformers_types import is_pretrained_model
@@ -180,6 +181,7 @@ class _ModelInitializer:
         own = {p for module in self._modules for p in module._parameters.values() if p is not None}
         self._own = {self._name_of[parameter] for parameter in own}
         self._skip = {module for module in skip if own.isdisjoint(module.parameters())}
+        self._adapter_resets = adapter_resets(model)
         self._deferred: dict[str, tuple[nn.Module, Callable[[Any], None]]] = {}  # skipped so far, by name
 
     def init_subtree(self, module: nn.Module, name: str, apply: Callable[[Any], None]) -> None:
@@ -195,7 +197,7 @@ class _ModelInitializer:
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = allocated = _poisoned(torch.empty_like(buffer, device=self.device))
                 self._buffers.add(allocated)
-        self._initialize(_InitStep(module, name, apply))
+        self._initialize(_InitStep(module, name, self._adapter_resets.get(module, apply)))
 
     def use_constructors(self) -> None:
         """Give parameters that have no value the one that their constructor gave them, if it is known, and

@@ -19,6 +19,7 @@ from plait.train.saved_recipe import SavedRecipe
 from plait.train.sections import (
     GROUP_OPTIMIZERS,
     OPTIMIZERS,
+    AdapterConfig,
     BatchRampConfig,
     LossScaleConfig,
     ModelConfig,
@@ -39,6 +40,7 @@ class Recipe(Section):
     run: RunConfig
     batch_ramp: BatchRampConfig | None = None
     model: ModelConfig
+    adapter: AdapterConfig | None = None
     data: DataConfig
     tokenizer: TokenizerConfig
     optimizer: OptimizerConfig
@@ -236,7 +238,7 @@ _RECORDS = "run.report_to, for TensorBoard and wandb; metrics.jsonl in run.dir; 
 _ELSEWHERE = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "run.epochs"),
     **dict.fromkeys(("report_to", "wandb", "mlflow"), _RECORDS),
-    **dict.fromkeys(("peft", "lora"), "LoRA in a script: docs/scripts.md, Fine-tuning"),
+    **dict.fromkeys(("peft", "lora", "use_peft", "lora_r"), "[adapter], with peft's keys: docs/adapters.md"),
 }
 # By pydantic's type of an error
 _EXAMPLES = {"int": "100", "float": "0.1", "bool": "true", "path": "FOLDER", "tuple": "'[\"...\"]'"}

@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from plait.api import parallelize
 from plait.checkpoint import Checkpoint, open_checkpoint
+from plait.checkpoint.base import adapter_configs, choose_adapter
 from plait.comm import World
 from plait.data.documents import PaddingCollator
 from plait.data.readers import read_documents
@@ -39,6 +40,7 @@ from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
 from plait.errors import ConfigError, DataError, RunError
 from plait.models import IGNORED_LABEL, causal_lm_on_meta, check_attends_backwards
+from plait.models.adapters import attach
 from plait.plan import Plan
 from plait.tables import counted, facts_table
 from plait.train.export import newest_checkpoint, recorded_config
@@ -140,12 +142,19 @@ class ModelFiles:
             )
         return cls(path, saved, given_tokenizer or run.tokenizer)
 
-    def model(self) -> tuple[PreTrainedModel, Path | None]:
-        """Return the model, and the folder from which each rank reads its weights: None if the model has
-        them, or a checkpoint is loaded. Raises ModelError, CheckpointError."""
+    def model(self) -> tuple[Any, dict[str, Any]]:
+        """Return the model, and arguments of `parallelize` for what a checkpoint does not hold: the folder of
+        weights that each rank reads its part of, or a seed. Raises ModelError, CheckpointError."""
         if self.saved is None:
-            return initial_model(ModelConfig(path=self.path, pretrained=True))
-        return causal_lm_on_meta(recorded_config(self.saved)), None
+            model, weights = initial_model(ModelConfig(path=self.path, pretrained=True))
+            return model, {"weights": weights}
+        on_meta = causal_lm_on_meta(recorded_config(self.saved))
+        if not (configs := adapter_configs(self.saved)):
+            return on_meta, {}
+        name, base = choose_adapter(self.saved, None), self.saved.facts.get("base") or {}
+        return attach(on_meta, configs[name], adapter=name), (
+            {"weights": base["path"]} if "path" in base else {"seed": base.get("seed", 0)}
+        )
 
 
 def scores_table(request: EvaluationRequest, scores: Scores) -> Table:
@@ -167,7 +176,7 @@ def evaluate(request: EvaluationRequest, world: World) -> Scores:
     """Return the scores, on every rank. Every rank makes the call. Raises a PlaitError."""
     found = ModelFiles.find(request.model, request.tokenizer)
     tokenizer = read_tokenizer(found.tokenizer)
-    model, weights = found.model()
+    model, arguments = found.model()
     check_attends_backwards(model)
     texts = list(read_documents(request.data, request.text_key))
     encoded = [encode(tokenizer, text) for text in texts]
@@ -186,7 +195,7 @@ def evaluate(request: EvaluationRequest, world: World) -> Scores:
         Plan.parse(request.plan).resolved(world.size),
         optimizer=torch.optim.SGD,
         loss=_score,
-        weights=weights,
+        **arguments,
         world=world,
     )
     if found.saved is not None:

@@ -29,7 +29,7 @@ from plait.plan.memory import COMPUTE_BYTES
 from plait.tables import counted, facts_table, table
 from plait.train.config import Recipe, micro_batch_shape
 from plait.train.measurements import Measurements
-from plait.train.model import check_config, config_of, model_on_meta
+from plait.train.model import check_config, complete_adapter, config_of, model_on_meta, with_adapter
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.run_report import memory_table
 
@@ -360,8 +360,10 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
     plan = Plan.parse(recipe.plan)
     batch_shape = micro_batch_shape(recipe, plan)
     check_optimizer_args(recipe.optimizer)
-    check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
-    model = model_on_meta(recipe.model.model_copy(update={"config": _config(recipe), "path": None}))
+    adapter = recipe.adapter if is_saved else complete_adapter(recipe.adapter)
+    check_config(recipe.model, recipe.data.sequence, plan, adapter, is_saved=is_saved)
+    of_tokenizer = recipe.model.model_copy(update={"config": _config(recipe), "path": None})
+    model = with_adapter(model_on_meta(of_tokenizer), adapter)
     given = Arguments(
         model,
         plan,

@@ -1,17 +1,25 @@
 """Use the trained model outside of plait: export it to Hugging Face format, or generate text."""
 
+import copy
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from plait import checkpoint
-from plait.checkpoint import Checkpoint, write_hugging_face
+from plait.checkpoint import Checkpoint, checkpoint_weights, write_hugging_face
+from plait.checkpoint.adapter_files import check_new_adapter, write_adapter
+from plait.checkpoint.base import MergedWeights, adapter_configs, adapter_tensors, choose_adapter
 from plait.data.tokenizer import read_tokenizer
 from plait.errors import CheckpointError
-from plait.models import causal_lm_on_meta
+from plait.fileio import copy_regular, writing
+from plait.models import StateNames, causal_lm_on_meta
 from plait.plan import Plan
 from plait.train.model import check_prompt, model_on_meta, prompt_ids
 from plait.train.run_dir import RunDir
@@ -27,11 +35,13 @@ def load_trained(run: RunDir, device: str = "cpu") -> tuple[PreTrainedModel, Pre
     Raises RunError, CheckpointError."""
     recipe, tokenizer = run.read_recipe(), read_tokenizer(run.checked_tokenizer())
     saved = newest_checkpoint(run)
-    # `weights/` and the persistent buffers: together a state_dict
-    tensors = {
-        name.partition("/")[2]: tensor for name, tensor in saved.read(("weights/", "buffers/")).items()
-    }
     on_meta = model_on_meta(recipe.model)
+    if adapter_configs(saved):
+        with _weights(saved, on_meta) as read:
+            tensors = {name: read(name) for name in StateNames.from_model(on_meta).tensors}
+    else:  # `weights/` and the persistent buffers: together a state_dict
+        found = saved.read(("weights/", "buffers/")).items()
+        tensors = {name.partition("/")[2]: tensor for name, tensor in found}
     transformers_logging.disable_progress_bar()
     build: Any = type(on_meta).from_pretrained
     model, report = build(
@@ -53,13 +63,44 @@ def load_trained(run: RunDir, device: str = "cpu") -> tuple[PreTrainedModel, Pre
     return trained, tokenizer
 
 
-def export(run: RunDir, out: Path, dtype: str | None = None) -> None:
-    """Export the newest checkpoint for `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`.
+def export(run: RunDir, out: Path, dtype: str | None = None, *, base: Path | None = None) -> None:
+    """Export the newest checkpoint for `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`; with
+    an adapter merged into its base (`base`: where that is now).
 
     Atomic. Raises RunError if `out` exists or cannot be written.
     """
     run.read_recipe()  # raises unless it is a run directory
-    convert(newest_checkpoint(run), out, dtype, run=run)
+    convert(newest_checkpoint(run), out, dtype, run=run, base=base)
+
+
+def export_adapter(run: RunDir, out: Path) -> None:
+    """Export the adapter of the newest checkpoint for PeftModel.from_pretrained, with the tokenizer. Raises
+    RunError, CheckpointError."""
+    run.read_recipe()
+    convert_adapter(newest_checkpoint(run), out, run=run)
+
+
+def convert_adapter(
+    saved: Checkpoint,
+    out: Path,
+    *,
+    adapter: str | None = None,
+    config: Path | None = None,
+    run: RunDir | None = None,
+) -> None:
+    """Write an adapter of a checkpoint as PEFT's files, with its run's tokenizer if there is one. See
+    `convert`."""
+    name = choose_adapter(saved, adapter)
+    on_meta = causal_lm_on_meta(
+        config if config is not None else recorded_config(saved), of_architecture=True
+    )
+    tensors, base = adapter_tensors(saved, on_meta, name), saved.facts.get("base")
+    check_new_adapter(out)
+    path = base.get("path") if isinstance(base, dict) else None
+    write_adapter(out, tensors, adapter_configs(saved)[name], path)
+    if run is not None:
+        with writing("cannot write the tokenizer", out):
+            shutil.copytree(run.checked_tokenizer(), out, dirs_exist_ok=True, copy_function=copy_regular)
 
 
 def convert(
@@ -70,24 +111,40 @@ def convert(
     shard_bytes: int = checkpoint.SHARD_BYTES,
     config: Path | None = None,
     run: RunDir | None = None,
+    adapter: str | None = None,
+    base: Path | None = None,
 ) -> None:
     """Convert a checkpoint to a Hugging Face directory, with its run's tokenizer if there is one.
 
-    dtype   a key of DTYPES; None for the precision of the run
-    config  the model's config.json, for checkpoints that do not record it
+    dtype    a key of DTYPES; None for the precision of the run
+    config   the model's config.json, for checkpoints that do not record it
+    adapter  the one to merge, if the checkpoint has several
+    base     the folder of the adapter's base, if it is not where it was in training
 
     Raises RunError, ModelError, CheckpointError.
     """
     generation = saved.facts.get("generation")
+    source = config if config is not None else recorded_config(saved)
+    model = causal_lm_on_meta(source, of_architecture=True)
     write_hugging_face(
-        saved,
-        causal_lm_on_meta(config if config is not None else recorded_config(saved), of_architecture=True),
+        _weights(saved, model, adapter, base),
+        model,
         out,
         dtype=DTYPES[dtype or Plan.parse(str(saved.facts.get("plan", ""))).dtype],
         shard_bytes=shard_bytes,
         tokenizer=run.checked_tokenizer() if run is not None else None,
         generation=generation if isinstance(generation, dict) else None,
     )
+
+
+def _weights(
+    saved: Checkpoint, model: PreTrainedModel, adapter: str | None = None, base: Path | None = None
+) -> AbstractContextManager[Callable[[str], Tensor]]:
+    """The weights of a checkpoint, with its adapter merged if it has one, by their names in the model."""
+    if not adapter_configs(saved):
+        return checkpoint_weights(saved, model)
+    to_wrap = copy.deepcopy(model)  # on meta
+    return MergedWeights(saved, to_wrap, choose_adapter(saved, adapter), base)
 
 
 def generate(

@@ -6,12 +6,15 @@ Apart from `config.py`, so that a recipe is read and most of its mistakes are re
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from plait.checkpoint import HuggingFaceFiles
+from plait.checkpoint.adapter_files import read_adapter_config
 from plait.data.dataset import check_sequence
+from plait.engine.adapters import EngineAdapters
 from plait.engine.spec import Arguments, validate
-from plait.errors import ModelError, RunError, unknown_key_hint
+from plait.errors import ConfigError, ModelError, RunError, unknown_key_hint
 from plait.models import (
     causal_lm_on_meta,
     check_attends_backwards,
@@ -20,11 +23,17 @@ from plait.models import (
     pretrained_causal_lm,
     read_config,
 )
+from plait.models.adapters import attach
 from plait.plan import Plan
-from plait.train.sections import ModelConfig
+from plait.train.sections import AdapterConfig, ModelConfig
 
 # Keys that configurations accept but store under another name.
 _OTHER_SPELLINGS = {"model_type", "rope_theta", "rope_scaling", "torch_dtype", "num_labels"}
+# Keys of adapter_config.json that say what the adapter is, or which follow from the model.
+_NOT_OF_RECIPES = {
+    "peft_type", "task_type", "inference_mode", "peft_version", "auto_mapping", "base_model_name_or_path",
+    "revision", "fan_in_fan_out", "megatron_core", "qalora_group_size",
+}  # fmt: skip
 
 
 def complete_config(
@@ -55,9 +64,16 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
     return read_config(model.path)
 
 
-def check_config(model: ModelConfig, sequence: int, plan: Plan, *, is_saved: bool = False) -> PreTrainedModel:
+def check_config(
+    model: ModelConfig,
+    sequence: int,
+    plan: Plan,
+    adapter: AdapterConfig | None = None,
+    *,
+    is_saved: bool = False,
+) -> nn.Module:
     """Check what does not depend on the tokenizer, before hours are spent on tokenizing; return the model on
-    meta.
+    meta, with its adapter.
 
     `is_saved`: the recipe is a run's, whose keys and weights are those that the run began with. Raises
     ModelError for an invalid configuration or layers that cannot be sharded, PlanError for a grid that they
@@ -73,9 +89,10 @@ def check_config(model: ModelConfig, sequence: int, plan: Plan, *, is_saved: boo
     on_meta = model_on_meta(model)
     check_attends_backwards(on_meta)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
-    validate(Arguments(on_meta, plan, tensor_plan=model.tensor_plan))
+    trained = with_adapter(on_meta, adapter)
+    validate(Arguments(trained, plan, tensor_plan=model.tensor_plan))
     check_forward(values)
-    return on_meta
+    return trained
 
 
 def check_weights(model: ModelConfig) -> None:
@@ -84,18 +101,56 @@ def check_weights(model: ModelConfig) -> None:
         HuggingFaceFiles.open(model.path)
 
 
-def initial_model(model: ModelConfig) -> tuple[PreTrainedModel, Path | None]:
+def initial_model(model: ModelConfig, adapter: AdapterConfig | None = None) -> tuple[nn.Module, Path | None]:
     """Return the model on meta, and the directory of the pretrained weights if each rank can read its shards.
 
     Weights that transformers has to convert are loaded into the returned model instead. Raises ModelError,
     CheckpointError.
     """
-    on_meta = model_on_meta(model)
+    on_meta = with_adapter(model_on_meta(model), adapter)
     if not model.pretrained or model.path is None:
         return on_meta, None
     if HuggingFaceFiles.open(model.path).direct_read_problem(on_meta) is None:
         return on_meta, model.path
-    return pretrained_causal_lm(str(model.path)), None
+    return with_adapter(pretrained_causal_lm(str(model.path)), adapter), None
+
+
+def with_adapter(model: PreTrainedModel, adapter: AdapterConfig | None) -> nn.Module:
+    """Return the model with the recipe's adapter, if there is one. Raises ModelError."""
+    if adapter is None:
+        return model
+    wrapped: nn.Module = attach(model, adapter.lora_config())
+    return wrapped
+
+
+def complete_adapter(adapter: AdapterConfig | None) -> AdapterConfig | None:
+    """Return the section with the keys of the adapter to start from. Raises ConfigError for other keys than
+    its path or an adapter that recipes do not have, CheckpointError for an unreadable one."""
+    if adapter is None or adapter.path is None:
+        return adapter
+    unset: tuple[object, ...] = (None, [], {}, False)
+    saved = {key: of for key, of in read_adapter_config(adapter.path).items() if of not in unset}
+    given = adapter.model_fields_set - {"path"}
+    unknown = saved.keys() - AdapterConfig.model_fields.keys() - _NOT_OF_RECIPES
+    if given or unknown or saved.get("peft_type") != "LORA":
+        raise ConfigError(
+            "an adapter to start from has its own keys" if given else "recipes have no such adapter",
+            given=f"{adapter.path}: {', '.join(sorted(given or unknown)) or saved.get('peft_type')}",
+            expected="adapter.path alone" if given else "a LoRA adapter with keys of docs/adapters.md",
+            hint=f"--set adapter.{min(given)}= removes the key" if given else "a script: docs/adapters.md",
+        )
+    own = {key: of for key, of in saved.items() if key in AdapterConfig.model_fields}
+    return AdapterConfig.model_validate({"target_modules": None, **own, "path": adapter.path.absolute()})
+
+
+def adapter_facts(model: ModelConfig, adapter: AdapterConfig | None, seed: int) -> dict[str, Any]:
+    """Return what checkpoints of a recipe's adapter record of it and its base; {} without one. Raises
+    ModelError, CheckpointError."""
+    if adapter is None:
+        return {}
+    trained, weights = initial_model(model, adapter)
+    given = Arguments(trained, Plan(), seed=seed, weights=weights)
+    return EngineAdapters(trained, given).checkpoint_facts()
 
 
 def model_on_meta(model: ModelConfig) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from plait.api import parallelize
 from plait.checkpoint import Checkpoint, steps
+from plait.checkpoint.base import check_same_base
 from plait.comm import World
 from plait.data.build import build
 from plait.data.config import INDEX, DataConfig
@@ -39,14 +40,17 @@ from plait.train.config import Recipe, check_batches, differences, read_recipe, 
 from plait.train.heartbeat import any_stacks
 from plait.train.metrics import read_metrics
 from plait.train.model import (
+    adapter_facts,
     check_config,
     check_prompt,
     check_weights,
+    complete_adapter,
     complete_config,
     generation_of,
     initial_model,
     model_on_meta,
     prompt_ids,
+    with_adapter,
 )
 from plait.train.optimizer import check_optimizer_args, optimizer_class, param_groups
 from plait.train.resume import find_newest, rewind
@@ -78,8 +82,10 @@ class ResolvedRun:
     def build_engine(self, world: World, *, loads: bool = False) -> Engine:
         """Build the engine. `loads`: a checkpoint is loaded next, so there are no initial weights to read."""
         recipe, optimizer = self.recipe, self.recipe.optimizer
-        model, weights = (model_on_meta(recipe.model), None) if loads else initial_model(recipe.model)
-        return parallelize(
+        model, weights = initial_model(recipe.model, recipe.adapter)
+        if loads and "base" not in self.adapter_facts:  # the checkpoint has all weights
+            model, weights = with_adapter(model_on_meta(recipe.model), recipe.adapter), None
+        engine = parallelize(
             model,
             self.plan,
             optimizer=optimizer_class(optimizer),
@@ -99,12 +105,21 @@ class ResolvedRun:
             weights=weights,
             world=world,
         )
+        if recipe.adapter is not None and recipe.adapter.path is not None and not loads:
+            engine.load_adapter(recipe.adapter.path)
+        return engine
+
+    @cached_property
+    def adapter_facts(self) -> dict[str, Any]:
+        """Facts about the adapter and its base; {} without one. Raises ModelError, CheckpointError."""
+        return adapter_facts(self.recipe.model, self.recipe.adapter, self.recipe.run.seed)
 
     def facts(self) -> dict[str, object]:
         """Return the facts that a checkpoint must share with the run to be loaded by it."""
         recipe = self.recipe
         return {
             "model": {"config": recipe.model.config},
+            **self.adapter_facts,
             "data": self.store.digest,
             "optimizer": recipe.optimizer.name,
             # the order of samples: if it changed, a resumed run would see some twice and others never
@@ -185,7 +200,10 @@ class ResolvedRun:
     def check_checkpoint(self, saved: Checkpoint) -> None:
         """Raise CheckpointError unless the checkpoint has this run's model, data, optimizer and samples."""
         for fact, value in self.facts().items():
-            saved.check_same(fact, value)
+            if fact == "base":
+                check_same_base(saved, self.adapter_facts[fact])
+            else:
+                saved.check_same(fact, value)
 
 
 def _document_facts(data: DataConfig) -> dict[str, object]:
@@ -221,12 +239,14 @@ def prepare(
     Raises a PlaitError, and then has created no directory.
     """
     recipe, is_saved = _read(source, sets, plan, resume), source.is_dir()
+    if not is_saved:
+        recipe = recipe.model_copy(update={"adapter": complete_adapter(recipe.adapter)})
     run_dir = RunDir(recipe.run.dir)
     resolved = _check(recipe, ranks, local, is_saved=is_saved)
     if resume:
         saved = run_dir.read_recipe(sets, plan)
         run_dir.checked_tokenizer()
-        if start is None and not steps(run_dir.checkpoints):
+        if recipe.adapter is not None or (start is None and not steps(run_dir.checkpoints)):
             check_weights(recipe.model)
         lock_run(run_dir, lock)
         newest = find_newest(run_dir.checkpoints) if start is None else None
@@ -371,7 +391,7 @@ def _check(recipe: Recipe, ranks: int | None, local: bool, *, is_saved: bool) ->
     if local:
         check_devices(num_ranks, recipe.run.device)
     check_optimizer_args(recipe.optimizer)
-    model = check_config(recipe.model, recipe.data.sequence, plan, is_saved=is_saved)
+    model = check_config(recipe.model, recipe.data.sequence, plan, recipe.adapter, is_saved=is_saved)
     param_groups(recipe.optimizer, model)
     return plan
 
@@ -473,7 +493,7 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
         max_sequence=getattr(model.config, "max_position_embeddings", None),
         sequence=recipe.data.sequence,
     )
-    validate(Arguments(model, plan, tensor_plan=recipe.model.tensor_plan))
+    validate(Arguments(with_adapter(model, recipe.adapter), plan, tensor_plan=recipe.model.tensor_plan))
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
     path = recipe.model.path if recipe.model.pretrained else None

@@ -69,6 +69,7 @@ class RunDir:
     sample = _Name("sample.txt")  # of generated text
     report = _Name("report.html")
     export = _Name("export")  # the trained model in Hugging Face format
+    adapter = _Name("adapter")  # in its place for an [adapter], in PEFT's format
 
     def read_recipe(self, sets: Sequence[str] = (), plan: str | None = None) -> Recipe:
         """Return the recipe of this run; its `run.dir` is this directory, even if it was moved.

@@ -86,7 +86,8 @@ class BatchRampConfig(Section):
 class ModelConfig(Section):
     """`[model]`: either `config`, the keys of a Hugging Face configuration with its `model_type`, or
     `path`, a directory or JSON file that contains one. `pretrained` starts from the weights in `path`; a run
-    saves the configuration next to that path, so that it needs `path` only until its first checkpoint.
+    saves the configuration next to that path, so that it needs `path` only until its first checkpoint; with
+    an `[adapter]` always, as its checkpoints do not hold these weights.
     `generation` are the keys of a generation_config.json, for the export; by default those in `path`.
     """
 
@@ -95,6 +96,42 @@ class ModelConfig(Section):
     path: FilePath | None = None
     pretrained: bool = False
     tensor_plan: dict[str, str] | None = None  # how `tp` shards layers, on top of the model's own plan
+
+
+class AdapterConfig(Section):
+    """`[adapter]`: only a LoRA adapter is trained, on the frozen weights of the model. The keys are those of
+    peft.LoraConfig; `path` is the folder of an adapter in PEFT's files to start from, which has them all.
+
+    LoRA: Hu et al., 2021; rsLoRA: Kalajdzievski, 2023; DoRA: Liu et al., 2024. All linear layers by default,
+    as in QLoRA (Dettmers et al., 2023), and not the two that PEFT chooses for most families.
+    """
+
+    path: FilePath | None = None
+    r: Positive = 8
+    lora_alpha: float = Field(default=8, gt=0)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: tuple[str, ...] | str | None = "all-linear"
+    target_parameters: tuple[str, ...] | None = None  # such as mlp.experts.down_proj: experts of three dims
+    exclude_modules: tuple[str, ...] | str | None = None
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: str | None = None
+    modules_to_save: tuple[str, ...] | None = None  # trained as copies, without an adapter
+    ensure_weight_tying: bool = False
+    bias: Literal["none", "all", "lora_only"] = "none"
+    lora_bias: bool = False
+    use_rslora: bool = False
+    use_dora: bool = False
+    rank_pattern: dict[str, Positive] = {}
+    alpha_pattern: dict[str, float] = {}
+    init_lora_weights: bool | Literal["gaussian"] = True
+
+    def lora_config(self) -> dict[str, Any]:
+        """Return the arguments of peft.LoraConfig."""
+        values = self.model_dump(mode="json", exclude={"path"})
+        alpha = float(self.lora_alpha)
+        return {key: of for key, of in values.items() if of is not None} | {
+            "lora_alpha": int(alpha) if alpha.is_integer() else alpha
+        }
 
 
 class ParamGroupConfig(Section):

@@ -50,7 +50,7 @@ from plait.tables import counted, plain
 from plait.train.callbacks import CallbackRun, load_callbacks
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
-from plait.train.export import DTYPES, export, generate
+from plait.train.export import DTYPES, export, export_adapter, generate
 from plait.train.heartbeat import Heartbeat
 from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.measurements import StepRecorder, write_measured
@@ -569,12 +569,13 @@ class Trainer:
             if engine.plan.num_servers:
                 draw_clocks(run.metrics, run.clocks)
         # The export from before a resume, and partial exports of a process that was killed.
-        for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*")):
+        for old in (run.export, *run.path.glob(f"{run.export.name}.tmp-*"), run.adapter):
             shutil.rmtree(old, ignore_errors=True)
-        export(run, run.export)
+        write, out = (export, run.export) if self._recipe.adapter is None else (export_adapter, run.adapter)
+        write(run, out)
         outputs = {
             "checkpoint": checkpoint.steps(run.checkpoints)[-1],
-            "Hugging Face export": run.export,
+            ("Hugging Face export" if self._recipe.adapter is None else "PEFT adapter"): out,
             **({"TensorBoard": run.tensorboard} if "tensorboard" in self._config.report_to else {}),
             "metrics": run.metrics,
             "loss": run.picture,

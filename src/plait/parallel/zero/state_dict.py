@@ -11,7 +11,7 @@ A key is `kind/name`, in the model's names:
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -161,27 +161,38 @@ class ShardedState:
         saved, boxes = tensor.state(shape) if tensor and is_part else (shape, Boxes.full(shape))
         return StateShard(key, saved, state.dtype, boxes, 0, state.numel(), read)
 
-    def check(self, source: StateReader, *, weights_only: bool = False) -> None:
+    def check(self, source: StateReader, *, weights_only: bool = False, kept: Collection[str] = ()) -> None:
         """Raise CheckpointError if a tensor is missing, or of another shape or optimizer. Of the engine's
-        counters, only the presence of one is checked."""
+        counters, only the presence of one is checked. `kept`: keys of weights that are not to be loaded."""
         shapes = source.shapes
         if not weights_only and "engine/num_steps" not in shapes:
             raise not_engine_state("no engine/num_steps", "the tensors of engine.state()")
         for key, shape in shapes.items():
             if key.startswith("engine/") and shape != ():
                 raise not_engine_state(f"{key}: {shape}", "numbers")
-        self._check(_without_counters(shapes), weights_only=weights_only)
+        self._check(_without_counters(shapes), weights_only=weights_only, kept=kept)
         self._check_dtypes(source.dtypes, weights_only=weights_only)
 
-    def load(self, source: StateReader, *, weights_only: bool = False) -> None:
-        """Load this rank's part of a state that has passed `check`. `weights_only`: the optimizer starts
-        without states."""
+    def keys(self) -> set[str]:
+        """The keys of all weights and buffers."""
+        return {*self.shapes(), *(f"{of.kind}/{name}" for name, of in self._shard_map.standalone.items())}
+
+    def load_weights(self, source: StateReader, kept: Collection[str] = ()) -> None:
+        """Load this rank's weights and buffers from a state that has passed `check`, except those of the keys
+        `kept`."""
         with torch.no_grad():
             for unit in self._all_units():
-                read_overlaps(source, "weights", unit, unit.overlaps(), unit.master)
+                overlaps = [each for each in unit.overlaps() if f"weights/{each.shard.name}" not in kept]
+                read_overlaps(source, "weights", unit, overlaps, unit.master)
             for name, by_stage in self._local_standalone().items():
-                for tensor in by_stage.values():
-                    tensor.copy_(source.read_full(f"{self._shard_map.standalone[name].kind}/{name}"))
+                key = f"{self._shard_map.standalone[name].kind}/{name}"
+                for tensor in by_stage.values() if key not in kept else ():
+                    tensor.copy_(source.read_full(key))
+
+    def load_optimizer(self, source: StateReader, *, weights_only: bool = False) -> None:
+        """Load this rank's optimizer states from a state that has passed `check`. `weights_only`: the
+        optimizer starts without states."""
+        with torch.no_grad():
             has_states = not weights_only and _has_states(_without_counters(source.shapes))
             if not has_states:
                 self._optimizer.chunked.clear()
@@ -319,13 +330,16 @@ class ShardedState:
                 read_overlaps(source, kind, unit, overlaps, flat)
         return state
 
-    def _check(self, shapes: Mapping[str, tuple[int, ...]], *, weights_only: bool) -> None:
+    def _check(
+        self, shapes: Mapping[str, tuple[int, ...]], *, weights_only: bool, kept: Collection[str]
+    ) -> None:
         expected = self.shapes()
         expected |= {
             f"buffers/{name}": tensor.shape
             for name, tensor in self._shard_map.standalone.items()
             if tensor.kind == "buffers"
         }
+        expected = {key: shape for key, shape in expected.items() if key not in kept}
         for shard, group in self._shard_map.params() if not weights_only and _has_states(shapes) else ():
             if group is not None:
                 states = self._optimizer.parameter_states(shard, group)
