@@ -138,6 +138,7 @@ class Style(Enum):
     PER_HEAD_NORM = "head norm"  # normalizes each head: replicated weight, gradient summed over col
     MLA_LATENT = "latent"  # DeepSeek's kv_a_proj: replicated, with a part that all heads read: see `summed`
     EXPERTS = "experts"  # a module of expert tensors: full input, output summed or gathered over col
+    WEIGHT_NORM = "weight norm"  # DoRA's magnitudes: norms of a layer's weight, whose sharding they have
     DEPTHWISE = "depthwise"  # a convolution of each channel separately: channels over col
     REPLICATE = "replicated"  # unchanged, full features
 

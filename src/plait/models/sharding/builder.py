@@ -28,7 +28,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)  # hold modules, a
 class TPPlanBuilder:
     """See `TPPlan` for what is collected. `specs`: declared styles, by name; `blocks`: the blocks' names;
     `needs_all_features`: layers of a derived plan whose outputs the model's code may use in full; `wrappers`:
-    modules that have given their style to a layer in them."""
+    modules that have given their style to a layer in them; `head`: the layer that outputs the logits, if it
+    is sharded."""
 
     model: nn.Module
     rows: int
@@ -41,6 +42,7 @@ class TPPlanBuilder:
     arguments: list[ArgumentSharding] = field(default_factory=list)
     needs_all_features: set[str] = field(default_factory=set)
     wrappers: set[str] = field(default_factory=set)
+    head: str = ""
     modules: dict[str, nn.Module] = field(init=False)
     shapes: dict[str, tuple[int, ...]] = field(init=False)
     pretrained: Any = field(init=False)  # the model of transformers, which may be wrapped; None for another

@@ -73,6 +73,7 @@ from plait.models.sharding.styles import (
     style_text,
 )
 from plait.models.task import forward_names
+from plait.models.sharding.weight_norms import add_weight_norms, base_of, magnitudes
 from plait.models.transformers_types import input_embedding
 from plait.plan.axes import FEATURES
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, StyleLine, TPPlan, split_width
@@ -124,6 +125,7 @@ def _build(
     builder = TPPlanBuilder(model, rows, cols, tuple(blocks), specs)
     is_derived = given in (None, {LAYOUT: layout}) and not any(map(builder.block_of, specs))
     failure = _derive(builder, batch) if is_derived else None
+    builder.needs_all_features |= {base_of(name) for name in magnitudes(builder)}  # of a head
     _declare_embedding_and_head(builder)
     dims = {} if layout is None else apply_layout(builder, layout, names, sequence=sequence)
     _add_styles(builder)
@@ -135,6 +137,7 @@ def _build(
             hint=_example_plan(builder, batch),
         )
     _check_shared(builder)
+    add_weight_norms(builder)
     regions = find_regions(builder)
     if sequence:
         check_sequence(builder, regions)
@@ -233,8 +236,9 @@ def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
     replicated = {name for name, spec in builder.specs.items() if spec.style is Style.REPLICATE}
     is_tied = False
     if isinstance(head, nn.Linear) and names.get(id(head), "") not in {"", *replicated}:
-        is_head = names[id(head)] not in builder.needs_all_features  # else its logits are gathered
-        builder.specs[names[id(head)]] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
+        builder.head = names[id(head)]
+        is_head = builder.head not in builder.needs_all_features  # else its logits are gathered
+        builder.specs[builder.head] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
         is_tied = isinstance(embedding, nn.Embedding) and head.weight is embedding.weight
     weight = getattr(embedding, "weight", None)
     readers = {name: m for name, m in builder.modules.items() if m._parameters.get("weight", m) is weight}

@@ -1,0 +1,103 @@
+"""Adapters of peft under every plan: gradients, norms and weights of three steps are those of peft in one
+process. See docs/tensor.md, "Adapters and changed blocks"."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import plait
+from plait.errors import PlaitError
+from plait.parallel.adapters import weight_norms
+from support import programs
+from support.changed_models import lora, task
+from support.pool import Pool
+
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
+FAMILIES = (
+    *("llama", "qwen3", "gpt2", "phi3", "deepseek_v3", "mixtral", "gemma2", "olmo2", "gpt_neox"),
+    *("starcoder2", "opt", "qwen3_moe"),
+)
+WITH_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe")
+PLANS = (
+    "dp=2",
+    "dp=2 zero=1",
+    "dp=2 zero=2 offload=cpu",
+    "dp=2 zero=3",
+    "dp=2 zero=3 recompute=full",
+    "tp=2",
+    "tp=2 sp=true",
+    "pp=2",
+    "pp=2 tp=2 sp=true",
+    "cp=2",
+    "dp=2 ep=2",
+    "dp=2 tp=2 zero=3",
+)
+
+
+def _trained(task: programs.Task, plan: str, mutation: str = "") -> programs.Trace | str:
+    """The training under a plan, or its error."""
+    try:
+        with MUTATIONS[mutation]():
+            return programs.train_task(task, f"{plan} precision=fp64")
+    except PlaitError as error:
+        return str(error)
+
+
+def _of_shard(tensor: Any, *_: Any) -> Any:
+    return tensor
+
+
+MUTATIONS: dict[str, Any] = {
+    "": mock.MagicMock,
+    "norm of the shard": lambda: mock.patch.object(weight_norms, "all_reduce_in_place", _of_shard),
+}
+
+
+def _largest(pool: Pool, task: programs.Task, plan: str, mutation: str = "") -> float:
+    """The largest difference of a gradient from one process. Fails for a refused plan."""
+    ours = pool.run(_trained, plait.Plan.parse(plan).num_ranks, task, plan, mutation)[0]
+    assert not isinstance(ours, str), ours
+    oracle = programs.one_process_task(task, ours.first_weights, 1)
+    if not mutation:
+        programs.assert_same(ours, oracle)
+    pairs = zip(ours.gradients, oracle.gradients, strict=True)
+    return max(programs.largest_difference(mine, theirs)[0] for mine, theirs in pairs)
+
+
+def _cases() -> list[Any]:
+    """All but those that the family itself does not run under. Of each family `make test` has other plans and
+    kinds: every pair of a plan and a kind is there."""
+    cases, count = list[Any](), len(PLANS)
+    for at, family in enumerate(FAMILIES):
+        for of_kind, kind in enumerate(KINDS):
+            for index, plan in enumerate(PLANS):
+                if ("ep=" in plan and family not in WITH_EXPERTS) or ("sp" in plan and family == "opt"):
+                    continue
+                is_selected = (5 * at + 4 * of_kind) % count == index
+                marks = () if is_selected else pytest.mark.sweep
+                cases.append(pytest.param(family, kind, plan, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("family", "kind", "plan"), _cases())
+def test_adapters_train_as_peft_in_one_process(pool: Pool, family: str, kind: str, plan: str) -> None:
+    assert _largest(pool, task(lora, family, **KINDS[kind]), plan) < 1e-9
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=true", "pp=2 tp=2"])
+@pytest.mark.parametrize("targets", ["embed_tokens q_proj down_proj", "lm_head o_proj"])
+def test_magnitudes_of_embeddings_and_heads(pool: Pool, targets: str, plan: str) -> None:
+    dora = task(lora, "llama", use_dora=True, targets=targets, init_lora_weights=False)
+    assert _largest(pool, dora, plan) < 1e-9
+
+
+@pytest.mark.parametrize("options", [{"lora_bias": False, "bias": "all"}, {"bias": "lora_only"}])
+def test_magnitudes_next_to_biases(pool: Pool, options: dict[str, Any]) -> None:
+    dora = task(lora, "biased_llama", use_dora=True, **options)
+    assert _largest(pool, dora, "tp=2 sp=true") < 1e-9
+
+
+def test_a_norm_of_the_shard_of_a_weight_is_wrong(pool: Pool) -> None:
+    dora = task(lora, "llama", use_dora=True, init_lora_weights=False)
+    assert _largest(pool, dora, "tp=2", "norm of the shard") > 1e-3
