@@ -72,8 +72,8 @@ from plait.models.sharding.styles import (
     resolve_styles,
     style_text,
 )
-from plait.models.task import forward_names
 from plait.models.sharding.weight_norms import add_weight_norms, base_of, magnitudes
+from plait.models.task import forward_names
 from plait.models.transformers_types import input_embedding
 from plait.plan.axes import FEATURES
 from plait.plan.sharding import DimSharding, LayerSharding, Range, Style, StyleLine, TPPlan, split_width
