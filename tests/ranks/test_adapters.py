@@ -85,6 +85,36 @@ def test_adapters_train_as_peft_in_one_process(pool: Pool, family: str, kind: st
     assert _largest(pool, task(lora, family, **KINDS[kind]), plan) < 1e-9
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+OF_EXPERTS = (
+    ("mixtral", "dp=2 zero=3 ep=2"),
+    ("mixtral", "dp=2 tp=2 ep=2"),  # each column has other experts
+    ("mixtral", "pp=2 tp=2 sp=true"),
+    ("qwen3_moe", "dp=2 zero=3 recompute=full"),
+    ("qwen3_moe", "tp=2 sp=true"),
+    ("qwen3_moe", "cp=2"),
+    ("gpt_oss", "dp=2 ep=2"),  # weights are transposed
+    ("gpt_oss", "tp=2"),
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        *OF_EXPERTS,
+        *(
+            pytest.param(family, plan, marks=pytest.mark.sweep)
+            for family in ("mixtral", "qwen3_moe", "gpt_oss")
+            for plan in (*PLANS, "dp=2 tp=2 ep=2")
+            if (family, plan) not in OF_EXPERTS and not (family == "gpt_oss" and "sp" in plan)
+        ),
+    ],
+)
+def test_adapters_of_experts_train_as_peft_in_one_process(pool: Pool, family: str, plan: str) -> None:
+    adapted = task(lora, family, target_parameters=EXPERTS, init_lora_weights=False)
+    assert _largest(pool, adapted, plan) < 1e-9
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=true", "pp=2 tp=2"])
 @pytest.mark.parametrize("targets", ["embed_tokens q_proj down_proj", "lm_head o_proj"])
 def test_magnitudes_of_embeddings_and_heads(pool: Pool, targets: str, plan: str) -> None:

@@ -46,8 +46,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
 from plait.models.parameter_adapters import parameter_adapters
-from plait.plan.layout import ExpertDim
-from plait.plan.sharding import TPPlan
+from plait.plan.sharding import ExpertDim, TPPlan
 
 _DECORATED = "_is_expert_parallel"  # an attribute that the decorator gives to modules
 _ARGUMENTS = 3  # of a forward, next to the module: see the note above
@@ -217,10 +216,10 @@ def divide_over_columns(plan: TPPlan, model: nn.Module, found: Iterable[Experts]
     that have those of each of `ranks` in one tensor, divisible by the columns. Elsewhere columns have parts
     of each expert."""
     for experts in found:
-        own = {name: model.get_parameter(name) for name in experts.parameters}
-        if all(len(parameter) == experts.number for parameter in own.values()):
-            dims = {name: parameter.ndim for name, parameter in own.items()}
-            plan = plan.with_own_experts(experts.name, dims, experts.number, ranks)
+        shapes = {name: model.get_parameter(name).shape for name in experts.parameters}
+        own = [shape for name, shape in shapes.items() if name.startswith(f"{experts.name}.")]
+        if all(shape[0] == experts.number for shape in own):
+            plan = plan.with_own_experts(experts.name, experts.parameters, shapes, experts.number, ranks)
     return plan
 
 
@@ -255,7 +254,7 @@ def _experts(model: nn.Module) -> Iterator[Experts]:
             )
         seen |= {id(parameter) for parameter in own.values()}
         at = {
-            f"{name}.{key}": ExpertDim(listed.index(key.partition(".")[0]), number) if is_list else ExpertDim()
+            f"{name}.{key}": ExpertDim(*(listed.index(key.partition(".")[0]), number) if is_list else ())
             for key in own
         }
         of_adapters = (adapter.parts for adapter in adapters if adapter.module == name)

@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import groupby, product
 
 from plait.plan.axes import UnitKind
-from plait.plan.sharding import Boxes, ParamSharding, Range, TPPlan
+from plait.plan.sharding import Boxes, ExpertDim, ParamSharding, TPPlan
 
 # Every shard starts at a multiple of this many elements: 16 bytes of bf16, the pointer alignment of matrix
 # units. Widths of real models are multiples of it, so gaps are rare. Gaps always hold zeros: no parameter is
@@ -52,27 +52,6 @@ class TPCoord:
             cls(row, col, plan.rows, plan.cols, shardings, expert, experts)
             for expert, row, col in product(range(experts), range(plan.rows), range(plan.cols))
         ]
-
-
-@dataclass(frozen=True)
-class ExpertDim:
-    """Where a parameter has the experts of a layer: along `dim`, `repeats` times one after another. It has
-    those of one of several equal parts: of this `index`, out of so many `parts`."""
-
-    index: int = 0
-    parts: int = 1
-    dim: int = 0
-    repeats: int = 1
-
-    def ranges(self, size: int, rank: int, ranks: int) -> tuple[Range, ...]:
-        """The elements of the dim, of this size, that one of several ranks has."""
-        each = size // self.repeats
-        start, stop = (
-            min(max(self.parts * each * at // ranks - self.index * each, 0), each) for at in (rank, rank + 1)
-        )
-        if start >= stop:
-            return ()
-        return tuple((at * each + start, at * each + stop) for at in range(self.repeats))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from plait.errors import ModelError
+from plait.models.parameter_adapters import is_wrapper
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.features import BLANK, Features, copied, follow
 from plait.models.sharding.styles import layer_pattern
@@ -247,6 +248,8 @@ class _ColumnTracer:
 
     def _add_layer(self, name: str, module: nn.Module) -> None:
         layer = self._builder.layers.get(name)
+        if is_wrapper(module) and any(of.startswith(f"{name}.lora_") for of in self._builder.parameters):
+            module.forward = module.get_submodule("base_layer").__call__  # its factors are sharded like its parameter
         enter, leave = (self._enter, self._leave) if layer else (self._enter_free, self._leave_free)
         if layer is not None and layer.style is Style.WEIGHT_NORM:
             norms = GatheredNormsOnMeta() if layer.gathers else NormsOnMeta()

@@ -52,6 +52,7 @@ from plait.models.sharding.heads import (
 from plait.models.sharding.layout import LAYOUT, Dims, apply_layout, implied_dims, split_table
 from plait.models.sharding.placement import (
     adapted_layer,
+    add_parameter_adapters,
     check_mixed,
     columns_by_names,
     find_adapted,
@@ -173,6 +174,7 @@ def _add_styles(builder: TPPlanBuilder) -> None:
         else:
             _add_parameter(builder, name, spec)
     _add_experts(builder)
+    add_parameter_adapters(builder)
     _add_head_numbers(builder)
     add_undeclared_head_norms(builder)
 

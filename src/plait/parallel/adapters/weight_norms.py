@@ -44,9 +44,10 @@ class WeightNorms:
         weight = base_layer.weight
         assert isinstance(weight, Tensor), "a layer with a weight"
         weight_oi = weight.T if self.transposed else weight
-        a_rI, b_Or = (getattr(factor, "weight", None) for factor in factors)
-        if a_rI is None:  # an embedding's: (V, r) and (r, H)
-            a_rI, b_Or = factors[0].T, factors[1].T
+        if isinstance(factors[0], Tensor):  # an embedding's: (V, r) and (r, H)
+            a_rI, b_Or = (factor.T for factor in factors)
+        else:
+            a_rI, b_Or = (factor.weight for factor in factors)
         a_ri = _sharded_like(a_rI.T, self.of_A[::-1], self.inp).T
         b_or = _sharded_like(b_Or, self.of_B, self.out)
         adapted_oi = weight_oi + (scaling * b_or @ a_ri).to(weight.dtype)
