@@ -128,6 +128,30 @@ def test_magnitudes_next_to_biases(pool: Pool, options: dict[str, Any]) -> None:
     assert _largest(pool, dora, "tp=2 sp=true") < 1e-9
 
 
+SAVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "head": ("llama", {"modules_to_save": ["lm_head"]}),
+    "embedding and head": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tied": ("tied_llama", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+}
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 tp=2 sp=true", "dp=2 zero=3"])
+@pytest.mark.parametrize("saved", SAVED)
+def test_modules_to_save_train_as_in_one_process(pool: Pool, saved: str, plan: str) -> None:
+    family, options = SAVED[saved]
+    assert _largest(pool, task(lora, family, **options), plan) < 1e-9
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+def test_single_tokens_train_as_in_one_process(pool: Pool, plan: str) -> None:
+    assert _largest(pool, task(lora, "tied_llama", trainable_token_indices=[1, 2, 3]), plan) < 1e-9
+
+
+def test_single_tokens_under_sp_are_refused_by_name(pool: Pool) -> None:
+    refused = pool.run(_trained, 2, task(lora, "llama", trainable_token_indices=[1, 2]), "tp=2 sp=true")[0]
+    assert "trainable_tokens_delta" in str(refused)
+
+
 def test_a_norm_of_the_shard_of_a_weight_is_wrong(pool: Pool) -> None:
     dora = task(lora, "llama", use_dora=True, init_lora_weights=False)
     assert _largest(pool, dora, "tp=2", "norm of the shard") > 1e-3

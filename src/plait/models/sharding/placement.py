@@ -32,6 +32,13 @@ def find_adapted(builder: TPPlanBuilder) -> None:
             del builder.specs[name]
             builder.wrappers.add(name)
             builder.specs.setdefault(inner, spec)
+    for name, spec in [*builder.specs.items()]:  # one of two layers runs: peft's modules_to_save, or theirs
+        wrapper, _, rest = name.partition(".original_module")
+        copies = builder.inside(f"{wrapper}.modules_to_save") if name != wrapper and not rest else []
+        for copy in copies:
+            if _is_layer(builder.modules[copy], spec.style):
+                builder.specs.setdefault(copy, spec)
+                builder.heads |= {copy} if name in builder.heads else set()
 
 
 def add_parameter_adapters(builder: TPPlanBuilder) -> None:

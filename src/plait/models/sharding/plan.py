@@ -238,9 +238,9 @@ def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
     replicated = {name for name, spec in builder.specs.items() if spec.style is Style.REPLICATE}
     is_tied = False
     if isinstance(head, nn.Linear) and names.get(id(head), "") not in {"", *replicated}:
-        builder.head = names[id(head)]
-        is_head = builder.head not in builder.needs_all_features  # else its logits are gathered
-        builder.specs[builder.head] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
+        builder.heads.add(name := names[id(head)])
+        is_head = name not in builder.needs_all_features  # else its logits are gathered
+        builder.specs[name] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
         is_tied = isinstance(embedding, nn.Embedding) and head.weight is embedding.weight
     weight = getattr(embedding, "weight", None)
     readers = {name: m for name, m in builder.modules.items() if m._parameters.get("weight", m) is weight}
