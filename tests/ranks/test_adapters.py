@@ -9,6 +9,7 @@ import pytest
 import plait
 from plait.errors import PlaitError
 from plait.parallel.adapters import weight_norms
+from plait.parallel.tensor import rng
 from support import programs
 from support.changed_models import lora, task
 from support.pool import Pool
@@ -50,6 +51,7 @@ def _of_shard(tensor: Any, *_: Any) -> Any:
 
 MUTATIONS: dict[str, Any] = {
     "": mock.MagicMock,
+    "dropout of each column": lambda: mock.patch.object(rng, "_OF_ADAPTERS", "none"),
     "norm of the shard": lambda: mock.patch.object(weight_norms, "all_reduce_in_place", _of_shard),
 }
 
@@ -150,6 +152,40 @@ def test_single_tokens_train_as_in_one_process(pool: Pool, plan: str) -> None:
 def test_single_tokens_under_sp_are_refused_by_name(pool: Pool) -> None:
     refused = pool.run(_trained, 2, task(lora, "llama", trainable_token_indices=[1, 2]), "tp=2 sp=true")[0]
     assert "trainable_tokens_delta" in str(refused)
+
+
+def _dropped(plan: str, mutation: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a rank drops in front of A in the first block, and its factors after three steps."""
+    with MUTATIONS[mutation]():
+        of_dropout = task(lora, "llama", lora_dropout=0.5, init_lora_weights=False, **options)
+        engine = programs.engine_of(of_dropout, f"{plan} precision=fp64")
+    masks: dict[str, list[Any]] = {"q_proj": [], "o_proj": []}
+    for name, module in engine.model.named_modules():
+        layer = name.partition(".lora_dropout.")[0].rpartition(".")[2]
+        if ".layers.0." in name and name.endswith(".lora_dropout.default") and layer in masks:
+            keep = masks[layer].append
+            module.register_forward_hook(lambda _, __, output, keep=keep: keep((output == 0).tolist()))
+    for batch in of_dropout.data(3):
+        engine.step(programs.share_of(batch, engine))
+    factors = {n: p.detach().tolist() for n, p in engine.model.named_parameters() if "q_proj.lora_A" in n}
+    return {**masks, "factors": factors}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=true"])
+def test_columns_drop_the_same_of_a_full_input_and_other_features_of_their_own(
+    pool: Pool, plan: str, options: dict[str, Any]
+) -> None:
+    first, second = pool.run(_dropped, 2, plan, "", options)
+    assert first["q_proj"] == second["q_proj"]
+    assert first["o_proj"] != second["o_proj"]
+    assert first["factors"] == second["factors"]
+
+
+def test_columns_that_draw_for_themselves_get_other_factors(pool: Pool) -> None:
+    first, second = pool.run(_dropped, 2, "tp=2", "dropout of each column", {})
+    assert first["q_proj"] != second["q_proj"]
+    assert first["factors"] != second["factors"]
 
 
 def test_a_norm_of_the_shard_of_a_weight_is_wrong(pool: Pool) -> None:
