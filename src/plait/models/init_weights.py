@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from plait.errors import ModelError
+from plait.models.initial_adapters import check_initial_adapters, is_adapted, reset_adapters
 from plait.models.tensors import storage_key
 from plait.models.trace.modes import Functions, watching_reads
 from plait.models.transformers_types import is_pretrained_model
@@ -110,6 +111,7 @@ def initialize_weights(
     that the model's own code does not initialize, or a parameter that it replaces.
     """
     assert all(p.is_meta for p in model.parameters()), "initial weights are drawn for models on meta only"
+    check_initial_adapters(model)
     initializer = _ModelInitializer(model, seed, device, store, skip)
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(device)):
         try:
@@ -148,6 +150,8 @@ class _InitStep:
     def run(self, seed: int, device: torch.device) -> None:
         _seed(device, "initial weights", seed, self.name)
         self.apply(self.module)
+        if is_adapted(self.module):
+            reset_adapters(self.module)
 
 
 class _ModelInitializer:
