@@ -153,13 +153,6 @@ def test_a_magnitude_next_to_sharded_weights_is_sharded_with_them(pool: Pool) ->
     assert _largest(pool, dora, "tp=2 sp=true") < 1e-9
 
 
-def test_a_magnitude_of_summed_features_is_right_or_refused(pool: Pool) -> None:
-    """Under tp a plan is derived, which gathers. Under sp none can be: the error names the parameter."""
-    dora = task(lora, "llama", use_dora=True)
-    assert _largest(pool, dora, "tp=2") < 1e-9
-    assert "o_proj.lora_magnitude_vector.default.weight" in str(_largest(pool, dora, "tp=2 sp=true"))
-
-
 def test_verify_takes_a_function_that_builds_a_model_with_adapters(pool: Pool) -> None:
     source = ModelSource(build="support.changed_models:small_lora")
     verdict = pool.run(verify_models.verify_on_ranks, 2, source, "tp=2 sp=true")[0]

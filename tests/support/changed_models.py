@@ -22,6 +22,11 @@ LORA_TARGETS = {
     "phi3": "qkv_proj o_proj gate_up_proj down_proj",
     "mixtral": "q_proj k_proj v_proj o_proj",
     "deepseek_v3": _LATENT,
+    "gpt_neox": "query_key_value dense dense_h_to_4h dense_4h_to_h",
+    "starcoder2": "q_proj k_proj v_proj o_proj c_fc c_proj",
+    "opt": "q_proj k_proj v_proj out_proj fc1 fc2",
+    "qwen3_moe": "q_proj k_proj v_proj o_proj",
+    "gpt_oss": "q_proj k_proj v_proj o_proj",
 }
 
 RANK = 4

@@ -22,6 +22,7 @@ from plait.models.init_weights import parameter_only_modules
 from plait.models.routing import take_choices
 from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
+from plait.parallel.adapters.parameters import adapt_parameters
 from plait.parallel.all_samples import sync_batch_norms
 from plait.parallel.compile import compile_blocks
 from plait.parallel.context.dropout import DropoutStream
@@ -228,6 +229,7 @@ def _build_stage(
     is_first, selective = mesh.world.rank == 0, plan.recompute == "selective"
     compiler = partial(compile_blocks, blocks, mesh.world.device, selective=selective, warns=is_first)
     options: dict[str, Any] = {"compile_blocks": compiler} if plan.compile else {}
+    adapt_parameters(part.module)
     distribute_experts(part.module, spec.experts, tensor, mesh, plan.capacity)
     products = LayerProducts.build(plan, spec.float8)
     products.convert(part.module, tensor)

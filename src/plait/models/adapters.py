@@ -14,7 +14,7 @@ same values.
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -176,27 +176,12 @@ def import_peft() -> Any:
     return peft
 
 
-def adapter_resets(model: nn.Module) -> dict[nn.Module, Callable[[Any], None]]:
-    """PEFT's initialization of its layers' adapters, by layer: A as a linear layer of its full size, B zero,
-    or as each adapter's `init_lora_weights` says."""
-    configs = getattr(model, "peft_config", None)
-    if not isinstance(configs, dict):
-        return {}
-
-    def reset(layer: Any) -> None:
-        for adapter, config in configs.items():
-            if config.init_lora_weights is not False:
-                layer.reset_lora_parameters(adapter, config.init_lora_weights)
-
-    return {layer: reset for _, layer in adapter_layers(model) if hasattr(layer, "reset_lora_parameters")}
-
-
 def with_adapters_inside(model: nn.Module) -> set[nn.Module]:
     """The modules in which there is a layer of PEFT, and these layers: no files of the base have all of their
     weights."""
     names = {name for name, _ in adapter_layers(model)}
     names |= {".".join(name.split(".")[:n]) for name in names for n in range(name.count(".") + 1)}
-    inside = {module for layer in adapter_resets(model) for module in _own_modules(layer)}
+    inside = {module for _, layer in adapter_layers(model) for module in _own_modules(layer)}
     return {model.get_submodule(name) for name in names} | inside
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models.transformers_types import is_pretrained_model
-from plait.plan import ParamInfo
+from plait.plan import ExpertDim, ParamInfo
 from plait.plan.axes import UnitKind
 from plait.plan.cost_model import training_flops_per_token
 from plait.plan.layout import UnitInfo
@@ -111,13 +111,13 @@ def unit_facts(
     model: nn.Module,
     blocks: Sequence[tuple[str, nn.Module]],
     groups: Mapping[str, int] | None = None,
-    experts: Mapping[str, tuple[int, int]] | None = None,
+    experts: Mapping[str, ExpertDim] | None = None,
 ) -> tuple[UnitInfo, ...]:
     """Return the model's floating-point parameters by unit, in forward order.
 
     A block is a unit; parameters registered before the blocks are the unit `embedding`, those after them
     `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's group of
-    each trainable parameter; None: `default_groups`. `experts`: `part` of parameters of kind EXPERT.
+    each trainable parameter; None: `default_groups`. `experts`: of parameters of kind EXPERT.
     """
     names = [name for name, _ in blocks]
     groups = default_groups(model) if groups is None else groups
@@ -129,9 +129,10 @@ def unit_facts(
         unit = block or ("head" if seen_block else "embedding")
         group = groups[name] if parameter.requires_grad else None
         if parameter.is_floating_point() or parameter.requires_grad:
-            part = (experts or {}).get(name)
-            kind = UnitKind.DENSE if part is None else UnitKind.EXPERT
-            tensors[unit].append(ParamInfo(name, tuple(parameter.shape), group, kind, part or (0, 1)))
+            dim = (experts or {}).get(name)
+            kind = UnitKind.DENSE if dim is None else UnitKind.EXPERT
+            info = ParamInfo(name, tuple(parameter.shape), group, kind, dim or ExpertDim())
+            tensors[unit].append(info)
     return tuple(UnitInfo(name, tuple(facts)) for name, facts in tensors.items() if facts)
 
 

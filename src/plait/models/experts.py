@@ -36,6 +36,7 @@ the same point of the program on all ranks. So each is called with no token, too
 
 import copy
 import inspect
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError, PlanError
-from plait.plan.sharding import TPPlan
+from plait.models.parameter_adapters import parameter_adapters
+from plait.plan.sharding import ExpertDim, TPPlan
 
 _DECORATED = "_is_expert_parallel"  # an attribute that the decorator gives to modules
 _ARGUMENTS = 3  # of a forward, next to the module: see the note above
@@ -108,11 +110,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of experts. `parameters`: by their names in the model, `ParamInfo.part`."""
+    """A module of experts. `parameters`: where they have experts, by their names in the model; those of
+    adapters too."""
 
     name: str
     number: int
-    parameters: Mapping[str, tuple[int, int]]
+    parameters: Mapping[str, ExpertDim]
     form: Form = Form()
 
 
@@ -213,15 +216,16 @@ def divide_over_columns(plan: TPPlan, model: nn.Module, found: Iterable[Experts]
     that have those of each of `ranks` in one tensor, divisible by the columns. Elsewhere columns have parts
     of each expert."""
     for experts in found:
-        own = {name: model.get_parameter(name) for name in experts.parameters}
-        if all(len(parameter) == experts.number for parameter in own.values()):
-            dims = {name: parameter.ndim for name, parameter in own.items()}
-            plan = plan.with_own_experts(experts.name, dims, experts.number, ranks)
+        shapes = {name: model.get_parameter(name).shape for name in experts.parameters}
+        own = [shape for name, shape in shapes.items() if name.startswith(f"{experts.name}.")]
+        if all(shape[0] == experts.number for shape in own):
+            plan = plan.with_own_experts(experts.name, experts.parameters, shapes, experts.number, ranks)
     return plan
 
 
 def _experts(model: nn.Module) -> Iterator[Experts]:
     seen: set[int] = set()
+    adapters = [*parameter_adapters(model)]
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and _is_common(module)
         form = FORMS.get(type(module).__name__) or (_LIST if is_list else None)
@@ -249,8 +253,12 @@ def _experts(model: nn.Module) -> Iterator[Experts]:
                 hint="a plan without ep",
             )
         seen |= {id(parameter) for parameter in own.values()}
-        at = {key: (listed.index(key.partition(".")[0]), number) if is_list else (0, 1) for key in own}
-        yield Experts(name, number, {f"{name}.{key}": at[key] for key in own}, form or Form())
+        at = {
+            f"{name}.{key}": ExpertDim(*(listed.index(key.partition(".")[0]), number) if is_list else ())
+            for key in own
+        }
+        of_adapters = (adapter.parts for adapter in adapters if adapter.module == name)
+        yield Experts(name, number, dict(ChainMap(at, *of_adapters)), form or Form())
 
 
 def _is_common(module: nn.Module) -> bool:

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from plait.errors import ModelError
-from plait.models.adapters import adapter_resets
+from plait.models.initial_adapters import adapter_resets
 from plait.models.tensors import storage_key
 from plait.models.trace.modes import Functions, watching_reads
 from plait.models.transformers_types import is_pretrained_model

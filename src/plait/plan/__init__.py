@@ -3,7 +3,7 @@
 from plait.plan.comm_log import CommCount, CommKey, Traffic, subtract_traffic, sum_traffic
 from plait.plan.compression import compresses, message_buffer_bytes, reduces_over_all
 from plait.plan.grid import AXES, Grid
-from plait.plan.layout import Layout, Overlap, ParamInfo, ParamShard, TPCoord, UnitInfo, UnitLayout
+from plait.plan.layout import ExpertDim, Layout, Overlap, ParamInfo, ParamShard, TPCoord, UnitInfo, UnitLayout
 from plait.plan.memory import (
     MemoryUse,
     format_bytes,
@@ -21,6 +21,7 @@ __all__ = [
     "Boxes",
     "CommCount",
     "CommKey",
+    "ExpertDim",
     "Grid",
     "Layout",
     "MemoryUse",

@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import groupby, product
 
 from plait.plan.axes import UnitKind
-from plait.plan.sharding import Boxes, ParamSharding, Range, TPPlan
+from plait.plan.sharding import Boxes, ExpertDim, ParamSharding, TPPlan
 
 # Every shard starts at a multiple of this many elements: 16 bytes of bf16, the pointer alignment of matrix
 # units. Widths of real models are multiples of it, so gaps are rare. Gaps always hold zeros: no parameter is
@@ -56,24 +56,26 @@ class TPCoord:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Name, full shape and optimizer group of one parameter; `group` is None for a frozen one. Parameters of
-    kind EXPERT have the experts of a layer along dim 0, or those of one of several equal parts: `part` is its
-    index, and their number."""
+    """Name, full shape and optimizer group of one parameter; `group` is None for a frozen one. `experts`: of
+    those of kind EXPERT."""
 
     name: str
     shape: tuple[int, ...]
     group: int | None
     kind: UnitKind = UnitKind.DENSE
-    part: tuple[int, int] = (0, 1)
+    experts: ExpertDim = field(default_factory=ExpertDim)
 
-    def rows_at(self, coord: TPCoord) -> Range:
-        """The elements of dim 0 that the rank at `coord` along EXPERTS has; (0, 0) for none."""
-        rows, (index, parts) = self.shape[0], self.part
-        start, stop = (
-            min(max(parts * rows * at // coord.experts - index * rows, 0), rows)
-            for at in (coord.expert, coord.expert + 1)
+    def boxes_at(self, boxes: Boxes, coord: TPCoord) -> Boxes:
+        """Of these boxes, what the rank at `coord` along EXPERTS has."""
+        dim = self.experts.dim
+        own = self.experts.ranges(self.shape[dim], coord.expert, coord.experts)
+        both = tuple(
+            (max(a, start), min(b, stop))
+            for a, b in boxes.ranges[dim]
+            for start, stop in own
+            if a < stop and start < b
         )
-        return (start, stop) if start < stop else (0, 0)
+        return Boxes((*boxes.ranges[:dim], both or ((0, 0),), *boxes.ranges[dim + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,7 @@ class ParamShard:
         if sharding is not None:
             boxes = Boxes(sharding.ranges(param.shape, coord.row, coord.col))
         if param.kind is UnitKind.EXPERT:
-            start, stop = param.rows_at(coord)
-            own = tuple((max(a, start), min(b, stop)) for a, b in boxes.ranges[0] if a < stop and start < b)
-            boxes = Boxes((own or ((0, 0),), *boxes.ranges[1:]))
+            boxes = param.boxes_at(boxes, coord)
         if sharding is None:
             is_first, copies = coord.row == coord.col == 0, coord.rows * coord.cols
             return cls(param.name, param.shape, boxes, 0, counted=is_first, copies=copies)

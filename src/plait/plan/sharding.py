@@ -138,6 +138,7 @@ class Style(Enum):
     PER_HEAD_NORM = "head norm"  # normalizes each head: replicated weight, gradient summed over col
     MLA_LATENT = "latent"  # DeepSeek's kv_a_proj: replicated, with a part that all heads read: see `summed`
     EXPERTS = "experts"  # a module of expert tensors: full input, output summed or gathered over col
+    WEIGHT_NORM = "weight norm"  # DoRA's magnitudes: norms of a layer's weight, whose sharding they have
     DEPTHWISE = "depthwise"  # a convolution of each channel separately: channels over col
     REPLICATE = "replicated"  # unchanged, full features
 
@@ -237,6 +238,27 @@ class ParamSharding:
 
 
 @dataclass(frozen=True)
+class ExpertDim:
+    """Where a parameter has the experts of a layer: along `dim`, `repeats` times one after another. It has
+    those of one of several equal parts: of this `index`, out of so many `parts`."""
+
+    index: int = 0
+    parts: int = 1
+    dim: int = 0
+    repeats: int = 1
+
+    def ranges(self, size: int, rank: int, ranks: int) -> tuple[Range, ...]:
+        """The elements of the dim, of this size, that one of several ranks has."""
+        each = size // self.repeats
+        start, stop = (
+            min(max(self.parts * each * at // ranks - self.index * each, 0), each) for at in (rank, rank + 1)
+        )
+        if start >= stop:
+            return ()
+        return tuple((at * each + start, at * each + stop) for at in range(self.repeats))
+
+
+@dataclass(frozen=True)
 class ArgumentSharding:
     """An argument with values for all heads, of which a module takes those of its own heads, such as ALiBi's
     slopes.
@@ -311,15 +333,32 @@ class TPPlan:
             layer.module for layer in self.layers if layer.style is Style.EXPERTS and layer.splits
         )
 
-    def with_own_experts(self, module: str, dims: Mapping[str, int], number: int, ranks: int) -> "TPPlan":
+    def with_own_experts(
+        self,
+        module: str,
+        dims: Mapping[str, ExpertDim],
+        shapes: Mapping[str, Sequence[int]],
+        number: int,
+        ranks: int,
+    ) -> "TPPlan":
         """The plan in which each column has other experts of a module; unchanged if they do not divide.
-        `dims`: of its parameters, with an expert in each element of dim 0. `ranks`: divide these first."""
-        own, rest = divmod(number, ranks * self.cols)
-        if rest or self.cols == 1 or self.rows > 1:
+        `dims`: of its parameters, of these `shapes`. `ranks`: divide the experts first."""
+        total = ranks * self.cols
+        if number % total or self.cols == 1 or self.rows > 1:
             return self
-        starts = [[(rank * self.cols + col) * own for rank in range(ranks)] for col in range(self.cols)]
-        over_col = DimSharding(FEATURES, tuple(tuple((at, at + own) for at in of) for of in starts))
-        sharded = [ParamSharding(key, (over_col, *[None] * (dims[key] - 1))) for key in dims]
+
+        def over_col(dim: ExpertDim, size: int) -> DimSharding:
+            ranges = [
+                [r for rank in range(ranks) for r in dim.ranges(size, rank * self.cols + col, total)]
+                for col in range(self.cols)
+            ]
+            return DimSharding(FEATURES, tuple(tuple(sorted(own)) for own in ranges))
+
+        sharded = []
+        for key, dim in dims.items():
+            of_dim = over_col(dim, shapes[key][dim.dim])
+            own = (of_dim if at == dim.dim else None for at in range(len(shapes[key])))
+            sharded.append(ParamSharding(key, tuple(own)))
         layer = LayerSharding(module, Style.EXPERTS, splits=True)
         return replace(
             self,

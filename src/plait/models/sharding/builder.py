@@ -28,7 +28,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)  # hold modules, a
 class TPPlanBuilder:
     """See `TPPlan` for what is collected. `specs`: declared styles, by name; `blocks`: the blocks' names;
     `needs_all_features`: layers of a derived plan whose outputs the model's code may use in full; `wrappers`:
-    modules that have given their style to a layer in them."""
+    modules that have given their style to a layer in them; `heads`: layers that output the logits, if these
+    are sharded."""
 
     model: nn.Module
     rows: int
@@ -41,6 +42,7 @@ class TPPlanBuilder:
     arguments: list[ArgumentSharding] = field(default_factory=list)
     needs_all_features: set[str] = field(default_factory=set)
     wrappers: set[str] = field(default_factory=set)
+    heads: set[str] = field(default_factory=set)
     modules: dict[str, nn.Module] = field(init=False)
     shapes: dict[str, tuple[int, ...]] = field(init=False)
     pretrained: Any = field(init=False)  # the model of transformers, which may be wrapped; None for another
@@ -135,7 +137,9 @@ def linear_features(module: nn.Module) -> tuple[int, int, bool] | None:
     if module._parameters.get("weight") is None:
         return None
     if isinstance(module, nn.Linear):
-        return module.out_features, module.in_features, False
+        sizes = module.out_features, module.in_features
+        shape = tuple(module.weight.shape)
+        return (*(shape if shape == sizes[::-1] else sizes), False)  # peft swaps those of a tied head
     if is_conv1d(module):
         inp, out = module.weight.shape
         return out, inp, True

@@ -38,9 +38,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from plait.errors import ModelError
+from plait.models.parameter_adapters import is_wrapper
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.features import BLANK, Features, copied, follow
 from plait.models.sharding.styles import layer_pattern
+from plait.models.sharding.weight_norms import GatheredNormsOnMeta, NormsOnMeta, magnified
 from plait.models.task import forward_inputs
 from plait.models.tensors import storage_key, tensors_in
 from plait.models.trace.modes import Operators, on_mixed, without_dropout
@@ -246,8 +248,15 @@ class _ColumnTracer:
 
     def _add_layer(self, name: str, module: nn.Module) -> None:
         layer = self._builder.layers.get(name)
+        if is_wrapper(module) and any(of.startswith(f"{name}.lora_") for of in self._builder.parameters):
+            module.forward = module.get_submodule(
+                "base_layer"
+            ).__call__  # its factors are sharded like its parameter
         enter, leave = (self._enter, self._leave) if layer else (self._enter_free, self._leave_free)
-        if layer is not None and layer.style is Style.MLA_LATENT:
+        if layer is not None and layer.style is Style.WEIGHT_NORM:
+            norms = GatheredNormsOnMeta() if layer.gathers else NormsOnMeta()
+            module.forward = partial(magnified, module, norms)
+        elif layer is not None and layer.style is Style.MLA_LATENT:
             module.register_forward_hook(self._end_summed, prepend=True)
         elif layer.style in _OPAQUE if layer else has_linear_forward(module):
             module.register_forward_pre_hook(partial(self._begin, name, enter), with_kwargs=True)

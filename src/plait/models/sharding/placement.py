@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from plait.errors import ModelError
+from plait.models.parameter_adapters import is_wrapper, parameter_adapters
 from plait.models.sharding.builder import TPPlanBuilder, add_linear, linear_features
 from plait.models.sharding.columns import Columns, misfit
 from plait.models.sharding.features import Source
@@ -30,6 +32,34 @@ def find_adapted(builder: TPPlanBuilder) -> None:
             del builder.specs[name]
             builder.wrappers.add(name)
             builder.specs.setdefault(inner, spec)
+    for name, spec in [*builder.specs.items()]:  # one of two layers runs: peft's modules_to_save, or theirs
+        wrapper, _, rest = name.partition(".original_module")
+        copies = builder.inside(f"{wrapper}.modules_to_save") if name != wrapper and not rest else []
+        for copy in copies:
+            if _is_layer(builder.modules[copy], spec.style):
+                builder.specs.setdefault(copy, spec)
+                builder.heads |= {copy} if name in builder.heads else set()
+
+
+def add_parameter_adapters(builder: TPPlanBuilder) -> None:
+    """Shard the factors of adapters of experts as [Note: factors of experts] in `parameter_adapters.py` says.
+
+    Raises ModelError for an adapter of another layer's parameter.
+    """
+    for name, module in builder.modules.items():
+        if is_wrapper(module) and module.get_param().ndim != 3:  # type: ignore[operator]
+            raise ModelError(
+                "an adapter of a layer's parameter cannot be sharded",
+                given=f"target_parameters of {name}, tp={builder.rows}x{builder.cols}",
+                expected="target_parameters of experts, of three dims",
+                hint="target_modules in their place, or tp=1",
+            )
+    for adapter in parameter_adapters(builder.model):
+        if adapter.parameter in builder.parameters and builder.cols > 1:
+            _, *dims = builder.parameters[adapter.parameter].dims
+            out, inp = dims[::-1] if adapter.transposed else dims
+            builder.shard_parameter(adapter.factor_A, (None, inp), partial=inp is None)
+            builder.shard_parameter(adapter.factor_B, (out, None), partial=out is None)
 
 
 def adapted_layer(builder: TPPlanBuilder, name: str, style: Style | None) -> str | None:

@@ -52,6 +52,7 @@ from plait.models.sharding.heads import (
 from plait.models.sharding.layout import LAYOUT, Dims, apply_layout, implied_dims, split_table
 from plait.models.sharding.placement import (
     adapted_layer,
+    add_parameter_adapters,
     check_mixed,
     columns_by_names,
     find_adapted,
@@ -72,6 +73,7 @@ from plait.models.sharding.styles import (
     resolve_styles,
     style_text,
 )
+from plait.models.sharding.weight_norms import add_weight_norms, base_of, magnitudes
 from plait.models.task import forward_names
 from plait.models.transformers_types import input_embedding
 from plait.plan.axes import FEATURES
@@ -124,6 +126,7 @@ def _build(
     builder = TPPlanBuilder(model, rows, cols, tuple(blocks), specs)
     is_derived = given in (None, {LAYOUT: layout}) and not any(map(builder.block_of, specs))
     failure = _derive(builder, batch) if is_derived else None
+    builder.needs_all_features |= {base_of(name) for name in magnitudes(builder)}  # of a head
     _declare_embedding_and_head(builder)
     dims = {} if layout is None else apply_layout(builder, layout, names, sequence=sequence)
     _add_styles(builder)
@@ -135,6 +138,7 @@ def _build(
             hint=_example_plan(builder, batch),
         )
     _check_shared(builder)
+    add_weight_norms(builder)
     regions = find_regions(builder)
     if sequence:
         check_sequence(builder, regions)
@@ -170,6 +174,7 @@ def _add_styles(builder: TPPlanBuilder) -> None:
         else:
             _add_parameter(builder, name, spec)
     _add_experts(builder)
+    add_parameter_adapters(builder)
     _add_head_numbers(builder)
     add_undeclared_head_norms(builder)
 
@@ -233,8 +238,9 @@ def _declare_embedding_and_head(builder: TPPlanBuilder) -> None:
     replicated = {name for name, spec in builder.specs.items() if spec.style is Style.REPLICATE}
     is_tied = False
     if isinstance(head, nn.Linear) and names.get(id(head), "") not in {"", *replicated}:
-        is_head = names[id(head)] not in builder.needs_all_features  # else its logits are gathered
-        builder.specs[names[id(head)]] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
+        builder.heads.add(name := names[id(head)])
+        is_head = name not in builder.needs_all_features  # else its logits are gathered
+        builder.specs[name] = StyleSpec(Style.COLUMN, head=is_head, gathers=not is_head)
         is_tied = isinstance(embedding, nn.Embedding) and head.weight is embedding.weight
     weight = getattr(embedding, "weight", None)
     readers = {name: m for name, m in builder.modules.items() if m._parameters.get("weight", m) is weight}

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from plait.errors import ModelError, nearest
+from plait.models.parameter_adapters import unwrapped_names
 from plait.models.task import pretrained_base
 from plait.plan.sharding import Range, Style
 
@@ -190,9 +191,12 @@ def resolve_styles(
     """
     names = [name for name, _ in model.named_modules() if name]
     names += [name for name, _ in model.named_parameters()]
+    unwrapped = unwrapped_names(model, names)
     prefix = base_prefix(model)
     plan = {**shipped_plan(model), **{f"{prefix}{pattern}": text for pattern, text in built_in.items()}}
-    styles = {name: text for pattern, text in plan.items() for name in _matches(pattern, names)}
+    styles = {
+        unwrapped[name]: text for pattern, text in plan.items() for name in _matches(pattern, unwrapped)
+    }
     for pattern, text in (given or {}).items():
         styles |= dict.fromkeys(matching(pattern, names), text)
     return {name: parse_style(text, name) for name, text in styles.items()}

@@ -18,12 +18,14 @@ an error where it does.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx.experimental._config
 from torch import Tensor, nn
 
+from plait.models.parameter_adapters import adapted_output, is_wrapper
 from plait.models.task import cast_entries, forward_names
 from plait.models.trace.modes import Operators, device_kernels
 
@@ -110,6 +112,8 @@ def _borrowed(model: nn.Module, make: Callable[[Tensor], Tensor]) -> Iterator[No
                     made[id(tensor)] = make(tensor)
                 if tensor is not None:
                     tensors[key] = made[id(tensor)]
+        if is_wrapper(module):
+            module.forward = partial(adapted_output, module)
     try:
         yield
     finally:

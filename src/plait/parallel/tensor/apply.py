@@ -17,6 +17,8 @@ from torch import nn
 
 from plait.errors import ModelError
 from plait.models import input_embedding, linear_forwards, pretrained_base
+from plait.models.sharding.weight_norms import base_of, factors_of
+from plait.parallel.adapters.weight_norms import WeightNorms
 from plait.parallel.float8 import PLAIN, LayerProducts
 from plait.parallel.linear_products import PlainProducts
 from plait.parallel.tensor.functional import UsedFeatures, split
@@ -131,6 +133,8 @@ class _Application:
                     set_forward(module, ReplicatedLayer(name, forward, inp, out, summed, self.groups.col))
             case Style.EXPERTS if not layer.splits:  # else see `parallel/experts/`
                 set_forward(module, ParallelExperts(name, forward, self.groups.col))
+            case Style.WEIGHT_NORM:
+                set_forward(module, self._weight_norms(layer, inp, out))
             case Style.DEPTHWISE:
                 self._apply_to_convolution(layer, module)
             case Style.PER_HEAD_NORM | Style.EXPERTS:
@@ -220,6 +224,16 @@ class _Application:
             used_output=UsedFeatures(out, layer.uses) if out is not None and layer.uses is not None else None,
             summed=layer.summed,
         )
+
+    def _weight_norms(
+        self, layer: LayerSharding, inp: ShardedDim | None, out: ShardedDim | None
+    ) -> WeightNorms:
+        parameters = {parameter.name: parameter for parameter in self.plan.parameters}
+        is_embedding = isinstance(self.model.get_submodule(base_of(layer.module)), nn.Embedding)
+        names = factors_of(layer.module, is_embedding=is_embedding)
+        of_A, of_B = (parameters[name].dims if name in parameters else (None, None) for name in names)
+        of_A, of_B = (tuple(map(self._sharded_dim, dims)) for dims in (of_A, of_B))
+        return WeightNorms(out, inp, of_A, of_B, layer.transposed, layer.gathers)
 
     def _sharded_dim(self, dim: DimSharding | None) -> ShardedDim | None:
         return None if dim is None else ShardedDim(dim, self.groups.along(dim.axis))

@@ -11,6 +11,7 @@ and with the rank's coordinates along the axes that the current activation is sh
   after a COLUMN layer                 col: heads, features of the feed-forward
   after a ROW layer                    as the residual stream, also within the region (gpt2, bloom drop there)
   features are full                    none; col under sequence parallelism
+  dropout of an adapter (peft)         that of its input: col if its A is a ROW layer, else as a region's input
 
 Layers set the stream for what follows them, so dropout in the model's own code between two layers is covered,
 whatever it is called. Each stream continues where it was left. When the block ends, the generator gets the
@@ -39,6 +40,8 @@ from plait.parallel.tensor.apply import own_forward, set_forward
 from plait.plan.axes import FEATURES, HIDDEN, TENSOR, Axes
 from plait.plan.sharding import LayerSharding, Style, TPPlan
 
+_OF_ADAPTERS = ".lora_dropout."  # peft's, in the path of a module
+
 StreamScope = Callable[[], AbstractContextManager[None]]
 
 
@@ -66,6 +69,14 @@ def install_rng_streams(
         module = model.get_submodule(layer.module)
         if module in in_blocks:
             _wrap(module, _stream_scope(layer, plan, streams))
+    styles = {layer.module: layer for layer in plan.layers}
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module in in_blocks and _OF_ADAPTERS in name:
+            reader = styles.get(name.replace(_OF_ADAPTERS, ".lora_A."))
+            is_own = reader is not None and reader.style is Style.ROW and not reader.splits
+            is_inside = any(name.startswith(f"{region}.") for region in plan.regions)
+            axes = (FEATURES,) if is_own else (HIDDEN,) if is_inside else streams.residual
+            _wrap(module, partial(streams.within, axes))
     for name in plan.regions:
         _wrap(model.get_submodule(name), streams.region)
     for block in blocks:
@@ -151,6 +162,14 @@ class _RngStreams:
         self._switch(inside)
         yield
         self._switch(inside if out is None else tuple(axis for axis in TENSOR if axis in (*inside, out)))
+
+    @contextmanager
+    def within(self, axes: Axes) -> Iterator[None]:
+        """Scope of a dropout in the model's code whose input is sharded over `axes`."""
+        before = self._current()
+        self._switch(axes)
+        yield
+        self._switch(before)
 
     @contextmanager
     def switch_after(self, axes: Axes) -> Iterator[None]:
