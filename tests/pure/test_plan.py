@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from plait.errors import PlanError
 from plait.plan import Grid, Plan
 from plait.plan.collectives import ALGORITHMS
-from plait.plan.plan import CHOICES, PRECISIONS, SCHEDULES, show_value
+from plait.plan.key_conflicts import SCHEDULES
+from plait.plan.plan import CHOICES, PRECISIONS, show_value
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SPLIT = ("zb-h1", "zbv", "dualpipev")  # backwards in halves
