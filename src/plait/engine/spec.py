@@ -31,6 +31,7 @@ from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.experts.capacity import capacities_of
 from plait.parallel.float8 import Float8Layers, check_device
+from plait.parallel.quantized_base import quantized_formats
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
 from plait.plan.loss_scaling import LossScaling
@@ -137,6 +138,7 @@ class TrainingSpec:
     cp_choice why attention reaches other ranks' tokens as it does; None without cp
     heads     (heads, kv heads) of each attention, with cp
     experts   those that ep divides
+    formats   of quantized parameters, by name
     routers   of a mixture of experts
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
@@ -156,7 +158,13 @@ class TrainingSpec:
     experts: tuple[Experts, ...]
     routers: RouterFacts
     heads: Sequence[tuple[int, int]]
+    formats: Mapping[str, str]
     cp_choice: MethodChoice | None = None
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """`ParamInfo.part` of parameters of experts that ep divides."""
+        return _parts(self.experts)
 
     @cached_property
     def optimizers(self) -> list[GroupOptimizer]:
@@ -222,6 +230,7 @@ def validate(
         heads=heads,
         cp_choice=choice,
         experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
+        formats=quantized_formats(model, blocks, tensor, plan, _parts(experts)),
         routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
 
@@ -283,6 +292,10 @@ def _experts(model: nn.Module, plan: Plan, stages: StageAssignment) -> tuple[Exp
             hint="no capacity",
         )
     return found
+
+
+def _parts(experts: Sequence[Experts]) -> dict[str, tuple[int, int]]:
+    return {name: part for each in experts for name, part in each.parameters.items()}
 
 
 def _with_method(
@@ -376,6 +389,7 @@ def _find_blocks(
         f"recompute={plan.recompute}": plan.recompute != "none",
         "compile=true": plan.compile,
         f"precision={plan.precision}": plan.is_float8,
+        f"base={plan.base}": plan.base != "none",
     }
     for option, is_used in options.items():
         if is_used and not blocks:

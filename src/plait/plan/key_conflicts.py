@@ -58,6 +58,17 @@ def check_zero(values: Mapping[str, Any]) -> None:
             )
 
 
+def check_base(values: Mapping[str, Any]) -> None:
+    """Raise PlanError for keys that a quantized base excludes."""
+    if values["base"] != "none" and values["reshard"] == "step":
+        raise PlanError(
+            "reshard=step would keep all of a quantized base dequantized",
+            given=f"base={values['base']} reshard=step",
+            expected="weights that are dequantized for each use",
+            hint=f"base={values['base']} reshard=use, or no base",
+        )
+
+
 def check_sequence(values: Mapping[str, Any], cols: int) -> None:
     """Raise PlanError for combinations of `sp` and `cp` that have no effect or exclude each other."""
     if values["sp"] and cols == 1:

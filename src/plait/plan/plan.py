@@ -19,6 +19,7 @@ from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
 from plait.plan.key_conflicts import (
     CAPACITY,
+    check_base,
     check_experts,
     check_precision,
     check_schedule,
@@ -26,6 +27,7 @@ from plait.plan.key_conflicts import (
     check_zero,
 )
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
+from plait.plan.quantized import FORMATS
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
 
@@ -38,6 +40,7 @@ CHOICES = {
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
+    "base": ("none", *FORMATS),
     "router_balance": ("micro", "step"),
     "exchange": EXCHANGES,
     "server": SERVER,
@@ -189,6 +192,9 @@ class Plan:
                 backend decides. With a named algorithm gradients are sent in the dtype they are summed in,
                 and reduce=bf16 rounds every partial sum
     optim_dtype dtype in which optimizer states are stored
+    base        how frozen weights of the blocks' linear layers and experts are stored: `nf4` and `int8` have
+                codes of 4 and 8 bits, in blocks of 64 with an absmax, and are dequantized for each use; see
+                `plan/quantized.py`
     offload     where optimizer states, master weights and (zero=3) parameter shards are kept: `cpu` memory,
                 or files on `disk` for optimizer states and master weights (CPU ranks only)
     recompute   activation checkpointing: `full` keeps only each block's input and recomputes the block in
@@ -234,6 +240,7 @@ class Plan:
     reduce: str = "fp32"
     algorithm: str = "auto"
     optim_dtype: str = "fp32"
+    base: str = "none"
     offload: str = "none"
     recompute: str = "none"
     compile: bool = False
@@ -267,6 +274,7 @@ class Plan:
         check_sequence(values, self.cols)
         check_schedule(values)
         check_zero(values)
+        check_base(values)
         check_experts(values, vars(Plan))
         check_precision(values)
         self._check_compile()
