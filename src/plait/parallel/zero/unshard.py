@@ -117,7 +117,7 @@ class Unsharder:
         for unit in unit_group:
             if unit.trains or include_frozen:
                 self._start_all_gather(unit)
-                if unit.layout.format:  # which is dequantized for its uses
+                if _can_reshard(unit):  # it is dequantized for its uses
                     unit.reshard()
 
     def reshard_all(self) -> None:
