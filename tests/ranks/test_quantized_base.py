@@ -1,6 +1,7 @@
 """Training over a frozen base of codes: as in one process with the same dequantized weights."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import nn
@@ -59,3 +60,23 @@ def test_a_plan_trains_as_one_process(
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2 ep=2", "dp=2 ep=2 zero=3", "dp=2 ep=2 tp=2 zero=1"])
 def test_experts_of_codes_train_as_one_process(pool: Pool, plan: str) -> None:
     _differs(pool, task(lora_mixtral), f"{plan} base=nf4")
+
+
+def _memory(plan: str) -> Any:
+    engine = plait.parallelize(frozen_llama(), plan, loss=programs.summed_loss)
+    rows = programs.SEQUENCES // engine.data_ranks // engine.plan.micro
+    predicted = engine.estimated_memory((rows, programs.LENGTH))
+    for batch in programs.batches(2):
+        engine.step(programs.share_of(batch, engine))
+    return predicted, engine.memory()
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=1", "dp=2 micro=3", "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=3 micro=3", "dp=2 zero=3 tp=2"]
+)
+@pytest.mark.parametrize("base", ["none", "nf4", "int8"])
+def test_memory_is_within_3_percent_of_the_estimate(pool: Pool, plan: str, base: str) -> None:
+    parsed = plait.Plan.parse(f"{plan} precision=bf16 base={base}")
+    for predicted, measured in pool.run(_memory, parsed.num_ranks, str(parsed)):
+        assert measured.total == pytest.approx(predicted.total, rel=0.03), (str(predicted), str(measured))
+        assert (measured.parameters, measured.buffers) == (predicted.parameters, predicted.buffers)
