@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from plait.plan.quantized import BLOCK, FORMATS
 
 # Elements that are dequantized at a time. On a CPU they stay in cache; on a GPU, where a launch costs more,
-# their codes and values in float32 take less than 100 MB.
-_CHUNK, _GPU_CHUNK = 2**16, 2**24
+# their codes and values in float32 take 24 MB.
+_CHUNK, _GPU_CHUNK = 2**16, 2**22
 
 
 def quantize(values: Tensor, name: str) -> Tensor:
@@ -48,6 +48,9 @@ def _levels(name: str, device: torch.device) -> Tensor:
 
 @cache
 def _midpoints(name: str, device: torch.device) -> Tensor:
-    """Between neighbouring levels; a value at one has the lower code."""
-    levels = torch.tensor(FORMATS[name].levels, dtype=torch.float64)
-    return ((levels[1:] + levels[:-1]) / 2).to(device, torch.float32)
+    """The largest values that are nearest to each level but the last. Halfway, the lower code is taken."""
+    levels = torch.tensor(FORMATS[name].levels, dtype=torch.float32).double()
+    exact = (levels[1:] + levels[:-1]) / 2
+    rounded = exact.float()
+    lower = torch.nextafter(rounded, rounded.new_tensor(-torch.inf))
+    return torch.where(rounded.double() > exact, lower, rounded).to(device)
