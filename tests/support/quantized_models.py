@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.models import causal_lm_on_meta
-from support import programs
+from support import hf_models, programs
 
 SIZES = {"hidden": 128, "ffn": 256}
 
@@ -54,21 +53,9 @@ def lora_mixtral(*, on_meta: bool = False) -> nn.Module:
     """With frozen experts in tensors of three dims, and adapters of attention."""
     assert not on_meta, "adapters have values"
     torch.manual_seed(5)
-    model = causal_lm_on_meta(
-        {
-            "model_type": "mixtral",
-            "vocab_size": programs.VOCABULARY,
-            "hidden_size": 128,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 64,
-        }
-    )
-    return adapted(type(model)(model.config), "q_proj k_proj v_proj o_proj")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 32}
+    model = hf_models.model_of("mixtral", on_meta=False, **sizes, num_key_value_heads=2)
+    return adapted(model, "q_proj k_proj v_proj o_proj")
 
 
 def task(build: Callable[..., nn.Module], **options: Any) -> programs.Task:

@@ -28,7 +28,13 @@ def quantize(values: Tensor, name: str) -> Tensor:
 
 
 def dequantize(stored: Tensor, name: str, out: Tensor) -> None:
-    """Write the values of the blocks in `stored` to a flat tensor: products in float32, then cast."""
+    """Write the values of the blocks in `stored` to a flat tensor: products in float32, then cast. Modes of a
+    model's forward do not see it."""
+    with torch._C.DisableTorchFunction():
+        _dequantize(stored, name, out)
+
+
+def _dequantize(stored: Tensor, name: str, out: Tensor) -> None:
     form, levels = FORMATS[name], _levels(name, out.device)
     blocks = stored.view(-1, form.block_bytes)
     size = (_GPU_CHUNK if out.is_cuda else _CHUNK) // BLOCK
