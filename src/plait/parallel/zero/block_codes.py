@@ -35,21 +35,23 @@ def dequantize(stored: Tensor, name: str, out: Tensor) -> None:
 
 
 def _dequantize(stored: Tensor, name: str, out: Tensor) -> None:
-    form, levels = FORMATS[name], _levels(name, out.device)
+    form = FORMATS[name]
     blocks = stored.view(-1, form.block_bytes)
     size = (_GPU_CHUNK if out.is_cuda else _CHUNK) // BLOCK
     for part, into_NE in zip(blocks.split(size), out.view(-1, BLOCK).split(size), strict=True):
         codes_NC, absmax_N1 = part[:, : form.code_bytes], part[:, form.code_bytes :].view(torch.float32)
-        values_NE = F.embedding(codes_NC.int(), levels).view(-1, BLOCK)
+        if form.bits == 8:  # the levels k / 127, without a table
+            values_NE = codes_NC.float().sub_(127).div_(127)
+        else:
+            values_NE = F.embedding(codes_NC.int(), _pairs(name, out.device)).view(-1, BLOCK)
         into_NE.copy_(values_NE.mul_(absmax_N1))
 
 
 @cache
-def _levels(name: str, device: torch.device) -> Tensor:
-    """The levels of the codes in a byte, for each byte. Of two codes, the first is in the high half."""
-    form = FORMATS[name]
-    levels = torch.tensor(form.levels, dtype=torch.float32, device=device)
-    return levels[:, None] if form.bits == 8 else torch.cartesian_prod(levels, levels)
+def _pairs(name: str, device: torch.device) -> Tensor:
+    """The levels of the two codes in a byte, for each byte: the first is in the high half."""
+    levels = torch.tensor(FORMATS[name].levels, dtype=torch.float32, device=device)
+    return torch.cartesian_prod(levels, levels)
 
 
 @cache
