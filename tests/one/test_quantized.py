@@ -137,7 +137,7 @@ class Tied(nn.Module):
         (lambda: nn.Linear(64, 64), "base=nf4", ["base=nf4 needs repeated blocks", "no base"]),
     ],
 )
-def test_what_cannot_be_quantized_is_refused(build: Any, plan: str, facts: list[str]) -> None:
+def test_a_base_without_effect_or_complete_blocks_is_refused(build: Any, plan: str, facts: list[str]) -> None:
     with pytest.raises(PlaitError) as error:
         formats(build(), plan)
     assert all(f"\n  {part}" in str(error.value) for part in ("given   :", "expected:", "try     :"))

@@ -115,7 +115,7 @@ def test_codes_are_the_same_under_every_plan(pool: Pool, plan: str) -> None:
 
 
 def test_shards_that_are_quantized_by_themselves_have_other_values(pool: Pool) -> None:
-    """Where a shard has halves of blocks: a plan that is refused."""
+    """A plan that is refused: its shards have halves of blocks."""
     ours, alone = pool.run(_weights, 4, "tp=4", splits=True)[0], _weights("dp=1")
     changed = {name.rpartition(".layers.0.")[2] for name in alone if not torch.equal(ours[name], alone[name])}
     assert "self_attn.o_proj.weight" in changed

@@ -207,13 +207,7 @@ def validate(
     stages = _stages(model, plan, blocks, schedule, example, given.loss)
     if given.probe:
         plan.check_no_servers("probe")
-    if given.weights is not None and not all(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            "the model already has weights",
-            given=f"weights={given.weights}",
-            expected="a model on the meta device",
-            hint="with torch.device('meta') around the construction, or no weights",
-        )
+    _check_weights(given)
     return TrainingSpec(
         given=replace(given, param_groups=None),
         job=plan,
@@ -366,6 +360,17 @@ def _check_fp16(device: torch.device) -> None:
             expected="products and attention in float16, forward and backward",
             hint="precision=bf16",
         ) from error
+
+
+def _check_weights(given: Arguments) -> None:
+    """Raise ModelError for files of weights next to a model that has some."""
+    if given.weights is not None and not all(parameter.is_meta for parameter in given.model.parameters()):
+        raise ModelError(
+            "the model already has weights",
+            given=f"weights={given.weights}",
+            expected="a model on the meta device",
+            hint="with torch.device('meta') around the construction, or no weights",
+        )
 
 
 def _check_dtypes(model: nn.Module) -> None:
