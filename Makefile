@@ -74,7 +74,8 @@ docs: install $(GENERATOR)  ## the documentation site, in build/site
 	PYTHONPATH=$(GENERATOR) $(BIN)/python tools/build_site.py
 
 test: check $(TORCHAO) $(WANDB) $(TRL) $(DATASETS) $(GENERATOR)  ## everything that CI runs
-	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/docs/test_site.py
+	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/one/test_quantized_torchao.py \
+		tests/docs/test_site.py
 	PYTHONPATH=$(WANDB) $(BIN)/python -m pytest -rs tests/one/test_wandb.py
 	PYTHONPATH=$(TRL):$(DATASETS) $(BIN)/python -m pytest -rs tests/one/test_chat_templates.py tests/one/test_data_hf.py
 	$(BIN)/python tools/run_tests.py

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from plait.errors import PlanError
 from plait.plan import Grid, Plan
 from plait.plan.collectives import ALGORITHMS
-from plait.plan.plan import CHOICES, PRECISIONS, SCHEDULES, show_value
+from plait.plan.key_conflicts import SCHEDULES
+from plait.plan.plan import CHOICES, PRECISIONS, show_value
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SPLIT = ("zb-h1", "zbv", "dualpipev")  # backwards in halves
@@ -34,6 +35,7 @@ def plans(draw: Any) -> Plan:
     chunks = draw(st.integers(0, 4)) if schedule in ("1f1b", "gpipe", "interleaved", "bfs") else 0
     staged = Plan(pp=pp, schedule=schedule, chunks=chunks).num_stages or draw(st.integers(1, 8))
     by_hand = draw(st.lists(st.integers(1, 99), min_size=staged, max_size=staged))
+    reshard = draw(st.sampled_from(["use", "step"])) if zero == 3 else "use"
     return Plan(
         dp=shard * replicas,
         tp=(draw(st.integers(1, 4)), cols),
@@ -49,11 +51,12 @@ def plans(draw: Any) -> Plan:
             st.sampled_from(["auto", "unsharded", "sharded"] if zero >= 2 else ["auto", "unsharded"])
         ),
         prefetch=draw(st.integers(0, 9)) if zero == 3 else 1,
-        reshard=draw(st.sampled_from(["use", "step"])) if zero == 3 else "use",
+        reshard=reshard,
         precision=precision,
         reduce=reduce,
         algorithm=draw(st.sampled_from(["auto", *ALGORITHMS] if reduce in ("fp32", "bf16") else ["auto"])),
         optim_dtype=draw(st.sampled_from(["fp32"] if exact else ["fp32", "bf16"])),
+        base=draw(st.sampled_from(["none", "nf4", "int8"])) if reshard == "use" else "none",
         offload=draw(st.sampled_from(["none", "cpu", "disk"])),
         recompute=draw(st.sampled_from(["none", "full", "selective", "every=1", "every=12"])),
         compile=draw(st.booleans()) and schedule not in SPLIT,
@@ -103,18 +106,19 @@ def test_every_key_takes_effect_on_the_value() -> None:
     assert plan == Plan(
         *(8, "2x4", 2, "bfs", 3, "1,2,3,4,5,6", True, 1, "auto", 1, "none", 3, 4, 4, "unsharded"),
         *(2, "step", "bf16", "bf16", "ring"),
-        *("bf16", "cpu", "every=2", True, True, False, True, "step"),
+        *("bf16", "none", "cpu", "every=2", True, True, False, True, "step"),
     )
     assert str(plan) == text
     of_servers = ("servers", "sync", "server")
     assert {word.partition("=")[0] for word in text.split()} == set(Plan.keys()) - {
-        *("tf32", "cp", "cp_method", "ep", "capacity"),
+        *("tf32", "cp", "cp_method", "ep", "capacity", "base"),
         *LOCAL,
         *of_servers,
     }
     assert Plan.parse("dp=3 servers=2 sync=stale:3") == Plan(dp=3, servers=2, sync="stale:3")
     assert Plan.parse("server=colocated") == Plan(server="colocated")
     assert Plan.parse("tf32=true") == Plan(tf32=True)
+    assert Plan.parse("base=nf4") == Plan(base="nf4")
     assert Plan.parse("dp=4 ep=2 capacity=1.25") == Plan(dp=4, ep=2, capacity=1.25)
     text = "dp=2 local_steps=8 outer=nesterov:0.7:0.9 exchange=int8 exchange_parts=2"
     assert Plan.parse(text) == Plan(dp=2, **LOCAL)

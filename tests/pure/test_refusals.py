@@ -38,6 +38,7 @@ OPTIONS: dict[str, list[Any]] = {
     "reduce": ["fp32", "fp32", "fp32", "bf16", "fp16", "int8", "powersgd", "powersgd:8", "topk:0.1"],
     "algorithm": ["auto", "auto", "naive", "ring", "halving", "tree", "two-level"],
     "optim_dtype": ["fp32", "fp32", "bf16"],
+    "base": ["none", "none", "nf4", "int8"],
     "offload": ["none", "cpu", "disk"],
     "recompute": ["none", "full", "selective", "every=2"],
     "compile": [False, False, True],
@@ -122,6 +123,9 @@ RULES: dict[str, Callable[[Values], bool]] = {
     "accumulate=sharded needs sharded gradients": lambda v: v["accumulate"] == "sharded" and v["zero"] <= 1,
     "prefetch has an effect only with zero=3": lambda v: v["prefetch"] != 1 and v["zero"] != 3,
     "reshard has an effect only with zero=3": lambda v: v["reshard"] != "use" and v["zero"] != 3,
+    "reshard=step would keep all of a quantized base dequantized": lambda v: (
+        v["base"] != "none" and v["reshard"] == "step"
+    ),
     "ep does not divide the ranks that it is taken from": lambda v: v["dp"] * v["cp"] % v["ep"] != 0,
     "expert parallelism does not work with these keys yet": lambda v: (
         v["ep"] > 1 and (v["algorithm"] != "auto" or v["reduce"] not in ("fp32", "bf16"))

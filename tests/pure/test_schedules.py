@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError, ScheduleError
 from plait.plan import Plan
-from plait.plan.plan import SCHEDULES
+from plait.plan.key_conflicts import SCHEDULES
 from plait.plan.schedule import (
     GENERATORS,
     B,

@@ -19,7 +19,7 @@ from plait.plan import MemoryUse, Plan, subtract_traffic, sum_traffic
 from plait.plan.axes import EXPERTS
 from plait.plan.comm_log import CommCount, CommKey, Traffic
 from plait.plan.grid import Grid
-from support import hf_models, programs, routed_experts
+from support import hf_models, programs, quantized_models, routed_experts
 from support.pool import Pool
 
 SEQUENCE, BATCH = 12, 2  # of a micro-batch
@@ -55,6 +55,8 @@ def model_of(name: str) -> nn.Module:
         return Plain()
     if name == "wide":  # its dims are multiples of 16
         return programs.llama(hidden=64, ffn=96)
+    if name == "frozen":  # most of its blocks
+        return quantized_models.frozen_llama()
     if name in ("mixture", "router-loss"):
         mixture: Any = routed_experts.model_with("balanced", exact=False, experts_implementation="grouped_mm")
         mixture.config.output_router_logits = name == "router-loss"
@@ -149,6 +151,12 @@ CASES = [
     ("llama", "cp=4 cp_method=2x2 zero=3 recompute=full", "gloo"),
     ("gpt2", "cp=3 cp_method=ring pp=2 micro=2 recompute=selective precision=bf16", "host"),
     ("wide", "tp=2 sp=true dp=2 zero=3 precision=fp8", "gloo"),
+    ("frozen", "dp=2 zero=3 micro=2 base=nf4", "gloo"),
+    ("frozen", "dp=2 zero=3 base=int8 precision=bf16", "host"),
+    ("frozen", "dp=4 zero=1 shard=2 micro=2 base=nf4 precision=bf16", "gloo"),
+    ("frozen", "tp=2 sp=true dp=2 zero=3 base=nf4", "gloo"),
+    ("frozen", "pp=2 schedule=zb-h1 micro=4 dp=2 zero=3 base=nf4 offload=cpu", "gloo"),
+    ("frozen", "dp=4 zero=2 shard=2 local_steps=3 base=int8", "gloo"),
     ("wide", "pp=2 tp=2 sp=true schedule=zb-h1 micro=2 recompute=selective precision=fp8-rowwise", "host"),
 ]
 

@@ -156,8 +156,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
 
 def build_shard_map(model: nn.Module, spec: TrainingSpec, grid: Grid) -> ShardMap:
     """Return which rank holds which shards."""
-    parts = {name: part for experts in spec.experts for name, part in experts.parameters.items()}
-    facts = unit_facts(model, spec.blocks, spec.group_of, parts)
+    facts = unit_facts(model, spec.blocks, spec.group_of, spec.parts, spec.formats)
     coords, rank_of = TPCoord.all_coords(spec.tensor, spec.plan.ep), spec.schedule.rank_of
     return ShardMap.from_plan(model, facts, spec.stages, rank_of, grid, coords, spec.plan)
 

@@ -31,7 +31,8 @@ from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.parallel.experts.capacity import capacities_of
 from plait.parallel.float8 import Float8Layers, check_device
-from plait.plan import Plan, StageAssignment, TPPlan, single_stage
+from plait.parallel.quantized_base import quantized_formats
+from plait.plan import ExpertDim, Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.schedule import Schedule, check, compile_conflict
@@ -137,6 +138,7 @@ class TrainingSpec:
     cp_choice why attention reaches other ranks' tokens as it does; None without cp
     heads     (heads, kv heads) of each attention, with cp
     experts   those that ep divides
+    formats   of quantized parameters, by name
     routers   of a mixture of experts
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
@@ -156,7 +158,13 @@ class TrainingSpec:
     experts: tuple[Experts, ...]
     routers: RouterFacts
     heads: Sequence[tuple[int, int]]
+    formats: Mapping[str, str]
     cp_choice: MethodChoice | None = None
+
+    @cached_property
+    def parts(self) -> dict[str, ExpertDim]:
+        """Where parameters of experts that ep divides have them, by name."""
+        return _parts(self.experts)
 
     @cached_property
     def optimizers(self) -> list[GroupOptimizer]:
@@ -199,21 +207,7 @@ def validate(
     stages = _stages(model, plan, blocks, schedule, example, given.loss)
     if given.probe:
         plan.check_no_servers("probe")
-    if given.weights is not None and not all(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            "the model already has weights",
-            given=f"weights={given.weights}",
-            expected="a model on the meta device",
-            hint="with torch.device('meta') around the construction, or no weights",
-        )
-    magnitudes = [name for name, _ in model.named_parameters() if ".lora_magnitude_vector." in name]
-    if given.weights is not None and magnitudes:
-        raise ModelError(
-            "magnitudes of DoRA are not known before the weights are read",
-            given=f"weights={given.weights}, {magnitudes[0]}",
-            expected="a model that has its weights when the adapter is added",
-            hint="from_pretrained and get_peft_model, and no weights",
-        )
+    _check_weights(given)
     return TrainingSpec(
         given=replace(given, param_groups=None),
         job=plan,
@@ -230,6 +224,7 @@ def validate(
         heads=heads,
         cp_choice=choice,
         experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
+        formats=quantized_formats(model, blocks, tensor, plan, _parts(experts)),
         routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
 
@@ -291,6 +286,10 @@ def _experts(model: nn.Module, plan: Plan, stages: StageAssignment) -> tuple[Exp
             hint="no capacity",
         )
     return found
+
+
+def _parts(experts: Sequence[Experts]) -> dict[str, ExpertDim]:
+    return {name: part for each in experts for name, part in each.parameters.items()}
 
 
 def _with_method(
@@ -363,6 +362,25 @@ def _check_fp16(device: torch.device) -> None:
         ) from error
 
 
+def _check_weights(given: Arguments) -> None:
+    """Raise ModelError for files of weights next to a model that has some."""
+    if given.weights is not None and not all(parameter.is_meta for parameter in given.model.parameters()):
+        raise ModelError(
+            "the model already has weights",
+            given=f"weights={given.weights}",
+            expected="a model on the meta device",
+            hint="with torch.device('meta') around the construction, or no weights",
+        )
+    magnitudes = [name for name, _ in given.model.named_parameters() if ".lora_magnitude_vector." in name]
+    if given.weights is not None and magnitudes:
+        raise ModelError(
+            "magnitudes of DoRA are not known before the weights are read",
+            given=f"weights={given.weights}, {magnitudes[0]}",
+            expected="a model that has its weights when the adapter is added",
+            hint="from_pretrained and get_peft_model, and no weights",
+        )
+
+
 def _check_dtypes(model: nn.Module) -> None:
     """Raise ModelError for complex parameters that are trained: units are real."""
     for name, parameter in model.named_parameters():
@@ -384,6 +402,7 @@ def _find_blocks(
         f"recompute={plan.recompute}": plan.recompute != "none",
         "compile=true": plan.compile,
         f"precision={plan.precision}": plan.is_float8,
+        f"base={plan.base}": plan.base != "none",
     }
     for option, is_used in options.items():
         if is_used and not blocks:

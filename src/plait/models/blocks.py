@@ -112,12 +112,14 @@ def unit_facts(
     blocks: Sequence[tuple[str, nn.Module]],
     groups: Mapping[str, int] | None = None,
     experts: Mapping[str, ExpertDim] | None = None,
+    formats: Mapping[str, str] | None = None,
 ) -> tuple[UnitInfo, ...]:
     """Return the model's floating-point parameters by unit, in forward order.
 
     A block is a unit; parameters registered before the blocks are the unit `embedding`, those after them
     `head`. A tied parameter belongs to the first unit that registers it. `groups`: the optimizer's group of
-    each trainable parameter; None: `default_groups`. `experts`: of parameters of kind EXPERT.
+    each trainable parameter; None: `default_groups`. `experts`: of parameters of kind EXPERT. `formats`: of
+    quantized ones.
     """
     names = [name for name, _ in blocks]
     groups = default_groups(model) if groups is None else groups
@@ -131,7 +133,8 @@ def unit_facts(
         if parameter.is_floating_point() or parameter.requires_grad:
             dim = (experts or {}).get(name)
             kind = UnitKind.DENSE if dim is None else UnitKind.EXPERT
-            info = ParamInfo(name, tuple(parameter.shape), group, kind, dim or ExpertDim())
+            form = (formats or {}).get(name, "")
+            info = ParamInfo(name, tuple(parameter.shape), group, kind, dim or ExpertDim(), form)
             tensors[unit].append(info)
     return tuple(UnitInfo(name, tuple(facts)) for name, facts in tensors.items() if facts)
 

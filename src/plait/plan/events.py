@@ -266,17 +266,20 @@ def _unit_events(
 
 class UnitSizes(NamedTuple):
     """Elements of a unit: of all of it, of a rank's range, and of ranges that are partial sums on several
-    columns. `factors`: bytes of the first message of PowerSGD, and elements of the second."""
+    columns. `factors`: bytes of the first message of PowerSGD, and elements of the second. `codes`: bytes of
+    all of it, if it is quantized."""
 
     numel: float
     owned: float
     partial: tuple[int, ...] = ()
     factors: tuple[float, float] = (0, 0)
+    codes: int = 0
 
     @classmethod
     def of(cls, unit: UnitLayout, plan: Plan) -> "UnitSizes":
         partial = tuple(stop - start for sharers, start, stop in unit.partial if len(sharers) > 1)
-        return cls(unit.numel, unit.range_numel, partial, Factors.sizes_of([unit], plan.powersgd_rank))
+        codes = unit.num_bytes(unit.numel, 0)
+        return cls(unit.numel, unit.range_numel, partial, Factors.sizes_of([unit], plan.powersgd_rank), codes)
 
 
 Message = tuple[str, Axes, Sequence[float]]  # operation, ranks, and bytes of every call
@@ -330,7 +333,7 @@ class UnitMessages:
         """Return the messages of one call for a unit."""
         plan = self.plan
         if collective is Collective.GATHER:
-            return [("all-gather", self._states, [sizes.numel * COMPUTE_BYTES[plan.dtype]])]
+            return [("all-gather", self._states, [sizes.codes or sizes.numel * COMPUTE_BYTES[plan.dtype]])]
         if collective is Collective.PARTIAL_SUM:  # in float32 at least
             itemsize = max(self.transport.grad_itemsize, SUM_BYTES)
             return [("all-reduce", (FEATURES,), [numel * itemsize for numel in sizes.partial])]
@@ -492,7 +495,8 @@ def exchange_events(facts: RankFacts) -> Iterator[Event]:
     for axes in (REPLICAS, roles.one_copy):
         yield from facts.calls(EXCHANGE, "all-reduce", drifts, *axes, channel="reductions")
     for stage in facts.own.values():
-        op, sizes = "all-gather", [unit.numel * COMPUTE_BYTES[plan.dtype] for unit in stage.layout.units]
+        itemsize = COMPUTE_BYTES[plan.dtype]
+        op, sizes = "all-gather", [unit.num_bytes(unit.numel, itemsize) for unit in stage.layout.units]
         if facts.transport.shares:  # before and after new weights are written
             op, sizes = "barrier", [0, 0]
         elif plan.zero == 3:

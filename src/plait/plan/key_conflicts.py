@@ -1,4 +1,4 @@
-"""Combinations of a plan's keys that have no effect or exclude each other: of ZeRO, cp, ep and dtypes.
+"""Combinations of a plan's keys that have no effect or exclude each other: ZeRO, cp, ep, dtypes, schedules.
 
 Those of local steps and of parameter servers are in local_steps.py and servers.py.
 """
@@ -8,8 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from plait.errors import PlanError
+from plait.errors import PlanError, unknown_key_hint
+from plait.plan.schedule.generators import GENERATORS
 
+SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
+STAGES = re.compile("([1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*)?")
 CAPACITY = re.compile(r"none|(?=.*[1-9])[0-9]{1,3}([.][0-9]{1,2})?")
 
 
@@ -53,6 +56,17 @@ def check_zero(values: Mapping[str, Any]) -> None:
                 expected="parameters that are sharded, and gathered before use",
                 hint=f"zero=3 {key}={values[key]}, or no {key}",
             )
+
+
+def check_base(values: Mapping[str, Any]) -> None:
+    """Raise PlanError for keys that a quantized base excludes."""
+    if values["base"] != "none" and values["reshard"] == "step":
+        raise PlanError(
+            "reshard=step would keep all of a quantized base dequantized",
+            given=f"base={values['base']} reshard=step",
+            expected="weights that are dequantized for each use",
+            hint=f"base={values['base']} reshard=use, or no base",
+        )
 
 
 def check_sequence(values: Mapping[str, Any], cols: int) -> None:
@@ -149,4 +163,47 @@ def check_precision(values: Mapping[str, Any]) -> None:
             given=f"algorithm={algorithm} reduce={reduce}",
             expected="algorithm with reduce=fp32 or reduce=bf16",
             hint=f"no algorithm, or algorithm={algorithm} reduce=bf16",
+        )
+
+
+def check_schedule(values: Mapping[str, Any]) -> None:
+    """Raise PlanError for an unknown schedule, and for stages and chunks that do not match it."""
+    schedule, chunks, stages = values["schedule"], values["chunks"], values["stages"]
+    if not schedule.startswith("file:"):
+        if schedule not in SCHEDULES:
+            raise PlanError(
+                "unknown schedule",
+                given=f"schedule={schedule}",
+                expected=f"{', '.join(SCHEDULES)}, or file:PATH",
+                hint=unknown_key_hint(schedule, SCHEDULES),
+            )
+        GENERATORS[schedule].chunks_for(schedule, chunks)
+    elif re.search(r"[\s,]", schedule):
+        raise PlanError(
+            "a schedule's path contains spaces or commas",
+            given=schedule,
+            expected="a path without, since they separate a plan's keys",
+            hint="rename the file, or link to it: ln -s",
+        )
+    elif chunks:
+        raise PlanError(
+            "chunks cannot be combined with a schedule file",
+            given=f"{schedule} chunks={chunks}",
+            expected="the stages per rank that the file has",
+            hint="no chunks",
+        )
+    if not STAGES.fullmatch(stages):
+        raise PlanError(
+            "stages is not a list of block counts",
+            given=f"stages={stages}",
+            expected="integers from 1, one for each stage, separated by commas",
+            hint="stages=8,8,8,6",
+        )
+    per_rank = 0 if schedule.startswith("file:") else GENERATORS[schedule].chunks_for(schedule, chunks)
+    if stages and per_rank and values["pp"] * per_rank != stages.count(",") + 1:
+        raise PlanError(
+            "stages does not give one block count per stage",
+            given=f"stages={stages} ({stages.count(',') + 1} counts)",
+            expected=f"{values['pp'] * per_rank} block counts: pp={values['pp']} x {per_rank} per rank",
+            hint="no stages",
         )

@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import groupby, product
 
 from plait.plan.axes import UnitKind
+from plait.plan.quantized import FORMATS
 from plait.plan.sharding import Boxes, ExpertDim, ParamSharding, TPPlan
 
 # Every shard starts at a multiple of this many elements: 16 bytes of bf16, the pointer alignment of matrix
@@ -57,13 +58,14 @@ class TPCoord:
 @dataclass(frozen=True)
 class ParamInfo:
     """Name, full shape and optimizer group of one parameter; `group` is None for a frozen one. `experts`: of
-    those of kind EXPERT."""
+    those of kind EXPERT. `format`: of FORMATS, if it is quantized."""
 
     name: str
     shape: tuple[int, ...]
     group: int | None
     kind: UnitKind = UnitKind.DENSE
     experts: ExpertDim = field(default_factory=ExpertDim)
+    format: str = ""
 
     def boxes_at(self, boxes: Boxes, coord: TPCoord) -> Boxes:
         """Of these boxes, what the rank at `coord` along EXPERTS has."""
@@ -132,6 +134,8 @@ class ParamShard:
 
 _ORIGIN = TPCoord()
 _SUFFIXES = {UnitKind.DENSE: "", UnitKind.EXPERT: " (experts)"}  # of the names of units
+_FROZEN = {"": " (frozen)", **{form: f" ({form})" for form in FORMATS}}
+_STORED = ((False, ""), *((True, form) for form in _FROZEN))  # whether a unit is frozen, and its format
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,8 @@ class UnitLayout:
 
     Shards of one optimizer group are contiguous, so each group is one range of the storage, and at most one
     range of what a rank owns. On a tp grid there may be several of each: see [Note: identical replicas].
-    There, shards whose gradients are summed over the same columns are contiguous. Trainable and frozen
-    parameters are in separate units, and so are parameters of different kinds.
+    There, shards whose gradients are summed over the same columns are contiguous. Trainable, frozen and
+    quantized parameters are in separate units, and so are parameters of different kinds.
     """
 
     name: str
@@ -166,6 +170,7 @@ class UnitLayout:
     numel: int
     num_shards: int
     kind: UnitKind = UnitKind.DENSE
+    format: str = ""  # of FORMATS, if its parameters are quantized
 
     @classmethod
     def build(
@@ -188,8 +193,9 @@ class UnitLayout:
             if group >= 0 and position > start:
                 groups.append((group, start, position))
         numel = _round_up(position, num_shards * RANGE_ALIGNMENT)
-        kind = unit.tensors[0].kind
-        return cls(unit.name, block or unit.name, tuple(params), tuple(groups), numel, num_shards, kind)
+        first, named = unit.tensors[0], block or unit.name
+        parts = (tuple(params), tuple(groups), numel, num_shards, first.kind, first.format)
+        return cls(unit.name, named, *parts)
 
     @property
     def trains(self) -> bool:
@@ -200,6 +206,10 @@ class UnitLayout:
     def range_numel(self) -> int:
         """Number of elements that each rank owns."""
         return self.numel // self.num_shards
+
+    def num_bytes(self, numel: int, itemsize: int) -> int:
+        """Bytes in which `numel` elements are stored and gathered: of codes and absmax, if quantized."""
+        return FORMATS[self.format].num_bytes(numel) if self.format else numel * itemsize
 
     def owned_range(self, rank: int) -> tuple[int, int]:
         """Start and stop of the range owned by the rank at this `shard` coordinate."""
@@ -270,11 +280,12 @@ class Layout:
         elsewhere    parameters that another pipeline stage counts"""
         layouts = []
         for unit in units:
-            for kind, frozen in product(UnitKind, (False, True)):
-                tensors = tuple(t for t in unit.tensors if (t.kind, t.group is None) == (kind, frozen))
+            for kind, (frozen, form) in product(UnitKind, _STORED):
+                wanted = kind, frozen, form
+                tensors = tuple(t for t in unit.tensors if (t.kind, t.group is None, t.format) == wanted)
                 if tensors:
                     shards = num_shards if isinstance(num_shards, int) else num_shards[kind]
-                    named = UnitInfo(f"{unit.name}{_SUFFIXES[kind]}{' (frozen)' * frozen}", tensors)
+                    named = UnitInfo(f"{unit.name}{_SUFFIXES[kind]}{_FROZEN[form] * frozen}", tensors)
                     layout = UnitLayout.build(named, shards, unit.name, coord)
                     params = [
                         replace(p, counted=p.counted and p.name not in elsewhere) for p in layout.params

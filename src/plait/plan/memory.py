@@ -140,12 +140,14 @@ def model_state_bytes(
     """
     in_files, plan = plan.offload == "disk", plan.placed_on("cpu" if num_communicators is None else "cuda")
     compute, master = COMPUTE_BYTES[plan.dtype], MASTER_BYTES[plan.dtype]
-    numel, trained, owned = layout.numel, layout.trained_numel, layout.owned_numel
+    trained, owned = layout.trained_numel, layout.owned_numel
     offloads = plan.offload == "cpu"
     persistent = shares or params_stay_full(plan)
     parts = {
-        "parameters": compute
-        * (sum(unit.range_numel for unit in layout.units) if plan.zero == 3 or shares else numel),
+        "parameters": sum(
+            unit.num_bytes(unit.range_numel if plan.zero == 3 or shares else unit.numel, compute)
+            for unit in layout.units
+        ),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
         "optimizer": _state_bytes(layout, plan, states_per_element) + full_tensor_bytes[0],
         "gradients": 0,
@@ -228,7 +230,7 @@ def _on_gpu(
     host = use.host
     if plan.offload == "cpu":
         sums = [unit.range_numel * MASTER_BYTES[plan.dtype] for unit in layout.units if unit.trains]
-        params = [unit.range_numel * COMPUTE_BYTES[plan.dtype] for unit in layout.units]
+        params = [unit.num_bytes(unit.range_numel, COMPUTE_BYTES[plan.dtype]) for unit in layout.units]
         are_pinned = not in_files if _has_wide_masters(plan) else params_stay_full(plan)
         masters = sums if are_pinned else []
         pinned = [*sums, *masters, *(params if plan.zero == 3 else ())]
@@ -321,9 +323,9 @@ def _buffers(
     Counted in backward when unit k is complete and its reduction starts: its parameters and the prefetched
     ones, its gradient, gradients in flight, what peers have sent for them, copies rounded for sending, and,
     in flight between replicas, the ranges of finished reductions. Compressed gradients are compressed in
-    place; their message buffers are persistent.
+    place; their message buffers are persistent. Of quantized units, one at a time is dequantized.
     """
-    units = layout.units[::-1]
+    units, compute = layout.units[::-1], COMPUTE_BYTES[plan.dtype]
     per_element = grad_itemsize * (0 if plan.keeps_full_grads else 1)
     peers = {kind: plan.reduced_ranks // (plan.ep if kind is UnitKind.EXPERT else 1) - 1 for kind in UnitKind}
     received = receives and not compresses(plan)
@@ -338,9 +340,12 @@ def _buffers(
     replica_itemsize = 0 if exchanges or plan.algorithm_reduces_all else _replica_copy_itemsize(plan)
     defers = not persistent and plan.reshard == "use"  # replicas are reduced after backward
     peak = layout.owned_numel * replica_itemsize
+    values_of = [unit.numel * compute if unit.format else 0 for unit in units]  # dequantized
     if persistent and not (per_element or received or copies):
-        return peak + sum(message_buffer_bytes(layout, plan))
-    gathered_of = [0 if persistent or _stays_full(unit, plan) else unit.numel for unit in units]
+        return peak + max(values_of, default=0) + sum(message_buffer_bytes(layout, plan))
+    gathered_of = [
+        0 if persistent or _stays_full(unit, plan) else unit.num_bytes(unit.numel, compute) for unit in units
+    ]
     up_to = [0, *accumulate(gathered_of)]
     # Units of one block are gathered together. (The planner has a block's units several times, which end with
     # the experts.)
@@ -358,10 +363,12 @@ def _buffers(
             trained.append((numel + unit.numel, sent + from_peers[k], owned + unit.range_numel))
         earlier = trained[max(0, len(trained) - 2 - in_flight)]
         unreduced, sent = trained[-1][0] - earlier[0], trained[-1][1] - earlier[1]
-        held = (up_to[edges[last]] - up_to[edges[first]]) * COMPUTE_BYTES[plan.dtype] + unreduced * (
-            per_element + copies
+        held = up_to[edges[last]] - up_to[edges[first]] + unreduced * (per_element + copies)
+        held += (
+            sum(values_of[edges[use] : edges[use + 1]])
+            + sent * sent_itemsize
+            + (0 if defers else earlier[2]) * replica_itemsize
         )
-        held += sent * sent_itemsize + (0 if defers else earlier[2]) * replica_itemsize
         peak = max(peak, held)
     return peak + sum(message_buffer_bytes(layout, plan))
 

@@ -17,8 +17,17 @@ from plait.errors import PlanError, nearest, shown, unknown_key_hint
 from plait.plan.axes import TABLE, replica_dp, smallest_dp
 from plait.plan.collectives import ALGORITHMS
 from plait.plan.context import CP_METHOD, METHODS
-from plait.plan.key_conflicts import CAPACITY, check_experts, check_precision, check_sequence, check_zero
+from plait.plan.key_conflicts import (
+    CAPACITY,
+    check_base,
+    check_experts,
+    check_precision,
+    check_schedule,
+    check_sequence,
+    check_zero,
+)
 from plait.plan.local_steps import EXCHANGES, OUTER, LocalSteps, check_local_steps
+from plait.plan.quantized import FORMATS
 from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
 
@@ -31,6 +40,7 @@ CHOICES = {
     "reshard": ("use", "step"),
     "optim_dtype": ("fp32", "bf16"),
     "offload": ("none", "cpu", "disk"),
+    "base": ("none", *FORMATS),
     "router_balance": ("micro", "step"),
     "exchange": EXCHANGES,
     "server": SERVER,
@@ -43,8 +53,6 @@ RECOMPUTE = re.compile(f"none|full|selective|every={_NUMBER}")
 TP = re.compile(f"({_NUMBER})(?:x({_NUMBER}))?")
 REDUCE = re.compile(f"fp32|bf16|fp16|int8|powersgd(?::({_NUMBER})(?::({_NUMBER}))?)?")
 DEFAULT_POWERSGD_RANK = 4  # of `powersgd` without a number
-STAGES = re.compile(f"({_NUMBER}(,{_NUMBER})*)?")
-SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
 
 _PATTERNS = (
     ("cp_method", CP_METHOD, f"{', '.join(METHODS)}, or RxU: rings of R ranks, ulysses of U neighbours"),
@@ -184,6 +192,9 @@ class Plan:
                 backend decides. With a named algorithm gradients are sent in the dtype they are summed in,
                 and reduce=bf16 rounds every partial sum
     optim_dtype dtype in which optimizer states are stored
+    base        how frozen weights of the blocks' linear layers and experts are stored: `nf4` and `int8` have
+                codes of 4 and 8 bits, in blocks of 64 with an absmax, and are dequantized for each use; see
+                `plan/quantized.py`
     offload     where optimizer states, master weights and (zero=3) parameter shards are kept: `cpu` memory,
                 or files on `disk` for optimizer states and master weights (CPU ranks only)
     recompute   activation checkpointing: `full` keeps only each block's input and recomputes the block in
@@ -229,6 +240,7 @@ class Plan:
     reduce: str = "fp32"
     algorithm: str = "auto"
     optim_dtype: str = "fp32"
+    base: str = "none"
     offload: str = "none"
     recompute: str = "none"
     compile: bool = False
@@ -260,52 +272,14 @@ class Plan:
                 check_type(name, kind, values[name])
         check_choices(values)
         check_sequence(values, self.cols)
-        self._check_pipeline()
+        check_schedule(values)
         check_zero(values)
+        check_base(values)
         check_experts(values, vars(Plan))
         check_precision(values)
         self._check_compile()
         check_local_steps(values, self.num_islands if self.dp else None)
         check_servers(values, vars(Plan))
-
-    def _check_pipeline(self) -> None:
-        if not self.schedule.startswith("file:"):
-            if self.schedule not in SCHEDULES:
-                raise PlanError(
-                    "unknown schedule",
-                    given=f"schedule={self.schedule}",
-                    expected=f"{', '.join(SCHEDULES)}, or file:PATH",
-                    hint=unknown_key_hint(self.schedule, SCHEDULES),
-                )
-            GENERATORS[self.schedule].chunks_for(self.schedule, self.chunks)
-        elif re.search(r"[\s,]", self.schedule):
-            raise PlanError(
-                "a schedule's path contains spaces or commas",
-                given=self.schedule,
-                expected="a path without, since they separate a plan's keys",
-                hint="rename the file, or link to it: ln -s",
-            )
-        elif self.chunks:
-            raise PlanError(
-                "chunks cannot be combined with a schedule file",
-                given=f"{self.schedule} chunks={self.chunks}",
-                expected="the stages per rank that the file has",
-                hint="no chunks",
-            )
-        if not STAGES.fullmatch(self.stages):
-            raise PlanError(
-                "stages is not a list of block counts",
-                given=f"stages={self.stages}",
-                expected="integers from 1, one for each stage, separated by commas",
-                hint="stages=8,8,8,6",
-            )
-        if self.stages and self.num_stages not in (0, self.stages.count(",") + 1):
-            raise PlanError(
-                "stages does not give one block count per stage",
-                given=f"stages={self.stages} ({self.stages.count(',') + 1} counts)",
-                expected=f"{self.num_stages} block counts: pp={self.pp} x {self.num_chunks} per rank",
-                hint="no stages",
-            )
 
     def _check_compile(self) -> None:
         if self.compile and not self.schedule.startswith("file:") and GENERATORS[self.schedule].splits:

@@ -76,6 +76,13 @@ def read_pins(text: str) -> dict[str, Any]:
     check_choices({key: pins.get(key, getattr(defaults, key)) for key in asdict(defaults)})
     for key in ("zero", "schedule"):
         Plan(**{key: pins.get(key, getattr(defaults, key))})
+    if pins.get("base", "none") != "none":
+        raise PlanError(
+            "a search for plans knows of no frozen weights, which base is for",
+            given=f"base={pins['base']}",
+            expected="a model of which all parameters train",
+            hint="plait explain, or parallelize, with a model that has frozen weights",
+        )
     if "tp" in pins:
         pins["tp"] = canonical_tp(pins["tp"])
     if pins.get("dp") == 0:  # auto

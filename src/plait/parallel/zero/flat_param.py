@@ -26,6 +26,13 @@ write all ranks have reduced the gradient norm together, or met at a barrier if 
 last write they meet at a barrier. `grad_buffer` and `grad_shard` are then allocated by the transport, which
 reads them in place.
 
+[Note: quantized units]
+`gathered`     what is all-gathered: `unsharded`, or, in a unit of quantized frozen parameters, bytes of codes
+               and absmax; then `shard` is a range of them. `storage`, in the compute dtype, is never kept: a
+               use dequantizes into it, in forward and again in backward, and at stage 3, where the bytes are
+               gathered for each use, frees them. So autograd, which saves views of `storage`, keeps nothing,
+               and whatever reads the parameters sees them in the compute dtype.
+
 [Note: gaps]
 The gaps between parameters (see `plan/layout.py`) are zero in all storages and stay zero. Frozen units have
 no master, grad_buffer or grad_shard.
@@ -54,6 +61,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.parallel.zero.block_codes import dequantize, quantize
 from plait.parallel.zero.buffers import LeasedTensor, ResizableTensor
 from plait.parallel.zero.grad_buffer import GradBuffer, GradientState
 from plait.parallel.zero.parameter import (
@@ -112,19 +120,26 @@ class FlatParam:
         self.groups = context.groups.units[layout.kind]
         assert layout.num_shards == self.groups.all_gather.size, f"{layout.name}: a layout for other ranks"
         self.start, self.stop = layout.owned_range(self.groups.all_gather.rank)
-        self.unsharded = ResizableTensor(
-            context.allocate_params(layout.numel, self.groups),
-            persistent=context.keeps_unit(self.groups),
-            tracker=context.tracker,
+        keeps, compute = context.keeps_unit(self.groups), context.precision.compute
+        stored = torch.uint8 if layout.format else compute
+        numel, range_numel = (
+            layout.num_bytes(count, compute.itemsize) // stored.itemsize
+            for count in (layout.numel, layout.range_numel)
         )
+        memory = context.allocate_params(numel, stored, self.groups)
+        self.gathered = ResizableTensor(memory, persistent=keeps, tracker=context.tracker)
+        self.unsharded = self.gathered
+        if layout.format:  # see [Note: quantized units]
+            values = torch.empty(layout.numel, dtype=compute, device=context.device)
+            self.unsharded = ResizableTensor(values, persistent=False, tracker=context.tracker)
         self.storage = self.unsharded.tensor
-        if self.unsharded.persistent:
-            self.shard = self.storage[self.start : self.stop]
-        else:
-            self.shard = context.allocate_state(layout.range_numel, context.precision.compute)
+        first = self.groups.all_gather.rank * range_numel
+        self.own_gathered = self.gathered.tensor[first : first + range_numel]
+        self.shard = self.own_gathered if keeps else context.allocate_state(range_numel, stored)
         self.has_sum = False  # this step: `grad_shard` holds the sum of earlier reductions
         self._views = self.views_of(self.storage)
         self.unsharded.free()
+        self.gathered.free()
         self._nan = torch.full((), math.nan, dtype=context.precision.compute, device=context.device)
         self.state = UnshardState.UNSHARDED if self.unsharded.persistent else UnshardState.SHARDED
         self._wait: Callable[[], None] | None = None  # for the all-gather in flight
@@ -179,7 +194,32 @@ class FlatParam:
         for overlap in self.overlaps():
             if overlap.shard.name == name:
                 boxes = slice_boxes(values.detach(), overlap.shard.boxes)
-                self.master[overlap.place].copy_(boxes.reshape(-1)[overlap.start : overlap.stop])
+                self.store(overlap, boxes.reshape(-1)[overlap.start : overlap.stop])
+
+    def store(self, overlap: Overlap, values: Tensor) -> None:
+        """Write the elements of a parameter that overlap this rank's range into `master`."""
+        if self.layout.format:
+            self._stored(overlap.place).copy_(quantize(values, self.layout.format))
+        else:
+            self.master[overlap.place].copy_(values)
+
+    def values(self, place: slice) -> Tensor:
+        """The elements of this rank's range at `place`: of `master`, or dequantized."""
+        if not self.layout.format:
+            return self.master[place]
+        values = self.shard.new_empty(place.stop - place.start, dtype=self.context.precision.master)
+        dequantize(self._stored(place), self.layout.format, values)
+        return values
+
+    def _stored(self, place: slice) -> Tensor:
+        """The bytes of quantized elements of this rank's range."""
+        start, stop = (self.layout.num_bytes(edge, 1) for edge in (place.start, place.stop))
+        return self.shard[start:stop]
+
+    @property
+    def own_values(self) -> Tensor:
+        """All elements of this rank's range: `master`, or dequantized."""
+        return self.values(slice(0, self.layout.range_numel))
 
     def make_parameters(self, replaced: Mapping[str, nn.Parameter]) -> None:
         """Make the model's parameters views of `storage`. Their gradients need a `listener`."""
@@ -207,7 +247,7 @@ class FlatParam:
         self.state = state
 
     def start_unshard(self, all_gather: Callable[[], Callable[[], None]]) -> None:
-        """Allocate `storage` and start an all-gather into it, after one that is in flight. `all_gather`
+        """Allocate `gathered` and start an all-gather into it, after one that is in flight. `all_gather`
         returns what waits for it. Raises ModelError if the parameters were changed meanwhile."""
         self.wait_for_unshard()
         if self.state is UnshardState.SHARDED:
@@ -216,23 +256,28 @@ class FlatParam:
                 write_data(parameter, view)
         self._move(UnshardState.UNSHARDING)
         try:
-            self.unsharded.allocate()
+            self.gathered.allocate()
             self._wait = all_gather()
         except BaseException:  # without memory, or a rank: there are no values to use
             self.reshard()
             raise
 
-    def wait_for_unshard(self) -> None:
-        """Wait for an all-gather if one is in flight."""
+    def wait_for_unshard(self, *, dequantizes: bool = True) -> None:
+        """Wait for an all-gather if one is in flight, and dequantize what is quantized."""
         if self.state is UnshardState.UNSHARDING:
             self._move(UnshardState.UNSHARDED)
             wait, self._wait = self._wait, None
             if wait is not None:
                 wait()
+            if self.layout.format:
+                if dequantizes:
+                    self.unsharded.allocate()
+                    dequantize(self.gathered.tensor, self.layout.format, self.storage)
+                self.gathered.free()
 
     def reshard(self) -> None:
         """Free `storage`, after an all-gather that is in flight."""
-        self.wait_for_unshard()
+        self.wait_for_unshard(dequantizes=False)
         self.adopt_writes()
         self.unsharded.free()
         self.point_to_nan()
@@ -254,7 +299,7 @@ class FlatParam:
                 expected="values, which it has while its module computes, or under zero=2 or less",
                 hint="engine.full_parameters()",
             )
-        if self.is_shared:
+        if self.is_shared or self.layout.format:
             copy = data.clone()
             self._handed_out.append((name, copy, copy.clone()))
             return copy
@@ -271,11 +316,13 @@ class FlatParam:
             name, copy, before = self._handed_out.pop()
             # Not compared with the memory itself, which may already be in another rank's update.
             if copy._version and not torch.equal(copy, before):
+                in_codes = bool(self.layout.format)
+                kind = "quantized parameter" if in_codes else "parameter in memory that others share"
                 raise ModelError(
-                    "a parameter in memory that others share was written through .data",
+                    f"a {kind} was written through .data",
                     given=name,
                     expected="parameters of which each rank has its own copy, which it trains itself",
-                    hint="zero=0, without servers",
+                    hint="no base" if in_codes else "zero=0, without servers",
                 )
         if not self._exposed:
             return

@@ -31,11 +31,9 @@ def allocated_bytes(
         "optimizer": optimizer.chunked.state_bytes + outer_bytes,
     }
     for unit in model.units:
-        own_unsharded = unit.unsharded.persistent and not context.shares_unit(unit.groups)
+        own_unsharded = unit.gathered.persistent and not context.shares_unit(unit.groups)
         shard_bytes = 0 if own_unsharded else unit.shard.nbytes
-        use["parameters"] += (unit.unsharded.nbytes if own_unsharded else 0) + (
-            0 if offloads else shard_bytes
-        )
+        use["parameters"] += (unit.gathered.nbytes if own_unsharded else 0) + (0 if offloads else shard_bytes)
         host += _host_bytes(unit.shard) if offloads and shard_bytes else 0
         if not unit.trains:
             continue

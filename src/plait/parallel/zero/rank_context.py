@@ -220,13 +220,13 @@ class RankContext:
         """Return whether `storage` of a unit with these groups is never freed."""
         return self.keeps_params_unsharded or (groups.all_gather.size == 1 and not self.offloads)
 
-    def allocate_params(self, numel: int, groups: UnitGroups) -> Tensor:
+    def allocate_params(self, numel: int, dtype: torch.dtype, groups: UnitGroups) -> Tensor:
         """Return zeros for a unit's unsharded parameters."""
         if self.shares_unit(groups):
-            return share(numel, self.precision.compute, group=groups.all_gather)
+            return share(numel, dtype, group=groups.all_gather)
         if (arena := self.mesh.world.arena) is not None:
-            return arena.empty(numel, self.precision.compute).zero_()
-        return torch.zeros(numel, dtype=self.precision.compute, device=self.device)
+            return arena.empty(numel, dtype).zero_()
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def allocate_state(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros on the states' device; in host memory pinned, if the rank computes on a GPU."""

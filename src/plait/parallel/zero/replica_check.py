@@ -180,6 +180,9 @@ class ReplicaCheck:
         for unit in self._units:
             full_range = (0, unit.layout.numel)
             own_range = (unit.start, unit.stop)
+            if unit.layout.format:
+                yield from self._parts_of("weights", unit, unit.own_values, *own_range)
+                continue
             if self._has_unsharded:
                 yield from self._parts_of("weights", unit, unit.storage, *full_range)
             else:

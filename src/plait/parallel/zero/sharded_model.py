@@ -123,11 +123,11 @@ class ShardedStage:
         self._unshards_after_update = context.keeps_params_unsharded
         self._update_groups = _update_groups(self._unit_groups, context)
         self._deferred: DeferredWork | None = None  # of the current backward
-        self.sync_params()
         for unit in self.units:
             unit.listener = self
             unit.record_versions()
             unit.point_to_nan()
+        self.sync_params()
         self._unit_of = {id(p): unit for unit in self.units for p in unit.parameters.values()}
         self._model = model
         self._record_module_tree()

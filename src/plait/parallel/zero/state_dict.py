@@ -12,6 +12,7 @@ A key is `kind/name`, in the model's names:
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -75,7 +76,7 @@ class ShardedState:
 
     def weights(self) -> dict[str, Tensor]:
         """Collect copies of the full master weights and frozen parameters, in the model's order."""
-        in_units = self._gather_full(lambda unit: unit.master, frozen=True)
+        in_units = self._gather_full(lambda unit: unit.own_values, frozen=True)
         return self._in_order([*in_units, *self._gather_standalone("weights").items()])
 
     def buffers(self) -> dict[str, Tensor]:
@@ -124,7 +125,10 @@ class ShardedState:
 
     def _shards_of(self, unit: FlatParam) -> Iterator[StateShard]:
         """The state of this rank's range of a unit."""
-        yield from shards_of_unit("weights", unit, unit.master)
+        if unit.layout.format:
+            yield from _dequantized_shards(unit)
+        else:
+            yield from shards_of_unit("weights", unit, unit.master)
         for part in self._optimizer.slices[unit] if unit.trains and self._optimizer.has_states else ():
             for overlap in unit.overlaps(part.start, part.stop):
                 if overlap.shard.counted:
@@ -183,7 +187,10 @@ class ShardedState:
         with torch.no_grad():
             for unit in self._all_units():
                 overlaps = [each for each in unit.overlaps() if f"weights/{each.shard.name}" not in kept]
-                read_overlaps(source, "weights", unit, overlaps, unit.master)
+                if unit.layout.format:
+                    _quantize_overlaps(source, unit, overlaps)
+                else:
+                    read_overlaps(source, "weights", unit, overlaps, unit.master)
             for name, by_stage in self._local_standalone().items():
                 key = f"{self._shard_map.standalone[name].kind}/{name}"
                 for tensor in by_stage.values() if key not in kept else ():
@@ -211,8 +218,8 @@ class ShardedState:
         """Gather every full parameter (with `frozen`, also those that do not train) from the ranks' ranges:
         on the first rank; nothing on the others."""
         for stage, index, layouts in self._shard_map.units():
-            trains = next(iter(layouts.values())).trains
-            if not (trains or frozen):
+            first = next(iter(layouts.values()))
+            if not (first.trains or frozen):
                 continue
             flat = None
             if stage in self._units:
@@ -220,11 +227,11 @@ class ShardedState:
                 shard = own_range(unit).detach().to(self._context.device)
                 flat = shard.new_empty(shard.numel() * unit.groups.all_gather.size)
                 all_gather(flat, shard, unit.groups.all_gather)
-            kind = next(iter(layouts.values())).kind
+            kind = first.kind
             is_holder = self._shard_map.holds(self._parts_group.rank, kind)
             if self._context.groups.units[kind].all_gather.rank == 0 and is_holder:
                 precision = self._context.precision
-                dtype = precision.master if trains else precision.compute
+                dtype = precision.master if first.trains or first.format else precision.compute
                 yield from self._gather_from_model(layouts, flat, dtype)
 
     def _gather_from_model(
@@ -399,6 +406,24 @@ def read_overlaps(
         key, shard = f"{kind}/{overlap.shard.name}", overlap.shard
         counted = shard.counted and unit.groups.counts
         source.read(key, shard.boxes, overlap.start, flat[overlap.place], counted=counted)
+
+
+def _dequantized_shards(unit: FlatParam) -> Iterator[StateShard]:
+    """The weights of a quantized unit, in the dtype of master weights: loading them gives the same codes."""
+    dtype = unit.context.precision.master
+    for overlap in unit.overlaps():
+        if (shard := overlap.shard).counted:
+            place = shard.full_shape, dtype, shard.boxes, overlap.start, overlap.stop
+            yield StateShard(f"weights/{shard.name}", *place, functools.partial(unit.values, overlap.place))
+
+
+def _quantize_overlaps(source: StateReader, unit: FlatParam, overlaps: Iterable[Overlap]) -> None:
+    """Read parameters in this rank's range of a quantized unit, one at a time."""
+    for overlap in overlaps:
+        numel = overlap.stop - overlap.start
+        values = unit.shard.new_empty(numel, dtype=unit.context.precision.master)
+        read_overlaps(source, "weights", unit, [replace(overlap, at=0)], values)
+        unit.store(overlap, values)
 
 
 def divided(shards: Sequence[StateShard], rank: int, size: int) -> list[StateShard]:

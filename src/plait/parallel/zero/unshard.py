@@ -74,7 +74,7 @@ class Unsharder:
         self._all_gather_group = context.groups.dense.all_gather
         self._dp_group = context.groups.dense.gradient_sum  # agrees on orders
         self._prefetch = plan.prefetch
-        self._unshards_once = not context.reshards_every_pass
+        self._unshards_once = plan.reshard == "step"
         self._on_progress = on_progress
         self._reshards = any(not unit.unsharded.persistent for g in owners for unit in g)
         self._shares_memory = context.shares_params
@@ -117,6 +117,8 @@ class Unsharder:
         for unit in unit_group:
             if unit.trains or include_frozen:
                 self._start_all_gather(unit)
+                if _can_reshard(unit):  # it is dequantized for its uses
+                    unit.reshard()
 
     def reshard_all(self) -> None:
         """Stage 3: free unsharded parameters, which are out of date."""
@@ -310,8 +312,9 @@ class Unsharder:
                 self._record.append(unit_group)
         for unit in unit_group:
             if unit.state is UnshardState.SHARDED:  # on demand
-                self._digest = (31 * self._digest + self._unit_groups.index(unit_group) + 1) % 2**16
-                self._start_all_gather(unit)
+                if not unit.gathered.persistent:
+                    self._digest = (31 * self._digest + self._unit_groups.index(unit_group) + 1) % 2**16
+                self._start_use(unit)
             unit.wait_for_unshard()
 
     def _walk_to(self, walk: PrefetchWalk[UnitGroup], index: int) -> None:
@@ -388,7 +391,14 @@ class Unsharder:
     def _prefetch_group(self, unit_group: UnitGroup) -> None:
         for unit in unit_group:
             if not unit.unsharded.persistent:
-                self._start_all_gather(unit)
+                self._start_use(unit)
+
+    def _start_use(self, unit: FlatParam) -> None:
+        """Unshard for a use: gather, unless all that is gathered is on this rank, and to be dequantized."""
+        if unit.gathered.persistent:
+            unit.start_unshard(lambda: _nothing)
+        else:
+            self._start_all_gather(unit)
 
     def _start_all_gather(self, unit: FlatParam) -> None:
         if self._shares_memory:  # see [Note: parameters in shared memory] in `flat_param.py`
@@ -399,14 +409,16 @@ class Unsharder:
         )
 
     def _start(self, unit: FlatParam, shard: Tensor) -> Callable[[], None]:
-        return start_all_gather(unit.storage, shard, unit.groups.all_gather, label=unit.layout.name).wait
+        return start_all_gather(
+            unit.gathered.tensor, shard, unit.groups.all_gather, label=unit.layout.name
+        ).wait
 
     def _start_upload(self, unit: FlatParam) -> Callable[[], None]:
         """All-gather after the copy of the shard from host memory, on the copy stream: the current stream
         waits for neither until the parameters are used."""
-        own_range = unit.storage[unit.start : unit.stop]
+        own_range = unit.own_gathered
         with self._copy_stream.after_current() as copy:
-            if not unit.unsharded.persistent:
+            if not unit.gathered.persistent:
                 own_range.copy_(unit.shard, non_blocking=True)
             wait = self._start(unit, own_range)
 
@@ -419,6 +431,10 @@ class Unsharder:
     def _unsharded(self) -> list[tuple[FlatParam, UnitGroup]]:
         """Units that can be resharded, and their groups."""
         return [(unit, unit_group) for unit, unit_group in self._group_of.items() if _can_reshard(unit)]
+
+
+def _nothing() -> None:
+    """Wait for no all-gather."""
 
 
 def _can_reshard(unit: FlatParam) -> bool:
