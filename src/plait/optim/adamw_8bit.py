@@ -32,6 +32,7 @@ from plait.plan.memory import code_block_bytes
 _MIN_SCALE = 2.0**-100
 _UNSIGNED = ("exp_avg_sq", "max_exp_avg_sq")
 _DECADES = 7
+_IN_CACHE = 2**16  # elements of temporary memory on a CPU
 
 
 class AdamW8bit(torch.optim.AdamW):
@@ -57,10 +58,9 @@ def quantize(values: Tensor, stored: Tensor, position: int, name: str) -> None:
         scales.copy_(highest)
         scales.masked_fill_(scales.abs() < _MIN_SCALE, 0.0)
         ratios = (rows / scales[:, None]).float().view(-1)  # not a number if both are 0: level 1, times 0
-        upper = ratios.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
-        below = levels.first_code.index_select(0, upper)
-        boundaries = levels.boundaries.index_select(0, below.to(torch.int32))
-        torch.add(below, ratios > boundaries, out=codes)
+        cells = ratios.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
+        torch.index_select(levels.first_code, 0, cells, out=codes)
+        codes.add_(ratios > levels.boundary.index_select(0, cells))
 
 
 def dequantize(stored: Tensor, values: Tensor, position: int, name: str) -> Tensor:
@@ -82,9 +82,10 @@ def _blocks(values: Tensor, stored: Tensor, position: int) -> Iterator[tuple[Ten
     start = block = 0
     head = min(-position % BLOCK, numel)
     body = head + (numel - head) // BLOCK * BLOCK
-    for stop, width in ((head, head), (body, BLOCK), (numel, numel - body)):
+    parts = range(head, body, numel if values.is_cuda else _IN_CACHE)[1:]
+    for stop in (head, *parts, body, numel):
         if stop > start:
-            rows = values[start:stop].view(-1, width)
+            rows = values[start:stop].view(-1, BLOCK if head <= start and stop <= body else stop - start)
             yield rows, codes[start:stop], scales[block : block + len(rows)]
             start, block = stop, block + len(rows)
 
@@ -106,7 +107,8 @@ class _Levels:
         lowest = torch.where(upper < 2**15, upper << 16, (upper << 16) | 0xFFFF).view(torch.float32)
         self.values = levels.to(device)
         self.first_code = torch.searchsorted(boundaries, lowest).to(device, torch.uint8)
-        self.boundaries = torch.cat([boundaries, boundaries.new_tensor([torch.inf])]).to(device)
+        beyond = torch.cat([boundaries, boundaries.new_tensor([torch.inf])])
+        self.boundary = beyond[self.first_code.long().cpu()].to(device)
 
 
 @cache
