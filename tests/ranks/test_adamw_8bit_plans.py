@@ -237,20 +237,17 @@ def test_groups_of_other_optimizers_train_the_same_next_to_it(pool: Pool, other:
     assert 0 <= measured.optimizer - estimated.optimizer <= 800
 
 
-@pytest.mark.parametrize(
-    ("plan", "options", "fact"),
-    [
-        ("optim_dtype=bf16", {}, "AdamW8bit does not work with optim_dtype=bf16"),
-        ("servers=1 dp=2", {}, "AdamW8bit does not work with parameter servers"),
-    ],
-)
-def test_what_it_does_not_work_with_is_refused(
-    pool: Pool, plan: str, options: dict[str, Any], fact: str
-) -> None:
-    assert fact in pool.run(_refused, Plan.parse(plan).num_ranks, plan, options)[0]
-
-
-def _refused(plan: str, options: dict[str, Any]) -> str:
+def _refused(plan: str, with_lamb: bool = False) -> str:
+    model = programs.llama()
+    first, *others = model.parameters()
+    groups = [{"params": [first], "optimizer": plait.LAMB}, {"params": others}]
     with pytest.raises(ConfigError) as error:
-        _engine(plan, **options)
+        _engine(plan, lambda: model, **({"param_groups": groups} if with_lamb else {}))
     return str(error.value)
+
+
+def test_what_it_does_not_work_with_is_refused(pool: Pool) -> None:
+    assert "AdamW8bit does not work with optim_dtype=bf16" in pool.run(_refused, 1, "optim_dtype=bf16")[0]
+    assert "AdamW8bit does not work with parameter servers" in pool.run(_refused, 3, "dp=2 servers=1")[0]
+    found = pool.run(_refused, 1, "zero=1", True)[0]
+    assert "AdamW8bit does not work with LAMB in one engine" in found
