@@ -28,7 +28,7 @@ def values_of(name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def coded(values: Tensor, name: str, position: int = 0) -> tuple[Tensor, Tensor]:
-    """What is stored, and its values."""
+    """Return what is stored, and its values."""
     stored = torch.empty(stored_bytes(values.numel(), position), dtype=torch.uint8)
     quantize(values, stored, position, name)
     return stored, dequantize(stored, torch.empty_like(values), position, name)

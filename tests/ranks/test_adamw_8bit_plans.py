@@ -246,7 +246,7 @@ def _refused(plan: str, with_lamb: bool = False) -> str:
     return str(error.value)
 
 
-def test_what_it_does_not_work_with_is_refused(pool: Pool) -> None:
+def test_options_that_it_does_not_work_with_are_refused(pool: Pool) -> None:
     assert "AdamW8bit does not work with optim_dtype=bf16" in pool.run(_refused, 1, "optim_dtype=bf16")[0]
     assert "AdamW8bit does not work with parameter servers" in pool.run(_refused, 3, "dp=2 servers=1")[0]
     found = pool.run(_refused, 1, "zero=1", True)[0]
