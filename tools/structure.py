@@ -53,7 +53,7 @@ BUDGETS = {
     "engine": 4810,
     "estimate": 600,
     "models": 10260,
-    "optim": 1460,
+    "optim": 1625,
     "pages": 275,
     "parallel": 15090,
     "plan": 6970,

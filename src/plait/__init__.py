@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
     from plait.models.attention import attention
+    from plait.optim.adamw_8bit import AdamW8bit
     from plait.optim.lion_lamb import LAMB, Lion
     from plait.parallel.all_samples import all_gather
     from plait.parallel.ddp import DistributedDataParallel
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LAMB",
+    "AdamW8bit",
     "Chain",
     "DDPError",
     "DistributedDataParallel",
@@ -51,6 +53,7 @@ _HOMES = {
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.totals",
     "StepResult": "plait.engine.totals",
+    "AdamW8bit": "plait.optim.adamw_8bit",
     "LAMB": "plait.optim.lion_lamb",
     "Lion": "plait.optim.lion_lamb",
     "LossScaling": "plait.plan.loss_scaling",

@@ -21,6 +21,7 @@ from plait.errors import ConfigError, ModelError, PlanError
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import Explanation, explain
 from plait.models import causal_lm_on_meta
+from plait.optim.adamw_8bit import AdamW8bit
 from plait.parallel.zero.rank_context import RankGroups
 from plait.plan import CommCount, CommKey, Grid, Plan, sum_traffic
 from plait.plan.events import ServerTraffic, ring_bytes
@@ -319,3 +320,12 @@ def test_ranks_are_written_as_ranges() -> None:
     assert format_ranks((0, 1, 2, 3)) == "0-3"
     assert format_ranks((0, 2, 3)) == "0, 2-3"
     assert format_ranks(range(0, 40, 2)) == "0, 2, 4, ... (20 ranks)"
+
+
+def test_states_in_8_bit_codes_are_a_quarter() -> None:
+    model = small(2, heads=32)
+    wide, coded = (
+        explained(model, "dp=2 zero=1", optimizer=optimizer).of_rank(0).memory.optimizer
+        for optimizer in (torch.optim.AdamW, AdamW8bit)
+    )
+    assert coded / wide == pytest.approx((1 + 4 / 256) / 4, rel=1e-3)

@@ -225,7 +225,7 @@ def engine_of(task: Task, plan: str, seed: int = 3, world: Any = None) -> plait.
             return plait.parallelize(
                 model,
                 plan,
-                optimizer=plait.Lion if task.optimizer == "Lion" else getattr(torch.optim, task.optimizer),
+                optimizer=getattr(torch.optim, task.optimizer, None) or getattr(plait, task.optimizer),
                 optimizer_args=task.arguments,
                 clip_norm=task.clip_norm,
                 loss=None if task.own_loss else task.loss,
@@ -383,10 +383,16 @@ def one_process(
 
 
 def one_process_task(
-    task: Task, first_weights: dict[str, Tensor], micros: int, *, divides_gradients: bool = False
+    task: Task,
+    first_weights: dict[str, Tensor],
+    micros: int,
+    *,
+    divides_gradients: bool = False,
+    stepper_of: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> Trace:
     """Train the reference of a task; see `one_process`. `divides_gradients`: by the number of targets, as
-    plait does, in place of the loss. It matters where gradients are rounded."""
+    plait does, in place of the loss. It matters where gradients are rounded. `stepper_of`: the optimizer of
+    parameters by name and their groups."""
     model = task.build(on_meta=False).double()
     model.load_state_dict(first_weights, strict=False)
     named = dict(model.named_parameters())
@@ -394,8 +400,11 @@ def one_process_task(
     if task.prepare is not None:
         task.prepare(model)
     groups = decay_groups(named) if task.groups is None else task.groups(model)
-    if task.optimizer == "Lion":
-        stepper: torch.optim.Optimizer = PlainLion(groups, task.arguments)
+    stepper: torch.optim.Optimizer
+    if stepper_of is not None:
+        stepper = stepper_of(named, groups)
+    elif task.optimizer == "Lion":
+        stepper = PlainLion(groups, task.arguments)
     else:
         stepper = getattr(torch.optim, task.optimizer)(groups, **{"foreach": False} | task.arguments)
     trainable = {name: p for name, p in named.items() if p.requires_grad}

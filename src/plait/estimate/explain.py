@@ -27,7 +27,7 @@ from plait.parallel.zero.full_tensors import full_tensor_bytes, full_tensors
 from plait.parallel.zero.memory_stats import estimated_bytes, transport_facts
 from plait.parallel.zero.rank_context import RankContext, RankGroups
 from plait.parallel.zero.shard_map import ShardMap
-from plait.parallel.zero.sharded_optim import check_groups, states_per_element
+from plait.parallel.zero.sharded_optim import check_groups, coded_groups, states_per_element
 from plait.plan import CommCount, CommKey, Grid, Layout, MemoryUse, Plan, TPPlan, UnitLayout
 from plait.plan.axes import EXPERTS, REPLICAS, STAGE_PARTS, STAGES, TOKENS, Axes, Roles, UnitKind
 from plait.plan.communicators import num_communicators
@@ -270,6 +270,7 @@ class _PlanView:
             context,
             self.plan,
             states_per_element=states_per_element(self.spec.optimizers),
+            coded_groups=coded_groups(self.spec.optimizers),
             full_tensor_bytes=self._full_tensor_bytes(ranks, facts.pp_coord, units),
             scratch_bytes=scratch_bytes(facts),
             activation_bytes=peak_of(activation_bytes),

@@ -1,11 +1,12 @@
-"""Step an element-wise optimizer whose states are in memory, in bf16 or in a file, as the plan chooses.
+"""Step an optimizer whose states are in memory, in bf16, in 8-bit codes or in a file, as the plan chooses.
 
 [Note: streamed states]
 In memory and full width, states are in `optimizer.state` and a step is torch's own, over all leaves at once.
 Otherwise they are streamed: a leaf's states are loaded and widened, the optimizer steps with this leaf as its
-only parameter, and the states are stored again. An element-wise optimizer updates a leaf independently of the
-others: the results are the same as of one step over all. Callers split leaves to at most CHUNK elements, so
-that a chunk's weights, gradient and states stay in cache from one pass to the next.
+only parameter, and the states are stored again. Those of AdamW8bit are: see `adamw_8bit.py`. An element-wise
+optimizer updates a leaf independently of the others: the results are the same as of one step over all.
+Callers split leaves to at most CHUNK elements, so that a chunk's weights, gradient and states stay in cache
+from one pass to the next.
 
 [Note: leaves in files]
 What a file holds is stepped in a block's buffer (see `disk_tensors.py`): the optimizer's parameter is then a
@@ -35,8 +36,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from plait.optim.adamw_8bit import AdamW8bit, dequantize, quantize, stored_bytes
 from plait.optim.disk_tensors import DiskPipeline, MappedFile, PageSpan, mapped_bytes
-from plait.optim.flat_optimizer import scaled_step
+from plait.optim.flat_optimizer import MixedOptimizer, scaled_step
 
 _PERIOD = 8192  # elements: 32 KB of noise, which stay in the L1 cache
 
@@ -59,7 +61,8 @@ class _LeafState:
 
     group: int
     position: int
-    flat: dict[str, Tensor] = field(default_factory=dict)  # as large as the leaf, in the stored dtype
+    is_coded: bool  # in 8-bit codes
+    flat: dict[str, Tensor] = field(default_factory=dict)  # of all elements, as they are stored
     counters: dict[str, Any] = field(default_factory=dict)  # see `_pack_counter`
     mapped: dict[str, Tensor] = field(default_factory=dict)  # memory in the file, by name
 
@@ -83,8 +86,8 @@ class ChunkedOptimizer:
         states      dtype in which states are stored; fp32 means the leaf's own dtype
         folder      where to put a file for states that are as large as the leaf; None: in memory
         masters     the file of the leaves themselves, if they are in one
-        positions   each leaf's first element in its unit, a seed of rounding, in the order in which leaves
-                    are stepped; default: its storage offset
+        positions   each leaf's first element in its unit, a seed of rounding and the origin of blocks, in
+                    the order in which leaves are stepped; default: its storage offset
         targets     where to round a leaf's updated weights to, while they are in cache
 
         Raises ConfigError if the folder cannot hold the file.
@@ -93,8 +96,8 @@ class ChunkedOptimizer:
         self._narrow = states == "bf16"
         self._masters = masters
         self._states = {
-            leaf: _LeafState(index, leaf.storage_offset() if positions is None else positions[leaf])
-            for index, group in enumerate(optimizer.param_groups)
+            leaf: _LeafState(index, leaf.storage_offset() if positions is None else positions[leaf], is_coded)
+            for index, (group, is_coded) in enumerate(_groups(optimizer))
             for leaf in group["params"]
         }
         self._order = [*(self._states if positions is None else positions)]
@@ -129,13 +132,15 @@ class ChunkedOptimizer:
         `finish`, follows at once. On an exception the optimizer's groups are restored. Raises RunError if a
         file cannot be read or written; some leaves have then been stepped.
         """
-        if not self._streams or not leaves:
-            with self._only({}, leaves):
+        streamed = [leaf for leaf in leaves if self._is_streamed(leaf)]
+        if len(streamed) < len(leaves) or not leaves:
+            with self._only({}, [leaf for leaf in leaves if not self._is_streamed(leaf)]):
                 scaled_step(self.optimizer, factor)
+        if not streamed:
             return
         self._rounding.begin(number)
         try:
-            for block, in_block in itertools.groupby(leaves, self._block_of.get):
+            for block, in_block in itertools.groupby(streamed, self._block_of.get):
                 self._step_block(block, in_block, factor)
             if finish:
                 self.finish()
@@ -152,15 +157,20 @@ class ChunkedOptimizer:
     def state(self, leaf: Tensor) -> dict[str, Any]:
         """The leaf's state in the optimizer's own form; {} before the first step. Not copies, except of
         states that are stored narrow."""
-        if not self._streams:
+        if not self._is_streamed(leaf):
             return dict(self.optimizer.state.get(leaf, {}))
         leaf_state = self._states[leaf]
-        wide = {name: stored.to(leaf.dtype) for name, stored in leaf_state.flat.items()}
+        wide = {
+            name: self._widen(stored, torch.empty_like(leaf, requires_grad=False), name, leaf)
+            if leaf_state.is_coded
+            else stored.to(leaf.dtype)
+            for name, stored in leaf_state.flat.items()
+        }
         return {**wide, **{name: _unpack_counter(value) for name, value in leaf_state.counters.items()}}
 
     def load(self, leaf: Tensor, state: Mapping[str, Any]) -> None:
         """Load what `state` returned. Takes ownership of the tensors; counters stay on their device."""
-        if not self._streams:
+        if not self._is_streamed(leaf):
             self.optimizer.state.pop(leaf, None)
             if state:
                 self.optimizer.state[leaf] = dict(state)
@@ -170,8 +180,12 @@ class ChunkedOptimizer:
         for name, value in state.items():
             if _is_flat(value, leaf):
                 memory = leaf_state.mapped.get(name, leaf_state.flat.get(name))
-                memory = self._new_memory(value) if memory is None else memory
-                leaf_state.flat[name] = value if memory is value else memory.copy_(value)
+                memory = self._new_memory(leaf, value) if memory is None else memory
+                if leaf_state.is_coded:
+                    quantize(value, memory, leaf_state.position, name)
+                elif memory is not value:
+                    memory.copy_(value)
+                leaf_state.flat[name] = memory
             else:
                 leaf_state.counters[name] = _pack_counter(value)
         self._evict(leaf)
@@ -219,11 +233,10 @@ class ChunkedOptimizer:
 
     def _map_states(self, folder: Path, names: list[str]) -> MappedFile:
         """Create a file with memory for each leaf's states, in the order in which leaves are stepped."""
-        dtypes = {leaf: self._stored_dtype(leaf) for leaf in self._order}
-        sizes = (mapped_bytes(leaf.numel(), dtype) for leaf, dtype in dtypes.items())
-        file = MappedFile(folder, sum(sizes) * len(names))
-        for leaf in self._order:
-            self._states[leaf].mapped = {name: file.allocate(leaf.numel(), dtypes[leaf]) for name in names}
+        forms = {leaf: self._stored_form(leaf) for leaf in self._order}
+        file = MappedFile(folder, sum(mapped_bytes(*form) for form in forms.values()) * len(names))
+        for leaf, form in forms.items():
+            self._states[leaf].mapped = {name: file.allocate(*form) for name in names}
         return file
 
     def _make_blocks(self) -> list[list[PageSpan]]:
@@ -282,7 +295,9 @@ class ChunkedOptimizer:
         if leaf_state.flat or leaf_state.counters:
             stored = {name: staged.get(name, memory) for name, memory in leaf_state.flat.items()}
             state = {
-                name: memory if memory.dtype == leaf.dtype else self._wide_for(name, leaf).copy_(memory)
+                name: memory
+                if memory.dtype == leaf.dtype
+                else self._widen(memory, self._wide_for(name, leaf), name, leaf)
                 for name, memory in stored.items()
             }
             counters = {name: _unpack_counter(value) for name, value in leaf_state.counters.items()}
@@ -295,17 +310,20 @@ class ChunkedOptimizer:
                 name: _pack_counter(value) for name, value in state.items() if not _is_flat(value, leaf)
             }
             for name in state.keys() - leaf_state.counters.keys():
-                self._store(leaf_state, name, state[name], staged.get(name, leaf_state.flat.get(name)))
+                self._store(leaf, name, state[name], staged.get(name, leaf_state.flat.get(name)))
         finally:
             self.optimizer.state.pop(parameter, None)
         if leaf in self._targets:
             self._targets[leaf].copy_(parameter.detach())
 
-    def _store(self, leaf_state: _LeafState, name: str, value: Tensor, memory: Tensor | None) -> None:
+    def _store(self, leaf: Tensor, name: str, value: Tensor, memory: Tensor | None) -> None:
         """Store a state in `memory`; None: in memory that it gets now."""
+        leaf_state = self._states[leaf]
         if memory is not value:  # otherwise it was stepped in place
-            memory = self._new_memory(value) if memory is None else memory
-            if self._narrow:
+            memory = self._new_memory(leaf, value) if memory is None else memory
+            if leaf_state.is_coded:
+                quantize(value, memory, leaf_state.position, name)
+            elif self._narrow:
                 wide = self._wide_for(name, value)
                 if value.data_ptr() != wide.data_ptr():  # the optimizer allocated it
                     wide.copy_(value)
@@ -314,17 +332,31 @@ class ChunkedOptimizer:
                 memory.copy_(value)
         leaf_state.flat[name] = leaf_state.mapped.get(name, memory)
 
-    def _new_memory(self, value: Tensor) -> Tensor:
-        """The memory in which a state is stored from now on; `value` itself if possible."""
-        dtype = self._stored_dtype(value)
-        return value if dtype == value.dtype else torch.empty_like(value, dtype=dtype, requires_grad=False)
+    def _widen(self, stored: Tensor, wide: Tensor, name: str, leaf: Tensor) -> Tensor:
+        """Write a state that is stored narrow to `wide`."""
+        leaf_state = self._states[leaf]
+        return (
+            dequantize(stored, wide, leaf_state.position, name) if leaf_state.is_coded else wide.copy_(stored)
+        )
 
-    def _stored_dtype(self, leaf: Tensor) -> torch.dtype:
-        return torch.bfloat16 if self._narrow else leaf.dtype
+    def _new_memory(self, leaf: Tensor, value: Tensor) -> Tensor:
+        """The memory in which a state is stored from now on; `value` itself if possible."""
+        numel, dtype = self._stored_form(leaf)
+        return value if dtype == value.dtype else torch.empty(numel, dtype=dtype, device=value.device)
+
+    def _stored_form(self, leaf: Tensor) -> tuple[int, torch.dtype]:
+        """Number of elements and dtype of the memory of one of the leaf's states."""
+        leaf_state = self._states[leaf]
+        if leaf_state.is_coded:
+            return stored_bytes(leaf.numel(), leaf_state.position), torch.uint8
+        return leaf.numel(), torch.bfloat16 if self._narrow else leaf.dtype
+
+    def _is_streamed(self, leaf: Tensor) -> bool:
+        return self._streams or self._states[leaf].is_coded
 
     def _wide_for(self, name: str, leaf: Tensor) -> Tensor:
         if name not in self._wide:
-            largest = max(leaf.numel() for leaf in self._states)
+            largest = max(leaf.numel() for leaf in self._states if self._is_streamed(leaf))
             self._wide[name] = torch.empty(largest, dtype=leaf.dtype, device=leaf.device)
         return self._wide[name][: leaf.numel()]
 
@@ -375,6 +407,13 @@ def _merged(spans: Iterable[PageSpan]) -> list[PageSpan]:
             else:
                 merged.append(span)
     return merged
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield the groups, and whether their states are stored in codes."""
+    for group in optimizer.param_groups:
+        own = optimizer.by_name[group["optimizer"]] if isinstance(optimizer, MixedOptimizer) else optimizer
+        yield group, isinstance(own, AdamW8bit)
 
 
 def _is_flat(value: object, leaf: Tensor) -> bool:

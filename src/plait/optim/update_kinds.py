@@ -1,10 +1,12 @@
 """The scope of an optimizer's update, and the states that it makes.
 
-[Note: three kinds of optimizers]
+[Note: four kinds of optimizers]
 The engine has flat ranges of units; each rank owns one range of a unit. How an optimizer uses these ranges
 depends on what its update of an element reads:
 
   elements   this element alone (AdamW, SGD, Lion): it steps ranges of any kind. See `flat_optimizer.py`
+  blocks     this element alone, but states are stored in codes whose scale 256 elements share (AdamW8bit):
+             it steps ranges of any kind that begin at multiples of 256. See `adamw_8bit.py`
   norms      sums over the element's parameter as well (LAMB, LARS): it steps ranges of one parameter each,
              and calls `sum_over_shards` between its own sums and their use: one small all-reduce
   tensors    the full parameter (Muon's orthogonalization, Adafactor's rows and columns): one rank receives
@@ -37,6 +39,7 @@ from torch import Tensor, nn
 
 from plait.errors import ConfigError, nearest
 from plait.models.trace.modes import Operators
+from plait.optim.adamw_8bit import AdamW8bit
 
 # Options of the optimizer's groups: group 0 has weight decay as in the arguments, group 1 has none.
 DEFAULT_GROUPS: tuple[Mapping[str, Any], ...] = ({}, {"weight_decay": 0.0})
@@ -57,9 +60,10 @@ _SIZES = (3, 5, 7, 11, 13, 17)  # of dims, where the shape of states is tried
 
 
 class UpdateScope(Enum):
-    """See [Note: three kinds of optimizers]."""
+    """See [Note: four kinds of optimizers]."""
 
     ELEMENTS = "elements"
+    BLOCKS = "blocks of 256 elements"
     NORMS = "norms"
     TENSORS = "full tensors"
 
@@ -122,14 +126,14 @@ class GroupOptimizer:
 
     @property
     def is_known(self) -> bool:
-        """True if the class says of which kind it is. See [Note: three kinds of optimizers]."""
+        """True if the class says of which kind it is. See [Note: four kinds of optimizers]."""
         own = self.optimizer_class
         is_torchs = own.__module__.partition(".optim")[0] == "torch"
         return is_torchs or "is_elementwise" in vars(own) or hasattr(own, "sum_over_shards")
 
     @cached_property
     def scope(self) -> UpdateScope:
-        """See [Note: three kinds of optimizers]. Raises ConfigError for a class that is of no kind or not of
+        """See [Note: four kinds of optimizers]. Raises ConfigError for a class that is of no kind or not of
         the one that it declares, or for arguments that it cannot step with."""
         own = self.optimizer_class
         for base in own.__mro__:
@@ -146,6 +150,9 @@ class GroupOptimizer:
             if not all(_are_close(self._update(shapes), matrix) for shapes in ([(24,)], *_PARTS)):
                 raise self.refusal("its update depends on more than `sum_over_shards` returns")
             return UpdateScope.NORMS
+        if issubclass(own, AdamW8bit):
+            self._try_elements()
+            return UpdateScope.BLOCKS
         if vars(own).get("is_elementwise", False):
             self._try_elements()
             return UpdateScope.ELEMENTS
@@ -208,7 +215,8 @@ class GroupOptimizer:
             f"{self.name} cannot work on shards of parameters",
             given=reason,
             expected="an optimizer that updates each parameter by itself",
-            hint="AdamW, Lion, LAMB, Muon, Adafactor, Adam, SGD, Adagrad, RMSprop, NAdam, RAdam or Adamax",
+            hint="AdamW, AdamW8bit, Lion, LAMB, Muon, Adafactor, Adam, SGD, Adagrad, RMSprop, NAdam, "
+            "RAdam or Adamax",
         )
 
     def _kinds(self, shape: tuple[int, ...], device: str = "cpu") -> dict[str, tuple[int, ...]]:

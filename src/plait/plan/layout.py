@@ -313,11 +313,6 @@ class Layout:
         """Number of elements of trainable units that a rank owns, gaps included."""
         return sum(unit.range_numel for unit in self.units if unit.trains)
 
-    @cached_property
-    def first_owned_numel(self) -> int:
-        """Number of elements that the optimizer of the first rank of a shard group updates."""
-        return sum(stop - start for unit in self.units for _, start, stop in unit.owned_groups(0))
-
     @property
     def num_parameters(self) -> int:
         """Trainable elements of full tensors, each counted once."""

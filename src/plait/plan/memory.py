@@ -14,7 +14,7 @@ in the measured memory. Pinned host memory is rounded up to a power of two for e
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -40,6 +40,7 @@ _CONTEXT_BYTES = 600 * 2**20
 _WORKSPACE_BYTES = 2 * 32 * 2**20
 _COMMUNICATOR_BYTES = 200 * 2**20
 _ALLOCATOR_FRACTION = 0.1
+CODE_BLOCK = 256  # elements of optimizer states that share a scale, if they are stored in 8-bit codes
 _OFFLOADED = ("host", "disk")
 CHUNK = 2**18  # elements of the optimizer's parameters on a CPU, if their states are streamed
 DISK_BUFFERS = 5  # blocks of files in memory: see `optim/disk_tensors.py`
@@ -116,6 +117,7 @@ def model_state_bytes(
     plan: Plan,
     *,
     states_per_element: int | Sequence[int],
+    coded_groups: Set[int] = frozenset(),
     grad_itemsize: int,
     full_tensor_bytes: tuple[int, int] = (0, 0),
     exchanges: bool = False,
@@ -128,6 +130,7 @@ def model_state_bytes(
 ) -> MemoryUse:
     """Estimate the bytes of a rank. `states_per_element`: 2 for Adam, 1 for SGD with momentum; or by group.
 
+    coded_groups        optimizer groups whose states are stored in 8-bit codes
     grad_itemsize       bytes per element of a full gradient
     full_tensor_bytes   of the states of full tensors that the rank owns, and of buffers during their update
     exchanges           replicas send each other full gradients
@@ -149,7 +152,7 @@ def model_state_bytes(
             for unit in layout.units
         ),
         "master": owned * master if master != compute or (offloads and persistent) else 0,
-        "optimizer": _state_bytes(layout, plan, states_per_element) + full_tensor_bytes[0],
+        "optimizer": _state_bytes(layout, plan, states_per_element, coded_groups) + full_tensor_bytes[0],
         "gradients": 0,
     }
     in_place = plan.keeps_full_grads and grad_itemsize == master and not offloads
@@ -161,7 +164,7 @@ def model_state_bytes(
     )
     buffers += scratch_bytes + _exchange_bytes(layout, plan)
     buffers = max(buffers, full_tensor_bytes[1])
-    blocks = _block_bytes(layout, plan, states_per_element) if in_files else 0
+    blocks = _block_bytes(layout, plan, states_per_element, coded_groups) if in_files else 0
     buffers += 0 if offloads else blocks
     if offloads and num_communicators is not None:
         buffers += _staged_gradient_bytes(layout, plan)
@@ -192,15 +195,20 @@ def wide_chunk(num_columns: int) -> int:
     return min(max(1024, (1 << 23) // num_columns), (1 << 28) // num_columns)
 
 
-def _state_bytes(layout: Layout, plan: Plan, per_element: int | Sequence[int]) -> int:
+def _state_bytes(layout: Layout, plan: Plan, per_element: int | Sequence[int], coded_groups: Set[int]) -> int:
     """Bytes of the states of what the first rank of a shard group updates, and of the outer optimizer."""
-    if isinstance(per_element, int):
-        num_states = layout.first_owned_numel * per_element
-    else:
-        owned = (group for unit in layout.units for group in unit.owned_groups(0))
-        num_states = sum(per_element[group] * (stop - start) for group, start, stop in owned)
     itemsize = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.dtype]
-    return num_states * itemsize + _outer_bytes(layout.owned_numel, plan)
+    num_bytes = _outer_bytes(layout.owned_numel, plan)
+    for group, start, stop in (of for unit in layout.units for of in unit.owned_groups(0)):
+        of_state = code_block_bytes(start, stop) if group in coded_groups else (stop - start) * itemsize
+        num_bytes += of_state * (per_element if isinstance(per_element, int) else per_element[group])
+    return num_bytes
+
+
+def code_block_bytes(start: int, stop: int) -> int:
+    """Bytes of a state of elements [start, stop) of a unit, in 8-bit codes with a float32 scale per block."""
+    num_blocks = -(-stop // CODE_BLOCK) - start // CODE_BLOCK if stop > start else 0
+    return stop - start + 4 * num_blocks
 
 
 def _outer_bytes(owned: int, plan: Plan) -> int:
@@ -261,13 +269,16 @@ def _staged_gradient_bytes(layout: Layout, plan: Plan) -> int:
     return 2 * _largest_range(layout) * MASTER_BYTES[plan.dtype]
 
 
-def _block_bytes(layout: Layout, plan: Plan, states_per_element: int | Sequence[int]) -> int:
-    """Bytes of the blocks of files in memory: master weights and states of a chunk."""
+def _block_bytes(
+    layout: Layout, plan: Plan, states_per_element: int | Sequence[int], coded_groups: Set[int]
+) -> int:
+    """Bytes of the blocks of files in memory: master weights and states of a chunk. (All groups are of one
+    optimizer.)"""
     per_element = states_per_element if isinstance(states_per_element, int) else max(states_per_element)
     owned = [stop - start for u in layout.units if u.trains for _, start, stop in u.owned_groups(0)]
     num_blocks, numel = sum(-(-each // CHUNK) for each in owned), min(CHUNK, max(owned, default=0))
-    state_bytes = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.dtype]
-    parts = [numel * state_bytes] * per_element
+    itemsize = 2 if plan.optim_dtype == "bf16" else MASTER_BYTES[plan.dtype]
+    parts = [code_block_bytes(0, numel) if coded_groups else numel * itemsize] * per_element
     parts += [numel * MASTER_BYTES[plan.dtype]] if _has_wide_masters(plan) else []
     return min(DISK_BUFFERS, num_blocks) * sum(-(-part // _PAGE) * _PAGE for part in parts)
 

@@ -18,6 +18,7 @@ from plait.errors import ConfigError, nearest
 from plait.models import (
     default_groups,
 )
+from plait.optim.adamw_8bit import AdamW8bit
 from plait.optim.lion_lamb import LAMB, Lion
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
 from plait.train.sections import OptimizerConfig, ScheduleConfig
@@ -28,7 +29,7 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
 
 
 def _class_named(name: str) -> type[torch.optim.Optimizer]:
-    own: dict[str, type[torch.optim.Optimizer]] = {"LAMB": LAMB, "Lion": Lion}
+    own: dict[str, type[torch.optim.Optimizer]] = {"AdamW8bit": AdamW8bit, "LAMB": LAMB, "Lion": Lion}
     return own.get(name) or typing.cast(type[torch.optim.Optimizer], getattr(torch.optim, name))
 
 

@@ -10,8 +10,8 @@ from plait.plan.loss_scaling import LossScaling
 # Those that update each parameter by itself. Rprop does, but it has no weight decay and adapts its own step
 # sizes, so that two keys of the recipe would have no effect.
 OPTIMIZERS = (
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LAMB", "Lion", "NAdam", "RAdam",
-    "RMSprop", "SGD",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "AdamW8bit", "Adamax", "LAMB", "Lion",
+    "NAdam", "RAdam", "RMSprop", "SGD",
 )  # fmt: skip
 GROUP_OPTIMIZERS = (*OPTIMIZERS, "Muon")  # Muon only trains matrices, which no model consists of
 
@@ -149,7 +149,8 @@ class ParamGroupConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """`[optimizer]`: a class of torch.optim, or plait's LAMB or Lion; `args` are its other arguments.
+    """`[optimizer]`: a class of torch.optim, or plait's AdamW8bit, LAMB or Lion; `args` are its other
+    arguments.
 
     A parameter is in the first of `groups` that matches its name. The others have the options of this
     section, without weight decay for norms and biases.

@@ -1,6 +1,6 @@
 """Bytes on this rank by category: measured on the tensors themselves, and estimated from the plan."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ def estimated_bytes(
     plan: Plan,
     *,
     states_per_element: Sequence[int],
+    coded_groups: Set[int],
     full_tensor_bytes: tuple[int, int],
     scratch_bytes: int,
     activation_bytes: int | None,
@@ -101,8 +102,8 @@ def estimated_bytes(
     """Estimate what `allocated_bytes` returns after a step.
 
     `plan`: as it was given, see `Plan.placed_on`. `states_per_element`: of the optimizer, by group.
-    `full_tensor_bytes`: see `model_state_bytes`. `scratch_bytes`: receive buffers of a named algorithm.
-    `num_communicators`: of NCCL; None on CPUs.
+    `coded_groups`, `full_tensor_bytes`: see `model_state_bytes`. `scratch_bytes`: receive buffers of a named
+    algorithm. `num_communicators`: of NCCL; None on CPUs.
     """
     groups, exchanges = context.groups, context.exchanges_contributions
     reads_in_place = shares_memory(groups.dense.replicate if exchanges else groups.dense.reduce_scatter)
@@ -110,6 +111,7 @@ def estimated_bytes(
         layout,
         plan,
         states_per_element=states_per_element,
+        coded_groups=coded_groups,
         full_tensor_bytes=full_tensor_bytes,
         grad_itemsize=context.grad_buffer_dtype.itemsize,
         exchanges=exchanges,

@@ -158,6 +158,7 @@ class ShardedOptimizer:
         """Arguments of `estimated_bytes`."""
         return {
             "states_per_element": states_per_element(self._groups),
+            "coded_groups": coded_groups(self._groups),
             "full_tensor_bytes": self.full.bytes,
         }
 
@@ -220,20 +221,28 @@ def states_per_element(groups: Sequence[GroupOptimizer]) -> list[int]:
     ]
 
 
+def coded_groups(groups: Sequence[GroupOptimizer]) -> frozenset[int]:
+    """The groups whose states are stored in 8-bit codes."""
+    return frozenset(index for index, group in enumerate(groups) if group.scope is UpdateScope.BLOCKS)
+
+
 def check_groups(groups: Sequence[GroupOptimizer], plan: Plan) -> None:
     """Raise ConfigError for optimizers that do not work with an option of the plan."""
     for group in groups:
-        needs_tensors, needs_elements = (
-            group.scope is scope for scope in (UpdateScope.TENSORS, UpdateScope.ELEMENTS)
+        needs_sums = group.scope in (UpdateScope.NORMS, UpdateScope.TENSORS)
+        needs_tensors = group.scope is UpdateScope.TENSORS
+        if (plan.offload == "disk" and needs_sums) or (plan.offload == "cpu" and needs_tensors):
+            raise not_elementwise(group, f"offload={plan.offload}")
+        if plan.optim_dtype == "bf16" and group.scope is not UpdateScope.ELEMENTS:
+            raise not_elementwise(group, "optim_dtype=bf16")
+    scopes = {group.scope: group.name for group in groups}
+    if {UpdateScope.BLOCKS, UpdateScope.NORMS} <= scopes.keys():
+        raise ConfigError(
+            f"{scopes[UpdateScope.BLOCKS]} does not work with {scopes[UpdateScope.NORMS]} in one engine",
+            given="groups of both: one steps range by range, the other adds up norms once per step",
+            expected="one of them in all groups, or each with element-wise optimizers",
+            hint="AdamW in place of one of them",
         )
-        if plan.offload == "disk" or (plan.offload == "cpu" and needs_tensors):
-            option = f"offload={plan.offload}"
-        elif plan.optim_dtype == "bf16":
-            option = "optim_dtype=bf16"
-        else:
-            continue
-        if not needs_elements:
-            raise not_elementwise(group, option)
     if plan.offload == "disk" and len({group.optimizer_class for group in groups}) > 1:
         raise ConfigError(
             "offload=disk works with one optimizer",
@@ -245,11 +254,14 @@ def check_groups(groups: Sequence[GroupOptimizer], plan: Plan) -> None:
 
 def _slices(unit: FlatParam, groups: Sequence[GroupOptimizer], *, streams: bool) -> list[OptimizerSlice]:
     """This rank's ranges of the unit's optimizer groups, except those that need full tensors. Streamed states
-    are in slices: on a CPU they stay in cache, a GPU pays for each launch. Slices end at multiples of a size
-    of complete pages, so that blocks of a file share none."""
-    max_numel = (CHUNK * 64 if unit.master.is_cuda else CHUNK) if streams else None
+    are in slices: on a CPU they stay in cache, a GPU pays for each launch (and for codes it needs temporary
+    memory of 10 bytes per element). Slices end at multiples of a size of complete pages, so that blocks of a
+    file share none."""
     slices = []
     for group, low, high in _ranges(unit, groups):
+        is_coded = groups[group].scope is UpdateScope.BLOCKS
+        on_gpu = CHUNK * (16 if is_coded else 64)
+        max_numel = (on_gpu if unit.master.is_cuda else CHUNK) if streams or is_coded else None
         ends = range((low // max_numel + 1) * max_numel, high, max_numel) if max_numel else ()
         for start, stop in pairwise([low, *ends, high]):
             flat = FlatSlice.from_views(group, unit.master[start:stop], unit.grad_shard[start:stop])
@@ -260,7 +272,7 @@ def _slices(unit: FlatParam, groups: Sequence[GroupOptimizer], *, streams: bool)
 def _ranges(unit: FlatParam, groups: Sequence[GroupOptimizer]) -> Iterator[tuple[int, int, int]]:
     """(group, start, stop) of the ranges that this rank owns; of one parameter each, if norms are needed."""
     for group, start, stop in unit.layout.owned_groups(unit.groups.all_gather.rank):
-        if groups[group].scope is UpdateScope.ELEMENTS:
+        if groups[group].scope in (UpdateScope.ELEMENTS, UpdateScope.BLOCKS):
             yield group, start, stop
         elif groups[group].scope is UpdateScope.NORMS:
             for overlap in unit.overlaps(start, stop):
