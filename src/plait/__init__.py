@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from plait.comm.launch_function import launch
     from plait.data.documents import PaddingCollator
     from plait.engine.engine import Engine
+    from plait.engine.preferences import Preference, with_reference
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
@@ -35,12 +36,14 @@ __all__ = [
     "PaddingCollator",
     "PlaitError",
     "Plan",
+    "Preference",
     "StepResult",
     "__version__",
     "all_gather",
     "attention",
     "launch",
     "parallelize",
+    "with_reference",
 ]
 
 # Imported on first use: torch takes a second that the launcher, plans and help texts do not need.
@@ -61,6 +64,8 @@ _HOMES = {
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
+    "Preference": "plait.engine.preferences",
+    "with_reference": "plait.engine.preferences",
 }
 
 

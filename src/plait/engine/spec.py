@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plait.comm import World
 from plait.engine.loss import Loss, check_sums_tokens
+from plait.engine.preferences import Preference
 from plait.engine.routers import RouterFacts
 from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
 from plait.models import (
@@ -54,7 +55,7 @@ class Arguments:
     clip_value: float | None = None
     router_bias_update: float | None = None
     router_z_loss: float | None = None
-    loss: Loss | None = None
+    loss: Loss | Preference | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss_scaling: LossScaling | None = None
@@ -67,8 +68,12 @@ class Arguments:
     seed: int = 0
     weights: str | Path | None = None
     world: World | None = None
+    preference: Preference | None = None  # the loss, if it is one
 
     def __post_init__(self) -> None:
+        if isinstance(self.loss, Preference):
+            vars(self).update(loss=None, preference=self.loss)
+        self._check_preference()
         optimizer, norm, value = self.optimizer, self.clip_norm, self.clip_value
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise ConfigError(
@@ -103,16 +108,32 @@ class Arguments:
                     expected="at least 0, below 1",
                     hint=f"{name}={'0.1' if name == 'label_smoothing' else '1e-4'}",
                 )
-            if getattr(self, name) and (self.loss is not None or task_of(self.model) not in _SMOOTHED):
+            has_loss = self.loss is not None or self.preference is not None
+            if getattr(self, name) and (has_loss or task_of(self.model) not in _SMOOTHED):
                 raise ConfigError(
                     f"{name} is a term of the built-in loss of language models",
-                    given=f"{name}=, and {'loss=' if self.loss else type(self.model).__name__}",
+                    given=f"{name}=, and {'loss=' if has_loss else type(self.model).__name__}",
                     expected="a language model of transformers, and no loss=",
                     hint=f"a loss= that has the term, without {name}=",
                 )
         plan = self.plan if isinstance(self.plan, Plan) else Plan.parse(self.plan)
         folder = None if self.offload_dir is None else Path(self.offload_dir)
         vars(self).update(plan=plan, optimizer_args=self.optimizer_args or {}, offload_dir=folder)
+
+    def _check_preference(self) -> None:
+        """Raise ConfigError for a loss of pairs that cannot be computed."""
+        if self.preference is None:
+            return
+        is_causal = task_of(self.model) is Task.CAUSAL_LM
+        if not is_causal or self.probe:
+            raise ConfigError(
+                "the probe has no pairs" if is_causal else "a loss of pairs is that of a language model",
+                given="probe=, and loss=Preference(...)" if is_causal else type(self.model).__name__,
+                expected="gradients of the loss of tokens, which probe= compares"
+                if is_causal
+                else "a causal language model of transformers",
+                hint="no probe" if is_causal else "loss= with a function",
+            )
 
     @property
     def loss_terms(self) -> dict[str, float]:

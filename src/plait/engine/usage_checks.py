@@ -15,6 +15,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from plait.comm import World
+from plait.engine.preferences import Preference
 from plait.errors import CheckpointError, ConfigError, ModelError, RunError, shown
 from plait.fileio import to_path
 from plait.models import Chain
@@ -185,7 +186,11 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "an iterable of parameters, or of dicts",
         "model.parameters()",
     ),
-    "loss": (callable, "a function of the model's outputs and a micro-batch", _LOSS),
+    "loss": (
+        lambda value: callable(value) or isinstance(value, Preference),
+        "a function of the model's outputs and a micro-batch",
+        _LOSS,
+    ),
     "loss_scaling": (lambda value: isinstance(value, LossScaling), "a LossScaling", "plait.LossScaling()"),
     "blocks": (_are_blocks, "a class of modules, or a list of classes or modules", "type(block)"),
     "offload_dir": (lambda value: isinstance(value, str | os.PathLike), "a path", "'/var/tmp'"),
