@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from plait.comm.launch_function import launch
     from plait.data.documents import PaddingCollator
     from plait.engine.engine import Engine
-    from plait.engine.preferences import Preference, with_reference
+    from plait.engine.preferences import with_reference
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
     from plait.plan.loss_scaling import LossScaling
+    from plait.plan.preference import Preference
 
 __version__ = "0.1.0"
 
@@ -64,7 +65,7 @@ _HOMES = {
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
-    "Preference": "plait.engine.preferences",
+    "Preference": "plait.plan.preference",
     "with_reference": "plait.engine.preferences",
 }
 

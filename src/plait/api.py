@@ -15,7 +15,6 @@ from plait.comm import Mesh, World, connect, raise_on_all
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
 from plait.engine.numerics import set_numerics, set_product_precision
-from plait.engine.preferences import Preference
 from plait.engine.reference import SelfCheck
 from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.engine.usage_checks import check_types
@@ -27,6 +26,7 @@ from plait.parallel.all_samples import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
 from plait.plan.loss_scaling import LossScaling
+from plait.plan.preference import Preference
 from plait.tables import counted
 
 
@@ -63,7 +63,7 @@ def parallelize(
     param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     router_bias_update  rate of routers' biases (DeepSeek-V3: 0.001); `router_z_loss`: weight (ST-MoE: 0.001)
-    loss            (outputs, micro-batch) -> (summed loss, number of targets), or a `Preference`. None: by task
+    loss            (outputs, micro-batch) -> (summed loss, number of targets), or a Preference. None: by task
     label_smoothing fraction of targets for all tokens; `z_loss`: weight of a squared log-sum-exp. In training
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList

@@ -8,12 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
 from plait.engine import preferences
-from plait.errors import ConfigError, ModelError
+from plait.errors import ConfigError
 from plait.plan import Plan
 from support import hf_models, programs
 from support.pool import Pool
@@ -127,7 +126,7 @@ def by_hand(family: str, name: str) -> tuple[float, dict[str, Tensor], dict[str,
         "reward_margin": sum(margins) / len(margins),
         "reward_accuracy": sum(margin > 0 for margin in margins) / len(margins),
         "pairs": len(losses),
-        "tokens": int(sum(n for at, n in enumerate(count.tolist()) if at // 2 != 2)),
+        "num_tokens": int(sum(n for at, n in enumerate(count.tolist()) if at // 2 != 2)),
     }  # fmt: skip
 
 
@@ -141,8 +140,7 @@ def trained(family: str, name: str, plan: str, mutation: str = "") -> Any:
         engine = plait.parallelize(model_of(family), f"{plan} precision=fp64", loss=loss, **options)
         own: Any = engine.shard(pairs())
         if loss.needs_reference:
-            micros = plait.with_reference(reference, own)
-            own = {key: torch.cat([micro[key] for micro in micros]) for key in micros[0]}
+            own = plait.with_reference(reference, own)
         evaluated = engine.evaluate(own)
         assert engine.pairs is not None
         of_evaluation = engine.pairs.take()
@@ -169,13 +167,13 @@ def test_a_loss_of_pairs_is_its_formula(pool: Pool, family: str, name: str, plan
 
 
 def _mean_of_tokens() -> AbstractContextManager[Any]:
-    original = preferences.Preference.of_rows
+    original = preferences.losses_of_rows
 
-    def of_means(self: Any, policy: Tensor, reference: Tensor, tokens: Tensor) -> Any:
+    def of_means(given: Any, policy: Tensor, reference: Tensor, tokens: Tensor) -> Any:
         length = tokens.clamp(min=1)
-        return original(self, policy / length, reference / length, tokens)
+        return original(given, policy / length, reference / length, tokens)
 
-    return mock.patch.object(preferences.Preference, "of_rows", of_means)
+    return mock.patch.object(preferences, "losses_of_rows", of_means)
 
 
 def _tokens_as_count() -> AbstractContextManager[Any]:
@@ -189,12 +187,12 @@ def _tokens_as_count() -> AbstractContextManager[Any]:
 
 
 def _always_sigmoid() -> AbstractContextManager[Any]:
-    original = preferences.Preference.of_rows
+    original = preferences.losses_of_rows
 
-    def sigmoid(self: Any, *args: Any) -> Any:
-        return original(plait.Preference(beta=self.beta), *args)
+    def sigmoid(given: Any, *args: Any) -> Any:
+        return original(plait.Preference(beta=given.beta), *args)
 
-    return mock.patch.object(preferences.Preference, "of_rows", sigmoid)
+    return mock.patch.object(preferences, "losses_of_rows", sigmoid)
 
 
 MUTATIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -202,7 +200,7 @@ MUTATIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "mean of tokens": _mean_of_tokens,
     "tokens as count": _tokens_as_count,
     "always sigmoid": _always_sigmoid,
-    "no sum over cp": lambda: mock.patch.object(preferences, "all_reduce", lambda *_, **__: None),
+    "no sum over cp": lambda: mock.patch.object(preferences, "all_reduce"),
 }
 
 

@@ -6,6 +6,7 @@ python_docs.py  conversations about Python's standard library, from its docstrin
 conversations.py  rows of messages, checked
 template.py   the text of a conversation, and which spans of it are trained
 encoder.py    rows of chat and prompts -> token ids and their weights as targets
+pairs.py      rows of chosen and rejected answers, checked and encoded
 show.py       samples with their trained tokens, printed
 readers.py    documents of a shard, streamed in chunks of about a megabyte
 tokenizer.py  train, import, save and load a tokenizer

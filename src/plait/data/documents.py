@@ -157,6 +157,10 @@ class Documents:
         """The first sample that starts at each of these tokens of the stream, or later."""
         return np.searchsorted(self._starts, tokens)
 
+    def span(self, index: int) -> slice:
+        """The tokens of the stream that a sample has."""
+        return slice(int(self._starts[index]), int(self._starts[index] + self.lengths[index]))
+
     def read(self, index: int) -> dict[str, Tensor]:
         """{"input_ids", "labels"}: (length,) int64, and `loss_weights` if there are some: see
         [Note: targets]."""
@@ -240,6 +244,43 @@ class MicroBatches:
 
 def _filled(documents: Documents, where: str, positions: int) -> str:
     return f"{documents.facts}; in {where}, {documents.lengths.sum() / positions:.2%} filled"
+
+
+class Pairs:
+    """The pairs of a stream: see [Note: files of pairs] in pairs.py. Number `len(self)` is padding: see
+    [Note: samples without targets].
+
+    lengths  of each pair's longer row
+    """
+
+    documents_per_sample = 2.0
+
+    def __init__(self, documents: Documents) -> None:
+        self.name = documents.name.replace("documents", "pairs")
+        self._documents = documents
+        self.lengths = documents.lengths.reshape(-1, 2).max(1)
+        self.facts = f"{documents.facts}; {len(self):,} pairs"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def first_after(self, tokens: Int64s) -> Int64s:
+        """See `Documents.first_after`."""
+        return self._documents.first_after(tokens) // 2
+
+    def span(self, index: int, answer: int) -> slice:
+        """The tokens of the stream that a row has; of padding none."""
+        return self._documents.span(2 * index + answer) if index < len(self) else slice(0, 0)
+
+    def batch(self, indices: Int64s) -> Batch:
+        """Two rows for each pair, chosen and rejected, padded: see `PaddingCollator`."""
+        documents = self._documents
+        rows = [
+            documents.read(2 * index + answer) if index < len(self) else documents.without_targets(2)
+            for index in indices.tolist()
+            for answer in (0, 1)
+        ]
+        return documents.collator(rows)
 
 
 class PackedDocuments:

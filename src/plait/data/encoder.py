@@ -23,7 +23,7 @@ from plait.errors import ContentError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Kind = Literal["chat", "prompt"]
+Kind = Literal["chat", "prompt", "preference"]
 TrainOn = Literal["all", "last"]
 
 

@@ -86,7 +86,7 @@ class Engine:
     layout      layout of the shards that this rank holds
     in_use      lock of the methods that one thread at a time may call
     probed      result of the self-check, if `probe` was set
-    pairs       with loss=Preference(...): `take` returns rewards of the pairs since the last call, on all ranks
+    pairs       with loss=Preference(...): `take` returns rewards of pairs since the last call, on all ranks
     """
 
     def __init__(

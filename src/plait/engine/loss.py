@@ -75,8 +75,9 @@ def choose_loss(
 
     Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
     of each rank of `group`. None: full logits. `buffers`, `label_smoothing`, `z_loss`: see `cross_entropy`.
-    `pairs`: computes it from pairs of rows. `of_inputs`: the loss is for micro-batches of `Inputs`, whose labels are shifted already, and not for
-    batches of the data; without the loss of routers, which an engine adds (engine/routers.py).
+    `pairs`: computes it from pairs of rows. `of_inputs`: the loss is for micro-batches of `Inputs`, whose
+    labels are shifted already, and not for batches of the data; without the loss of routers, which an engine
+    adds (engine/routers.py).
     """
     if loss is not None:
         return loss

@@ -1,6 +1,6 @@
 """Losses of preferences: of pairs of rows, of which the first was chosen and the second rejected.
 
-# B rows of a micro-batch, 2 for each pair  P pairs  S sequence;  lower case = this rank's tokens (s: over `cp`)
+# B rows of a micro-batch, 2 for each pair  P pairs  S sequence, or this rank's tokens of it
 
 [Note: two passes of the head]
 A loss of pairs depends on the log-probability of a row, a sum over its tokens, through a sigmoid. So the
@@ -18,103 +18,54 @@ both models' sums have the same order under cp.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from plait.comm import all_reduce
-from plait.errors import ConfigError, ModelError
+from plait.engine.inputs import divide
+from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, LOSS_WEIGHTS
 from plait.models.task import REFERENCE
 from plait.parallel.zero.rank_context import RankGroups
+from plait.plan.preference import Preference
 
 ROWS = 2  # of a pair: chosen and rejected, one after the other
-PairLossName = Literal["sigmoid", "ipo", "hinge", "robust", "orpo"]
 
 
-@dataclass(frozen=True)
-class Preference:
-    """A loss of pairs for `parallelize(loss=)`. With d = (chosen - rejected) of log-probabilities summed over
-    the trained tokens of a row, each relative to the reference:
-
-    sigmoid  -log sigmoid(beta d): DPO (Rafailov et al. 2023). `label_smoothing`: the fraction of pairs in the
-             wrong order, for cDPO (Mitchell 2023)
-    robust   its unbiased estimate for that fraction (Chowdhury et al. 2024, equation 12)
-    hinge    max(0, 1 - beta d) (SLiC: Zhao et al. 2023)
-    ipo      (d - 1 / (2 beta))^2, of means over tokens instead of sums (Azar et al. 2024)
-    orpo     -beta log sigmoid(log odds ratio) of means over tokens, without a reference, and the mean loss of
-             the chosen row's tokens (Hong et al. 2024)
-
-    `sft_weight`: of the mean loss of the chosen row's tokens, added to any of them (Pang et al. 2024); None: 1
-    for orpo, else 0. A step's loss is the mean over its pairs. Raises ConfigError.
-    """
-
-    loss: PairLossName = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    sft_weight: float | None = None
-
-    def __post_init__(self) -> None:
-        names = get_args(PairLossName)
-        smooths, beta = self.loss in ("sigmoid", "robust"), self.beta
-        checks = {
-            "loss": (self.loss in names, " | ".join(names), "loss='sigmoid'"),
-            "beta": (math.isfinite(beta) and beta > 0, "a number above 0", "beta=0.1"),
-            "label_smoothing": (
-                0 <= self.label_smoothing < 0.5 and (smooths or not self.label_smoothing),
-                "from 0, below 0.5, with loss = sigmoid or robust",
-                "label_smoothing=0.1, or none",
-            ),
-            "sft_weight": (
-                self.sft_weight is None or 0 <= self.sft_weight < math.inf,
-                "a number from 0",
-                "sft_weight=1.0",
-            ),
-        }
-        for name, (is_valid, expected, hint) in checks.items():
-            if not is_valid:
-                raise ConfigError(
-                    f"{name} is not valid for a loss of pairs",
-                    given=f"loss={self.loss!r} {name}={getattr(self, name)!r}",
-                    expected=expected,
-                    hint=hint,
-                )
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.loss != "orpo"
-
-    def of_rows(self, policy_B: Tensor, reference_B: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each pair's loss, and the rewards (P, 2) of its rows. Log-probabilities are sums over
-        `tokens_B` tokens."""
-        per_token = self.loss in ("ipo", "orpo")
-        length_B = tokens_B.clamp(min=1)
-        relative_B = (policy_B - reference_B) / length_B if per_token else policy_B - reference_B
-        chosen_P, rejected_P = relative_B.view(-1, ROWS).unbind(1)
-        d_P, smoothing = chosen_P - rejected_P, self.label_smoothing
-        if self.loss == "ipo":
-            losses_P = (d_P - 1 / (2 * self.beta)).square()
-        elif self.loss == "hinge":
-            losses_P = F.relu(1 - self.beta * d_P)
-        elif self.loss == "orpo":
-            odds_P = d_P - _log_of_rest(chosen_P) + _log_of_rest(rejected_P)
-            losses_P = -self.beta * F.logsigmoid(odds_P)
-        else:
-            right_P, wrong_P = -F.logsigmoid(self.beta * d_P), -F.logsigmoid(-self.beta * d_P)
-            sign = -1 if self.loss == "robust" else 1
-            losses_P = right_P
-            if smoothing:
-                losses_P = (1 - smoothing) * right_P + sign * smoothing * wrong_P
-            if self.loss == "robust":
-                losses_P = losses_P / (1 - 2 * smoothing)
-        weight = float(self.loss == "orpo") if self.sft_weight is None else self.sft_weight
-        if weight:
-            losses_P = losses_P - weight * (policy_B / length_B).view(-1, ROWS)[:, 0]
-        return losses_P, self.beta * relative_B.detach().view(-1, ROWS)
+def losses_of_rows(
+    given: Preference, policy_B: Tensor, reference_B: Tensor, tokens_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return each pair's loss, and the rewards (P, 2) of its rows. Log-probabilities are sums over
+    `tokens_B` tokens."""
+    per_token = given.loss in ("ipo", "orpo")
+    length_B = tokens_B.clamp(min=1)
+    relative_B = (policy_B - reference_B) / length_B if per_token else policy_B - reference_B
+    chosen_P, rejected_P = relative_B.view(-1, ROWS).unbind(1)
+    d_P, smoothing = chosen_P - rejected_P, given.label_smoothing
+    if given.loss == "ipo":
+        losses_P = (d_P - 1 / (2 * given.beta)).square()
+    elif given.loss == "hinge":
+        losses_P = F.relu(1 - given.beta * d_P)
+    elif given.loss == "orpo":
+        odds_P = d_P - _log_of_rest(chosen_P) + _log_of_rest(rejected_P)
+        losses_P = -given.beta * F.logsigmoid(odds_P)
+    else:
+        right_P, wrong_P = -F.logsigmoid(given.beta * d_P), -F.logsigmoid(-given.beta * d_P)
+        sign = -1 if given.loss == "robust" else 1
+        losses_P = right_P
+        if smoothing:
+            losses_P = (1 - smoothing) * right_P + sign * smoothing * wrong_P
+        if given.loss == "robust":
+            losses_P = losses_P / (1 - 2 * smoothing)
+    weight = float(given.loss == "orpo") if given.sft_weight is None else given.sft_weight
+    if weight:
+        losses_P = losses_P - weight * (policy_B / length_B).view(-1, ROWS)[:, 0]
+    return losses_P, given.beta * relative_B.detach().view(-1, ROWS)
 
 
 def _log_of_rest(log_prob: Tensor) -> Tensor:
@@ -122,12 +73,15 @@ def _log_of_rest(log_prob: Tensor) -> Tensor:
     return torch.log(-torch.expm1(log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)))
 
 
-class PairResult(NamedTuple):
+@dataclass(frozen=True)
+class PairResult:
     """Of the pairs since the last call of `take`: their number, their trained tokens, the means of chosen and
     rejected rewards, and the share of pairs whose chosen reward is the higher one."""
 
+    REWARDS: ClassVar = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
+
     pairs: int
-    tokens: int
+    num_tokens: int
     chosen_reward: float
     rejected_reward: float
     reward_accuracy: float
@@ -135,6 +89,15 @@ class PairResult(NamedTuple):
     @property
     def reward_margin(self) -> float:
         return self.chosen_reward - self.rejected_reward
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """By their names in metrics."""
+        return {name: getattr(self, name) for name in self.REWARDS}
+
+    @property
+    def text(self) -> str:
+        return f"margin {self.reward_margin:.4f}  right {self.reward_accuracy:.1%} of {self.pairs:,} pairs"
 
 
 class PairLoss:
@@ -152,9 +115,8 @@ class PairLoss:
         outputs: Any,
         batch: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """(loss summed over pairs, their number), of which the first rank of `sequence` has both. `summed`: the
-        weighted loss of tokens; `statistics`: log-probabilities of labels. See
-        [Note: two passes of the head]."""
+        """(loss summed over pairs, their number); 0 except on the first rank of `cp`. `summed`: the weighted
+        loss of tokens; `statistics`: log-probabilities of labels. See [Note: two passes of the head]."""
         labels_BS = batch["labels"]
         if labels_BS.is_meta:  # an estimate: the second pass is the larger one
             return summed(outputs.logits, labels_BS)
@@ -171,7 +133,7 @@ class PairLoss:
         reference_B = sums[1] if self._preference.needs_reference else torch.zeros_like(tokens_B)
         is_pair_P = (tokens_B.view(-1, ROWS) > 0).all(1)
         with torch.enable_grad():
-            losses_P, rewards_P2 = self._preference.of_rows(policy_B, reference_B, tokens_B)
+            losses_P, rewards_P2 = losses_of_rows(self._preference, policy_B, reference_B, tokens_B)
             value = (losses_P * is_pair_P).sum()
             (slope_B,) = torch.autograd.grad(value, policy_B)
         count = is_pair_P.sum()
@@ -226,13 +188,11 @@ def _check(batch: Mapping[str, Tensor], *, needs_reference: bool) -> None:
         )
 
 
-def with_reference(reference: Any, batch: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> Any:
-    """The batch as a list of micro-batches, for `engine.step`, with `reference_log_probs` by the engine of
-    another model, or by the same one before it is trained: see [Note: reference]. Every rank calls it, with
-    its share. The engine has the plan of the one that trains."""
-    if isinstance(batch, Mapping):
-        rows = len(next(iter(batch.values())))
-        size = ROWS * -(-rows // (ROWS * reference.plan.micro))
-        parts = {key: value.split(size) for key, value in batch.items()}
-        batch = [{key: of[number] for key, of in parts.items()} for number in range(-(-rows // size))]
-    return [{**micro, REFERENCE: reference.log_probs(micro)[0]} for micro in batch]
+def with_reference(reference: Any, batch: Any) -> Any:
+    """Return the batch of a step or an evaluation, or its micro-batches, with `reference_log_probs` by the
+    engine of another model, or by the same one before it is trained: see [Note: reference]. Every rank calls
+    it, with its share. The engine has the plan of the one that trains."""
+    if not isinstance(batch, Mapping):
+        return [{**micro, REFERENCE: reference.log_probs(micro)[0]} for micro in batch]
+    micros = divide(batch, reference.plan.micro, ROWS)
+    return {**batch, REFERENCE: torch.cat([reference.log_probs(micro)[0] for micro in micros])}

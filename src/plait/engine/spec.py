@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from plait.comm import World
 from plait.engine.loss import Loss, check_sums_tokens
-from plait.engine.preferences import Preference
 from plait.engine.routers import RouterFacts
 from plait.errors import ConfigError, ModelError, PlanError, ScheduleError, shown
 from plait.models import (
@@ -35,6 +34,7 @@ from plait.parallel.float8 import Float8Layers, check_device
 from plait.plan import Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
 from plait.plan.loss_scaling import LossScaling
+from plait.plan.preference import Preference
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
 

@@ -62,8 +62,8 @@ class StageRunner:
         is_last: bool,
     ) -> None:
         """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `tp`: the ranks
-        that hold shards of the model. `loss`: the user's. `terms`: of the built-in loss in training; `pairs` always.
-        `tokens`: under sequence parallelism.
+        that hold shards of the model. `loss`: the user's. `terms`: of the built-in loss in training; `pairs`
+        always. `tokens`: under sequence parallelism.
         `divide`: takes this rank's tokens of a prepared batch for a model."""
         self.activation_bytes: int | None = None
         self.loss_buffers = LossBuffers("")  # measured

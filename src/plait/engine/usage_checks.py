@@ -15,11 +15,11 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from plait.comm import World
-from plait.engine.preferences import Preference
 from plait.errors import CheckpointError, ConfigError, ModelError, RunError, shown
 from plait.fileio import to_path
 from plait.models import Chain
 from plait.plan.loss_scaling import LossScaling
+from plait.plan.preference import Preference
 
 M = TypeVar("M", bound=Callable[..., Any])
 
