@@ -100,10 +100,8 @@ def test_both_answers_of_a_pair_are_in_one_split_and_in_one_sample(tmp_path: Pat
         pairs = Pairs(Documents(stream, 0, PaddingCollator(0, max_length=64)))
         assert len(pairs) > 1
         batch = pairs.batch(np.arange(len(pairs)))
-        texts = [
-            MADE.decode(ids[mask.bool()])
-            for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-        ]
+        rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        texts = [MADE.decode(ids[mask]) for ids, mask in rows]
         for chosen, rejected in zip(texts[::2], texts[1::2], strict=True):
             assert chosen.partition("?")[0] == rejected.partition("?")[0]
             assert "b" in chosen
@@ -138,3 +136,15 @@ def test_pairs_are_shown_with_their_trained_text_and_bad_rows_are_counted(tmp_pa
 def test_pairs_in_samples_that_would_part_them_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="both answers in one micro-batch"):
         check_data(config(tmp_path, **change))
+
+
+def test_docstrings_make_pairs_whose_rejected_answer_is_another_ones(tmp_path: Path) -> None:
+    MADE.save_pretrained(tmp_path / "model")
+    data = config(tmp_path, sequence=256).model_copy(update={"sources": ["python-docs"]})
+    store = build(data, TokenizerConfig(path=tmp_path / "model"), progress=False)
+    pairs = Pairs(Documents(store.train, 0, PaddingCollator(0, max_length=256)))
+    assert len(pairs) > 1000
+    batch = pairs.batch(np.array([0]))
+    chosen, rejected = (MADE.decode(ids) for ids in batch["input_ids"])
+    assert chosen[:20] == rejected[:20]
+    assert chosen != rejected

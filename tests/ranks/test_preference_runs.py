@@ -1,4 +1,4 @@
-"""A run on pairs begins at log 2, learns to prefer, resumes exactly, and has one result for each reference."""
+"""Runs on pairs begin at log 2, learn to prefer, resume exactly, and have one result for each reference."""
 
 import json
 import math
@@ -137,10 +137,7 @@ def test_orpo_has_no_reference_and_a_loss_of_tokens(pool: Pool, recipe: Path, tm
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (
-            ["task=pretrain", "data.kind=preference", "data.samples=documents", "preference="],
-            "need each other",
-        ),
+        (["task=pretrain", "preference="], "need each other"),
         (["data.kind=prompt"], "trains given weights"),
         (["preference.beta=-1"], "beta is not valid"),
         (["preference.loss=kto"], "invalid value"),
@@ -152,7 +149,8 @@ def test_orpo_has_no_reference_and_a_loss_of_tokens(pool: Pool, recipe: Path, tm
     ],
 )
 def test_a_recipe_of_pairs_that_cannot_run_is_refused(recipe: Path, sets: list[str], words: str) -> None:
-    sets = [*sets, "tokenizer.path=here"] if "task=pretrain" in sets else sets
+    if "task=pretrain" in sets:
+        sets = [*sets, "tokenizer.path=here", "data.kind=preference", "data.samples=documents"]
     with pytest.raises(ConfigError, match=words):
         read_recipe(recipe, sets)
 
@@ -175,7 +173,7 @@ def _stored(recipe: Path) -> list[float]:
 
 
 def test_a_pair_that_a_batch_repeats_is_counted_once(pool: Pool, recipe: Path, tmp_path: Path) -> None:
-    """Batches of 4 of 5 pairs: the second has the fifth, and three of the next epoch, one of them perhaps it."""
+    """Batches of 4 of 5 pairs: those at the end of an epoch have pairs of the next one, perhaps the same."""
     rows = (recipe.parent / "pairs.jsonl").read_text().splitlines(keepends=True)[:5]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     sets = [f'data.sources=["{tmp_path}/rows.jsonl"]', f"data.dir={tmp_path}/data", "data.validation=0"]

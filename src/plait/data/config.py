@@ -51,8 +51,8 @@ class DataConfig(BaseModel):
     empty think blocks that templates write for messages without reasoning.
 
     `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
-    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, `python-stdlib`, or `python-docs`, its docstrings as
-    chats. `weights`: of each source, in samples; None: as many as it has. `samples`: `windows` of `sequence`
+    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, `python-stdlib`, or `python-docs`, its docstrings.
+    `weights`: of each source, in samples; None: as many as it has. `samples`: `windows` of `sequence`
     tokens each, across documents; `packed`, the same with documents separated; `bins`, rows of `sequence`
     tokens that complete documents fill; or `documents`, padded to a multiple of `pad_to_multiple_of`;
     `group_by_length` batches are sorted by length together (0: none). `long_documents`: what bins and

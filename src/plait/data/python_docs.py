@@ -1,4 +1,5 @@
-"""Conversations about Python's standard library: what its classes and functions do, by their docstrings.
+"""Conversations about Python's standard library: what its classes and functions do, by their docstrings; and
+pairs of answers to these questions.
 
 They depend on the version of Python only. Nothing is imported.
 """
@@ -52,6 +53,15 @@ def conversations(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
         methods = node.body if isinstance(node, ast.ClassDef) else []
         turns = [turn, *(_turn(each, f"{module}.{node.name}") for each in methods)]
         yield {"messages": list(itertools.chain.from_iterable(list(filter(None, turns))[:TURNS]))}
+
+
+def pairs(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield a row of preferences for the first question of each conversation: its answer is chosen, and that
+    of the next conversation of the file is rejected."""
+    firsts = [row["messages"][:2] for row in conversations(file, content)]
+    for (question, chosen), (_, rejected) in itertools.pairwise([*firsts, *firsts[:1]]):
+        if chosen["content"] != rejected["content"]:
+            yield {"prompt": [question], "chosen": [chosen], "rejected": [rejected]}
 
 
 def _turn(node: ast.stmt, prefix: str) -> list[dict[str, str]]:

@@ -91,7 +91,7 @@ class PairResult:
         return self.chosen_reward - self.rejected_reward
 
     @property
-    def rewards(self) -> dict[str, float]:
+    def rewards(self) -> dict[str, Any]:
         """By their names in metrics."""
         return {name: getattr(self, name) for name in self.REWARDS}
 

@@ -55,7 +55,7 @@ class Arguments:
     clip_value: float | None = None
     router_bias_update: float | None = None
     router_z_loss: float | None = None
-    loss: Loss | Preference | None = None
+    loss: Loss | None = None  # also a Preference: then it is `preference`, and this is None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss_scaling: LossScaling | None = None
@@ -68,11 +68,12 @@ class Arguments:
     seed: int = 0
     weights: str | Path | None = None
     world: World | None = None
-    preference: Preference | None = None  # the loss, if it is one
+    preference: Preference | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.loss, Preference):
-            vars(self).update(loss=None, preference=self.loss)
+        given: Any = self.loss
+        if isinstance(given, Preference):
+            vars(self).update(loss=None, preference=given)
         self._check_preference()
         optimizer, norm, value = self.optimizer, self.clip_norm, self.clip_value
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):

@@ -466,7 +466,8 @@ class Trainer:
     def _score(self, parts: _LoopParts, signals: SignalHandler) -> float:
         """Evaluate, record and return the loss, and count evaluations since the lowest one."""
         score = self._evaluate(parts.heartbeat)
-        parts.metrics.validation(self._step, score, self._engine.pairs and self._engine.pairs.take())
+        pairs = None if self._engine.pairs is None else self._engine.pairs.take()
+        parts.metrics.validation(self._step, score, pairs)
         self._since_best = 0 if score < self._best_score else self._since_best + 1
         self._best_score = min(self._best_score, score) if math.isfinite(score) else self._best_score
         if self._is_stopped:
