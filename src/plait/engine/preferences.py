@@ -75,8 +75,8 @@ def _log_of_rest(log_prob: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairResult:
-    """Of the pairs since the last call of `take`: their number, their trained tokens, the means of chosen and
-    rejected rewards, and the share of pairs whose chosen reward is the higher one."""
+    """Facts about the pairs since the last call of `take`: their number, their trained tokens, the means of
+    chosen and rejected rewards, and the share of pairs whose chosen reward is the higher one."""
 
     REWARDS: ClassVar = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
 

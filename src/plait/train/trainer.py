@@ -378,8 +378,7 @@ class Trainer:
         for _ in range(taken - 1):
             next(parts.batches, None)
         parts.stragglers.end(self._step)
-        pairs = None if self._engine.pairs is None else self._engine.pairs.take()
-        num_tokens = (pairs or result).num_tokens * self._engine.plan.num_islands
+        num_tokens = (self._recorder.pairs or result).num_tokens * self._engine.plan.num_islands
         self._tokens += num_tokens
         scaling = self._recipe.loss_scale
         can_shrink = loss_scale is not None and scaling.dynamic and loss_scale > scaling.minimum
@@ -418,8 +417,7 @@ class Trainer:
             aux_loss=result.aux_loss,
             dropped_choices=result.dropped_choices,
             router_z_loss=result.router_z_loss,
-            **expert_facts(result.expert_loads),
-            **({} if pairs is None else pairs.rewards),
+            **(expert_facts(result.expert_loads) | self._recorder.rewards),
         )
 
     def _agree_on_requests(
