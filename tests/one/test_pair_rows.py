@@ -138,13 +138,17 @@ def test_pairs_in_samples_that_would_part_them_are_refused(tmp_path: Path, chang
         check_data(config(tmp_path, **change))
 
 
-def test_docstrings_make_pairs_whose_rejected_answer_is_another_ones(tmp_path: Path) -> None:
+def test_docstrings_make_pairs_whose_rejected_answer_has_its_words_backwards(tmp_path: Path) -> None:
     MADE.save_pretrained(tmp_path / "model")
     data = config(tmp_path, sequence=256).model_copy(update={"sources": ["python-docs"]})
     store = build(data, TokenizerConfig(path=tmp_path / "model"), progress=False)
     pairs = Pairs(Documents(store.train, 0, PaddingCollator(0, max_length=256)))
     assert len(pairs) > 1000
-    batch = pairs.batch(np.array([0]))
+    batch = pairs.batch(np.flatnonzero(pairs.lengths < 256)[:1])  # which is not truncated
     chosen, rejected = (MADE.decode(ids) for ids in batch["input_ids"])
     assert chosen[:20] == rejected[:20]
-    assert chosen != rejected
+    words = [
+        MADE.decode(ids[labels != -100]).removesuffix("<|im_end|>").split()
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+    assert words[0] == words[1][::-1]

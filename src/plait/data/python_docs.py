@@ -56,11 +56,14 @@ def conversations(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def pairs(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
-    """Yield a row of preferences for the first question of each conversation: its answer is chosen, and that
-    of the next conversation of the file is rejected."""
-    firsts = [row["messages"][:2] for row in conversations(file, content)]
-    for (question, chosen), (_, rejected) in itertools.pairwise([*firsts, *firsts[:1]]):
-        if chosen["content"] != rejected["content"]:
+    """Yield a row of preferences for the first question of each conversation: its answer is chosen, and the
+    answer with its words from the last to the first is rejected. (An answer to another question would be
+    chosen in one row and rejected in the next.)"""
+    for row in conversations(file, content):
+        question, chosen = row["messages"][:2]
+        words = chosen["content"].split()
+        if words != words[::-1]:
+            rejected = {**chosen, "content": " ".join(reversed(words))}
             yield {"prompt": [question], "chosen": [chosen], "rejected": [rejected]}
 
 
