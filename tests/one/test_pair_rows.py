@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from torch.utils.data import DataLoader
 
+import plait
+import plait.data
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig, check_data
 from plait.data.dataset import TokenStore
@@ -74,6 +77,19 @@ def test_a_mistake_in_a_row_is_named(row: Any, words: str) -> None:
     with pytest.raises(ContentError) as caught:
         encoded(row)
     assert words in str(caught.value)
+
+
+def test_pairs_of_a_script_are_two_rows_each_in_a_batch(tmp_path: Path) -> None:
+    rows = [FORMS["texts"], FORMS["messages"]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = plait.data.preferences(rows, MADE)
+    assert pairs == plait.data.preferences(str(tmp_path / "rows.jsonl"), MADE)
+    (batch,) = DataLoader(pairs, batch_size=2, collate_fn=plait.PaddingCollator())  # type: ignore[arg-type]
+    texts = [
+        MADE.decode(ids[labels != -100])
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+    assert texts == ["four</s>", "five</s>", "four<|im_end|>", "five<|im_end|>"]
 
 
 def config(folder: Path, **changes: Any) -> DataConfig:

@@ -263,7 +263,7 @@ def test_a_loss_that_does_not_exist_is_refused(options: dict[str, Any], words: s
     ("change", "words"),
     [
         (lambda b: b, "no log-probabilities of the reference"),
-        (lambda b: {key: value[:3] for key, value in b.items()}, "does not split"),
+        (lambda b: {key: value[:3] for key, value in b.items()}, "half a pair"),
         (lambda b: [{key: value[:3] for key, value in b.items()}], "half a pair"),
         (lambda b: b | {"loss_weights": torch.ones(16, LENGTH)}, "no weights of tokens"),
     ],

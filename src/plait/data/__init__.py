@@ -58,3 +58,24 @@ def chat(
         else encode_rows(rows, encode, skip=skip)
     )
     return [sample.tensors() for sample in found]
+
+
+def preferences(
+    rows: str | Iterable[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    errors: Literal["raise", "skip"] = "raise",
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Encode pairs of answers: `input_ids` and `labels` of the chosen and of the rejected row of each, for a
+    DataLoader with `PaddingCollator`. Arguments and errors are those of `chat`."""
+    from plait.data.encoder import Encoder, encode_rows  # noqa: PLC0415  see above
+    from plait.data.pairs import PairEncoder  # noqa: PLC0415
+    from plait.data.readers import read_samples  # noqa: PLC0415
+
+    encode, skip = PairEncoder(Encoder(tokenizer, "prompt")), errors == "skip"
+    if isinstance(rows, str):
+        samples = read_samples(rows, encode, skip=skip)
+        pairs: Iterable[Any] = zip(samples, samples, strict=True)
+    else:
+        pairs = encode_rows(rows, encode, skip=skip)
+    return [(chosen.tensors(), rejected.tensors()) for chosen, rejected in pairs]

@@ -35,6 +35,7 @@ number `len(samples)`, so that all ranks take part in every collective.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,14 +66,16 @@ class PaddingCollator:
     multiple_of: int = 1
     max_length: int | None = None
 
-    def __call__(self, samples: Sequence[Ids | Mapping[str, Ids]]) -> dict[str, Tensor]:
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return {"input_ids", "attention_mask", "labels"}: (samples, padded length) int64.
 
         A sample is its token ids, or a dict of `input_ids` and `labels` (with -100 at positions without a
         target, e.g. of a prompt). By default the labels are the ids: the loss shifts them. If samples have
-        `loss_weights`, so has the batch: float32, by default 1.
+        `loss_weights`, so has the batch: float32, by default 1. A sample may also be a pair of such dicts,
+        chosen and rejected, which become two rows.
         """
-        rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+        answers = [each for sample in samples for each in (sample if _is_pair(sample) else (sample,))]
+        rows = [answer if isinstance(answer, Mapping) else {"input_ids": answer} for answer in answers]
         ids = [self._row(row["input_ids"]) for row in rows]
         labels = [self._row(row.get("labels", row["input_ids"])) for row in rows]
         if different := [(len(i), len(j)) for i, j in zip(ids, labels, strict=True) if len(i) != len(j)]:
@@ -97,6 +100,10 @@ class PaddingCollator:
 
     def _row(self, ids: Ids) -> Tensor:
         return torch.as_tensor(ids, dtype=torch.long)[: self.max_length]
+
+
+def _is_pair(sample: Any) -> bool:
+    return isinstance(sample, tuple) and all(isinstance(each, Mapping) for each in sample)
 
 
 def _stack(rows: Sequence[Tensor], width: int, value: int) -> Tensor:

@@ -225,7 +225,8 @@ class Inputs:
 
     def single(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
         """The batch as one micro-batch, on the device. Batches of training and of evaluation are counted
-        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples."""
+        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples, or
+        half of one."""
         moved = self.uncompared(batch)
         if not any(value.shape[0] for value in moved.values()):
             raise PlanError(
@@ -233,6 +234,13 @@ class Inputs:
                 given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
                 expected="at least one sample on every data rank",
                 hint="drop_last=True in the loader, or engine.shard(loader), which checks it on all ranks",
+            )
+        if any(value.shape[0] % self.rows for value in moved.values()):
+            raise PlanError(
+                "a micro-batch has half a pair",
+                given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
+                expected="the chosen row of each pair, followed by its rejected row",
+                hint="a batch of pairs that plan.micro and the data ranks divide",
             )
         if self._num_compared[trains] % _COMPARED_EVERY == 0:
             check_same_batch(moved, self._same_samples)

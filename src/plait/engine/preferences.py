@@ -163,15 +163,7 @@ class PairLoss:
 
 
 def _check(batch: Mapping[str, Tensor], *, needs_reference: bool) -> None:
-    """Raise ModelError for a micro-batch without pairs or their reference."""
-    rows = len(batch["labels"])
-    if rows % ROWS:
-        raise ModelError(
-            "a micro-batch has half a pair",
-            given=f"{rows} rows",
-            expected="the chosen row of each pair, followed by its rejected row",
-            hint="a batch of pairs that plan.micro and the data ranks divide",
-        )
+    """Raise ModelError for a micro-batch with weights of tokens, or without its reference."""
     if LOSS_WEIGHTS in batch:
         raise ModelError(
             "pairs have no weights of tokens",
