@@ -49,7 +49,7 @@ BUDGETS = {
     "cli": 3230,
     "comm": 7165,
     "compat": 1550,
-    "data": 4395,
+    "data": 4425,
     "engine": 4785,
     "estimate": 600,
     "models": 9975,

@@ -75,7 +75,9 @@ class PaddingCollator:
         chosen and rejected, which become two rows.
         """
         answers = [each for sample in samples for each in (sample if _is_pair(sample) else (sample,))]
-        rows = [answer if isinstance(answer, Mapping) else {"input_ids": answer} for answer in answers]
+        rows: list[Mapping[str, Any]] = [
+            answer if isinstance(answer, Mapping) else {"input_ids": answer} for answer in answers
+        ]
         ids = [self._row(row["input_ids"]) for row in rows]
         labels = [self._row(row.get("labels", row["input_ids"])) for row in rows]
         if different := [(len(i), len(j)) for i, j in zip(ids, labels, strict=True) if len(i) != len(j)]:
