@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from plait.comm.launch_function import launch
     from plait.data.documents import PaddingCollator
     from plait.engine.engine import Engine
+    from plait.engine.preferences import with_reference
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
     from plait.models import Chain
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
     from plait.plan.loss_scaling import LossScaling
+    from plait.plan.preference import Preference
 
 __version__ = "0.1.0"
 
@@ -37,12 +39,14 @@ __all__ = [
     "PaddingCollator",
     "PlaitError",
     "Plan",
+    "Preference",
     "StepResult",
     "__version__",
     "all_gather",
     "attention",
     "launch",
     "parallelize",
+    "with_reference",
 ]
 
 # Imported on first use: torch takes a second that the launcher, plans and help texts do not need.
@@ -64,6 +68,8 @@ _HOMES = {
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
+    "Preference": "plait.plan.preference",
+    "with_reference": "plait.engine.preferences",
 }
 
 

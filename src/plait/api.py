@@ -26,6 +26,7 @@ from plait.parallel.all_samples import batch_norms
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
 from plait.plan.loss_scaling import LossScaling
+from plait.plan.preference import Preference
 from plait.tables import counted
 
 
@@ -40,7 +41,7 @@ def parallelize(
     clip_value: float | None = None,
     router_bias_update: float | None = None,
     router_z_loss: float | None = None,
-    loss: Loss | None = None,
+    loss: Loss | Preference | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     loss_scaling: LossScaling | None = None,
@@ -62,7 +63,7 @@ def parallelize(
     param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     router_bias_update  rate of routers' biases (DeepSeek-V3: 0.001); `router_z_loss`: weight (ST-MoE: 0.001)
-    loss            (outputs, micro-batch) -> (summed loss, number of targets). None: by the model's task
+    loss            (outputs, micro-batch) -> (summed loss, number of targets), or a Preference. None: by task
     label_smoothing fraction of targets for all tokens; `z_loss`: weight of a squared log-sum-exp. In training
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList

@@ -6,6 +6,7 @@ python_docs.py  conversations about Python's standard library, from its docstrin
 conversations.py  rows of messages, checked
 template.py   the text of a conversation, and which spans of it are trained
 encoder.py    rows of chat and prompts -> token ids and their weights as targets
+pairs.py      rows of chosen and rejected answers, checked and encoded
 show.py       samples with their trained tokens, printed
 readers.py    documents of a shard, streamed in chunks of about a megabyte
 tokenizer.py  train, import, save and load a tokenizer
@@ -57,3 +58,24 @@ def chat(
         else encode_rows(rows, encode, skip=skip)
     )
     return [sample.tensors() for sample in found]
+
+
+def preferences(
+    rows: str | Iterable[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    errors: Literal["raise", "skip"] = "raise",
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Encode pairs of answers: `input_ids` and `labels` of the chosen and of the rejected row of each, for a
+    DataLoader with `PaddingCollator`. Arguments and errors are those of `chat`."""
+    from plait.data.encoder import Encoder, encode_rows  # noqa: PLC0415  see above
+    from plait.data.pairs import PairEncoder  # noqa: PLC0415
+    from plait.data.readers import read_samples  # noqa: PLC0415
+
+    encode, skip = PairEncoder(Encoder(tokenizer, "prompt")), errors == "skip"
+    if isinstance(rows, str):
+        samples = read_samples(rows, encode, skip=skip)
+        pairs: Iterable[Any] = zip(samples, samples, strict=True)
+    else:
+        pairs = encode_rows(rows, encode, skip=skip)
+    return [(chosen.tensors(), rejected.tensors()) for chosen, rejected in pairs]

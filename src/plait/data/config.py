@@ -45,13 +45,14 @@ class TokenizerConfig(BaseModel):
 class DataConfig(BaseModel):
     """Sources of text, the directory of tokens, and the sampling of sequences.
 
-    `kind`: the rows are `text`, `chat` (under `messages`) or `prompt` (under `prompt` and `completion`).
+    `kind`: the rows are `text`, `chat` (under `messages`), `prompt` (under `prompt` and `completion`) or
+    `preference` (under `chosen` and `rejected`, with `prompt` or a common beginning): pairs.
     `train_on`: all assistant messages, or the `last` of each row. `train_empty_thinking`: train also the
     empty think blocks that templates write for messages without reasoning.
 
     `sources`: paths or globs of text files (one document each), of .jsonl or .jsonl.gz (one per line, under
-    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, `python-stdlib`, or `python-docs`, its docstrings as
-    chats. `weights`: of each source, in samples; None: as many as it has. `samples`: `windows` of `sequence`
+    `text_key`), `hf:NAME_OR_DIR[?config=..&split=..]`, `python-stdlib`, or `python-docs`, its docstrings.
+    `weights`: of each source, in samples; None: as many as it has. `samples`: `windows` of `sequence`
     tokens each, across documents; `packed`, the same with documents separated; `bins`, rows of `sequence`
     tokens that complete documents fill; or `documents`, padded to a multiple of `pad_to_multiple_of`;
     `group_by_length` batches are sorted by length together (0: none). `long_documents`: what bins and
@@ -66,7 +67,7 @@ class DataConfig(BaseModel):
 
     dir: FilePath
     sources: list[Source] = Field(min_length=1)
-    kind: Literal["text", "chat", "prompt"] = "text"
+    kind: Literal["text", "chat", "prompt", "preference"] = "text"
     train_on: Literal["all", "last"] = "all"
     train_empty_thinking: bool = False
     text_key: str = "text"
@@ -126,6 +127,16 @@ def check_data(data: DataConfig) -> None:
             given=f"data.kind = {data.kind!r}, data.samples = {data.samples!r}",
             expected="samples of complete documents",
             hint="--set data.samples=bins, or documents",
+        )
+    split = data.long_documents == "split"
+    if data.kind == "preference" and (data.samples != "documents" or budget is not None or split):
+        raise ConfigError(
+            "pairs are samples of documents, with both answers in one micro-batch",
+            given=f"data.samples = {data.samples!r}"
+            + (f", data.tokens_per_micro_batch = {budget}" if budget else "")
+            + (", data.long_documents = 'split'" if split else ""),
+            expected="padded documents, of which long ones are truncated",
+            hint="--set data.samples=documents, without tokens_per_micro_batch and long_documents",
         )
     if data.kind == "text" and (data.train_on != "all" or data.train_empty_thinking):
         raise ConfigError(

@@ -86,7 +86,7 @@ def _json_object(arguments: Any) -> Any:
 
 def read_conversation(row: Any, template: str) -> Conversation:
     """Check a row of `messages`. Raises ContentError, whose fact continues "a row"."""
-    _check_row(row, "messages", EXAMPLE)
+    check_row(row, "messages", EXAMPLE)
     messages, weights = _messages(row["messages"], "messages", template)
     return Conversation(messages, weights, _tools(row, template), _kwargs(row, template))
 
@@ -94,8 +94,8 @@ def read_conversation(row: Any, template: str) -> Conversation:
 def read_prompt(row: Any, template: str) -> tuple[str, str] | Conversation:
     """Check a row of `prompt` and `completion`: two texts, or two lists of messages. Only the latter's are
     trained. Raises ContentError."""
-    _check_row(row, "prompt", PROMPT_EXAMPLE)
-    _check_row(row, "completion", PROMPT_EXAMPLE)
+    check_row(row, "prompt", PROMPT_EXAMPLE)
+    check_row(row, "completion", PROMPT_EXAMPLE)
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
@@ -120,7 +120,8 @@ def read_prompt(row: Any, template: str) -> tuple[str, str] | Conversation:
     )
 
 
-def _check_row(row: Any, key: str, example: str) -> None:
+def check_row(row: Any, key: str, example: str) -> None:
+    """Raise ContentError for a row that is no object, has no such key, or has media."""
     if not isinstance(row, Mapping):
         raise ContentError(
             "that is not an object", given=f"a {type(row).__name__}", expected="an object", hint=example

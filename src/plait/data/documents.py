@@ -35,6 +35,7 @@ number `len(samples)`, so that all ranks take part in every collective.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,14 +66,18 @@ class PaddingCollator:
     multiple_of: int = 1
     max_length: int | None = None
 
-    def __call__(self, samples: Sequence[Ids | Mapping[str, Ids]]) -> dict[str, Tensor]:
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         """Return {"input_ids", "attention_mask", "labels"}: (samples, padded length) int64.
 
         A sample is its token ids, or a dict of `input_ids` and `labels` (with -100 at positions without a
         target, e.g. of a prompt). By default the labels are the ids: the loss shifts them. If samples have
-        `loss_weights`, so has the batch: float32, by default 1.
+        `loss_weights`, so has the batch: float32, by default 1. A sample may also be a pair of such dicts,
+        chosen and rejected, which become two rows.
         """
-        rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+        answers = [each for sample in samples for each in (sample if _is_pair(sample) else (sample,))]
+        rows: list[Mapping[str, Any]] = [
+            answer if isinstance(answer, Mapping) else {"input_ids": answer} for answer in answers
+        ]
         ids = [self._row(row["input_ids"]) for row in rows]
         labels = [self._row(row.get("labels", row["input_ids"])) for row in rows]
         if different := [(len(i), len(j)) for i, j in zip(ids, labels, strict=True) if len(i) != len(j)]:
@@ -97,6 +102,10 @@ class PaddingCollator:
 
     def _row(self, ids: Ids) -> Tensor:
         return torch.as_tensor(ids, dtype=torch.long)[: self.max_length]
+
+
+def _is_pair(sample: Any) -> bool:
+    return isinstance(sample, tuple) and all(isinstance(each, Mapping) for each in sample)
 
 
 def _stack(rows: Sequence[Tensor], width: int, value: int) -> Tensor:
@@ -156,6 +165,10 @@ class Documents:
     def first_after(self, tokens: Int64s) -> Int64s:
         """The first sample that starts at each of these tokens of the stream, or later."""
         return np.searchsorted(self._starts, tokens)
+
+    def span(self, index: int) -> slice:
+        """The tokens of the stream that a sample has."""
+        return slice(int(self._starts[index]), int(self._starts[index] + self.lengths[index]))
 
     def read(self, index: int) -> dict[str, Tensor]:
         """{"input_ids", "labels"}: (length,) int64, and `loss_weights` if there are some: see
@@ -240,6 +253,43 @@ class MicroBatches:
 
 def _filled(documents: Documents, where: str, positions: int) -> str:
     return f"{documents.facts}; in {where}, {documents.lengths.sum() / positions:.2%} filled"
+
+
+class Pairs:
+    """The pairs of a stream: see [Note: files of pairs] in pairs.py. Number `len(self)` is padding: see
+    [Note: samples without targets].
+
+    lengths  of each pair's longer row
+    """
+
+    documents_per_sample = 2.0
+
+    def __init__(self, documents: Documents) -> None:
+        self.name = documents.name.replace("documents", "pairs")
+        self._documents = documents
+        self.lengths = documents.lengths.reshape(-1, 2).max(1)
+        self.facts = f"{documents.facts}; {len(self):,} pairs"
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def first_after(self, tokens: Int64s) -> Int64s:
+        """See `Documents.first_after`."""
+        return self._documents.first_after(tokens) // 2
+
+    def span(self, index: int, answer: int) -> slice:
+        """The tokens of the stream that a row has; of padding none."""
+        return self._documents.span(2 * index + answer) if index < len(self) else slice(0, 0)
+
+    def batch(self, indices: Int64s) -> Batch:
+        """Two rows for each pair, chosen and rejected, padded: see `PaddingCollator`."""
+        documents = self._documents
+        rows = [
+            documents.read(2 * index + answer) if index < len(self) else documents.without_targets(2)
+            for index in indices.tolist()
+            for answer in (0, 1)
+        ]
+        return documents.collator(rows)
 
 
 class PackedDocuments:

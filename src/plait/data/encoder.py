@@ -9,8 +9,8 @@ tokenizer begins a text and end with the end-of-document token, which is trained
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,9 @@ from plait.errors import ContentError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Kind = Literal["chat", "prompt"]
+Kind = Literal["chat", "prompt", "preference"]
 TrainOn = Literal["all", "last"]
+T = TypeVar("T")
 
 
 class Sample(NamedTuple):
@@ -133,7 +134,7 @@ def row_key(row: Any) -> bytes:
     return json.dumps(row, sort_keys=True, default=str).encode()
 
 
-def encode_rows(rows: Iterable[Any], encode: Encoder, *, skip: bool) -> Iterator[Sample]:
+def encode_rows(rows: Iterable[Any], encode: Callable[[Any], T], *, skip: bool) -> Iterator[T]:
     """Encode rows of a script. Raises DataError for the first bad one, unless `skip`."""
     for number, row in enumerate(rows):
         try:

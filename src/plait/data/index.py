@@ -99,7 +99,7 @@ class DatasetSpec(Strict):
     """The part of a recipe that determines the tokens."""
 
     sources: list[str]
-    kind: Literal["text", "chat", "prompt"] = "text"
+    kind: Literal["text", "chat", "prompt", "preference"] = "text"
     train_on: Literal["all", "last"] = "all"
     train_empty_thinking: bool = False
     text_key: str

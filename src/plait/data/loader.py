@@ -99,13 +99,20 @@ class Batches(Dataset[Batch | list[Batch]]):
         self._micro = micro
 
     def __getitem__(self, number: int) -> Batch | list[Batch]:
-        first, size = self._sizes.span(number)
-        assert not size % self._data_ranks, f"batch of {size} over {self._data_ranks} data ranks"
-        own = share(size, self._data_rank, self._data_ranks)
-        indices = self._order.indices(first + own.start, own.stop - own.start)
+        indices = self.all_indices(number)[self.own(number)]
         if self._micro is None:
             return self._samples.batch(indices)
         return [self._samples.batch(part) for part in indices.reshape(self._micro, -1)]
+
+    def all_indices(self, number: int) -> Int64s:
+        """Indices of the batch's samples, of all data ranks."""
+        return self._order.indices(*self._sizes.span(number))
+
+    def own(self, number: int) -> slice:
+        """This data rank's part of them."""
+        _, size = self._sizes.span(number)
+        assert not size % self._data_ranks, f"batch of {size} over {self._data_ranks} data ranks"
+        return share(size, self._data_rank, self._data_ranks)
 
 
 def check_samples(samples: Samples, batch: int) -> None:

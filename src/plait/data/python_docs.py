@@ -1,4 +1,5 @@
-"""Conversations about Python's standard library: what its classes and functions do, by their docstrings.
+"""Conversations about Python's standard library: what its classes and functions do, by their docstrings; and
+pairs of answers to these questions.
 
 They depend on the version of Python only. Nothing is imported.
 """
@@ -52,6 +53,18 @@ def conversations(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
         methods = node.body if isinstance(node, ast.ClassDef) else []
         turns = [turn, *(_turn(each, f"{module}.{node.name}") for each in methods)]
         yield {"messages": list(itertools.chain.from_iterable(list(filter(None, turns))[:TURNS]))}
+
+
+def pairs(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield a row of preferences for the first question of each conversation: its answer is chosen, and the
+    answer with its words from the last to the first is rejected. (An answer to another question would be
+    chosen in one row and rejected in the next.)"""
+    for row in conversations(file, content):
+        question, chosen = row["messages"][:2]
+        words = chosen["content"].split()
+        if words != words[::-1]:
+            rejected = {**chosen, "content": " ".join(reversed(words))}
+            yield {"prompt": [question], "chosen": [chosen], "rejected": [rejected]}
 
 
 def _turn(node: ast.stmt, prefix: str) -> list[dict[str, str]]:

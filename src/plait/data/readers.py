@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from plait.data.encoder import Sample, located, row_key, without_none
-from plait.data.python_docs import conversations
+from plait.data.pairs import Pair, PairEncoder
+from plait.data.python_docs import conversations, pairs
 from plait.data.sources import (
     HF_ROW_BYTES,
     ROW_KINDS,
@@ -89,7 +90,7 @@ class ReadOptions:
     seed: int = 0
     digest: Callable[[bytes], None] = lambda _: None
     bad_rows: BadRows = field(default_factory=BadRows)
-    encode: Callable[[Any], Sample] | None = None
+    encode: Callable[[Any], Sample | Pair] | None = None
 
     @property
     def example(self) -> str:
@@ -120,7 +121,7 @@ def find_bad(
     items: Iterable[FileSlice],
     text_key: str,
     end_s: float = math.inf,
-    encode: Callable[[Any], Sample] | None = None,
+    encode: Callable[[Any], Sample | Pair] | None = None,
     keep: int = 1,
 ) -> Iterator[tuple[FileSlice, list[ContentError], int]]:
     """Read files or datasets to the end, or until time.monotonic() is `end_s`. Yield those that are not text,
@@ -157,7 +158,7 @@ def read_documents(source: str, text_key: str = "text") -> Iterator[str]:
                 parts.clear()
 
 
-def read_samples(source: str, encode: Callable[[Any], Sample], *, skip: bool) -> Iterator[Sample]:
+def read_samples(source: str, encode: Callable[[Any], Sample | Pair], *, skip: bool) -> Iterator[Sample]:
     """Yield the encoded rows of a source, in order. Raises DataError for the first bad one, unless `skip`."""
     options = ReadOptions("", bad_rows=BadRows(skip), encode=encode)
     for shard in list_shards([source]):
@@ -306,7 +307,8 @@ def _row_chunks(lines: Iterator[_Line], item: FileSlice, options: ReadOptions) -
 
 def _conversations(content: bytes, item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
     options.digest(content)
-    rows = list(conversations(Path(item.name), content))
+    of_kind = pairs if isinstance(options.encode, PairEncoder) else conversations
+    rows = list(of_kind(Path(item.name), content))
     for number, row in enumerate(rows):
         locate = partial("conversation {}".format, number)
         yield from _documents(row, options, item.name, locate, len(content) // len(rows))
@@ -318,8 +320,10 @@ def _documents(
     """Yield the chunks of a row's document; none of a bad row that is skipped."""
     try:
         if options.encode is not None:
-            sample = options.encode(row)
-            yield TextChunk("", options.draw(row_key(row)), last=True, num_bytes=num_bytes, sample=sample)
+            found, draw = options.encode(row), options.draw(row_key(row))
+            for sample in found if isinstance(found, Pair) else [found]:
+                yield TextChunk("", draw, last=True, num_bytes=num_bytes, sample=sample)
+                num_bytes = 0
         else:
             yield from _chunk_text(_text_of(row, options.text_key), options, num_bytes)
     except ContentError as error:

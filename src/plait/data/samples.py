@@ -4,7 +4,7 @@ import numpy as np
 
 from plait.data.config import DataConfig
 from plait.data.dataset import TokenStore, TokenStream
-from plait.data.documents import Bins, Documents, MicroBatches, PackedDocuments, PaddingCollator
+from plait.data.documents import Bins, Documents, MicroBatches, PackedDocuments, PaddingCollator, Pairs
 from plait.data.loader import Samples, Windows, check_samples
 from plait.data.packing import Rows, best_fit, rows_of_sources, within_budget
 from plait.data.sampler import Int64s, LengthGroups, MixedOrder, OneEpoch, Order, SampleOrder
@@ -36,11 +36,11 @@ class SampleSource:
         return samples, self._grouped(samples, MixedOrder(orders, stops, shares))
 
     def validation(self) -> tuple[Samples, Order]:
-        """The validation samples and their order, without weights of sources. Bins and micro-batches are
-        read once. Raises DataError if there are too few."""
+        """The validation samples and their order, without weights of sources. Bins, micro-batches
+        and pairs are read once. Raises DataError if there are too few."""
         samples, _ = self._samples(self._store.validation, None)
         order = self._order(len(samples))
-        if isinstance(samples, Bins | MicroBatches):
+        if isinstance(samples, Bins | MicroBatches | Pairs):
             return samples, OneEpoch(order, len(samples))
         check_samples(samples, self._batch)
         return samples, self._grouped(samples, order)
@@ -51,7 +51,7 @@ class SampleSource:
     def _grouped(self, samples: Samples, order: SampleOrder | MixedOrder) -> Order:
         if not self._data.group_by_length:
             return order
-        assert isinstance(samples, Documents | MicroBatches), "samples of one length are not grouped"
+        assert isinstance(samples, Documents | MicroBatches | Pairs), "samples of one length are not grouped"
         window = min(self._data.group_by_length, len(samples) // self._batch)  # an epoch at most
         return LengthGroups(order, samples.lengths, self._batch, window)
 
@@ -67,6 +67,9 @@ class SampleSource:
         collator = PaddingCollator(end, data.pad_to_multiple_of, data.sequence)
         documents = Documents(stream, end, collator, split=data.long_documents == "split")
         check_samples(documents, 1)
+        if data.kind == "preference":
+            pairs = Pairs(documents)
+            return pairs, self._stops(pairs, sources)
         stops = self._stops(documents, sources)
         if data.samples == "documents" and data.tokens_per_micro_batch is None:
             return documents, stops
@@ -83,7 +86,9 @@ class SampleSource:
         padded = -(-lengths // data.pad_to_multiple_of) * data.pad_to_multiple_of
         return within_budget(np.minimum(padded, data.sequence), data.tokens_per_micro_batch)
 
-    def _stops(self, samples: Windows | PackedDocuments | Documents, sources: Int64s | None) -> Int64s:
+    def _stops(
+        self, samples: Windows | PackedDocuments | Documents | Pairs, sources: Int64s | None
+    ) -> Int64s:
         if sources is None:
             return np.array([len(samples)])
         stops = samples.first_after(sources)

@@ -26,6 +26,7 @@ from plait.data.index import (
     lengths_name,
     weights_name,
 )
+from plait.data.pairs import PairEncoder
 from plait.data.readers import BadRows, ReadOptions, TextChunk, read_chunks
 from plait.data.sources import Shard
 from plait.data.tokenizer import read_tokenizer
@@ -63,19 +64,21 @@ class Encoding:
     train_on: TrainOn
     train_empty_thinking: bool
 
-    def encoder(self) -> Encoder:
+    def encoder(self) -> Encoder | PairEncoder:
         """Load the tokenizer. Raises DataError."""
         return _encoder(self)
 
 
 @lru_cache(maxsize=1)
-def _encoder(encoding: Encoding) -> Encoder:
-    return Encoder(
+def _encoder(encoding: Encoding) -> Encoder | PairEncoder:
+    is_pairs = encoding.kind == "preference"
+    encoder = Encoder(
         read_tokenizer(encoding.tokenizer),
-        encoding.kind,
+        "prompt" if is_pairs else encoding.kind,
         train_on=encoding.train_on,
         train_empty_thinking=encoding.train_empty_thinking,
     )
+    return PairEncoder(encoder) if is_pairs else encoder
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,22 @@ def show_documents(store: TokenStore, console: Console, *, first: int = 0, numbe
     """Print training documents, from the one with number `first` on. Raises ConfigError if it is missing."""
     stream, tokenizer = store.train, read_tokenizer(store.tokenizer_dir)
     starts = stream.starts_of_documents(store.index.end_of_document)
-    if not 0 <= first < len(starts):
+    rows = 2 if store.index.spec.kind == "preference" else 1  # documents of a row
+    if not 0 <= first < len(starts) // rows:
         raise ConfigError(
             f"the {stream.name} data has no such row",
             given=f"row {first}",
-            expected=f"0 to {len(starts) - 1}",
+            expected=f"0 to {len(starts) // rows - 1}",
             hint="--row 0",
         )
     stops = np.append(starts[1:], stream.num_tokens)
-    for row in range(first, min(first + number, len(starts))):
+    for row in range(rows * first, min(rows * (first + number), len(starts))):
         start, length = int(starts[row]), int(stops[row] - starts[row])
         weights = stream.weights(start, length)
         weights = np.ones(length, dtype=np.float32) if weights is None else weights
         trained = f"{np.count_nonzero(weights):,} trained"
-        console.rule(Text(f"{stream.name} row {row}: {counted(length, 'token')}, {trained}"), align="left")
+        name = f"row {row}" if rows == 1 else f"row {row // rows}, {('chosen', 'rejected')[row % rows]}"
+        console.rule(Text(f"{stream.name} {name}: {counted(length, 'token')}, {trained}"), align="left")
         shown = min(length, _MAX_TOKENS)
         text = marked_text(stream.read(start, shown).tolist(), weights[:shown].tolist(), tokenizer)
         console.print(text, markup=False, highlight=False)

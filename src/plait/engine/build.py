@@ -10,6 +10,7 @@ from torch import nn
 from plait.comm import Mesh
 from plait.engine.inputs import Inputs, own_tokens
 from plait.engine.loss import Loss
+from plait.engine.preferences import ROWS, PairLoss
 from plait.engine.routers import StageRouters
 from plait.engine.spec import TrainingSpec
 from plait.engine.stage import StageRunner
@@ -102,7 +103,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     masters = MasterWeights(spec.plan, layout, device, spec.given.offload_dir)
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
     dropout = DropoutStream(first_heads(spec.heads, spec.plan.cols, mesh.coord[FEATURES]))
-    inputs = Inputs(model, spec.given.loss, context, spec.job.micro, spec.numbering, dropout)
+    of_rows = 1 if spec.given.preference is None else ROWS
+    inputs = Inputs(model, spec.given.loss, context, spec.job.micro, spec.numbering, dropout, of_rows)
     units = {
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }
@@ -249,7 +251,10 @@ def _build_stage(
     routers = StageRouters(part.module, spec.routers, data_ranks, mesh.world.device, counts=counts)
     if not spec.job.compile:  # in whose code there are no modes
         take_choices(part.module, spec.routers.layers)
-    of_loss = (columns, grid.col, groups.tp, spec.given.loss, spec.given.loss_terms)
+    terms: dict[str, Any] = {**spec.given.loss_terms}
+    if spec.given.preference is not None:
+        terms["pairs"] = PairLoss(spec.given.preference, groups, mesh.world.device)
+    of_loss = (columns, grid.col, groups.tp, spec.given.loss, terms)
     return StageRunner(part, sharded, head, *of_loss, tokens, divide, routers, is_last=is_last)
 
 

@@ -92,6 +92,7 @@ class Engine:
     layout      layout of the shards that this rank holds
     in_use      lock of the methods that one thread at a time may call
     probed      result of the self-check, if `probe` was set
+    pairs       with loss=Preference(...): `take` returns rewards of pairs since the last call, on all ranks
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Engine:
         make_local = partial(LocalUpdater, clip_value=spec.given.clip_value)
         self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups, self._inputs = self._parts.context.groups, self._parts.inputs
+        self.pairs = [*self._parts.stages.values()][-1].pairs
         self.layout = self._parts.layout
         self.optimizer = EngineOptimizer(self._parts, self.plan, self.world.rank, self._drop_gradients)
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
@@ -170,7 +172,7 @@ class Engine:
         """This data rank's share of a global batch, or of each batch of a loader that gives the same ones on
         every rank. Shares consist of `plan.micro` micro-batches; with `trains=False`, for `evaluate` and
         `outputs`, of any number of samples. Raises PlanError, on all ranks, if a batch does not divide."""
-        unit, ranks = self.plan.micro if trains else 1, self._groups.batch_shares
+        unit, ranks = (self.plan.micro if trains else 1) * self._inputs.rows, self._groups.batch_shares
         if trains:  # with servers, the other workers are not in a group
             ranks = Group(tuple(range(self.data_ranks)), self.data_rank, None)
         if isinstance(batches, Mapping):

@@ -73,7 +73,7 @@ from plait.models.attention import is_eager
 from plait.models.experts import expert_layers
 from plait.models.mask_decisions import host_values, known_values, remember_values
 from plait.models.routing import check_choices
-from plait.models.task import ROUTING
+from plait.models.task import REFERENCE, ROUTING
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
@@ -89,9 +89,12 @@ _TOKEN_TASKS = (*_SHIFTED, Task.NGRAM_LM, Task.ALIGNED_LM, Task.TOKEN_CLASSIFICA
 _COMPARED_EVERY = 100
 
 
-def divide(batch: Batch, num_parts: int) -> list[dict[str, Tensor]]:
-    """Divide the samples into at most `num_parts` parts, as `torch.chunk` does."""
-    chunks = {key: value.chunk(num_parts) for key, value in batch.items()}
+def divide(batch: Batch, num_parts: int, rows: int = 1) -> list[dict[str, Tensor]]:
+    """Divide the samples, of so many `rows` each, into at most `num_parts` parts, as `torch.chunk` does."""
+    chunks = {
+        key: value.split(max(1, rows * -(-value.shape[0] // (rows * num_parts))))
+        for key, value in batch.items()
+    }
     num_chunks = len(next(iter(chunks.values())))
     return [{key: of_key[number] for key, of_key in chunks.items()} for number in range(num_chunks)]
 
@@ -103,7 +106,7 @@ def shifts_labels(model: nn.Module, loss: object) -> bool:
 
 def shift_labels(batch: Batch) -> Batch:
     """Make the label of each position that of the next one. Labels (B, S); a loss refuses others."""
-    fills = {"labels": IGNORED_LABEL, LOSS_WEIGHTS: 0}
+    fills = {"labels": IGNORED_LABEL, LOSS_WEIGHTS: 0, REFERENCE: 0}
     entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim == 2}
     return {**batch, **{key: F.pad(each, (0, 1), value=fills[key])[:, 1:] for key, each in entries.items()}}
 
@@ -155,15 +158,16 @@ class Inputs:
         micro: int,
         numbering: Numbering | None,
         dropout: DropoutStream,
+        rows: int = 1,
     ) -> None:
         """`model`: before it is divided. `loss`: the user's. `micro`: micro-batches of a step. For cp:
-        `numbering` of tokens, `dropout` of attention."""
+        `numbering` of tokens, `dropout` of attention. `rows`: of a sample."""
         base = pretrained_base(model)
         embedding = None if base is None else input_embedding(base)
         self._vocabulary = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
         self._is_pretrained, self._task = base is not None, task_of(model)
         self._names, self._labels = forward_names(model), label_keys(model)
-        self._model, self._loss, self._micro = model, loss, micro
+        self._model, self._loss, self._micro, self.rows = model, loss, micro, rows
         self._device, self._dtype = context.device, context.precision.compute
         self._same_samples = context.groups.same_samples
         self._numbering, self.dropout = numbering, dropout
@@ -195,20 +199,22 @@ class Inputs:
             return [self.single(micro, trains=True) for micro in batch]
         moved = self.single(batch, trains=True)
         sizes = {key: value.shape[0] for key, value in moved.items()}
-        if len(set(sizes.values())) != 1 or any(size % self._micro for size in sizes.values()):
+        unit = self._micro * self.rows
+        if len(set(sizes.values())) != 1 or any(size % unit for size in sizes.values()):
             raise PlanError(
                 "this rank's batch does not split into micro-batches",
                 given=f"{sizes}, micro={self._micro}",
-                expected="tensors of one size along dim 0, a multiple of micro",
+                expected="tensors of one size along dim 0, a multiple of micro"
+                + (f" x {self.rows}: a pair is two rows" if self.rows > 1 else ""),
                 hint=f"a list of {self._micro} micro-batches, for entries that have no row per sample",
             )
-        micros = divide(moved, self._micro)
+        micros = divide(moved, self._micro, self.rows)
         remember_sources(micros, batch)
         return micros
 
     def of_evaluation(self, batch: Batch) -> Sequence[Batch]:
         """At most `plan.micro` micro-batches."""
-        return divide(self.single(batch, trains=False), self._micro)
+        return divide(self.single(batch, trains=False), self._micro, self.rows)
 
     def uncompared(self, batch: Batch) -> dict[str, Tensor]:
         """The batch as one micro-batch, which may differ between ranks."""
@@ -219,7 +225,8 @@ class Inputs:
 
     def single(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
         """The batch as one micro-batch, on the device. Batches of training and of evaluation are counted
-        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples."""
+        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples, or
+        half of one."""
         moved = self.uncompared(batch)
         if not any(value.shape[0] for value in moved.values()):
             raise PlanError(
@@ -227,6 +234,13 @@ class Inputs:
                 given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
                 expected="at least one sample on every data rank",
                 hint="drop_last=True in the loader, or engine.shard(loader), which checks it on all ranks",
+            )
+        if any(value.shape[0] % self.rows for value in moved.values()):
+            raise PlanError(
+                "a micro-batch has half a pair",
+                given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
+                expected="the chosen row of each pair, followed by its rejected row",
+                hint="a batch of pairs that plan.micro and the data ranks divide",
             )
         if self._num_compared[trains] % _COMPARED_EVERY == 0:
             check_same_batch(moved, self._same_samples)

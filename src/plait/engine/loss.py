@@ -31,6 +31,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from plait.comm import Group, all_gather
 from plait.engine.inputs import prepared
+from plait.engine.preferences import PairLoss
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, LOSS_WEIGHTS, OF_TOKENS, Task, pretrained_base, task_of
 from plait.models.mask_decisions import known_values
@@ -66,6 +67,7 @@ def choose_loss(
     buffers: LossBuffers | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    pairs: PairLoss | None = None,
     of_inputs: bool = False,
 ) -> Loss:
     """The user's loss, or that of a Hugging Face model's task: the loss that the model itself returns, but
@@ -73,8 +75,9 @@ def choose_loss(
 
     Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
     of each rank of `group`. None: full logits. `buffers`, `label_smoothing`, `z_loss`: see `cross_entropy`.
-    `of_inputs`: the loss is for micro-batches of `Inputs`, whose labels are shifted already, and not for
-    batches of the data; without the loss of routers, which an engine adds (engine/routers.py).
+    `pairs`: computes it from pairs of rows. `of_inputs`: the loss is for micro-batches of `Inputs`, whose
+    labels are shifted already, and not for batches of the data; without the loss of routers, which an engine
+    adds (engine/routers.py).
     """
     if loss is not None:
         return loss
@@ -98,6 +101,8 @@ def choose_loss(
         Task.QUESTION_ANSWERING: answer_loss,
     }
     chosen = losses[task]
+    if pairs is not None:
+        chosen = partial(pairs, summed, partial(label_statistics, model, group=group, columns=columns))
     if of_inputs:
         return chosen
     routers = router_loss(model)
@@ -191,6 +196,7 @@ def label_statistics(
     model: nn.Module,
     outputs: Any,
     batch: Mapping[str, Tensor],
+    *,
     group: Group,
     columns: Sequence[tuple[int, int]] | None,
 ) -> Tensor:

@@ -120,7 +120,8 @@ class MicrobatchRunner:
         context = self._parts.context
         has_router_loss = any(stage.routers.adds for stage in self._parts.stages.values())
         communicates = not context.keeps_params_unsharded or context.plan.ep > 1 or has_router_loss
-        padding = [{key: value[:1] for key, value in micros[0].items()}] * (missing if communicates else 0)
+        sample = {key: value[: self._parts.inputs.rows] for key, value in micros[0].items()}
+        padding = [sample] * (missing if communicates else 0)
         remaining = len(micros)
 
         def on_own_loss(loss: Tensor, count: int | Tensor) -> None:

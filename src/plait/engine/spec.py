@@ -35,6 +35,7 @@ from plait.parallel.quantized_base import quantized_formats
 from plait.plan import ExpertDim, Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
 from plait.plan.loss_scaling import LossScaling
+from plait.plan.preference import Preference
 from plait.plan.schedule import Schedule, check, compile_conflict
 from plait.plan.schedule.load import load_schedule
 
@@ -55,7 +56,7 @@ class Arguments:
     clip_value: float | None = None
     router_bias_update: float | None = None
     router_z_loss: float | None = None
-    loss: Loss | None = None
+    loss: Loss | None = None  # also a Preference: then it is `preference`, and this is None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss_scaling: LossScaling | None = None
@@ -68,8 +69,13 @@ class Arguments:
     seed: int = 0
     weights: str | Path | None = None
     world: World | None = None
+    preference: Preference | None = None
 
     def __post_init__(self) -> None:
+        given: Any = self.loss
+        if isinstance(given, Preference):
+            vars(self).update(loss=None, preference=given)
+        self._check_preference()
         optimizer, norm, value = self.optimizer, self.clip_norm, self.clip_value
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise ConfigError(
@@ -104,16 +110,32 @@ class Arguments:
                     expected="at least 0, below 1",
                     hint=f"{name}={'0.1' if name == 'label_smoothing' else '1e-4'}",
                 )
-            if getattr(self, name) and (self.loss is not None or task_of(self.model) not in _SMOOTHED):
+            has_loss = self.loss is not None or self.preference is not None
+            if getattr(self, name) and (has_loss or task_of(self.model) not in _SMOOTHED):
                 raise ConfigError(
                     f"{name} is a term of the built-in loss of language models",
-                    given=f"{name}=, and {'loss=' if self.loss else type(self.model).__name__}",
+                    given=f"{name}=, and {'loss=' if has_loss else type(self.model).__name__}",
                     expected="a language model of transformers, and no loss=",
                     hint=f"a loss= that has the term, without {name}=",
                 )
         plan = self.plan if isinstance(self.plan, Plan) else Plan.parse(self.plan)
         folder = None if self.offload_dir is None else Path(self.offload_dir)
         vars(self).update(plan=plan, optimizer_args=self.optimizer_args or {}, offload_dir=folder)
+
+    def _check_preference(self) -> None:
+        """Raise ConfigError for a loss of pairs that cannot be computed."""
+        if self.preference is None:
+            return
+        is_causal = task_of(self.model) is Task.CAUSAL_LM
+        if not is_causal or self.probe:
+            raise ConfigError(
+                "the probe has no pairs" if is_causal else "a loss of pairs is that of a language model",
+                given="probe=, and loss=Preference(...)" if is_causal else type(self.model).__name__,
+                expected="gradients of the loss of tokens, which probe= compares"
+                if is_causal
+                else "a causal language model of transformers",
+                hint="no probe" if is_causal else "loss= with a function",
+            )
 
     @property
     def loss_terms(self) -> dict[str, float]:

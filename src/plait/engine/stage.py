@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from plait.comm import Group
 from plait.engine.inputs import prepared
 from plait.engine.loss import Loss, LossReads, choose_loss, label_statistics
+from plait.engine.preferences import PairLoss
 from plait.engine.routers import PLAIN, Pass, StageRouters
 from plait.errors import ModelError
 from plait.models import (
@@ -61,8 +62,8 @@ class StageRunner:
         is_last: bool,
     ) -> None:
         """`columns`: (start, stop) of each rank of `col` in the logits, if they are sharded. `tp`: the ranks
-        that hold shards of the model. `loss`: the user's. `terms`: of the built-in loss in training.
-        `tokens`: under sequence parallelism.
+        that hold shards of the model. `loss`: the user's. `terms`: of the built-in loss in training; `pairs`
+        always. `tokens`: under sequence parallelism.
         `divide`: takes this rank's tokens of a prepared batch for a model."""
         self.activation_bytes: int | None = None
         self.loss_buffers = LossBuffers("")  # measured
@@ -75,6 +76,7 @@ class StageRunner:
         self._checked_entries: set[frozenset[str]] = set()  # keys of batches
         self._head = head
         self._user_loss, self._terms = loss, terms
+        self.pairs: PairLoss | None = terms.get("pairs")
         self._tokens = tokens
         self._divide = divide
         self._columns = columns
@@ -138,7 +140,7 @@ class StageRunner:
         module = self.module_part.module
 
         def find(outputs: Any) -> Tensor:
-            return label_statistics(module, outputs, micro, self._col, self._columns)
+            return label_statistics(module, outputs, micro, group=self._col, columns=self._columns)
 
         with self.sharded.unsharder.watch_outside_uses(), self._head.calling(find):
             self.outputs(micro, received)
@@ -178,7 +180,7 @@ class StageRunner:
         buffers = buffers or self.loss_buffers
         module = self.module_part.module
         of_head: dict[str, Any] = {"group": self._col, "columns": self._columns, "buffers": buffers}
-        terms = self._terms if module.training else {}
+        terms = self._terms if module.training else {"pairs": self.pairs}
         return choose_loss(module, self._user_loss, **of_head, **terms, of_inputs=True)
 
     def _in_forward(self, loss: Callable[[Any], Any]) -> Callable[[Any], Any] | None:

@@ -20,6 +20,7 @@ from plait.fileio import to_path
 from plait.models import Chain
 from plait.plan import Plan
 from plait.plan.loss_scaling import LossScaling
+from plait.plan.preference import Preference
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -186,7 +187,11 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "an iterable of parameters, or of dicts",
         "model.parameters()",
     ),
-    "loss": (callable, "a function of the model's outputs and a micro-batch", _LOSS),
+    "loss": (
+        lambda value: callable(value) or isinstance(value, Preference),
+        "a function of the model's outputs and a micro-batch",
+        _LOSS,
+    ),
     "loss_scaling": (lambda value: isinstance(value, LossScaling), "a LossScaling", "plait.LossScaling()"),
     "blocks": (_are_blocks, "a class of modules, or a list of classes or modules", "type(block)"),
     "offload_dir": (lambda value: isinstance(value, str | os.PathLike), "a path", "'/var/tmp'"),

@@ -35,7 +35,8 @@ ROUTING = "routing"  # an entry of batches for mixtures: models/routing.py
 # Entries of a batch with tokens in dim 1.
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 LOSS_WEIGHTS = "loss_weights"  # an entry of batches: a weight for each label, of losses of tokens
-OF_TOKENS |= {ROUTING, LOSS_WEIGHTS}
+REFERENCE = "reference_log_probs"  # an entry of pairs: the log-probability of each label by another model
+OF_TOKENS |= {ROUTING, LOSS_WEIGHTS, REFERENCE}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 ROUTER_LOSS = "_plait_router_loss"  # an attribute of models whose auxiliary loss the engine adds
 IGNORED_LABEL = -100  # not a target, as in torch.nn.functional.cross_entropy and transformers
@@ -111,7 +112,7 @@ def cast_entries(batch: Mapping[str, Tensor], names: Collection[str] | None) -> 
         key
         for key, value in batch.items()
         if value.is_floating_point()
-        and key not in ("labels", LOSS_WEIGHTS)
+        and key not in ("labels", LOSS_WEIGHTS, REFERENCE)
         and (names is None or key in names)
     }
 

@@ -24,6 +24,7 @@ from plait.train.sections import (
     LossScaleConfig,
     ModelConfig,
     OptimizerConfig,
+    PreferenceConfig,
     RunConfig,
     SampleConfig,
     ScheduleConfig,
@@ -36,7 +37,7 @@ class Recipe(Section):
     """The configuration of a run. `plan` is text, e.g. "dp=2 precision=bf16". `task` selects defaults."""
 
     plan: str
-    task: Literal["pretrain", "sft"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo"] = "pretrain"
     run: RunConfig
     batch_ramp: BatchRampConfig | None = None
     model: ModelConfig
@@ -46,6 +47,7 @@ class Recipe(Section):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
+    preference: PreferenceConfig | None = None
     sample: SampleConfig = SampleConfig()
 
 
@@ -74,7 +76,8 @@ def micro_batch_shape(recipe: Recipe, plan: Plan) -> tuple[int, int]:
     """Return samples and tokens of a data rank's largest micro-batch. Raises PlanError."""
     check_batches(recipe, plan)
     sequence, budget = recipe.data.sequence, recipe.data.tokens_per_micro_batch
-    return (plan.check_batch(recipe.run.batch) if budget is None else budget // sequence), sequence
+    rows = 1 if recipe.preference is None else 2
+    return (rows * plan.check_batch(recipe.run.batch) if budget is None else budget // sequence), sequence
 
 
 def read_recipe(path: Path, sets: Iterable[str] = (), plan: str | None = None) -> Recipe:
@@ -156,6 +159,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
             )
     recipe.loss_scale.scaling()
     check_data(recipe.data)
+    _check_preference(recipe)
     if recipe.batch_ramp is not None:
         _check_batch_ramp(recipe.batch_ramp, recipe.run.batch, recipe.data.tokens_per_micro_batch)
     return recipe
@@ -311,6 +315,61 @@ def _check_model(model: ModelConfig) -> None:
             given="model.pretrained = true",
             expected="model.path, the folder of the weights",
             hint="--set model.path=FOLDER",
+        )
+
+
+def _check_preference(recipe: Recipe) -> None:
+    """Raise ConfigError unless pairs and their loss occur together, with what they need."""
+    given, kind = recipe.preference, recipe.data.kind
+    if (given is None) != (kind != "preference"):
+        raise ConfigError(
+            "a loss of pairs and rows of pairs need each other",
+            given=f"{'no ' if given is None else ''}[preference], data.kind = {kind!r}",
+            expected="[preference] and data.kind = 'preference'",
+            hint="--set task=dpo, which sets both"
+            if given is None
+            else "--set data.kind=preference, or --set preference= removes the section",
+        )
+    if given is None:
+        return
+    options = given.options()
+    if given.reference == "adapters_off" and getattr(recipe, "adapter", None) is None:
+        raise ConfigError(
+            "a model without adapters has none to turn off",
+            given="preference.reference = 'adapters_off', no [adapter]",
+            expected="[adapter], or a reference of its own",
+            hint="--set preference.reference=model",
+        )
+    if given.reference == "precomputed" and recipe.run.spike_factor:
+        raise ConfigError(
+            "batches after a loss spike have no precomputed reference",
+            given=f"preference.reference = 'precomputed', run.spike_factor = {recipe.run.spike_factor}",
+            expected="batches that are known before the first step",
+            hint="--set preference.reference=model, or --set run.spike_factor=0",
+        )
+    for key in ("label_smoothing", "z_loss"):
+        if value := getattr(recipe.optimizer, key):
+            raise ConfigError(
+                f"optimizer.{key} is a term of the loss of tokens",
+                given=f"optimizer.{key} = {value}, and [preference]",
+                expected="a loss of pairs without it",
+                hint=f"--set optimizer.{key}=0"
+                + ("; preference.label_smoothing is that of pairs" if key == "label_smoothing" else ""),
+            )
+    if recipe.run.probe:
+        raise ConfigError(
+            "the probe has no pairs",
+            given="run.probe = true, and [preference]",
+            expected="gradients of the loss of tokens",
+            hint="--set run.probe=false",
+        )
+    folder = given.reference_model or (recipe.model.path if recipe.model.pretrained else None)
+    if options.needs_reference and given.reference != "adapters_off" and folder is None:
+        raise ConfigError(
+            "a loss of pairs compares with the weights before training",
+            given=f"preference.loss = {given.loss!r}, no model.path with model.pretrained = true",
+            expected="the folder of weights of the reference",
+            hint="--set preference.reference_model=FOLDER, or --set preference.loss=orpo",
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from plait.comm import gather_texts
 from plait.data.loader import Batch
 from plait.engine.engine import Engine, StepResult
+from plait.engine.preferences import PairResult
 from plait.errors import PlaitError, RunError
 from plait.fileio import WRITABLE, disk_hint, read_json, write_json
 from plait.plan import CommCount, CommKey, MemoryUse
@@ -27,11 +28,13 @@ class StepRecorder:
     except those after which islands exchange weights, which are not recorded.
 
     trace        the file of the trace; None: no trace
+    pairs        of the last step, if its loss is of pairs
     step_number  of the step whose traffic is recorded, in the run, from 1; 0: none yet
     """
 
     def __init__(self, engine: Engine, trace: Path | None) -> None:
         self.trace = trace
+        self.pairs: PairResult | None = None
         self.step_number = 0
         self.traffic: Mapping[CommKey, CommCount] = {}
         self._engine = engine
@@ -61,7 +64,14 @@ class StepRecorder:
             self.step_number = self._engine.num_steps
         if number == self._last:
             self.end_trace()
+        if self._engine.pairs is not None:
+            self.pairs = self._engine.pairs.take()
         return result
+
+    @property
+    def rewards(self) -> dict[str, Any]:
+        """Values of `StepMetrics` for the last step's pairs; none without pairs."""
+        return {} if self.pairs is None else self.pairs.rewards
 
     def end_trace(self) -> None:
         """Write the trace so far, if one was started. Collective: every rank calls it at the same step."""

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from plait.engine.preferences import PairResult
 from plait.engine.totals import EvalResult
 from plait.errors import DataError, RunError
 from plait.fileio import TEXT_LIMIT_BYTES, WRITABLE, finite_json, open_regular, parse_json, write_lines
@@ -51,7 +52,7 @@ from plait.train.sections import BoardName
 _CURVES = {
     "loss", "lr", "grad_norm", "batch", "tokens", "tokens_per_s", "mfu", "mfu_full_attention",
     "mfu_of_matmul", "skipped_steps", "loss_scale", "aux_loss", "router_z_loss", "expert_imbalance",
-    "idle_experts", "dropped_choices",
+    "idle_experts", "dropped_choices", "chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy",
 }  # fmt: skip
 _STEPS_OF_TIME_LEFT = 100  # the time left is estimated from the last steps, of which single ones may be slow
 
@@ -87,6 +88,8 @@ class StepMetrics:
     expert_imbalance  of mixtures: the largest load of an expert over the mean of its layer
     idle_experts      of mixtures: experts of all layers without a token in this step
     dropped_choices   of experts, beyond the plan's capacity, in this step; None without one
+    chosen_reward     of pairs: beta x log-probability relative to the reference, a mean over the step's;
+                      `reward_margin`: chosen - rejected, `reward_accuracy`: the share of those above 0
     """
 
     step: int
@@ -108,11 +111,16 @@ class StepMetrics:
     expert_imbalance: float | None = None
     idle_experts: int | None = None
     dropped_choices: int | None = None
+    chosen_reward: float | None = None
+    rejected_reward: float | None = None
+    reward_margin: float | None = None
+    reward_accuracy: float | None = None
 
 
 _MAX_BYTES = 1 << 32  # of metrics.jsonl: ten million steps
 _NUMBERS = {each.name for each in fields(StepMetrics)}
 _NUMBERS |= {"validation_loss", "validation_perplexity", "save_pause_s", "island_drift"}
+_NUMBERS |= {f"validation_{name}" for name in PairResult.REWARDS}
 MOST_STRETCHES = 400  # even
 
 
@@ -234,16 +242,18 @@ class Metrics:
         self.flush()
         self._since_log.clear()
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, loss: float, pairs: PairResult | None = None) -> None:
         """Record an evaluation after `step` steps."""
         if self._console is None:
             return
-        values = {"loss": loss, "perplexity": perplexity(loss)}
+        if pairs is None:
+            of_task, values = f"perplexity {perplexity(loss):,.2f}", {"perplexity": perplexity(loss)}
+        else:
+            of_task, values = pairs.text, pairs.rewards
+        values = {"loss": loss, **values}
         self._record({"step": step} | {f"validation_{name}": value for name, value in values.items()})
         self._show("validation", values, step)
-        self.log(
-            f"step {step}/{self._steps}  validation loss {loss:.4f}  perplexity {values['perplexity']:,.2f}"
-        )
+        self.log(f"step {step}/{self._steps}  validation loss {loss:.4f}  {of_task}")
 
     def exchange(self, step: int, result: ExchangeResult) -> None:
         """Record an exchange of weights between islands after `step` steps."""
@@ -304,6 +314,8 @@ class Metrics:
         routers += "" if last.router_z_loss is None else f" router z {last.router_z_loss:.3f}"
         dropped = [step.dropped_choices for step in window if step.dropped_choices is not None]
         routers += f" dropped {sum(dropped):,}" if dropped else ""
+        if last.reward_margin is not None and last.reward_accuracy is not None:
+            routers += f" margin {last.reward_margin:.3f} right {last.reward_accuracy:.0%}"
         numbers = f"loss {loss:.4f}{routers} lr {last.lr:.1e} grad {last.grad_norm:.2f}"
         return f"{numbers} {speed:,.0f} tok/s mfu {mfu:.1%}"
 

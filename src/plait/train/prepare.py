@@ -97,6 +97,7 @@ class ResolvedRun:
             label_smoothing=optimizer.label_smoothing,
             z_loss=optimizer.z_loss,
             router_z_loss=optimizer.router_z_loss,
+            loss=None if recipe.preference is None else recipe.preference.options(),
             loss_scaling=recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
             offload_dir=recipe.run.offload_dir if self.plan.offload == "disk" else None,
             tensor_plan=recipe.model.tensor_plan,
@@ -144,24 +145,31 @@ class ResolvedRun:
         self, numbers: range, data_rank: int, data_ranks: int, *, pin_memory: bool = False
     ) -> "DataLoader[Batch | list[Batch]]":
         """Load a data rank's share of the training batches with these numbers."""
+        batches = self.train_shares(data_rank, data_ranks)
+        return loader(batches, numbers, workers=self.recipe.data.workers, pin_memory=pin_memory)
+
+    def train_shares(self, data_rank: int, data_ranks: int) -> Batches:
+        """A data rank's share of each training batch."""
         # Documents are padded to the longest of a micro-batch; equal samples are for the engine to split.
         micro = self.plan.micro if self.recipe.data.samples == "documents" else None
         sizes = self.batch_sizes()
-        batches = Batches(*self.train_samples, sizes, data_rank=data_rank, data_ranks=data_ranks, micro=micro)
-        return loader(batches, numbers, workers=self.recipe.data.workers, pin_memory=pin_memory)
+        return Batches(*self.train_samples, sizes, data_rank=data_rank, data_ranks=data_ranks, micro=micro)
 
     def validation_batches(
         self, data_rank: int, data_ranks: int, *, pin_memory: bool = False
     ) -> "DataLoader[Batch | list[Batch]]":
         """Load a data rank's share of the batches of an evaluation, the same ones each time."""
+        return loader(*self.validation_shares(data_rank, data_ranks), pin_memory=pin_memory)
+
+    def validation_shares(self, data_rank: int, data_ranks: int) -> tuple[Batches, range]:
+        """A data rank's share of each batch of an evaluation, and the numbers of these."""
         batch, (samples, order) = self.recipe.run.batch, self.validation_samples
         number = self.recipe.run.evaluate_batches
         if isinstance(order, OneEpoch):
             number = min(number, -(-len(samples) // batch))
         micro = batch // data_ranks if self.recipe.data.tokens_per_micro_batch else None
         ranks = {"data_rank": data_rank, "data_ranks": data_ranks}
-        shares = Batches(samples, order, BatchSizes(batch), **ranks, micro=micro)
-        return loader(shares, range(number), pin_memory=pin_memory)
+        return Batches(samples, order, BatchSizes(batch), **ranks, micro=micro), range(number)
 
     @cached_property
     def train_samples(self) -> tuple[Samples, Order]:

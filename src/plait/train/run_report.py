@@ -72,6 +72,8 @@ def start_table(
     sequence, ramp = budget or recipe.data.sequence, recipe.batch_ramp
     at_most = "at most " if recipe.data.samples == "documents" else ""
     samples = "documents" if at_most else "sequences"
+    if recipe.preference is not None:
+        samples, sequence = "pairs", 2 * sequence
     samples = f"{'micro-batches' if budget else samples} of {at_most}{sequence}"
     growth = f", growing from {ramp.start} over {ramp.tokens:,} tokens" if ramp else ""
     facts = {

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from plait.data.config import MAX_COUNT, FilePath
 from plait.plan.loss_scaling import LossScaling
+from plait.plan.preference import PairLossName, Preference
 
 # Those that update each parameter by itself. Rprop does, but it has no weight decay and adapts its own step
 # sizes, so that two keys of the recipe would have no effect.
@@ -203,6 +204,26 @@ class LossScaleConfig(Section):
     def scaling(self) -> LossScaling:
         """Return the validated settings. Raises ConfigError."""
         return LossScaling(**self.model_dump())
+
+
+class PreferenceConfig(Section):
+    """`[preference]`: the loss of pairs; the first four keys are those of plait.Preference.
+
+    reference        where log-probabilities by the model before training are from: a frozen `model`, in each
+                     step; the same, `precomputed` before the first step; or this model with `adapters_off`
+    reference_model  a folder of weights; None: model.path
+    """
+
+    loss: PairLossName = Preference.loss
+    beta: float = Preference.beta
+    label_smoothing: float = Preference.label_smoothing
+    sft_weight: float | None = Preference.sft_weight
+    reference: Literal["model", "precomputed", "adapters_off"] = "model"
+    reference_model: FilePath | None = None
+
+    def options(self) -> Preference:
+        """Return the validated options. Raises ConfigError."""
+        return Preference(**self.model_dump(exclude={"reference", "reference_model"}))
 
 
 class SampleConfig(Section):

@@ -56,6 +56,7 @@ from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.measurements import StepRecorder, write_measured
 from plait.train.metrics import Metrics, PeakFlops, StepMetrics, expert_facts, mean_loss, read_metrics
 from plait.train.optimizer import lr_lambda
+from plait.train.preferences import RunBatches
 from plait.train.prepare import ResolvedRun
 from plait.train.resume import load_newest
 from plait.train.run_report import (
@@ -199,6 +200,7 @@ class Trainer:
         # Rank 0 decides, as it also chooses the checkpoint: file systems show new files late on other hosts.
         resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.dir.checkpoints)))
         self._engine = run.build_engine(world, loads=resuming)
+        self._batches = RunBatches(run, self._engine, world)
         self._base_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self._console = rich.get_console() if world.rank == 0 else None
         self._recorder = StepRecorder(self._engine, self._config.trace)
@@ -243,9 +245,7 @@ class Trainer:
         offset = self.spikes.num_skipped  # see [Note: batch numbering] in loss_spikes.py
         left = range(first_step + offset, config.steps + offset)
         pin_memory = engine.device.type == "cuda"
-        batches: Iterator[Batch | list[Batch]] = iter(
-            run.train_batches(left, engine.data_rank, engine.data_ranks, pin_memory=pin_memory)
-        )
+        batches = self._batches.training(left, pin_memory=pin_memory)
         with (
             Metrics(
                 run.dir, self._console, first_step, config.steps, config.log_every, config.report_to
@@ -378,7 +378,7 @@ class Trainer:
         for _ in range(taken - 1):
             next(parts.batches, None)
         parts.stragglers.end(self._step)
-        num_tokens = result.num_tokens * self._engine.plan.num_islands
+        num_tokens = (self._recorder.pairs or result).num_tokens * self._engine.plan.num_islands
         self._tokens += num_tokens
         scaling = self._recipe.loss_scale
         can_shrink = loss_scale is not None and scaling.dynamic and loss_scale > scaling.minimum
@@ -417,7 +417,7 @@ class Trainer:
             aux_loss=result.aux_loss,
             dropped_choices=result.dropped_choices,
             router_z_loss=result.router_z_loss,
-            **expert_facts(result.expert_loads),
+            **(expert_facts(result.expert_loads) | self._recorder.rewards),
         )
 
     def _agree_on_requests(
@@ -464,7 +464,8 @@ class Trainer:
     def _score(self, parts: _LoopParts, signals: SignalHandler) -> float:
         """Evaluate, record and return the loss, and count evaluations since the lowest one."""
         score = self._evaluate(parts.heartbeat)
-        parts.metrics.validation(self._step, score)
+        pairs = None if self._engine.pairs is None else self._engine.pairs.take()
+        parts.metrics.validation(self._step, score, pairs)
         self._since_best = 0 if score < self._best_score else self._since_best + 1
         self._best_score = min(self._best_score, score) if math.isfinite(score) else self._best_score
         if self._is_stopped:
@@ -477,10 +478,8 @@ class Trainer:
 
     def _evaluate(self, heartbeat: Heartbeat) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time."""
-        ranks = self._engine.data_group  # with servers, worker 0 evaluates by itself
         pin_memory, results = self._engine.device.type == "cuda", []
-        batches = self._run.validation_batches(ranks.rank, ranks.size, pin_memory=pin_memory)
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self._batches.validation(pin_memory=pin_memory)):
             heartbeat.beat(self._step, "evaluation", slow=number == 0)
             for part in [batch] if isinstance(batch, dict) else batch:
                 results.append(self._engine.evaluate(part))

@@ -250,7 +250,7 @@ def _fp16_unit(weights_n: Tensor | None) -> Tensor | float:
     """The gradient of the loss in forward. Waits for no GPU."""
     if weights_n is None or not len(weights_n):
         return _FP16_UNIT
-    return _FP16_UNIT / weights_n.max().clamp(min=1.0).log2().ceil().exp2()
+    return _FP16_UNIT / weights_n.abs().max().clamp(min=1.0).log2().ceil().exp2()
 
 
 def _product(x_ci: Tensor, weight_vi: Tensor, bias_v: Tensor | None, summed: Group) -> Tensor:

@@ -1,0 +1,190 @@
+"""Losses of preferences: of pairs of rows, of which the first was chosen and the second rejected.
+
+# B rows of a micro-batch, 2 for each pair  P pairs  S sequence, or this rank's tokens of it
+
+[Note: two passes of the head]
+A loss of pairs depends on the log-probability of a row, a sum over its tokens, through a sigmoid. So the
+head runs twice. The first pass, without gradients, finds the log-probability of each label; these are summed
+over the row's tokens, and over the ranks of cp, in float64, and give the pairs' losses and their derivative
+by the sum of each row. The second pass is the built-in loss of tokens, weighted by this derivative: its
+gradient is that of the pairs' losses. Both passes hold the logits of a few tokens at a time, in this rank's
+columns. The cost is a fourth product of the head, next to the three of a loss of tokens.
+
+[Note: reference]
+`reference_log_probs` are those of the labels by the model before training, from `engine.log_probs`: that is
+the first pass, of the same micro-batch. As long as the weights are the same, so is each bit, the difference
+is 0, and the sigmoid loss is log 2 exactly. They are one number for each token, not for each row, so that
+both models' sums have the same order under cp.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plait.comm import all_reduce
+from plait.engine.inputs import divide
+from plait.errors import ModelError
+from plait.models import IGNORED_LABEL, LOSS_WEIGHTS
+from plait.models.task import REFERENCE
+from plait.parallel.zero.rank_context import RankGroups
+from plait.plan.preference import Preference
+
+ROWS = 2  # of a pair: chosen and rejected, one after the other
+
+
+def losses_of_rows(
+    given: Preference, policy_B: Tensor, reference_B: Tensor, tokens_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return each pair's loss, and the rewards (P, 2) of its rows. Log-probabilities are sums over
+    `tokens_B` tokens."""
+    per_token = given.loss in ("ipo", "orpo")
+    length_B = tokens_B.clamp(min=1)
+    relative_B = (policy_B - reference_B) / length_B if per_token else policy_B - reference_B
+    chosen_P, rejected_P = relative_B.view(-1, ROWS).unbind(1)
+    d_P, smoothing = chosen_P - rejected_P, given.label_smoothing
+    if given.loss == "ipo":
+        losses_P = (d_P - 1 / (2 * given.beta)).square()
+    elif given.loss == "hinge":
+        losses_P = F.relu(1 - given.beta * d_P)
+    elif given.loss == "orpo":
+        odds_P = d_P - _log_of_rest(chosen_P) + _log_of_rest(rejected_P)
+        losses_P = -given.beta * F.logsigmoid(odds_P)
+    else:
+        right_P, wrong_P = -F.logsigmoid(given.beta * d_P), -F.logsigmoid(-given.beta * d_P)
+        sign = -1 if given.loss == "robust" else 1
+        losses_P = right_P
+        if smoothing:
+            losses_P = (1 - smoothing) * right_P + sign * smoothing * wrong_P
+        if given.loss == "robust":
+            losses_P = losses_P / (1 - 2 * smoothing)
+    weight = float(given.loss == "orpo") if given.sft_weight is None else given.sft_weight
+    if weight:
+        losses_P = losses_P - weight * (policy_B / length_B).view(-1, ROWS)[:, 0]
+    return losses_P, given.beta * relative_B.detach().view(-1, ROWS)
+
+
+def _log_of_rest(log_prob: Tensor) -> Tensor:
+    """log(1 - p); of p = 1, that of the largest number below 1."""
+    return torch.log(-torch.expm1(log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)))
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """Facts about the pairs since the last call of `take`: their number, their trained tokens, the means of
+    chosen and rejected rewards, and the share of pairs whose chosen reward is the higher one."""
+
+    REWARDS: ClassVar = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
+
+    pairs: int
+    num_tokens: int
+    chosen_reward: float
+    rejected_reward: float
+    reward_accuracy: float
+
+    @property
+    def reward_margin(self) -> float:
+        return self.chosen_reward - self.rejected_reward
+
+    @property
+    def rewards(self) -> dict[str, Any]:
+        """By their names in metrics."""
+        return {name: getattr(self, name) for name in self.REWARDS}
+
+    @property
+    def text(self) -> str:
+        return f"margin {self.reward_margin:.4f}  right {self.reward_accuracy:.1%} of {self.pairs:,} pairs"
+
+
+class PairLoss:
+    """Computes the loss of micro-batches of pairs, and keeps sums for `take`."""
+
+    def __init__(self, preference: Preference, groups: RankGroups, device: torch.device) -> None:
+        self._preference, self._sequence = preference, groups.sequence
+        self._world, self._copies = groups.world, groups.tp.size
+        self._totals = torch.zeros(5, dtype=torch.float64, device=device)
+
+    def __call__(
+        self,
+        summed: Callable[..., tuple[Tensor, Tensor]],
+        statistics: Callable[[Any, Mapping[str, Tensor]], Tensor],
+        outputs: Any,
+        batch: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """(loss summed over pairs, their number); 0 except on the first rank of `cp`. `summed`: the weighted
+        loss of tokens; `statistics`: log-probabilities of labels. See [Note: two passes of the head]."""
+        labels_BS = batch["labels"]
+        if labels_BS.is_meta:  # an estimate: the second pass is the larger one
+            return summed(outputs.logits, labels_BS)
+        _check(batch, needs_reference=self._preference.needs_reference)
+        with torch.no_grad():
+            log_probs_BS = statistics(outputs, batch)[..., 0]
+        is_target_BS = labels_BS != IGNORED_LABEL
+        columns = [log_probs_BS, is_target_BS]
+        if self._preference.needs_reference:
+            columns.insert(1, batch[REFERENCE])
+        sums = torch.stack([(each.double() * is_target_BS).sum(1) for each in columns])
+        all_reduce(sums, self._sequence, label="loss: sums over the tokens of rows")
+        policy_B, tokens_B = sums[0].requires_grad_(), sums[-1]
+        reference_B = sums[1] if self._preference.needs_reference else torch.zeros_like(tokens_B)
+        is_pair_P = (tokens_B.view(-1, ROWS) > 0).all(1)
+        with torch.enable_grad():
+            losses_P, rewards_P2 = losses_of_rows(self._preference, policy_B, reference_B, tokens_B)
+            value = (losses_P * is_pair_P).sum()
+            (slope_B,) = torch.autograd.grad(value, policy_B)
+        count = is_pair_P.sum()
+        is_first = self._sequence.rank == 0
+        if is_first:
+            self._add(rewards_P2, tokens_B.view(-1, ROWS), is_pair_P)
+        # Its gradient is the pairs'; d loss of a token / d log-probability is -1.
+        tokens_loss, _ = summed(outputs.logits, labels_BS, weights=-slope_B[:, None].expand(labels_BS.shape))
+        total = tokens_loss - tokens_loss.detach() + (value.detach() if is_first else 0.0)
+        return total, count if is_first else torch.zeros_like(count)
+
+    def _add(self, rewards_P2: Tensor, tokens_P2: Tensor, is_pair_P: Tensor) -> None:
+        chosen_P, rejected_P = (rewards_P2 * is_pair_P[:, None]).unbind(1)
+        right_P = (chosen_P > rejected_P) & is_pair_P
+        sums = (is_pair_P, tokens_P2 * is_pair_P[:, None], chosen_P, rejected_P, right_P)
+        self._totals += torch.stack([each.sum().double() for each in sums])
+
+    def take(self) -> PairResult:
+        """Return the result of all ranks, and forget it. Collective."""
+        totals = self._totals.clone()
+        self._totals.zero_()
+        all_reduce(totals, self._world, label="rewards of pairs")
+        pairs, tokens, *sums = (totals / self._copies).tolist()
+        return PairResult(
+            round(pairs), round(tokens), *(each / pairs if pairs else math.nan for each in sums)
+        )
+
+
+def _check(batch: Mapping[str, Tensor], *, needs_reference: bool) -> None:
+    """Raise ModelError for a micro-batch with weights of tokens, or without its reference."""
+    if LOSS_WEIGHTS in batch:
+        raise ModelError(
+            "pairs have no weights of tokens",
+            given=LOSS_WEIGHTS,
+            expected="labels alone, -100 where a token is not of the answer",
+            hint=f"a batch without {LOSS_WEIGHTS}",
+        )
+    if needs_reference and REFERENCE not in batch:
+        raise ModelError(
+            "the batch has no log-probabilities of the reference",
+            given=f"a batch with {', '.join(batch)}",
+            expected=f"{REFERENCE}, of the model before training",
+            hint="plait.with_reference(reference_engine, batch), or loss='orpo'",
+        )
+
+
+def with_reference(reference: Any, batch: Any) -> Any:
+    """Return the batch of a step or an evaluation, or its micro-batches, with `reference_log_probs` by the
+    engine of another model, or by the same one before it is trained: see [Note: reference]. Every rank calls
+    it, with its share. The engine has the plan of the one that trains."""
+    if not isinstance(batch, Mapping):
+        return [{**micro, REFERENCE: reference.log_probs(micro)[0]} for micro in batch]
+    micros = divide(batch, reference.plan.micro, ROWS)
+    return {**batch, REFERENCE: torch.cat([reference.log_probs(micro)[0] for micro in micros])}

@@ -1,0 +1,62 @@
+"""Options of a loss of preferences. The loss itself is in engine/preferences.py."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from plait.errors import ConfigError
+
+PairLossName = Literal["sigmoid", "ipo", "hinge", "robust", "orpo"]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A loss of pairs for `parallelize(loss=)`. With d = (chosen - rejected) of log-probabilities summed over
+    the trained tokens of a row, each relative to the reference:
+
+    sigmoid  -log sigmoid(beta d): DPO (Rafailov et al. 2023). `label_smoothing`: the fraction of pairs in the
+             wrong order, for cDPO (Mitchell 2023)
+    robust   its unbiased estimate for that fraction (Chowdhury et al. 2024)
+    hinge    max(0, 1 - beta d) (SLiC: Zhao et al. 2023)
+    ipo      (d - 1 / (2 beta))^2 (Azar et al. 2024), of means over tokens instead of sums, as in TRL
+    orpo     -beta log sigmoid(log odds ratio) of means over tokens, without a reference, and the mean loss of
+             the chosen row's tokens (Hong et al. 2024)
+
+    `sft_weight`: of the mean loss of the chosen row's tokens, added to any of them (Pang et al. 2024); None:
+    1 for orpo, else 0. A step's loss is the mean over its pairs. Raises ConfigError.
+    """
+
+    loss: PairLossName = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    sft_weight: float | None = None
+
+    def __post_init__(self) -> None:
+        names = get_args(PairLossName)
+        smooths, beta = self.loss in ("sigmoid", "robust"), self.beta
+        checks = {
+            "loss": (self.loss in names, " | ".join(names), "loss='sigmoid'"),
+            "beta": (math.isfinite(beta) and beta > 0, "a number above 0", "beta=0.1"),
+            "label_smoothing": (
+                0 <= self.label_smoothing < 0.5 and (smooths or not self.label_smoothing),
+                "from 0, below 0.5, with loss = sigmoid or robust",
+                "label_smoothing=0.1, or none",
+            ),
+            "sft_weight": (
+                self.sft_weight is None or 0 <= self.sft_weight < math.inf,
+                "a number from 0",
+                "sft_weight=1.0",
+            ),
+        }
+        for name, (is_valid, expected, hint) in checks.items():
+            if not is_valid:
+                raise ConfigError(
+                    f"{name} is not valid for a loss of pairs",
+                    given=f"loss={self.loss!r} {name}={getattr(self, name)!r}",
+                    expected=expected,
+                    hint=hint,
+                )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss != "orpo"
