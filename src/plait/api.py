@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint import HuggingFaceFiles, Reader
+from plait.checkpoint.magnitudes import MagnitudeReader
 from plait.comm import Mesh, World, connect, raise_on_all
 from plait.engine.engine import Engine
 from plait.engine.loss import Loss
@@ -82,13 +83,14 @@ def parallelize(
     job.serve(spec)  # a parameter server, which then exits
     _set_up(spec, job.world)
     reader = None if weights is None else _open_weights(model, Path(weights), job.world)
+    source = None if reader is None else MagnitudeReader(reader, model, spec.formats)
     self_check = SelfCheck.build(spec)  # of the model before it is sharded
     if not model.training:  # otherwise parts of it may be in evaluation mode on purpose
         model.train()
     engine = job.build(spec)
-    if reader is not None:
+    if reader is not None and source is not None:
         with reader:
-            engine.load_from(reader, weights_only=True)
+            engine.load_from(source, weights_only=True)
     return engine if self_check is None else self_check.run(engine)
 
 

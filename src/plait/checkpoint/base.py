@@ -21,8 +21,11 @@ from torch import Tensor, nn
 from plait.checkpoint.checkpoint import Checkpoint
 from plait.checkpoint.huggingface import HuggingFaceFiles
 from plait.errors import CheckpointError
-from plait.models import StateNames, initialize_weights
+from plait.models import StateNames, blocks_of, initialize_weights
 from plait.models.adapters import AdapterFacts, adapter_layers, attach, merged_weights
+from plait.parallel.quantized_base import quantized_weights
+from plait.parallel.zero.block_codes import rounded
+from plait.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,10 +142,17 @@ class MergedWeights:
     read: holds one tensor, or those of one layer with an adapter, at a time."""
 
     def __init__(
-        self, saved: Checkpoint, base: "PreTrainedModel", adapter: str, folder: Path | None = None
+        self,
+        saved: Checkpoint,
+        base: "PreTrainedModel",
+        adapter: str,
+        folder: Path | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
         """`base`: the model without adapters, on meta, which PEFT wraps here. `folder`: of the base, if it is
-        not where the checkpoint says. Raises CheckpointError, ModelError."""
+        not where the checkpoint says. `exact`: a quantized base as its files have it, not as the adapter was
+        trained on it. Raises CheckpointError, ModelError."""
         _check_ties(saved, base, adapter)
         adapted = attach(base, adapter_configs(saved)[adapter], adapter=adapter)
         facts = AdapterFacts.from_model(adapted)
@@ -151,6 +161,9 @@ class MergedWeights:
         self._closing = ExitStack()
         self._reader = self._closing.enter_context(saved.reader())
         self._of_base = self._open_base(adapted, folder)
+        form = "none" if exact else Plan.parse(str(saved.facts.get("plan", ""))).base
+        weights = () if form == "none" else quantized_weights(adapted, blocks_of(adapted))
+        self._formats = {name: form for name, _ in weights}
         self._name_of = {plain: name for name, plain in facts.plain.items()}
         own = facts.keys[adapter]
         self._name_of |= {plain: name for name, plain in facts.plain.items() if name in own}
@@ -189,7 +202,8 @@ class MergedWeights:
         for key in (f"weights/{name}", f"buffers/{name}"):
             if key in self._reader.shapes:
                 return self._reader.read_full(key)
-        return self._of_base(name)
+        values = self._of_base(name)
+        return rounded(values.float(), self._formats[name]) if name in self._formats else values
 
     def _open_base(self, adapted: nn.Module, folder: Path | None) -> Callable[[str], Tensor]:
         """Return a function that reads a tensor of the base, by its name in the model that PEFT wraps."""

@@ -14,6 +14,7 @@ from plait.cli.common import (
     Base,
     Debug,
     Dtype,
+    ExactBase,
     Json,
     NewDirectory,
     check_outputs,
@@ -158,6 +159,7 @@ def convert(
         str | None, typer.Option(help="Name of the adapter, if the checkpoint has several.")
     ] = None,
     base: Base = None,
+    exact_base: ExactBase = False,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Write the weights as a Hugging Face directory, one tensor at a time."""
@@ -172,11 +174,12 @@ def convert(
     run: RunDir | None = RunDir(found.path.absolute().parent.parent)
     run = run if run is not None and run.recipe.is_file() else None
     if to == "peft":
-        check_without_adapter({"--dtype": dtype, "--base": base, "--max-shard-size": max_shard_size})
+        options = {"--dtype": dtype, "--base": base, "--exact-base": exact_base or None}
+        check_without_adapter({**options, "--max-shard-size": max_shard_size})
         convert_adapter(found, out, adapter=adapter, config=config, run=run)
     else:
         files = {"shard_bytes": limit, "config": config, "run": run}
-        write(found, out, dtype, **files, adapter=adapter, base=base)  # type: ignore[arg-type]
+        write(found, out, dtype, **files, adapter=adapter, base=base, exact=exact_base)  # type: ignore[arg-type]
     print_line(out)
 
 

@@ -43,6 +43,13 @@ Base = Annotated[
     Path | None,
     typer.Option(help="Folder of the base model of an adapter. Default: where it was in training."),
 ]
+ExactBase = Annotated[
+    bool,
+    typer.Option(
+        "--exact-base",
+        help="Merge an adapter into its base as the files have it. Default: as base=nf4 or int8 stored it.",
+    ),
+]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file; - is stdout.")
 ]

@@ -12,6 +12,7 @@ from plait.cli.common import (
     Base,
     Debug,
     Dtype,
+    ExactBase,
     Json,
     NewDirectory,
     Run,
@@ -61,6 +62,7 @@ def export(
         typer.Option("--adapter", help="Only the adapter, for PeftModel. Default: merged into its base."),
     ] = False,
     base: Base = None,
+    exact_base: ExactBase = False,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Export a trained model for AutoModelForCausalLM and AutoTokenizer, or its adapter."""
@@ -70,10 +72,10 @@ def export(
     from plait.train.run_dir import RunDir
 
     if adapter:
-        check_without_adapter({"--dtype": dtype, "--base": base})
+        check_without_adapter({"--dtype": dtype, "--base": base, "--exact-base": exact_base or None})
         export_adapter(RunDir(run), out)
     else:
-        write(RunDir(run), out, dtype, base=base)
+        write(RunDir(run), out, dtype, base=base, exact=exact_base)
     print_line(out)
 
 

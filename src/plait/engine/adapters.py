@@ -148,8 +148,10 @@ class EngineAdapters:
         if self.frozen.isdisjoint(saved) and not all(group.isdisjoint(saved) for group in groups):
             kept |= self.frozen
         copies = {f"weights/{name}" for name in self.facts.plain}  # of the base's values, in its files
+        derived = {key for key in saved if ".lora_magnitude_vector." in key}  # of the base's weights
         for group in groups if weights_only else ():
-            kept |= group - copies if (group - copies).isdisjoint(saved) else set()
+            own = group - copies
+            kept |= own - derived if (own - derived).isdisjoint(saved) else set()
             kept |= group if group.isdisjoint(saved) else set()
         return frozenset(kept)
 

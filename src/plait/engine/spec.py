@@ -393,14 +393,6 @@ def _check_weights(given: Arguments) -> None:
             expected="a model on the meta device",
             hint="with torch.device('meta') around the construction, or no weights",
         )
-    magnitudes = [name for name, _ in given.model.named_parameters() if ".lora_magnitude_vector." in name]
-    if given.weights is not None and magnitudes:
-        raise ModelError(
-            "magnitudes of DoRA are not known before the weights are read",
-            given=f"weights={given.weights}, {magnitudes[0]}",
-            expected="a model that has its weights when the adapter is added",
-            hint="from_pretrained and get_peft_model, and no weights",
-        )
 
 
 def _check_dtypes(model: nn.Module) -> None:

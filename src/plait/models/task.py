@@ -145,7 +145,7 @@ def label_keys(model: nn.Module) -> tuple[str, ...]:
     task = task_of(model)
     if task is Task.QUESTION_ANSWERING:
         return _ANSWER
-    return (*_LABELS, LOSS_WEIGHTS) if task in _WEIGHTED else _LABELS
+    return (*_LABELS, LOSS_WEIGHTS, REFERENCE) if task in _WEIGHTED else _LABELS
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def quantized_formats(
     PlanError if there is none, or if a rank's shard would have a part of a block."""
     if plan.base == "none":
         return {}
-    chosen = dict(_weights(model, blocks))
+    chosen = dict(quantized_weights(model, blocks))
     if not chosen:
         raise PlanError(
             "base has no effect: the model has no frozen weight that is quantized",
@@ -52,7 +52,10 @@ def quantized_formats(
     return dict.fromkeys(chosen, plan.base)
 
 
-def _weights(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+def quantized_weights(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that are quantized under a plan with `base=`, with their names."""
     inside = {id(module) for _, block in blocks for module in block.modules()}
     in_experts = {id(model.get_submodule(name)) for name in expert_layers(model)}
     wanted, others = set[int](), set[int]()

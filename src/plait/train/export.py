@@ -63,14 +63,16 @@ def load_trained(run: RunDir, device: str = "cpu") -> tuple[PreTrainedModel, Pre
     return trained, tokenizer
 
 
-def export(run: RunDir, out: Path, dtype: str | None = None, *, base: Path | None = None) -> None:
+def export(
+    run: RunDir, out: Path, dtype: str | None = None, *, base: Path | None = None, exact: bool = False
+) -> None:
     """Export the newest checkpoint for `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`; with
-    an adapter merged into its base (`base`: where that is now).
+    an adapter merged into its base (`base` and `exact`: see `convert`).
 
     Atomic. Raises RunError if `out` exists or cannot be written.
     """
     run.read_recipe()  # raises unless it is a run directory
-    convert(newest_checkpoint(run), out, dtype, run=run, base=base)
+    convert(newest_checkpoint(run), out, dtype, run=run, base=base, exact=exact)
 
 
 def export_adapter(run: RunDir, out: Path) -> None:
@@ -113,6 +115,7 @@ def convert(
     run: RunDir | None = None,
     adapter: str | None = None,
     base: Path | None = None,
+    exact: bool = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face directory, with its run's tokenizer if there is one.
 
@@ -120,6 +123,7 @@ def convert(
     config   the model's config.json, for checkpoints that do not record it
     adapter  the one to merge, if the checkpoint has several
     base     the folder of the adapter's base, if it is not where it was in training
+    exact    merge into a quantized base as its files have it, not as the adapter was trained on it
 
     Raises RunError, ModelError, CheckpointError.
     """
@@ -127,7 +131,7 @@ def convert(
     source = config if config is not None else recorded_config(saved)
     model = causal_lm_on_meta(source, of_architecture=True)
     write_hugging_face(
-        _weights(saved, model, adapter, base),
+        _weights(saved, model, adapter, base, exact=exact),
         model,
         out,
         dtype=DTYPES[dtype or Plan.parse(str(saved.facts.get("plan", ""))).dtype],
@@ -138,13 +142,18 @@ def convert(
 
 
 def _weights(
-    saved: Checkpoint, model: PreTrainedModel, adapter: str | None = None, base: Path | None = None
+    saved: Checkpoint,
+    model: PreTrainedModel,
+    adapter: str | None = None,
+    base: Path | None = None,
+    *,
+    exact: bool = False,
 ) -> AbstractContextManager[Callable[[str], Tensor]]:
     """The weights of a checkpoint, with its adapter merged if it has one, by their names in the model."""
     if not adapter_configs(saved):
         return checkpoint_weights(saved, model)
     to_wrap = copy.deepcopy(model)  # on meta
-    return MergedWeights(saved, to_wrap, choose_adapter(saved, adapter), base)
+    return MergedWeights(saved, to_wrap, choose_adapter(saved, adapter), base, exact=exact)
 
 
 def generate(

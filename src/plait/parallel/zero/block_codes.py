@@ -27,6 +27,13 @@ def quantize(values: Tensor, name: str) -> Tensor:
     return torch.cat([codes_NC, absmax_N1.view(torch.uint8)], 1).reshape(-1)
 
 
+def rounded(values: Tensor, name: str) -> Tensor:
+    """Return a tensor as it is stored: quantized and dequantized."""
+    result = torch.empty_like(values, memory_format=torch.contiguous_format)
+    dequantize(quantize(values, name), name, result.view(-1))
+    return result
+
+
 def dequantize(stored: Tensor, name: str, out: Tensor) -> None:
     """Write the values of the blocks in `stored` to a flat tensor: products in float32, then cast. Modes of a
     model's forward do not see it."""
