@@ -199,21 +199,7 @@ def validate(
     stages = _stages(model, plan, blocks, schedule, example, given.loss)
     if given.probe:
         plan.check_no_servers("probe")
-    if given.weights is not None and not all(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            "the model already has weights",
-            given=f"weights={given.weights}",
-            expected="a model on the meta device",
-            hint="with torch.device('meta') around the construction, or no weights",
-        )
-    magnitudes = [name for name, _ in model.named_parameters() if ".lora_magnitude_vector." in name]
-    if given.weights is not None and magnitudes:
-        raise ModelError(
-            "magnitudes of DoRA are not known before the weights are read",
-            given=f"weights={given.weights}, {magnitudes[0]}",
-            expected="a model that has its weights when the adapter is added",
-            hint="from_pretrained and get_peft_model, and no weights",
-        )
+    _check_weights(given)
     return TrainingSpec(
         given=replace(given, param_groups=None),
         job=plan,
@@ -232,6 +218,27 @@ def validate(
         experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
         routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
+
+
+def _check_weights(given: Arguments) -> None:
+    """Raise ModelError for a model that cannot take its weights from files."""
+    if given.weights is None:
+        return
+    if not all(parameter.is_meta for parameter in given.model.parameters()):
+        raise ModelError(
+            "the model already has weights",
+            given=f"weights={given.weights}",
+            expected="a model on the meta device",
+            hint="with torch.device('meta') around the construction, or no weights",
+        )
+    for name, _ in given.model.named_parameters():
+        if ".lora_magnitude_vector." in name:
+            raise ModelError(
+                "magnitudes of DoRA are not known before the weights are read",
+                given=f"weights={given.weights}, {name}",
+                expected="a model that has its weights when the adapter is added",
+                hint="from_pretrained and get_peft_model, and no weights",
+            )
 
 
 def _routers(given: Arguments, plan: Plan) -> RouterFacts:

@@ -249,7 +249,9 @@ class _ColumnTracer:
     def _add_layer(self, name: str, module: nn.Module) -> None:
         layer = self._builder.layers.get(name)
         if is_wrapper(module) and any(of.startswith(f"{name}.lora_") for of in self._builder.parameters):
-            module.forward = module.get_submodule("base_layer").__call__  # its factors are sharded like its parameter
+            module.forward = module.get_submodule(
+                "base_layer"
+            ).__call__  # its factors are sharded like its parameter
         enter, leave = (self._enter, self._leave) if layer else (self._enter_free, self._leave_free)
         if layer is not None and layer.style is Style.WEIGHT_NORM:
             norms = GatheredNormsOnMeta() if layer.gathers else NormsOnMeta()

@@ -194,7 +194,9 @@ def resolve_styles(
     unwrapped = unwrapped_names(model, names)
     prefix = base_prefix(model)
     plan = {**shipped_plan(model), **{f"{prefix}{pattern}": text for pattern, text in built_in.items()}}
-    styles = {unwrapped[name]: text for pattern, text in plan.items() for name in _matches(pattern, unwrapped)}
+    styles = {
+        unwrapped[name]: text for pattern, text in plan.items() for name in _matches(pattern, unwrapped)
+    }
     for pattern, text in (given or {}).items():
         styles |= dict.fromkeys(matching(pattern, names), text)
     return {name: parse_style(text, name) for name, text in styles.items()}

@@ -18,7 +18,6 @@ from torch import nn
 from plait.errors import ModelError
 from plait.models import input_embedding, linear_forwards, pretrained_base
 from plait.models.sharding.weight_norms import base_of, factors_of
-from plait.parallel.adapters.weight_norms import WeightNorms
 from plait.parallel.float8 import PLAIN, LayerProducts
 from plait.parallel.linear_products import PlainProducts
 from plait.parallel.tensor.functional import UsedFeatures, split
@@ -44,6 +43,7 @@ from plait.parallel.tensor.sequence_forward import (
 )
 from plait.parallel.tensor.shards import ShardedDim, TensorGroups
 from plait.parallel.tensor.shared_input import SharedInputs
+from plait.parallel.tensor.weight_norms import WeightNorms
 from plait.plan.axes import FEATURES, HIDDEN
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, token_regions
 

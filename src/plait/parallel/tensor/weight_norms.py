@@ -78,5 +78,3 @@ def _sharded_like(factor: Tensor, dims: Dims, wanted: ShardedDim | None) -> Tens
 
 def _sharding(dim: ShardedDim | None) -> Any:
     return None if dim is None or dim.group.size == 1 else dim.sharding
-
-
