@@ -7,10 +7,10 @@ DoRA (Liu et al. 2402.09353, section 4) multiplies each output of W + s B A with
 norm of that row of O over I. The norm has no gradient (section 4.3). peft's forward computes it by reading
 the weight of the layer, and calls the adapter's layers with an identity. On a column both would be another
 function: a norm over the inputs that the column has, and sums over columns of an identity. So a module of
-magnitudes has a forward of ours, which calls layers with the input alone, and gets the norms from
-`parallel/tensor/weight_norms.py`. A magnitude is sharded like the outputs of its layer: over columns next to a COLUMN
-layer, unless that gathers its output, and replicated next to others. Its gradient is what the run on meta
-shows. An embedding's norm is over the vocabulary, for each of its features.
+magnitudes has a forward of ours, which calls layers with the input alone, and gets norms from
+`parallel/tensor/weight_norms.py`. A magnitude is sharded like the outputs of its layer: over columns next to
+a COLUMN layer, unless that gathers its output, and replicated next to others. Its gradient is what the run on
+meta shows. An embedding's norm is over the vocabulary, for each of its features.
 """
 
 from collections.abc import Iterator
