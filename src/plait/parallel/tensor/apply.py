@@ -231,8 +231,9 @@ class _Application:
         parameters = {parameter.name: parameter for parameter in self.plan.parameters}
         is_embedding = isinstance(self.model.get_submodule(base_of(layer.module)), nn.Embedding)
         names = factors_of(layer.module, is_embedding=is_embedding)
-        of_A, of_B = (parameters[name].dims if name in parameters else (None, None) for name in names)
-        of_A, of_B = (tuple(map(self._sharded_dim, dims)) for dims in (of_A, of_B))
+        full: tuple[DimSharding | None, ...] = (None, None)
+        dims = [parameters[name].dims if name in parameters else full for name in names]
+        of_A, of_B = ((self._sharded_dim(first), self._sharded_dim(second)) for first, second in dims)
         return WeightNorms(out, inp, of_A, of_B, layer.transposed, layer.gathers)
 
     def _sharded_dim(self, dim: DimSharding | None) -> ShardedDim | None:
