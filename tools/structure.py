@@ -52,7 +52,7 @@ BUDGETS = {
     "data": 4425,
     "engine": 4810,
     "estimate": 600,
-    "models": 10260,
+    "models": 10330,
     "optim": 1625,
     "pages": 275,
     "parallel": 15090,

@@ -1,15 +1,16 @@
 """Adapters of peft under every plan: gradients, norms and weights of three steps are those of peft in one
 process. See docs/tensor.md, "Adapters and changed blocks"."""
 
+import warnings
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import plait
 from plait.errors import PlaitError
-from plait.parallel.adapters import weight_norms
-from plait.parallel.tensor import rng
+from plait.parallel.tensor import rng, weight_norms
 from support import programs
 from support.changed_models import lora, task
 from support.pool import Pool
@@ -155,7 +156,7 @@ def test_single_tokens_under_sp_are_refused_by_name(pool: Pool) -> None:
 
 
 def _dropped(plan: str, mutation: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What a rank drops in front of A in the first block, and its factors after three steps."""
+    """Return what a rank drops in front of A in the first block, and its factors after three steps."""
     with MUTATIONS[mutation]():
         of_dropout = task(lora, "llama", lora_dropout=0.5, init_lora_weights=False, **options)
         engine = programs.engine_of(of_dropout, f"{plan} precision=fp64")
@@ -186,6 +187,57 @@ def test_columns_that_draw_for_themselves_get_other_factors(pool: Pool) -> None:
     first, second = pool.run(_dropped, 2, "tp=2", "dropout of each column", {})
     assert first["q_proj"] != second["q_proj"]
     assert first["factors"] != second["factors"]
+
+
+def _on_meta(on_meta: bool = True) -> Any:
+    import peft  # noqa: PLC0415 - takes seconds
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], use_dora=True)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore")  # of transformers and peft, about names
+        return peft.get_peft_model(programs.llama(on_meta=on_meta), config, autocast_adapter_dtype=False)
+
+
+def _first_values(plan: str) -> dict[str, Any]:
+    return programs.engine_of(
+        programs.Task(_on_meta, own_loss=True), f"{plan} precision=fp64"
+    ).full_parameters()
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 zero=3", "pp=2", "dp=2 tp=2 zero=3"])
+def test_initial_adapters_do_not_depend_on_the_plan(pool: Pool, plan: str) -> None:
+    alone = pool.run(_first_values, 1, "dp=1")[0]
+    ours = pool.run(_first_values, plait.Plan.parse(plan).num_ranks, plan)[0]
+    assert ours.keys() == alone.keys()
+    assert all(torch.equal(ours[name], values) for name, values in alone.items())
+    for name, values in alone.items():
+        if ".lora_A." in name:  # peft's bound, of the full matrix's 32 inputs
+            assert 0.9 * 32**-0.5 < float(values.abs().max()) <= 32**-0.5
+        elif ".lora_B." in name:
+            assert not values.any()
+        elif ".lora_magnitude_vector." in name:
+            base = alone[f"{name.partition('.lora_magnitude_vector.')[0]}.base_layer.weight"]
+            torch.testing.assert_close(values, base.norm(dim=1))
+
+
+def _add_later(plan: str) -> str:
+    import peft  # noqa: PLC0415 - takes seconds
+
+    task = programs.Task(programs.llama, own_loss=True)
+    engine = programs.engine_of(task, f"{plan} precision=fp64")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore")
+            peft.get_peft_model(engine.model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+        engine.step(programs.share_of(task.data(1)[0], engine))
+    except PlaitError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2"])
+def test_an_adapter_that_is_added_to_an_engines_model_is_an_error(pool: Pool, plan: str) -> None:
+    assert all("before parallelize" in error for error in pool.run(_add_later, 2, plan))
 
 
 def test_a_norm_of_the_shard_of_a_weight_is_wrong(pool: Pool) -> None:

@@ -23,13 +23,13 @@ from plait.models.init_weights import parameter_only_modules
 from plait.models.routing import take_choices
 from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
-from plait.parallel.adapters.parameters import adapt_parameters
 from plait.parallel.all_samples import sync_batch_norms
 from plait.parallel.compile import compile_blocks
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.experts.dispatch import distribute_experts
 from plait.parallel.float8 import LayerProducts
 from plait.parallel.local_steps import IslandState, OuterOptimizer
+from plait.parallel.parameter_adapters import adapt_parameters
 from plait.parallel.pipeline.executor import Pipeline
 from plait.parallel.pipeline.split_backward import BackwardSplitter, split_linears
 from plait.parallel.tensor.apply import apply_tp_plan

@@ -251,6 +251,27 @@ def validate(
     )
 
 
+def _check_weights(given: Arguments) -> None:
+    """Raise ModelError for a model that cannot take its weights from files."""
+    if given.weights is None:
+        return
+    if not all(parameter.is_meta for parameter in given.model.parameters()):
+        raise ModelError(
+            "the model already has weights",
+            given=f"weights={given.weights}",
+            expected="a model on the meta device",
+            hint="with torch.device('meta') around the construction, or no weights",
+        )
+    for name, _ in given.model.named_parameters():
+        if ".lora_magnitude_vector." in name:
+            raise ModelError(
+                "magnitudes of DoRA are not known before the weights are read",
+                given=f"weights={given.weights}, {name}",
+                expected="a model that has its weights when the adapter is added",
+                hint="from_pretrained and get_peft_model, and no weights",
+            )
+
+
 def _routers(given: Arguments, plan: Plan) -> RouterFacts:
     rate, z_loss = given.router_bias_update, given.router_z_loss
     facts = RouterFacts.of_model(given.model, has_loss=given.loss is not None, bias_rate=rate, z_loss=z_loss)

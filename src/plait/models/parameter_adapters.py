@@ -5,14 +5,14 @@
 [Note: factors of experts]
 peft's `ParamWrapper` around a module adapts one parameter of it, (E, O, I) or, if the module's weights are
 transposed, (E, I, O). Several are nested. A is (E r, I): the rows of an expert follow each other. B is
-(O, r E): columns e, E + e, 2 E + e, ... are of expert e, so each r-th of the columns has all experts in order.
+(O, r E): columns e, E + e, 2 E + e, ... are of expert e, so each r-th part has all experts in order.
 The rest follows from the parameter: where it is sharded over O or I, so is the factor with that dim, and the
 other one is the same on all columns, with a gradient that is a sum over them.
 
 [Note: forward of wrappers]
 While the wrapped module runs, peft replaces its parameter by a parametrization, which moves the parameter out
-of the module and back, and reads the full number of experts. Here the module has an attribute with the adapted
-weights meanwhile, in place of its parameter, of the experts and features that the rank has.
+of the module and back, and reads the full number of experts. Here the module has an attribute with the
+adapted weights meanwhile, in place of its parameter, of the experts and features that the rank has.
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ class ParameterAdapter:
 
     @property
     def parts(self) -> dict[str, ExpertDim]:
-        """Where the factors have their experts: [Note: factors of experts]."""
+        """The dims of the factors that have experts: [Note: factors of experts]."""
         return {self.factor_A: ExpertDim(), self.factor_B: ExpertDim(dim=1, repeats=self.rank)}
 
 

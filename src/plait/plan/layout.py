@@ -68,7 +68,7 @@ class ParamInfo:
     format: str = ""
 
     def boxes_at(self, boxes: Boxes, coord: TPCoord) -> Boxes:
-        """Of these boxes, what the rank at `coord` along EXPERTS has."""
+        """The parts of these boxes that the rank at `coord` along EXPERTS has."""
         dim = self.experts.dim
         own = self.experts.ranges(self.shape[dim], coord.expert, coord.experts)
         both = tuple(

@@ -239,7 +239,7 @@ class ParamSharding:
 
 @dataclass(frozen=True)
 class ExpertDim:
-    """Where a parameter has the experts of a layer: along `dim`, `repeats` times one after another. It has
+    """The dim of a parameter that has the experts of a layer, `repeats` times one after another. It has
     those of one of several equal parts: of this `index`, out of so many `parts`."""
 
     index: int = 0

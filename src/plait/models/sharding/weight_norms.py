@@ -7,10 +7,10 @@ DoRA (Liu et al. 2402.09353, section 4) multiplies each output of W + s B A with
 norm of that row of O over I. The norm has no gradient (section 4.3). peft's forward computes it by reading
 the weight of the layer, and calls the adapter's layers with an identity. On a column both would be another
 function: a norm over the inputs that the column has, and sums over columns of an identity. So a module of
-magnitudes has a forward of ours, which calls layers with the input alone, and gets the norms from
-`parallel/adapters/`. A magnitude is sharded like the outputs of its layer: over columns next to a COLUMN
-layer, unless that gathers its output, and replicated next to others. Its gradient is what the run on meta
-shows. An embedding's norm is over the vocabulary, for each of its features.
+magnitudes has a forward of ours, which calls layers with the input alone, and gets norms from
+`parallel/tensor/weight_norms.py`. A magnitude is sharded like the outputs of its layer: over columns next to
+a COLUMN layer, unless that gathers its output, and replicated next to others. Its gradient is what the run on
+meta shows. An embedding's norm is over the vocabulary, for each of its features.
 """
 
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def add_weight_norms(builder: TPPlanBuilder) -> None:
 
 
 class Norms(Protocol):
-    """What a module of magnitudes needs of the columns: `WeightNorms` and, in a run on meta, `NormsOnMeta`."""
+    """Norms and biases for a module of magnitudes: `WeightNorms`, or `NormsOnMeta` in a run there."""
 
     def norm(self, base_layer: nn.Module, factors: tuple[Any, Any], scaling: float) -> Tensor: ...
 
@@ -73,7 +73,7 @@ class Norms(Protocol):
 class NormsOnMeta:
     """Norms without values or a size: of the same state on all columns, and without a gradient."""
 
-    def norm(self, base_layer: nn.Module, factors: tuple[Any, Any], scaling: float) -> Tensor:
+    def norm(self, base_layer: nn.Module, *_: Any) -> Tensor:
         weight = base_layer.weight
         assert isinstance(weight, Tensor), "a layer with a weight"
         return weight.new_empty(())
@@ -101,10 +101,10 @@ def magnified(
     base_layer: Any,
     base_result: Tensor | None = None,
     embed_fn: Any = None,
-    adapter_name: str = "",
+    **_: Any,
 ) -> Any:
-    """The forward of a module of magnitudes, with peft's arguments and results. `base_result` is missing where
-    the adapter drops out inputs, which the layer then gets, too."""
+    """The forward of a module of magnitudes, with peft's arguments and results. Without `base_result` the
+    adapter drops out inputs, which the layer then gets, too."""
     scale = module.weight / norms.norm(base_layer, (lora_A, lora_B), scaling)
     if embed_fn is not None:
         return scale, scale * (embed_fn(x, lora_A) @ lora_B) * scaling

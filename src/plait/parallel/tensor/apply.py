@@ -18,7 +18,6 @@ from torch import nn
 from plait.errors import ModelError
 from plait.models import input_embedding, linear_forwards, pretrained_base
 from plait.models.sharding.weight_norms import base_of, factors_of
-from plait.parallel.adapters.weight_norms import WeightNorms
 from plait.parallel.float8 import PLAIN, LayerProducts
 from plait.parallel.linear_products import PlainProducts
 from plait.parallel.tensor.functional import UsedFeatures, split
@@ -44,6 +43,7 @@ from plait.parallel.tensor.sequence_forward import (
 )
 from plait.parallel.tensor.shards import ShardedDim, TensorGroups
 from plait.parallel.tensor.shared_input import SharedInputs
+from plait.parallel.tensor.weight_norms import WeightNorms
 from plait.plan.axes import FEATURES, HIDDEN
 from plait.plan.sharding import DimSharding, LayerSharding, Style, TPPlan, token_regions
 
@@ -231,8 +231,9 @@ class _Application:
         parameters = {parameter.name: parameter for parameter in self.plan.parameters}
         is_embedding = isinstance(self.model.get_submodule(base_of(layer.module)), nn.Embedding)
         names = factors_of(layer.module, is_embedding=is_embedding)
-        of_A, of_B = (parameters[name].dims if name in parameters else (None, None) for name in names)
-        of_A, of_B = (tuple(map(self._sharded_dim, dims)) for dims in (of_A, of_B))
+        full: tuple[DimSharding | None, ...] = (None, None)
+        dims = [parameters[name].dims if name in parameters else full for name in names]
+        of_A, of_B = ((self._sharded_dim(first), self._sharded_dim(second)) for first, second in dims)
         return WeightNorms(out, inp, of_A, of_B, layer.transposed, layer.gathers)
 
     def _sharded_dim(self, dim: DimSharding | None) -> ShardedDim | None:

@@ -11,7 +11,7 @@ and with the rank's coordinates along the axes that the current activation is sh
   after a COLUMN layer                 col: heads, features of the feed-forward
   after a ROW layer                    as the residual stream, also within the region (gpt2, bloom drop there)
   features are full                    none; col under sequence parallelism
-  dropout of an adapter (peft)         that of its input: col if its A is a ROW layer, else as a region's input
+  dropout of an adapter (peft)         col if its A is a ROW layer, else as a region's input
 
 Layers set the stream for what follows them, so dropout in the model's own code between two layers is covered,
 whatever it is called. Each stream continues where it was left. When the block ends, the generator gets the

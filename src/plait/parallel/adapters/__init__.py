@@ -1,1 +1,0 @@
-"""Adapters of peft on the ranks of a plan."""
