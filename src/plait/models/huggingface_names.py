@@ -139,7 +139,7 @@ def map_file_keys(model: nn.Module, keys: Iterable[str]) -> dict[str, FileKeys] 
     """Map the first name of each tensor to its keys in the files, or return why that is not possible."""
     names = StateNames.from_model(model)
     base = pretrained_base(model) or model
-    name_of, ignored = _file_key_to_name(base, names.first), _ignored_keys(base)
+    name_of, ignored = _file_key_to_name(base, dict(names.first)), _ignored_keys(base)
     found: dict[str, tuple[_Conversion, list[list[str]]]] = {}
     for key in keys:
         name, source, conversion = name_of(key)
@@ -170,7 +170,7 @@ def _in_order(key: str) -> list[Any]:
 
 
 def _file_key_to_name(
-    model: nn.Module, state: Mapping[str, str]
+    model: nn.Module, state: dict[str, str]
 ) -> Callable[[str], tuple[str, str, _Conversion | None]]:
     """Return the function from a file's key to the name in the model (of those in `state`), the source of a
     conversion that it matches, and this conversion; None if the tensor is no box of the model's."""
