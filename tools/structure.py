@@ -45,21 +45,21 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 # Lines of Python in a package; raising one is a commit of its own, with the reason.
 BUDGETS = {
     "bench": 1975,
-    "checkpoint": 2490,
-    "cli": 3270,
+    "checkpoint": 2580,
+    "cli": 3280,
     "comm": 7165,
     "compat": 1550,
     "data": 4425,
-    "engine": 4810,
+    "engine": 5075,
     "estimate": 600,
-    "models": 10330,
+    "models": 10580,
     "optim": 1625,
     "pages": 275,
-    "parallel": 15090,
-    "plan": 6970,
+    "parallel": 15270,
+    "plan": 7070,
     "planner": 4855,
     "server": 2250,
-    "train": 5670,
+    "train": 5865,
     "verify": 1825,
 }
 ROOT_LINES = 1150  # of the modules next to the packages

@@ -82,15 +82,14 @@ def parallelize(
     spec = validate(given, job.size, job.world.device, job.world.host_size() if given.plan.cp > 1 else None)
     job.serve(spec)  # a parameter server, which then exits
     _set_up(spec, job.world)
-    reader = None if weights is None else _open_weights(model, Path(weights), job.world)
-    source = None if reader is None else MagnitudeReader(reader, model, spec.formats)
+    reader = None if weights is None else _open_weights(spec, Path(weights), job.world)
     self_check = SelfCheck.build(spec)  # of the model before it is sharded
     if not model.training:  # otherwise parts of it may be in evaluation mode on purpose
         model.train()
     engine = job.build(spec)
-    if reader is not None and source is not None:
+    if reader is not None:
         with reader:
-            engine.load_from(source, weights_only=True)
+            engine.load_from(reader, weights_only=True)
     return engine if self_check is None else self_check.run(engine)
 
 
@@ -199,15 +198,15 @@ def _warnings(spec: TrainingSpec, device: torch.device) -> Iterator[str]:
         )
 
 
-def _open_weights(model: nn.Module, folder: Path, world: World) -> Reader:
+def _open_weights(spec: TrainingSpec, folder: Path, world: World) -> MagnitudeReader:
     """Open a reader of the initial weights. Raises CheckpointError on all ranks for files that one of them
     cannot read."""
     reader: Reader | None = None
     problem = None
     try:
-        reader = HuggingFaceFiles.open(folder).reader(model)
+        reader = HuggingFaceFiles.open(folder).reader(spec.given.model)
     except CheckpointError as error:
         problem = error
     raise_on_all(problem, world.group, world.device)
     assert reader is not None, "neither a reader nor an error"
-    return reader
+    return MagnitudeReader(reader, spec.given.model, spec.formats)

@@ -16,7 +16,7 @@ from plait.train.metrics import read_metrics
 from support.cli_runs import ROOT, finish, start
 
 FOR_GPUS = ("llama-8b-8gpu",)
-OF_MODELS = ("dpo", "lora", "sft")  # they begin with a trained model: docs/recipes.md runs them
+OF_MODELS = ("dpo", "lora", "qlora", "sft")  # they begin with a trained model: docs/recipes.md runs them
 RECIPES = sorted({path.stem for path in (ROOT / "recipes").glob("*.toml")} - {*FOR_GPUS, *OF_MODELS})
 
 

@@ -12,22 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.reader import Reader
 from plait.comm import Group
 from plait.errors import CheckpointError
 from plait.models.adapters import adapter_layers
 from plait.parallel.zero.block_codes import rounded
-from plait.parallel.zero.state_io import StateReader, slice_boxes
+from plait.parallel.zero.state_io import slice_boxes
 from plait.plan.sharding import Boxes
 
 
 class MagnitudeReader:
-    """A StateReader that adds the magnitudes of the model's adapters to the weights of its base."""
+    """A StateReader, and a context like `Reader`, with the weights of a base and the magnitudes of its
+    adapters."""
 
-    def __init__(self, of_base: StateReader, model: nn.Module, formats: Mapping[str, str]) -> None:
+    def __init__(self, of_base: Reader, model: nn.Module, formats: Mapping[str, str]) -> None:
         """`model`: with the adapters, on meta. `formats`: of quantized weights, by their names."""
         self._of_base, self._formats = of_base, formats
         self._weight_of = dict(_weights(model))
         self._last: tuple[str, Tensor] | None = None  # parts of one parameter are read one after the other
+
+    def __enter__(self) -> "MagnitudeReader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._of_base.__exit__(*error)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -115,8 +115,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         dataflow = DataflowCheck(meta_model, spec.blocks, spec.stages, spec.given.example)
     foreign = [foreign_modules(model, spec.blocks, spec.stages, stage) for stage in layouts]
     on_other_stages = set.intersection(*foreign)
-    if spec.given.weights is not None:
-        # which the weights replace
+    if spec.given.weights is not None:  # which replace them
         on_other_stages |= parameter_only_modules(model) - with_adapters_inside(model)
     standalone = init_flat_params(model, units, context, spec.given.seed, on_other_stages)
     splitter = BackwardSplitter()

@@ -572,10 +572,8 @@ class Engine:
         return self._updater.memory(self._parts.memory(self._runner.activation_bytes()))
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
-        """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape.
-
-        Activations are None for a model that cannot run on the meta device.
-        """
+        """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape. Activations are
+        None for a model that cannot run on the meta device."""
         check_batch_shape(batch_shape)
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
         return self._updater.memory(self._parts.estimated_memory(self._spec, activation_bytes))

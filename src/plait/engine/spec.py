@@ -185,7 +185,7 @@ class TrainingSpec:
 
     @cached_property
     def parts(self) -> dict[str, ExpertDim]:
-        """Where parameters of experts that ep divides have them, by name."""
+        """The dim of the experts in each parameter that ep divides, by name."""
         return _parts(self.experts)
 
     @cached_property
@@ -249,27 +249,6 @@ def validate(
         formats=quantized_formats(model, blocks, tensor, plan, _parts(experts)),
         routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
-
-
-def _check_weights(given: Arguments) -> None:
-    """Raise ModelError for a model that cannot take its weights from files."""
-    if given.weights is None:
-        return
-    if not all(parameter.is_meta for parameter in given.model.parameters()):
-        raise ModelError(
-            "the model already has weights",
-            given=f"weights={given.weights}",
-            expected="a model on the meta device",
-            hint="with torch.device('meta') around the construction, or no weights",
-        )
-    for name, _ in given.model.named_parameters():
-        if ".lora_magnitude_vector." in name:
-            raise ModelError(
-                "magnitudes of DoRA are not known before the weights are read",
-                given=f"weights={given.weights}, {name}",
-                expected="a model that has its weights when the adapter is added",
-                hint="from_pretrained and get_peft_model, and no weights",
-            )
 
 
 def _routers(given: Arguments, plan: Plan) -> RouterFacts:

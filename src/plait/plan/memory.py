@@ -144,8 +144,7 @@ def model_state_bytes(
     in_files, plan = plan.offload == "disk", plan.placed_on("cpu" if num_communicators is None else "cuda")
     compute, master = COMPUTE_BYTES[plan.dtype], MASTER_BYTES[plan.dtype]
     trained, owned = layout.trained_numel, layout.owned_numel
-    offloads = plan.offload == "cpu"
-    persistent = shares or params_stay_full(plan)
+    offloads, persistent = plan.offload == "cpu", shares or params_stay_full(plan)
     parts = {
         "parameters": sum(
             unit.num_bytes(unit.range_numel if plan.zero == 3 or shares else unit.numel, compute)
@@ -168,8 +167,7 @@ def model_state_bytes(
     buffers += 0 if offloads else blocks
     if offloads and num_communicators is not None:
         buffers += _staged_gradient_bytes(layout, plan)
-    use = _offloaded(parts, plan, sums, buffers, activation_bytes, in_files=in_files)
-    use = replace(use, loss=loss_bytes)
+    use = _offloaded(parts, plan, sums, buffers, activation_bytes, in_files=in_files, loss=loss_bytes)
     if num_communicators is None:
         return use
     use = replace(use, host=use.host + (blocks if offloads else 0))
@@ -310,6 +308,7 @@ def _offloaded(
     activation_bytes: int | None,
     *,
     in_files: bool,
+    loss: int,
 ) -> MemoryUse:
     """Move to host or disk what the plan offloads."""
     host = disk = 0
@@ -323,7 +322,7 @@ def _offloaded(
         if plan.zero == 3:
             host += parts["parameters"]
             parts["parameters"] = 0
-    return MemoryUse(**parts, buffers=buffers, activations=activation_bytes, host=host, disk=disk)
+    return MemoryUse(**parts, buffers=buffers, activations=activation_bytes, loss=loss, host=host, disk=disk)
 
 
 def _buffers(
