@@ -24,6 +24,7 @@ from plait.models import Blocks
 from plait.models.routers import OF_BATCHES
 from plait.optim.update_kinds import DECLARATION
 from plait.parallel.all_samples import batch_norms
+from plait.parallel.zero.rank_context import Precision
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
 from plait.plan.loss_scaling import LossScaling
@@ -209,4 +210,4 @@ def _open_weights(spec: TrainingSpec, folder: Path, world: World) -> MagnitudeRe
         problem = error
     raise_on_all(problem, world.group, world.device)
     assert reader is not None, "neither a reader nor an error"
-    return MagnitudeReader(reader, spec.given.model, spec.formats)
+    return MagnitudeReader(reader, spec.given.model, spec.formats, Precision.from_plan(spec.plan).compute)

@@ -17,6 +17,15 @@ from plait.errors import CheckpointError, RunError, nearest
 from plait.fileio import WRITABLE, disk_hint, read_json, sync_folder, write_json
 from plait.models.adapters import ADAPTER, PREFIX
 
+# What changes an adapter's effect on a layer, with PEFT's defaults.
+_OF_FUNCTION = {
+    "r": 8,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -76,6 +85,20 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             hint=f"ls {folder}",
         ) from error
     return values
+
+
+def check_same_function(source: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless both configurations give the same factors the same effect: these have the
+    same keys and shapes with another `lora_alpha`."""
+    for key, default in _OF_FUNCTION.items():
+        own, other = (config.get(key) or default for config in (expected, found))
+        if own != other:
+            raise CheckpointError(
+                "the adapter computes something else with its weights",
+                given=f"{source}: {key}={other}",
+                expected=f"{key}={own}, as in the model's adapter",
+                hint=f"LoraConfig({key}={other!r}) for the model",
+            )
 
 
 def read_adapter(

@@ -5,7 +5,8 @@ A checkpoint of adapters does not hold the frozen base: a run that resumes reads
 merges into it. Another base with the same shapes (a later revision, an instruction-tuned sibling) would load
 without an error. So a checkpoint holds a hash of the base's configuration, of the headers and sizes of its
 files, and of 64 bytes from the middle of each tensor: fast for a model of any size. Its path is for finding
-it: a folder that was moved is the same base. Weights that were drawn have a seed instead of files.
+it: a folder that was moved is the same base. Weights that were drawn have a seed instead of files. A base
+that a plan with `base=` rounds is another one: its format is part of the identity.
 """
 
 import hashlib
@@ -74,14 +75,16 @@ def check_same_base(saved: Checkpoint, identity: Mapping[str, Any] | None) -> No
     holds its base belongs to any engine whose names and shapes it has."""
     expected = saved.facts.get("base")
     if not isinstance(expected, dict) or (
-        identity is not None and all(expected.get(key) == identity.get(key) for key in ("seed", "sha256"))
+        identity is not None
+        and all(expected.get(key) == identity.get(key) for key in ("seed", "sha256", "format"))
     ):
         return
     raise CheckpointError(
         "the adapters were trained on another base model",
         given=f"{saved.path}: {_shown(expected)}; here {_shown(identity)}",
         expected="the same configuration and weights",
-        hint=f"weights='{expected['path']}'" if "path" in expected else f"seed={expected.get('seed')}",
+        hint=f"base={expected.get('format', 'none')} in the plan; "
+        + (f"weights='{expected['path']}'" if "path" in expected else f"seed={expected.get('seed')}"),
     )
 
 
@@ -89,7 +92,7 @@ def _shown(identity: Mapping[str, Any] | None) -> str:
     if identity is None:
         return "a base that was not read from a folder"
     source = identity.get("path") or f"seed {identity.get('seed')}"
-    return f"{source} ({str(identity.get('sha256'))[:12]})"
+    return f"{source} ({str(identity.get('sha256'))[:12]}), base={identity.get('format', 'none')}"
 
 
 def adapter_configs(saved: Checkpoint) -> dict[str, dict[str, Any]]:
@@ -223,7 +226,7 @@ class MergedWeights:
             initialize_weights(adapted, int(identity["seed"]), torch.device("cpu"), store)
             return drawn.__getitem__
         files = HuggingFaceFiles.open(folder or Path(str(identity.get("path"))))
-        check_same_base(self._saved, identity_of_files(files))
+        check_same_base(self._saved, {**identity, **identity_of_files(files)})
         reader = self._closing.enter_context(files.reader(adapted))
         return lambda name: reader.read_full(f"weights/{name}")
 
@@ -235,7 +238,8 @@ def _check_ties(saved: Checkpoint, base: nn.Module, adapter: str) -> None:
     for name in (name for name, of in first.items() if of != name):
         uses = [use.rpartition(".")[0] for use, of in first.items() if of == first[name]]
         changed = [use for use in uses if any(use == one or use.endswith(f".{one}") for one in names)]
-        if changed and not (len(changed) == len(uses) and config.get("ensure_weight_tying")):
+        saved_whole = {*(config.get("modules_to_save") or ())} and config.get("ensure_weight_tying")
+        if changed and not (len(changed) == len(uses) and saved_whole):
             raise CheckpointError(
                 "an adapter of a tied weight cannot be merged: it changes one of its uses",
                 given=f"{saved.path}: an adapter of {changed[0]}; tied: {', '.join(uses)}",

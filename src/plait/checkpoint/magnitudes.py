@@ -16,7 +16,7 @@ from plait.checkpoint.reader import Reader
 from plait.comm import Group
 from plait.errors import CheckpointError
 from plait.models.adapters import adapter_layers
-from plait.parallel.zero.block_codes import rounded
+from plait.parallel.zero.block_codes import as_stored
 from plait.parallel.zero.state_io import slice_boxes
 from plait.plan.sharding import Boxes
 
@@ -25,9 +25,12 @@ class MagnitudeReader:
     """A StateReader, and a context like `Reader`, with the weights of a base and the magnitudes of its
     adapters."""
 
-    def __init__(self, of_base: Reader, model: nn.Module, formats: Mapping[str, str]) -> None:
-        """`model`: with the adapters, on meta. `formats`: of quantized weights, by their names."""
-        self._of_base, self._formats = of_base, formats
+    def __init__(
+        self, of_base: Reader, model: nn.Module, formats: Mapping[str, str], dtype: torch.dtype
+    ) -> None:
+        """`model`: with the adapters, on meta. `formats`: of quantized weights, by their names. `dtype`: in
+        which the plan computes."""
+        self._of_base, self._formats, self._dtype = of_base, formats, dtype
         self._weight_of = dict(_weights(model))
         self._last: tuple[str, Tensor] | None = None  # parts of one parameter are read one after the other
 
@@ -60,7 +63,7 @@ class MagnitudeReader:
             name, shape, dim = self._weight_of[key]
             weight = self._of_base.read_full(f"weights/{name}")
             weight = weight if weight.dtype == torch.float64 else weight.float()
-            weight = rounded(weight, self._formats[name]) if name in self._formats else weight
+            weight = as_stored(weight, self._formats.get(name), self._dtype)
             self._last = key, torch.linalg.vector_norm(weight, dim=dim).view(shape)
         return self._last[1]
 

@@ -20,9 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from plait.checkpoint import HuggingFaceFiles
-from plait.checkpoint.adapter_files import adapter_folder, read_adapter, write_adapter
-from plait.checkpoint.base import identity_of_files, identity_of_seed
+from plait.checkpoint import Checkpoint, HuggingFaceFiles
+from plait.checkpoint.adapter_files import (
+    adapter_folder,
+    check_same_function,
+    read_adapter,
+    read_adapter_config,
+    write_adapter,
+)
+from plait.checkpoint.base import adapter_configs, check_same_base, identity_of_files, identity_of_seed
 from plait.comm import World, raise_on_all
 from plait.engine.spec import Arguments
 from plait.errors import CheckpointError, ModelError, PlaitError, PlanError, RunError
@@ -60,6 +66,7 @@ class EngineAdapters:
         elif all(parameter.is_meta for parameter in model.parameters()):
             self.base = identity_of_seed(given.seed, config_of_model(model))
         if self.base is not None:
+            self.base |= {} if given.plan.base == "none" else {"format": given.plan.base}
             frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
             self.frozen = frozenset(f"weights/{name}" for name in frozen & self.facts.base)
 
@@ -138,6 +145,13 @@ class EngineAdapters:
             )
         return adapter
 
+    def check(self, saved: Checkpoint) -> None:
+        """Raise CheckpointError for a checkpoint of another base, or of adapters that compute otherwise."""
+        check_same_base(saved, self.base)
+        for name, config in adapter_configs(saved).items() if self.facts is not None else ():
+            if self.facts is not None and name in self.facts.configs:
+                check_same_function(saved.path, config, self.facts.configs[name])
+
     def kept(self, saved: Mapping[str, Any], *, weights_only: bool) -> frozenset[str]:
         """The keys of weights that a source of these keys leaves as they are: of the base, or of adapters,
         if it has none of them. See [Note: adapters in checkpoints]."""
@@ -199,6 +213,7 @@ class EngineAdapters:
                 )
             expected = {key: shapes[f"weights/{of}"] for of, key in keys.items()}
             source = adapter_folder(to_path(folder, "folder"), name)
+            check_same_function(source, read_adapter_config(source), self.facts.configs[name])
             found = read_adapter(source, expected, self.facts.base)
         except CheckpointError as error:
             problem = error

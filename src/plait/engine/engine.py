@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint import Saver
-from plait.checkpoint.base import check_same_base
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.checkpoint.directory import step_path
 from plait.checkpoint.manifest import json_facts
@@ -103,10 +102,8 @@ class Engine:
         make_updater: Callable[[EngineParts], Updater] | None = None,
     ) -> None:
         """Use `parallelize`. `make_updater`: None for a `LocalUpdater`."""
-        self.plan = spec.job
-        self.model = model
-        self.world = mesh.world
-        self.device = mesh.world.device
+        self.plan, self.model = spec.job, model
+        self.world, self.device = mesh.world, mesh.world.device
         self.seed = spec.given.seed
         self.num_steps = 0
         self.probed: ProbeResult | None = None
@@ -537,7 +534,7 @@ class Engine:
         """Continue from a checkpoint, saved under any plan, and return its facts. Each rank reads only what
         it needs. See `load_from`."""
         checkpoint = open_on_all_ranks(to_path(path, "path"), self.world)
-        check_same_base(checkpoint, self._adapters.base)
+        self._adapters.check(checkpoint)
         with checkpoint.reader() as reader:
             self.load_from(reader, weights_only=weights_only)
         return checkpoint.facts
@@ -579,8 +576,7 @@ class Engine:
         return self._updater.memory(self._parts.estimated_memory(self._spec, activation_bytes))
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
-        """FLOPs of forward and backward for one token; see `training_flops_per_token` in
-        `plan/cost_model.py`."""
+        """FLOPs of forward and backward for one token: `training_flops_per_token` in plan/cost_model.py."""
         return self._flops.per_token(sequence, causal=causal)
 
     def server_counts(self) -> dict[str, Any]:
@@ -596,5 +592,7 @@ class Engine:
         for stage, routers in zip(self._stages, self._routers, strict=True):
             stage.reset()
             routers.take_totals()
+        if self.pairs is not None:
+            self.pairs.clear()
         self._totals.clear()
         self._micros_done = 0

@@ -107,6 +107,7 @@ class PairLoss:
         self._preference, self._sequence = preference, groups.sequence
         self._world, self._copies = groups.world, groups.tp.size
         self._totals = torch.zeros(5, dtype=torch.float64, device=device)
+        self.is_counted = True  # the forward: see `Pass`
 
     def __call__(
         self,
@@ -138,7 +139,7 @@ class PairLoss:
             (slope_B,) = torch.autograd.grad(value, policy_B)
         count = is_pair_P.sum()
         is_first = self._sequence.rank == 0
-        if is_first:
+        if is_first and self.is_counted:
             self._add(rewards_P2, tokens_B.view(-1, ROWS), is_pair_P)
         # Its gradient is the pairs'; d loss of a token / d log-probability is -1.
         tokens_loss, _ = summed(outputs.logits, labels_BS, weights=-slope_B[:, None].expand(labels_BS.shape))
@@ -151,10 +152,14 @@ class PairLoss:
         sums = (is_pair_P, tokens_P2 * is_pair_P[:, None], chosen_P, rejected_P, right_P)
         self._totals += torch.stack([each.sum().double() for each in sums])
 
-    def take(self) -> PairResult:
-        """Return the result of all ranks, and forget it. Collective."""
-        totals = self._totals.clone()
+    def clear(self) -> None:
+        """Drop the sums of an unfinished step."""
         self._totals.zero_()
+
+    def take(self) -> PairResult:
+        """Return the result of all ranks, and begin again. Collective."""
+        totals = self._totals.clone()
+        self.clear()
         all_reduce(totals, self._world, label="rewards of pairs")
         pairs, tokens, *sums = (totals / self._copies).tolist()
         return PairResult(

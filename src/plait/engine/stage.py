@@ -121,6 +121,8 @@ class StageRunner:
     ) -> tuple[Tensor, int | Tensor]:
         """On the last stage: (loss summed over targets, number of targets). Raises ModelError for anything
         else."""
+        if self.pairs is not None:
+            self.pairs.is_counted = kind.is_counted and not kind.is_first
         loss = partial(self._call, self.loss(), batch=micro)
         with self.sharded.unsharder.watch_outside_uses(), self._head.calling(self._in_forward(loss)):
             outputs = self.outputs(micro, received, kind)

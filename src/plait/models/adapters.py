@@ -49,10 +49,12 @@ class AdapterFacts:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> "AdapterFacts | None":
-        """The facts of a PeftModel with layers of adapters, compiled or not; None for other models."""
+        """The facts of a PeftModel with layers of adapters, compiled or not; None for other models. Raises
+        ModelError for adapters that are merged, or tied to each other."""
         inner: Any = getattr(model, "_orig_mod", model)
         if not is_peft_model(inner) or not any(True for _ in adapter_layers(inner)):
             return None
+        _check_layers(inner)
         prefix = "" if inner is model else "_orig_mod."
         state = inner.state_dict(keep_vars=True)
         first = {id(tensor): f"{prefix}{name}" for name, tensor in _named_tensors(inner).items()}
@@ -69,6 +71,30 @@ class AdapterFacts:
     def base(self) -> frozenset[str]:
         """Names of the parameters and buffers that belong to no adapter."""
         return frozenset(self.plain) - {name for of in self.keys.values() for name in of}
+
+
+def _check_layers(model: Any) -> None:
+    """Raise ModelError for layers with adapters that cannot be trained as they are."""
+    ties = any(getattr(config, "ensure_weight_tying", False) for config in model.peft_config.values())
+    first: dict[int, str] = {}
+    for name, layer in adapter_layers(model):
+        if getattr(layer, "merged_adapters", None):
+            raise ModelError(
+                "adapters are merged into the weights",
+                given=f"{name}: {', '.join(layer.merged_adapters)}",  # type: ignore[arg-type]
+                expected="a base without its adapters, which are computed next to it",
+                hint="model.unmerge_adapter() before parallelize",
+            )
+        if not ties or not hasattr(layer, "lora_A"):
+            continue
+        weight = layer.get_base_layer().weight  # type: ignore[operator]
+        if (other := first.setdefault(id(weight), name)) != name:
+            raise ModelError(
+                "PEFT ties the adapters of two uses of a weight, and plait would train them apart",
+                given=f"{other} and {name}, ensure_weight_tying=True",
+                expected="adapters that are parameters of their own",
+                hint="modules_to_save for the tied weight, or targets without it",
+            )
 
 
 def is_peft_model(model: nn.Module) -> bool:

@@ -95,6 +95,7 @@ def initialize_weights(
     store: _Store,
     *,
     skip: Set[nn.Module] = frozenset(),
+    stored: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
     """Draw the initial weights of a model on meta, at any time only those that one module accesses.
 
@@ -102,6 +103,8 @@ def initialize_weights(
     full tensor on `device`: in float32, or in the parameter's own dtype if that is not floating-point. It
     must copy what it keeps. It is called again if another module changes the values: the last call counts.
     The order of calls is the same on every rank.
+
+    `stored(name, values)` returns the values that a frozen weight has in forward, if these are others.
 
     `skip`: modules that are not drawn, with their submodules: their parameters are not stored, and their
     buffers may stay on meta. All others get the same values as without `skip`. See [Note: skipped modules].
@@ -112,6 +115,7 @@ def initialize_weights(
     """
     assert all(p.is_meta for p in model.parameters()), "initial weights are drawn for models on meta only"
     initializer = _ModelInitializer(model, seed, device, store, skip)
+    initializer.adapter_resets = adapter_resets(model, stored)
     with torch.no_grad(), torch.random.fork_rng(_cuda_devices(device)):
         try:
             initializer.init_subtree(model, "", _init_fn_of(model))
@@ -181,7 +185,7 @@ class _ModelInitializer:
         own = {p for module in self._modules for p in module._parameters.values() if p is not None}
         self._own = {self._name_of[parameter] for parameter in own}
         self._skip = {module for module in skip if own.isdisjoint(module.parameters())}
-        self._adapter_resets = adapter_resets(model)
+        self.adapter_resets: Mapping[nn.Module, Callable[[Any], None]] = {}
         self._deferred: dict[str, tuple[nn.Module, Callable[[Any], None]]] = {}  # skipped so far, by name
 
     def init_subtree(self, module: nn.Module, name: str, apply: Callable[[Any], None]) -> None:
@@ -197,7 +201,7 @@ class _ModelInitializer:
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = allocated = _poisoned(torch.empty_like(buffer, device=self.device))
                 self._buffers.add(allocated)
-        self._initialize(_InitStep(module, name, self._adapter_resets.get(module, apply)))
+        self._initialize(_InitStep(module, name, self.adapter_resets.get(module, apply)))
 
     def use_constructors(self) -> None:
         """Give parameters that have no value the one that their constructor gave them, if it is known, and

@@ -2,7 +2,8 @@
 
 Frozen weights of linear layers in the blocks, and frozen tensors of experts. What trains, biases, norms,
 embeddings, the head and other layers outside of blocks stay in the plan's dtype, and so does a weight that is
-not a multiple of 64 elements, or that another kind of layer has too. The choice is the same under all plans.
+not a multiple of 64 elements, or that another kind of layer has too, and all of an adapter, also one that is
+not trained. The choice is the same under all plans.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from plait.errors import PlanError
+from plait.models.adapters import AdapterFacts
 from plait.models.experts import expert_layers
 from plait.models.transformers_types import has_linear_forward
 from plait.plan import ExpertDim, Plan, TPCoord, TPPlan
@@ -65,7 +67,11 @@ def quantized_weights(
             is_expert = id(module) in in_experts and parameter is not None and parameter.dim() == 3
             kind = wanted if id(module) in inside and (is_linear or is_expert) else others
             kind.add(id(parameter))
+    facts = AdapterFacts.from_model(model)
+    of_adapters = {name for of in facts.keys.values() for name in of} if facts is not None else set()
     for name, parameter in model.named_parameters():
+        if name in of_adapters:
+            continue
         is_frozen = parameter.is_floating_point() and not parameter.requires_grad
         if is_frozen and id(parameter) in wanted - others and parameter.numel() % BLOCK == 0:
             yield name, parameter

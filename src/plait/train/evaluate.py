@@ -18,7 +18,7 @@ predicted in the last window; one that does not fit into it is not correct.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +190,14 @@ def evaluate(request: EvaluationRequest, world: World) -> Scores:
         )
     context, stride = _spans(request, getattr(model.config, "max_position_embeddings", None), longest)
     model.requires_grad_(False)
+    plan = Plan.parse(request.plan).resolved(world.size)
+    if (
+        found.saved is not None and plan.base == "none"
+    ):  # an adapter is evaluated on the base it was trained on
+        plan = replace(plan, base=(found.saved.facts.get("base") or {}).get("format", "none"))
     engine = parallelize(
         model,
-        Plan.parse(request.plan).resolved(world.size),
+        plan,
         optimizer=torch.optim.SGD,
         loss=_score,
         **arguments,

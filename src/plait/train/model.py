@@ -143,13 +143,13 @@ def complete_adapter(adapter: AdapterConfig | None) -> AdapterConfig | None:
     return AdapterConfig.model_validate({"target_modules": None, **own, "path": adapter.path.absolute()})
 
 
-def adapter_facts(model: ModelConfig, adapter: AdapterConfig | None, seed: int) -> dict[str, Any]:
+def adapter_facts(model: ModelConfig, adapter: AdapterConfig | None, seed: int, plan: Plan) -> dict[str, Any]:
     """Return what checkpoints of a recipe's adapter record of it and its base; {} without one. Raises
     ModelError, CheckpointError."""
     if adapter is None:
         return {}
     trained, weights = initial_model(model, adapter)
-    given = Arguments(trained, Plan(), seed=seed, weights=weights)
+    given = Arguments(trained, plan, seed=seed, weights=weights)
     return EngineAdapters(trained, given).checkpoint_facts()
 
 

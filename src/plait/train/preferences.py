@@ -8,8 +8,10 @@ also in another micro-batch, where other padding may change the last bits. Files
 more steps, of a resumed run, add what they need.
 """
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ import torch
 from torch.nn.functional import pad
 
 from plait.api import parallelize
+from plait.checkpoint import HuggingFaceFiles
+from plait.checkpoint.base import identity_of_files
 from plait.comm import World, all_reduce, broadcast
 from plait.data.documents import Pairs
 from plait.data.loader import Batch
@@ -83,11 +87,17 @@ class RunBatches:
         return found
 
 
+def reference_folder(run: ResolvedRun) -> Path:
+    """The files of the reference."""
+    given = run.recipe.preference
+    folder = None if given is None else given.reference_model or run.recipe.model.path
+    assert folder is not None, "a recipe of pairs has a model"
+    return folder
+
+
 def reference_engine(run: ResolvedRun, world: World) -> Engine:
     """The engine of the frozen model, under the run's plan."""
-    assert run.recipe.preference is not None, "a recipe without pairs"
-    folder = run.recipe.preference.reference_model or run.recipe.model.path
-    of_model = {"path": folder, "pretrained": True}
+    of_model = {"path": reference_folder(run), "pretrained": True}
     model, weights = initial_model(run.recipe.model.model_copy(update=of_model))
     model.requires_grad_(False)
     tensor_plan = run.recipe.model.tensor_plan
@@ -109,7 +119,7 @@ class StoredLogProbs:
         else:
             self._batches, self._numbers = run.validation_shares(*ranks)
         self._pairs, self._engine = samples, engine
-        self._path = run.dir.path / f"reference.{'train' if trains else 'validation'}.npy"
+        self._path = run.dir.path / f"reference.{'train' if trains else 'validation'}.{_identity(run)}.npy"
         stream = run.store.train if trains else run.store.validation
         dtype = np.float64 if engine.plan.precision == "fp64" else np.float32
         self._values = np.full(stream.num_tokens, np.nan, dtype)
@@ -162,6 +172,13 @@ class StoredLogProbs:
             return {**micro, REFERENCE: torch.stack([pad(row, (0, width - len(row))) for row in values])}
 
         return of_micro(batch) if isinstance(batch, dict) else [of_micro(micro) for micro in batch]
+
+
+def _identity(run: ResolvedRun) -> str:
+    """A part of the names of files: another reference, or one in another dtype, has files of its own."""
+    files = HuggingFaceFiles.open(reference_folder(run))
+    text = f"{identity_of_files(files)['sha256']} {run.plan.base} {run.plan.precision}"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _micros(batch: Batched) -> list[Batch]:

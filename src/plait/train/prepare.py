@@ -113,7 +113,7 @@ class ResolvedRun:
     @cached_property
     def adapter_facts(self) -> dict[str, Any]:
         """Facts about the adapter and its base; {} without one. Raises ModelError, CheckpointError."""
-        return adapter_facts(self.recipe.model, self.recipe.adapter, self.recipe.run.seed)
+        return adapter_facts(self.recipe.model, self.recipe.adapter, self.recipe.run.seed, self.plan)
 
     def facts(self) -> dict[str, object]:
         """Return the facts that a checkpoint must share with the run to be loaded by it."""

@@ -34,6 +34,12 @@ def rounded(values: Tensor, name: str) -> Tensor:
     return result
 
 
+def as_stored(values: Tensor, name: str | None, dtype: torch.dtype) -> Tensor:
+    """Return the values of a frozen weight in forward, in their own dtype. `name`: of its format, if it has
+    one; `dtype`: in which the plan computes."""
+    return (values if name is None else rounded(values, name)).to(dtype).to(values.dtype)
+
+
 def dequantize(stored: Tensor, name: str, out: Tensor) -> None:
     """Write the values of the blocks in `stored` to a flat tensor: products in float32, then cast. Modes of a
     model's forward do not see it."""

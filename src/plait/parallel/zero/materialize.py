@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from plait.comm import BulkBroadcast, Group
 from plait.errors import ModelError
 from plait.models import initialize_weights
+from plait.parallel.zero.block_codes import as_stored
 from plait.parallel.zero.exec_order import UnitGroup
 from plait.parallel.zero.flat_param import FlatParam
 from plait.parallel.zero.rank_context import RankContext
@@ -49,8 +50,14 @@ def init_flat_params(
         if not (values.is_floating_point() or name in units_of):
             standalone[name] = nn.Parameter(values.detach().to(device, copy=True), requires_grad=False)
 
+    def stored(name: str, values: Tensor) -> Tensor:
+        found = units_of.get(name)
+        is_frozen = found is not None and not found[0].trains
+        form = found[0].layout.format or None if found else None
+        return as_stored(values, form, context.precision.compute) if is_frozen else values
+
     if on_meta == {True}:
-        initialize_weights(model, seed, device, store, skip=skip)
+        initialize_weights(model, seed, device, store, skip=skip, stored=stored)
     move_buffers(model, context.plan, device)
     if on_meta == {False}:
         _broadcast_weights(model, store, context.mesh.world.group, device)
