@@ -2,6 +2,7 @@
 process. See docs/tensor.md, "Adapters and changed blocks"."""
 
 import warnings
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 import plait
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunError
+from plait.models import init_weights
+from plait.models.initial_adapters import adapter_resets
+from plait.models.sharding.builder import TPPlanBuilder
 from plait.parallel.tensor import rng, weight_norms
 from support import programs
 from support.changed_models import lora, task
@@ -50,9 +54,32 @@ def _of_shard(tensor: Any, *_: Any) -> Any:
     return tensor
 
 
+def _never_partial(self: Any, name: str, dims: Any, partial: bool = False) -> None:
+    """No sum over columns of the gradient of a factor that all of them have."""
+    del partial
+    SHARD_PARAMETER(self, name, dims)
+
+
+def _of_shard_fans(model: Any) -> Any:
+    """A is drawn as if it had one of two shards of its inputs."""
+
+    def reset(layer: Any, full: Any) -> None:
+        full(layer)
+        for factor in layer.lora_A.values():
+            torch.nn.init.kaiming_uniform_(half := factor.weight[:, ::2].clone(), a=5**0.5)
+            factor.weight[:, ::2] = half
+
+    return {layer: partial(reset, full=of) for layer, of in adapter_resets(model).items()}
+
+
+SHARD_PARAMETER = TPPlanBuilder.shard_parameter
 MUTATIONS: dict[str, Any] = {
     "": mock.MagicMock,
     "dropout of each column": lambda: mock.patch.object(rng, "_OF_ADAPTERS", "none"),
+    "no sums of factors of experts": lambda: mock.patch.object(
+        TPPlanBuilder, "shard_parameter", _never_partial
+    ),
+    "fan of the shard": lambda: mock.patch.object(init_weights, "adapter_resets", _of_shard_fans),
     "norm of the shard": lambda: mock.patch.object(weight_norms, "all_reduce_in_place", _of_shard),
 }
 
@@ -198,10 +225,11 @@ def _on_meta(on_meta: bool = True) -> Any:
         return peft.get_peft_model(programs.llama(on_meta=on_meta), config, autocast_adapter_dtype=False)
 
 
-def _first_values(plan: str) -> dict[str, Any]:
-    return programs.engine_of(
-        programs.Task(_on_meta, own_loss=True), f"{plan} precision=fp64"
-    ).full_parameters()
+def _first_values(plan: str, mutation: str = "") -> dict[str, Any]:
+    with MUTATIONS[mutation]():
+        return programs.engine_of(
+            programs.Task(_on_meta, own_loss=True), f"{plan} precision=fp64"
+        ).full_parameters()
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2 zero=3", "pp=2", "dp=2 tp=2 zero=3"])
@@ -210,6 +238,10 @@ def test_initial_adapters_do_not_depend_on_the_plan(pool: Pool, plan: str) -> No
     ours = pool.run(_first_values, plait.Plan.parse(plan).num_ranks, plan)[0]
     assert ours.keys() == alone.keys()
     assert all(torch.equal(ours[name], values) for name, values in alone.items())
+    _check_first_values(alone)
+
+
+def _check_first_values(alone: dict[str, Any]) -> None:
     for name, values in alone.items():
         if ".lora_A." in name:  # peft's bound, of the full matrix's 32 inputs
             assert 0.9 * 32**-0.5 < float(values.abs().max()) <= 32**-0.5
@@ -218,6 +250,12 @@ def test_initial_adapters_do_not_depend_on_the_plan(pool: Pool, plan: str) -> No
         elif ".lora_magnitude_vector." in name:
             base = alone[f"{name.partition('.lora_magnitude_vector.')[0]}.base_layer.weight"]
             torch.testing.assert_close(values, base.norm(dim=1))
+
+
+def test_factors_with_the_fan_of_a_shard_are_found(pool: Pool) -> None:
+    drawn = pool.run(_first_values, 2, "tp=2", "fan of the shard")[0]
+    with pytest.raises(AssertionError):
+        _check_first_values(drawn)
 
 
 def _add_later(plan: str) -> str:
@@ -243,3 +281,49 @@ def test_an_adapter_that_is_added_to_an_engines_model_is_an_error(pool: Pool, pl
 def test_a_norm_of_the_shard_of_a_weight_is_wrong(pool: Pool) -> None:
     dora = task(lora, "llama", use_dora=True, init_lora_weights=False)
     assert _largest(pool, dora, "tp=2", "norm of the shard") > 1e-3
+
+
+def test_factors_of_experts_that_columns_do_not_sum_are_wrong(pool: Pool) -> None:
+    adapted = task(lora, "mixtral", target_parameters=EXPERTS, init_lora_weights=False)
+    assert _largest(pool, adapted, "tp=2", "no sums of factors of experts") > 1e-3
+
+
+def _replicas_differ(plan: str, family: str, options: dict[str, Any], mutation: str = "") -> str:
+    """What the comparison of copies finds after three steps."""
+    adapted = task(lora, family, init_lora_weights=False, **options)
+    with MUTATIONS[mutation]():
+        engine = programs.engine_of(adapted, f"{plan} precision=fp64")
+    for batch in adapted.data(3):
+        engine.step(programs.share_of(batch, engine))
+    try:
+        engine.check_replicas()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+OF_ATTENTION = {"modules_to_save": ["lm_head"], "lora_dropout": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("plan", "family", "options"),
+    [
+        ("dp=2", "llama", OF_ATTENTION),
+        ("tp=2", "llama", OF_ATTENTION | {"use_dora": True}),
+        ("tp=2 sp=true", "llama", OF_ATTENTION),
+        ("dp=2 tp=2 zero=1 sp=true", "phi3", {}),
+        ("tp=2 sp=true", "deepseek_v3", {}),  # latent layers that all columns have
+        ("tp=2", "mixtral", {"target_parameters": EXPERTS}),
+        ("dp=2 ep=2", "mixtral", {"target_parameters": EXPERTS}),
+    ],
+)
+def test_factors_that_several_ranks_have_stay_equal(
+    pool: Pool, plan: str, family: str, options: dict[str, Any]
+) -> None:
+    ranks = plait.Plan.parse(plan).num_ranks
+    assert pool.run(_replicas_differ, ranks, plan, family, options) == [""] * ranks
+
+
+def test_factors_that_columns_do_not_sum_are_found_as_different_copies(pool: Pool) -> None:
+    given = "tp=2", "mixtral", {"target_parameters": EXPERTS}, "no sums of factors of experts"
+    assert all(".lora_" in error for error in pool.run(_replicas_differ, 2, *given))
