@@ -145,6 +145,24 @@ def test_adapters_of_experts_train_as_peft_in_one_process(pool: Pool, family: st
     assert _largest(pool, adapted, plan) < 1e-9
 
 
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 ep=2", "dp=2 ep=2 zero=3", "pp=2"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_all_linear_layers_of_mixtures(pool: Pool, family: str, plan: str) -> None:
+    """Of mixtral and qwen3_moe, PEFT takes routers and experts, too."""
+    adapted = task(lora, family, targets="all-linear", init_lora_weights=False)
+    names = [name for name, p in adapted.build().named_parameters() if p.requires_grad]
+    assert any(".experts." in name for name in names) == any(".gate." in name for name in names)
+    assert any(".gate." in name for name in names) == (family != "gpt_oss")
+    assert _largest(pool, adapted, plan) < 1e-9
+
+
+def test_all_linear_layers_of_mixtral_under_tp_are_refused_by_name(pool: Pool) -> None:
+    adapted = task(lora, "mixtral", targets="all-linear")
+    refused = str(pool.run(_trained, 2, adapted, "tp=2")[0])
+    assert "mlp.gate" in refused
+    assert "target_modules" in refused
+
+
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=true", "pp=2 tp=2"])
 @pytest.mark.parametrize("targets", ["embed_tokens q_proj down_proj", "lm_head o_proj"])
 def test_magnitudes_of_embeddings_and_heads(pool: Pool, targets: str, plan: str) -> None:
