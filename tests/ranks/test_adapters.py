@@ -2,6 +2,7 @@
 process. See docs/tensor.md, "Adapters and changed blocks"."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -143,6 +144,18 @@ OF_EXPERTS = (
 def test_adapters_of_experts_train_as_peft_in_one_process(pool: Pool, family: str, plan: str) -> None:
     adapted = task(lora, family, target_parameters=EXPERTS, init_lora_weights=False)
     assert _largest(pool, adapted, plan) < 1e-9
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("plan", ["dp=2 ep=2", "dp=2 ep=2 zero=3", "dp=2 tp=2 ep=2", "tp=2"])
+def test_full_factors_of_experts_are_updated(pool: Pool, plan: str, optimizer: str) -> None:
+    """B has the experts in order in each r-th part of dim 1: no rank has a contiguous part."""
+    options = {"target_parameters": EXPERTS, "init_lora_weights": False}
+    adapted = replace(task(lora, "mixtral", **options), optimizer=optimizer, arguments={"lr": 0.02})
+    ours = pool.run(_trained, plait.Plan.parse(plan).num_ranks, adapted, plan)[0]
+    alone = pool.run(_trained, 1, adapted, "dp=1")[0]  # torch's optimizer, in place
+    assert not isinstance(ours, str), ours
+    programs.assert_same(ours, alone)
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2 ep=2", "dp=2 ep=2 zero=3", "pp=2"])
