@@ -45,14 +45,14 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 # Lines of Python in a package; raising one is a commit of its own, with the reason.
 BUDGETS = {
     "bench": 1975,
-    "checkpoint": 2580,
+    "checkpoint": 2585,
     "cli": 3280,
     "comm": 7165,
     "compat": 1550,
     "data": 4425,
-    "engine": 5075,
+    "engine": 5080,
     "estimate": 600,
-    "models": 10580,
+    "models": 10595,
     "optim": 1625,
     "pages": 275,
     "parallel": 15270,

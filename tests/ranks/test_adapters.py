@@ -161,7 +161,7 @@ def test_full_factors_of_experts_are_updated(pool: Pool, plan: str, optimizer: s
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2 ep=2", "dp=2 ep=2 zero=3", "pp=2"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_all_linear_layers_of_mixtures(pool: Pool, family: str, plan: str) -> None:
-    """Of mixtral and qwen3_moe, PEFT takes routers and experts, too."""
+    """Routers and experts are among them in mixtral and qwen3_moe."""
     adapted = task(lora, family, targets="all-linear", init_lora_weights=False)
     names = [name for name, p in adapted.build().named_parameters() if p.requires_grad]
     assert any(".experts." in name for name in names) == any(".gate." in name for name in names)
@@ -320,7 +320,7 @@ def test_factors_of_experts_that_columns_do_not_sum_are_wrong(pool: Pool) -> Non
 
 
 def _replicas_differ(plan: str, family: str, options: dict[str, Any], mutation: str = "") -> str:
-    """What the comparison of copies finds after three steps."""
+    """Return what the comparison of copies finds after three steps."""
     adapted = task(lora, family, init_lora_weights=False, **options)
     with MUTATIONS[mutation]():
         engine = programs.engine_of(adapted, f"{plan} precision=fp64")
