@@ -30,7 +30,7 @@ def _lora_over_bf16() -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore")  # of transformers and PEFT, about names
         config = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        return peft.get_peft_model(model, config)  # type: ignore[arg-type,return-value]
+        return peft.get_peft_model(model, config)
 
 
 def _num_trained(model: nn.Module) -> int:
@@ -97,7 +97,7 @@ def _of_recipe(plan: str) -> tuple[Any, Any]:
     """Memory as the engine of a recipe estimates it before the first step, and as measured."""
     recipe = _recipe(plan)
     model, weights = initial_model(recipe.model, recipe.adapter)
-    optimizer = {
+    optimizer: dict[str, Any] = {
         "optimizer": optimizer_class(recipe.optimizer),
         "optimizer_args": recipe.optimizer.torch_args(),
     }

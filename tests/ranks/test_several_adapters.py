@@ -123,12 +123,13 @@ def _add_later(base: Path, plan: str) -> list[str]:
         optimizer=torch.optim.SGD,
         optimizer_args={"lr": 0.3},
     )
+    model: Any = engine.model
     with adapters.without_warnings_of_peft():
-        engine.model.add_adapter("third", peft.LoraConfig(target_modules=["v_proj"]))
+        model.add_adapter("third", peft.LoraConfig(target_modules=["v_proj"]))
     errors = []
     for call in (
         lambda: engine.set_adapter("third"),
-        lambda: (engine.model.set_adapter("third"), adapters.step(engine, 0)),
+        lambda: (model.set_adapter("third"), adapters.step(engine, 0)),
     ):
         with pytest.raises(PlaitError) as error:
             call()
