@@ -237,3 +237,9 @@ def test_no_time_is_lost_to_columns_that_a_plan_does_not_have() -> None:
     found = estimate_step(ModelShape.named("mixtral-8x7b"), plan, cluster("dgx-h100:8"), work)
     assert found.parts["tensor communication"] == 0.0
     assert sum(found.parts.values()) == pytest.approx(found.step_s)
+
+
+def test_a_recipe_is_refused_with_the_command_that_knows_its_frozen_weights() -> None:
+    with pytest.raises(ConfigError, match="of which all weights train") as error:
+        ModelShape.named("recipes/lora.toml")
+    assert "plait explain" in str(error.value)

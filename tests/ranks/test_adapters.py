@@ -2,6 +2,8 @@
 process. See docs/tensor.md, "Adapters and changed blocks"."""
 
 import warnings
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,10 @@ import pytest
 import torch
 
 import plait
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RunError
+from plait.models import init_weights
+from plait.models.initial_adapters import adapter_resets
+from plait.models.sharding.builder import TPPlanBuilder
 from plait.parallel.tensor import rng, weight_norms
 from support import programs
 from support.changed_models import lora, task
@@ -50,9 +55,32 @@ def _of_shard(tensor: Any, *_: Any) -> Any:
     return tensor
 
 
+def _never_partial(self: Any, name: str, dims: Any, partial: bool = False) -> None:
+    """No sum over columns of the gradient of a factor that all of them have."""
+    del partial
+    SHARD_PARAMETER(self, name, dims)
+
+
+def _of_shard_fans(model: Any) -> Any:
+    """A is drawn as if it had one of two shards of its inputs."""
+
+    def reset(layer: Any, full: Any) -> None:
+        full(layer)
+        for factor in layer.lora_A.values():
+            torch.nn.init.kaiming_uniform_(half := factor.weight[:, ::2].clone(), a=5**0.5)
+            factor.weight[:, ::2] = half
+
+    return {layer: partial(reset, full=of) for layer, of in adapter_resets(model).items()}
+
+
+SHARD_PARAMETER = TPPlanBuilder.shard_parameter
 MUTATIONS: dict[str, Any] = {
     "": mock.MagicMock,
     "dropout of each column": lambda: mock.patch.object(rng, "_OF_ADAPTERS", "none"),
+    "no sums of factors of experts": lambda: mock.patch.object(
+        TPPlanBuilder, "shard_parameter", _never_partial
+    ),
+    "fan of the shard": lambda: mock.patch.object(init_weights, "adapter_resets", _of_shard_fans),
     "norm of the shard": lambda: mock.patch.object(weight_norms, "all_reduce_in_place", _of_shard),
 }
 
@@ -116,6 +144,36 @@ OF_EXPERTS = (
 def test_adapters_of_experts_train_as_peft_in_one_process(pool: Pool, family: str, plan: str) -> None:
     adapted = task(lora, family, target_parameters=EXPERTS, init_lora_weights=False)
     assert _largest(pool, adapted, plan) < 1e-9
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("plan", ["dp=2 ep=2", "dp=2 ep=2 zero=3", "dp=2 tp=2 ep=2", "tp=2"])
+def test_full_factors_of_experts_are_updated(pool: Pool, plan: str, optimizer: str) -> None:
+    """B has the experts in order in each r-th part of dim 1: no rank has a contiguous part."""
+    options = {"target_parameters": EXPERTS, "init_lora_weights": False}
+    adapted = replace(task(lora, "mixtral", **options), optimizer=optimizer, arguments={"lr": 0.02})
+    ours = pool.run(_trained, plait.Plan.parse(plan).num_ranks, adapted, plan)[0]
+    alone = pool.run(_trained, 1, adapted, "dp=1")[0]  # torch's optimizer, in place
+    assert not isinstance(ours, str), ours
+    programs.assert_same(ours, alone)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 ep=2", "dp=2 ep=2 zero=3", "pp=2"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_all_linear_layers_of_mixtures(pool: Pool, family: str, plan: str) -> None:
+    """Routers and experts are among them in mixtral and qwen3_moe."""
+    adapted = task(lora, family, targets="all-linear", init_lora_weights=False)
+    names = [name for name, p in adapted.build().named_parameters() if p.requires_grad]
+    assert any(".experts." in name for name in names) == any(".gate." in name for name in names)
+    assert any(".gate." in name for name in names) == (family != "gpt_oss")
+    assert _largest(pool, adapted, plan) < 1e-9
+
+
+def test_all_linear_layers_of_mixtral_under_tp_are_refused_by_name(pool: Pool) -> None:
+    adapted = task(lora, "mixtral", targets="all-linear")
+    refused = str(pool.run(_trained, 2, adapted, "tp=2")[0])
+    assert "mlp.gate" in refused
+    assert "target_modules" in refused
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sp=true", "pp=2 tp=2"])
@@ -198,10 +256,11 @@ def _on_meta(on_meta: bool = True) -> Any:
         return peft.get_peft_model(programs.llama(on_meta=on_meta), config, autocast_adapter_dtype=False)
 
 
-def _first_values(plan: str) -> dict[str, Any]:
-    return programs.engine_of(
-        programs.Task(_on_meta, own_loss=True), f"{plan} precision=fp64"
-    ).full_parameters()
+def _first_values(plan: str, mutation: str = "") -> dict[str, Any]:
+    with MUTATIONS[mutation]():
+        return programs.engine_of(
+            programs.Task(_on_meta, own_loss=True), f"{plan} precision=fp64"
+        ).full_parameters()
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2 zero=3", "pp=2", "dp=2 tp=2 zero=3"])
@@ -210,6 +269,10 @@ def test_initial_adapters_do_not_depend_on_the_plan(pool: Pool, plan: str) -> No
     ours = pool.run(_first_values, plait.Plan.parse(plan).num_ranks, plan)[0]
     assert ours.keys() == alone.keys()
     assert all(torch.equal(ours[name], values) for name, values in alone.items())
+    _check_first_values(alone)
+
+
+def _check_first_values(alone: dict[str, Any]) -> None:
     for name, values in alone.items():
         if ".lora_A." in name:  # peft's bound, of the full matrix's 32 inputs
             assert 0.9 * 32**-0.5 < float(values.abs().max()) <= 32**-0.5
@@ -218,6 +281,12 @@ def test_initial_adapters_do_not_depend_on_the_plan(pool: Pool, plan: str) -> No
         elif ".lora_magnitude_vector." in name:
             base = alone[f"{name.partition('.lora_magnitude_vector.')[0]}.base_layer.weight"]
             torch.testing.assert_close(values, base.norm(dim=1))
+
+
+def test_factors_with_the_fan_of_a_shard_are_found(pool: Pool) -> None:
+    drawn = pool.run(_first_values, 2, "tp=2", "fan of the shard")[0]
+    with pytest.raises(AssertionError):
+        _check_first_values(drawn)
 
 
 def _add_later(plan: str) -> str:
@@ -243,3 +312,49 @@ def test_an_adapter_that_is_added_to_an_engines_model_is_an_error(pool: Pool, pl
 def test_a_norm_of_the_shard_of_a_weight_is_wrong(pool: Pool) -> None:
     dora = task(lora, "llama", use_dora=True, init_lora_weights=False)
     assert _largest(pool, dora, "tp=2", "norm of the shard") > 1e-3
+
+
+def test_factors_of_experts_that_columns_do_not_sum_are_wrong(pool: Pool) -> None:
+    adapted = task(lora, "mixtral", target_parameters=EXPERTS, init_lora_weights=False)
+    assert _largest(pool, adapted, "tp=2", "no sums of factors of experts") > 1e-3
+
+
+def _replicas_differ(plan: str, family: str, options: dict[str, Any], mutation: str = "") -> str:
+    """Return what the comparison of copies finds after three steps."""
+    adapted = task(lora, family, init_lora_weights=False, **options)
+    with MUTATIONS[mutation]():
+        engine = programs.engine_of(adapted, f"{plan} precision=fp64")
+    for batch in adapted.data(3):
+        engine.step(programs.share_of(batch, engine))
+    try:
+        engine.check_replicas()
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+OF_ATTENTION = {"modules_to_save": ["lm_head"], "lora_dropout": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("plan", "family", "options"),
+    [
+        ("dp=2", "llama", OF_ATTENTION),
+        ("tp=2", "llama", OF_ATTENTION | {"use_dora": True}),
+        ("tp=2 sp=true", "llama", OF_ATTENTION),
+        ("dp=2 tp=2 zero=1 sp=true", "phi3", {}),
+        ("tp=2 sp=true", "deepseek_v3", {}),  # latent layers that all columns have
+        ("tp=2", "mixtral", {"target_parameters": EXPERTS}),
+        ("dp=2 ep=2", "mixtral", {"target_parameters": EXPERTS}),
+    ],
+)
+def test_factors_that_several_ranks_have_stay_equal(
+    pool: Pool, plan: str, family: str, options: dict[str, Any]
+) -> None:
+    ranks = plait.Plan.parse(plan).num_ranks
+    assert pool.run(_replicas_differ, ranks, plan, family, options) == [""] * ranks
+
+
+def test_factors_that_columns_do_not_sum_are_found_as_different_copies(pool: Pool) -> None:
+    given = "tp=2", "mixtral", {"target_parameters": EXPERTS}, "no sums of factors of experts"
+    assert all(".lora_" in error for error in pool.run(_replicas_differ, 2, *given))

@@ -55,7 +55,7 @@ def lora(
     names = targets or LORA_TARGETS.get(family, _PROJECTIONS)
     config = peft.LoraConfig(
         r=RANK,
-        target_modules=names.split(),
+        target_modules=names if names == "all-linear" else names.split(),
         fan_in_fan_out=family == "gpt2",
         task_type="CAUSAL_LM",
         **options,

@@ -57,6 +57,7 @@ class EngineAdapters:
         self.frozen: frozenset[str] = frozenset()
         self.active: tuple[str, ...] = ()
         self._is_off = False
+        self._is_served = given.plan.num_servers > 0
         self._modules: list[nn.Module] = [model]
         if self.facts is None:
             return
@@ -204,11 +205,14 @@ class EngineAdapters:
         problem, found = None, dict[str, Tensor]()
         keys = self.facts.keys[name]
         try:
-            if name in self.facts.trained and num_steps:
+            if num_steps and (name in self.facts.trained or self._is_served):
+                is_trained = name in self.facts.trained
                 raise CheckpointError(
-                    "the optimizer's states belong to the adapter that has been trained",
+                    "the optimizer's states belong to the adapter that has been trained"
+                    if is_trained
+                    else "parameter servers have newer weights than their workers",
                     given=f"load_adapter of {name!r} after {num_steps} steps",
-                    expected="an adapter that is not trained, or no steps before",
+                    expected=f"{'an adapter that is not trained, or ' * is_trained}no steps before",
                     hint="engine.load(checkpoint), which loads the states too; or another engine",
                 )
             expected = {key: shapes[f"weights/{of}"] for of, key in keys.items()}

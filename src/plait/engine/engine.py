@@ -502,6 +502,7 @@ class Engine:
                 self._scale.load(() if weights_only else source.shapes, source.read_full)
                 self.num_steps = 0 if weights_only else read_count(source, _NUM_STEPS)
                 load_options(self.optimizer, option_keys, lambda key: source.read_full(f"{_OPTIONS}{key}"))
+            if only is None or not self.num_steps:
                 self._parts.islands.load(source, self.num_steps)
         except CheckpointError as error:
             problem = error
@@ -515,16 +516,14 @@ class Engine:
     def save(self, folder: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
         """Save the training state as a checkpoint, `step-00000120` in a folder that all hosts share: complete
         and synced to disk, or not at all. `facts`: additional JSON; the plan, the seed and the configuration
-        of a Hugging Face model are added. Every rank must call it; of several workers of parameter servers
-        the first saves, and the others return at once. Raises CheckpointError, which leaves earlier
-        checkpoints intact; RunError, see `check_replicas`."""
+        of a Hugging Face model are added. Every rank must call it; of the workers of servers, only the first
+        saves. Raises CheckpointError, which leaves earlier checkpoints intact; RunError: `check_replicas`."""
         folder, own_facts = to_path(folder, "folder"), json_facts(facts or {})
         check_facts(own_facts)
         if not self._updater.saves:
             return step_path(folder, self.num_steps)
         self.check_replicas()
-        config = config_of_model(self.model)
-        model = {} if config is None else {"model": {"config": config}}
+        model = {} if (config := config_of_model(self.model)) is None else {"model": {"config": config}}
         all_facts = {**model, **self._adapters.checkpoint_facts(), **own_facts}
         all_facts |= {"plan": str(self.plan), "seed": self.seed}
         Saver(folder, self.world).save(self.num_steps, self.state_shards(), all_facts)
@@ -549,8 +548,9 @@ class Engine:
 
     def save_adapter(self, folder: str | Path, adapter: str | None = None) -> None:
         """Save an adapter (None: the trained one) as PEFT's files, in `folder` or, unless it is `default`, in
-        a folder of its name there. Gathers only adapters. Every rank must call it. Raises RunError."""
-        self._adapters.save(folder, adapter, self.state_shards(), self.world)
+        a folder of its name there. Gathers only adapters. Every rank must call it: see `save`."""
+        if self._updater.saves:
+            self._adapters.save(folder, adapter, self.state_shards(), self.world)
 
     def load_adapter(self, folder: str | Path, adapter: str | None = None) -> None:
         """Load what `save_adapter` or PEFT saved; over a trained adapter only before the first step. Every

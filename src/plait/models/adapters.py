@@ -258,6 +258,21 @@ def disabled(layers: Iterator[tuple[str, nn.Module]]) -> Iterator[None]:
             layer._disable_adapters = was
 
 
+@contextmanager
+def all_active(model: nn.Module) -> Iterator[None]:
+    """Compute with the sum of all LoRA adapters of each layer in the context: also those that are switched on
+    later have to be sharded."""
+    layers: list[Any] = [layer for _, layer in adapter_layers(model) if hasattr(layer, "lora_A")]
+    active = [layer._active_adapter for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [*layer.lora_A, *layer.lora_embedding_A]
+    try:
+        yield
+    finally:
+        for layer, was in zip(layers, active, strict=True):
+            layer._active_adapter = was
+
+
 def merged_weights(layer: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of the module that a layer of PEFT on meta wraps, by their names in it, with its active
     adapters merged: by PEFT, in float32, on the CPU. `tensors`: the layer's, by their names in it."""

@@ -377,8 +377,8 @@ def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[
             raise ConfigError(
                 "the model's configuration is not JSON",
                 given=f"{path}: {error}",
-                expected="a Hugging Face config.json",
-                hint="correct the file at that place",
+                expected="a Hugging Face config.json: plait plan takes models of which all weights train",
+                hint="plait explain RECIPE" if path.suffix == ".toml" else "correct the file at that place",
             ) from error
         name = name or (path.parent.name if path.name == "config.json" else path.stem)
     if not isinstance(values, Mapping):

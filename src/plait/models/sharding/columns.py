@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from plait.errors import ModelError
+from plait.models.adapters import all_active
 from plait.models.parameter_adapters import is_wrapper
 from plait.models.sharding.builder import TPPlanBuilder, linear_features
 from plait.models.sharding.features import BLANK, Features, copied, follow
@@ -145,7 +146,7 @@ def follow_columns(
         for kind_of in (kinds, {}):
             found = Columns()
             try:
-                with prepared(builder.model), without_dropout():
+                with prepared(builder.model), without_dropout(), all_active(builder.model):
                     tracer = _ColumnTracer(
                         builder, regions, pure if sequence else frozenset(), sequence, found, own, kind_of
                     )
