@@ -20,6 +20,7 @@ from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modul
 from plait.models.adapters import with_adapters_inside
 from plait.models.attention import dispatch_attention
 from plait.models.init_weights import parameter_only_modules
+from plait.models.reward import LastTokenScore, text_config
 from plait.models.routing import take_choices
 from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
@@ -104,6 +105,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     context = RankContext(spec.plan.placed_on(device.type), mesh, device, groups, masters)
     dropout = DropoutStream(first_heads(spec.heads, spec.plan.cols, mesh.coord[FEATURES]))
     of_rows = 1 if spec.given.preference is None else ROWS
+    is_reward = spec.given.preference is not None and spec.given.preference.is_reward
     inputs = Inputs(model, spec.given.loss, context, spec.job.micro, spec.numbering, dropout, of_rows)
     units = {
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
@@ -112,6 +114,8 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     dataflow = None
     if is_split:
         meta_model = copy_to_meta(model).to(context.precision.compute)
+        if is_reward:
+            text_config(meta_model).pad_token_id = 0  # any, see models/reward.py
         dataflow = DataflowCheck(meta_model, spec.blocks, spec.stages, spec.given.example)
     foreign = [foreign_modules(model, spec.blocks, spec.stages, stage) for stage in layouts]
     on_other_stages = set.intersection(*foreign)
@@ -205,6 +209,8 @@ def build_stages(
     for stage, part in zip(units, parts, strict=True):
         owners = bind_flat_params(part.module, names, part.blocks, units[stage], standalone)
         head = HeadOutput()
+        if stage == last and spec.given.preference is not None and spec.given.preference.is_reward:
+            LastTokenScore().watch(part.module)
         head.watch(part.module)  # before ZeRO's hooks, which may free the weights
         sharded = ShardedStage(part.module, owners, context, column_reduce, in_flight)
         runners[stage] = _build_stage(part, spec, context, sharded, head, splitter, is_last=stage == last)
