@@ -213,7 +213,7 @@ def reward_config(values: Mapping[str, Any]) -> dict[str, Any]:
             expected="a type of AutoModelForSequenceClassification",
             hint="model_type = 'llama'",
         )
-    found = AutoModelForSequenceClassification._model_mapping[kind]
+    found: Any = AutoModelForSequenceClassification._model_mapping[kind]
     one_label = {"id2label": {"0": "reward"}, "label2id": {"reward": 0}, "num_labels": 1}
     return {**values, **one_label, "architectures": [found.__name__]}
 
