@@ -45,21 +45,21 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 # Lines of Python in a package; raising one is a commit of its own, with the reason.
 BUDGETS = {
     "bench": 1975,
-    "checkpoint": 2580,
+    "checkpoint": 2585,
     "cli": 3280,
     "comm": 7165,
     "compat": 1550,
     "data": 4425,
-    "engine": 5075,
+    "engine": 5125,
     "estimate": 600,
-    "models": 10580,
+    "models": 10690,
     "optim": 1625,
     "pages": 275,
     "parallel": 15270,
-    "plan": 7070,
+    "plan": 7090,
     "planner": 4855,
     "server": 2250,
-    "train": 5865,
+    "train": 5915,
     "verify": 1825,
 }
 ROOT_LINES = 1150  # of the modules next to the packages

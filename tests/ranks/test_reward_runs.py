@@ -140,8 +140,8 @@ def test_the_export_scores_as_the_run_does(recipe: Path, trained: ResolvedRun) -
         (["model.head=tokens"], "need each other"),
         (["task=sft", "model.head=reward", "data.kind=prompt"], "need each other"),
         (["preference.beta=0.5"], "beta is not valid"),
-        (["sample.tokens=5"], "no text"),
-        (["adapter.r=4"], "trained whole"),
+        (["sample.tokens=5"], "generates no text"),
+        (["adapter.r=4"], "no adapter of a reward model"),
         (["data.kind=prompt"], "trains given weights"),
     ],
 )

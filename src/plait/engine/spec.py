@@ -127,7 +127,7 @@ class Arguments:
         """Raise ConfigError for a loss of pairs that cannot be computed."""
         if self.preference is None:
             return
-        is_reward = self.preference.is_reward
+        is_reward = self.is_reward
         is_valid = is_reward_model(self.model) if is_reward else task_of(self.model) is Task.CAUSAL_LM
         if not is_valid or self.probe:
             raise ConfigError(
@@ -144,6 +144,11 @@ class Arguments:
                 else "a causal language model of transformers",
                 hint="no probe" if is_valid else "loss= with a function",
             )
+
+    @property
+    def is_reward(self) -> bool:
+        """True for a loss of a reward model's scores."""
+        return self.preference is not None and self.preference.is_reward
 
     @property
     def loss_terms(self) -> dict[str, float]:

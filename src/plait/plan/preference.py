@@ -70,5 +70,5 @@ class Preference:
 
     @property
     def is_reward(self) -> bool:
-        """Whether it is of the scores of a reward model."""
+        """True for the loss of a reward model's scores."""
         return self.loss == "reward"

@@ -387,15 +387,17 @@ def _check_head(recipe: Recipe, options: Preference) -> None:
             expected="preference.loss = 'reward' with model.head = 'reward', or neither",
             hint="--set task=reward, which sets both" if is_reward else "--set preference.loss=reward",
         )
-    for key, value in (("[adapter]", recipe.adapter), ("sample.tokens", recipe.sample.tokens)):
-        if is_reward and value:
+    refused = (
+        ("recipes have no adapter of a reward model", "adapter", recipe.adapter, ""),
+        ("a reward model generates no text", "sample.tokens", recipe.sample.tokens, "0"),
+    )
+    for fact, key, value, off in refused if is_reward else ():
+        if value:
             raise ConfigError(
-                "a reward model is trained whole"
-                if value is recipe.adapter
-                else "a reward model has no text",
-                given=f"{key} = {value}, model.head = 'reward'",
-                expected=f"no {key}",
-                hint="--set adapter=" if value is recipe.adapter else "--set sample.tokens=0",
+                fact,
+                given=f"{key}, and model.head = 'reward'",
+                expected=f"a recipe without {key}",
+                hint=f"--set {key}={off}",
             )
 
 
