@@ -14,10 +14,11 @@ import plait
 from plait.engine import preferences
 from plait.errors import ConfigError
 from plait.plan import Plan
-from support import hf_models, programs
+from support import hf_models
+from support.pairs import LENGTH, PAIRS, pairs
 from support.pool import Pool
 
-PAIRS, LENGTH, BETA = 8, 16, 0.3
+BETA = 0.3
 PLANS = [
     "",
     "micro=4",
@@ -61,19 +62,6 @@ def model_of(family: str, seed: int = 5) -> nn.Module:
     """A small model; another seed gives another one, as after training."""
     torch.manual_seed(seed)
     return hf_models.model_of(family, on_meta=False, **BIG.get(family, {})).double()
-
-
-def pairs() -> dict[str, Tensor]:
-    """Rows of uneven length: chosen and rejected of each pair; one pair has no trained token left."""
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, programs.VOCABULARY, (2 * PAIRS, LENGTH), generator=generator)
-    columns = torch.arange(LENGTH)
-    prompt = torch.randint(1, 5, (PAIRS,), generator=generator).repeat_interleave(2)
-    ends = torch.randint(6, LENGTH + 1, (2 * PAIRS,), generator=generator)
-    inside = columns < ends[:, None]
-    labels = ids.masked_fill((columns < prompt[:, None]) | ~inside, -100)
-    labels[5] = -100
-    return {"input_ids": ids.masked_fill(~inside, 0), "labels": labels, "attention_mask": inside.long()}
 
 
 def row_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -125,15 +125,18 @@ def config_of(family: str, **more: Any) -> Any:
     return AutoConfig.for_model(kind, **{**sizes, **given, **more})
 
 
-def model_of(family: str, *, on_meta: bool = True, exact: bool = True, **more: Any) -> nn.Module:
-    """Build the family's causal language model. `more`: configuration options."""
+def model_of(
+    family: str, *, on_meta: bool = True, exact: bool = True, auto: Any = AutoModelForCausalLM, **more: Any
+) -> nn.Module:
+    """Build the family's causal language model, or that of another `auto` class. `more`: configuration
+    options."""
     config = config_of(family, **more)
     attention = "sdpa" if _has_sdpa(config) else "eager"
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if exact else torch.float32)  # of tables in buffers
     try:
         with torch.device("meta" if on_meta else "cpu"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
+            model: nn.Module = auto.from_config(
                 config, attn_implementation=attention, experts_implementation="eager"
             )
     finally:

@@ -20,6 +20,7 @@ from plait.models import DataflowCheck, StageModule, copy_to_meta, foreign_modul
 from plait.models.adapters import with_adapters_inside
 from plait.models.attention import dispatch_attention
 from plait.models.init_weights import parameter_only_modules
+from plait.models.reward import LastTokenScore, text_config
 from plait.models.routing import take_choices
 from plait.models.stages.shell import StageModules
 from plait.parallel.activation_checkpoint import recompute_blocks
@@ -109,10 +110,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         stage: [FlatParam(unit, context) for unit in of_stage.units] for stage, of_stage in layouts.items()
     }
     is_split = spec.stages.num_stages > 1
-    dataflow = None
-    if is_split:
-        meta_model = copy_to_meta(model).to(context.precision.compute)
-        dataflow = DataflowCheck(meta_model, spec.blocks, spec.stages, spec.given.example)
+    dataflow = _dataflow_check(model, spec, context) if is_split else None
     foreign = [foreign_modules(model, spec.blocks, spec.stages, stage) for stage in layouts]
     on_other_stages = set.intersection(*foreign)
     if spec.given.weights is not None:  # which replace them
@@ -179,6 +177,13 @@ def _check_hooks(model: nn.Module, shard_map: ShardMap) -> None:
                 )
 
 
+def _dataflow_check(model: nn.Module, spec: TrainingSpec, context: RankContext) -> DataflowCheck:
+    meta_model = copy_to_meta(model).to(context.precision.compute)
+    if spec.given.is_reward:
+        text_config(meta_model).pad_token_id = 0  # any, see models/reward.py
+    return DataflowCheck(meta_model, spec.blocks, spec.stages, spec.given.example)
+
+
 def build_stages(
     model: nn.Module,
     spec: TrainingSpec,
@@ -205,6 +210,8 @@ def build_stages(
     for stage, part in zip(units, parts, strict=True):
         owners = bind_flat_params(part.module, names, part.blocks, units[stage], standalone)
         head = HeadOutput()
+        if stage == last and spec.given.is_reward:
+            LastTokenScore().watch(part.module)
         head.watch(part.module)  # before ZeRO's hooks, which may free the weights
         sharded = ShardedStage(part.module, owners, context, column_reduce, in_flight)
         runners[stage] = _build_stage(part, spec, context, sharded, head, splitter, is_last=stage == last)

@@ -30,7 +30,7 @@ from plait.comm import all_reduce
 from plait.engine.inputs import divide
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, LOSS_WEIGHTS
-from plait.models.task import REFERENCE
+from plait.models.task import MARGIN, REFERENCE
 from plait.parallel.zero.rank_context import RankGroups
 from plait.plan.preference import Preference
 
@@ -66,6 +66,13 @@ def losses_of_rows(
     if weight:
         losses_P = losses_P - weight * (policy_B / length_B).view(-1, ROWS)[:, 0]
     return losses_P, given.beta * relative_B.detach().view(-1, ROWS)
+
+
+def losses_of_scores(scores_P2: Tensor, margin_P: Tensor | None) -> Tensor:
+    """Return each pair's loss: its negative log-likelihood (Bradley and Terry 1952) by the scores of its
+    rows, whose difference is to be larger than the margin."""
+    d_P = scores_P2[:, 0] - scores_P2[:, 1]
+    return -F.logsigmoid(d_P if margin_P is None else d_P - margin_P)
 
 
 def _log_of_rest(log_prob: Tensor) -> Tensor:
@@ -119,6 +126,8 @@ class PairLoss:
         """(loss summed over pairs, their number); 0 except on the first rank of `cp`. `summed`: the weighted
         loss of tokens; `statistics`: log-probabilities of labels. See [Note: two passes of the head]."""
         labels_BS = batch["labels"]
+        if self._preference.is_reward:
+            return self._of_scores(outputs.logits, batch)
         if labels_BS.is_meta:  # an estimate: the second pass is the larger one
             return summed(outputs.logits, labels_BS)
         _check(batch, needs_reference=self._preference.needs_reference)
@@ -145,6 +154,18 @@ class PairLoss:
         tokens_loss, _ = summed(outputs.logits, labels_BS, weights=-slope_B[:, None].expand(labels_BS.shape))
         total = tokens_loss - tokens_loss.detach() + (value.detach() if is_first else 0.0)
         return total, count if is_first else torch.zeros_like(count)
+
+    def _of_scores(self, scores_B1: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The same of a reward model: see `losses_of_scores`."""
+        _check(batch, needs_reference=False)
+        scores_P2 = scores_B1.to(torch.promote_types(scores_B1.dtype, torch.float32)).view(-1, ROWS)
+        tokens_P2 = (batch["labels"] != IGNORED_LABEL).sum(1).view(-1, ROWS)
+        is_pair_P = (tokens_P2 > 0).all(1)
+        margin_B = batch.get(MARGIN)
+        losses_P = losses_of_scores(scores_P2, None if margin_B is None else margin_B.view(-1, ROWS)[:, 0])
+        if not scores_B1.is_meta:
+            self._add(scores_P2.detach(), tokens_P2, is_pair_P)
+        return torch.where(is_pair_P, losses_P, 0.0).sum(), is_pair_P.sum()
 
     def _add(self, rewards_P2: Tensor, tokens_P2: Tensor, is_pair_P: Tensor) -> None:
         chosen_P, rejected_P = (rewards_P2 * is_pair_P[:, None]).unbind(1)

@@ -26,6 +26,7 @@ from plait.models import (
     with_layout,
 )
 from plait.models.experts import Experts, divide_over_columns, expert_layers, experts_of
+from plait.models.reward import is_reward_model
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
 from plait.optim.update_kinds import DEFAULT_GROUPS, GroupOptimizer
@@ -126,16 +127,28 @@ class Arguments:
         """Raise ConfigError for a loss of pairs that cannot be computed."""
         if self.preference is None:
             return
-        is_causal = task_of(self.model) is Task.CAUSAL_LM
-        if not is_causal or self.probe:
+        is_reward = self.is_reward
+        is_valid = is_reward_model(self.model) if is_reward else task_of(self.model) is Task.CAUSAL_LM
+        if not is_valid or self.probe:
             raise ConfigError(
-                "the probe has no pairs" if is_causal else "a loss of pairs is that of a language model",
-                given="probe=, and loss=Preference(...)" if is_causal else type(self.model).__name__,
+                "the probe has no pairs"
+                if is_valid
+                else f"this loss of pairs is that of a {'reward' if is_reward else 'language'} model",
+                given="probe=, and loss=Preference(...)"
+                if is_valid
+                else f"{type(self.model).__name__}, loss={self.preference.loss!r}",
                 expected="gradients of the loss of tokens, which probe= compares"
-                if is_causal
+                if is_valid
+                else "a decoder for sequence classification with num_labels=1, and its layer `score`"
+                if is_reward
                 else "a causal language model of transformers",
-                hint="no probe" if is_causal else "loss= with a function",
+                hint="no probe" if is_valid else "loss= with a function",
             )
+
+    @property
+    def is_reward(self) -> bool:
+        """True for a loss of a reward model's scores."""
+        return self.preference is not None and self.preference.is_reward
 
     @property
     def loss_terms(self) -> dict[str, float]:

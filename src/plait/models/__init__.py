@@ -9,6 +9,7 @@ from plait.models.huggingface import (
     config_of_model,
     pretrained_causal_lm,
     read_config,
+    reward_config,
     without_warnings,
 )
 from plait.models.huggingface_names import (
@@ -110,6 +111,7 @@ __all__ = [
     "read_config",
     "receiving",
     "remember_sources",
+    "reward_config",
     "running_on_meta",
     "seeded_rng",
     "split_stage",

@@ -20,7 +20,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,12 +199,37 @@ def causal_lm_on_meta(
     return model
 
 
-def pretrained_causal_lm(path: str) -> "PreTrainedModel":
-    """Load a model with its weights in float32 from a Hugging Face directory.
+def reward_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a reward model, a sequence classification with one label, of the type in
+    these values. `causal_lm_on_meta` builds it with `of_architecture`. Raises ModelError."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    check_config_values(values)
+    kind = type(AutoConfig.for_model(values["model_type"]))
+    if kind not in AutoModelForSequenceClassification._model_mapping:
+        raise ModelError(
+            "transformers has no reward model of this type",
+            given=f"model_type={values['model_type']}",
+            expected="a type of AutoModelForSequenceClassification",
+            hint="model_type = 'llama'",
+        )
+    found: Any = AutoModelForSequenceClassification._model_mapping[kind]
+    one_label = {"id2label": {"0": "reward"}, "label2id": {"reward": 0}, "num_labels": 1}
+    return {**values, **one_label, "architectures": [found.__name__]}
+
+
+def pretrained_causal_lm(path: str, reward: Mapping[str, Any] | None = None) -> "PreTrainedModel":
+    """Load a model with its weights in float32 from a Hugging Face directory. `reward`: the configuration of
+    a reward model; its score, if it is not in the files, has the same initial values in every process.
 
     No code that comes with the weights is run, nor any that they name. Raises ModelError.
     """
-    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        PreTrainedModel,
+    )
 
     values = read_config(Path(path))
     check_config_values(values)
@@ -215,8 +240,15 @@ def pretrained_causal_lm(path: str) -> "PreTrainedModel":
             expected="weights in float32, bfloat16 or float16",
             hint="the model's weights before quantization",
         )
+    auto: Any = AutoModelForCausalLM if reward is None else AutoModelForSequenceClassification
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    if reward is not None:
+        given = {key: _decode_floats(value) for key, value in reward.items()}
+        options["config"] = AutoConfig.for_model(given.pop("model_type"), **given)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+        with torch.random.fork_rng(devices=[]), nullcontext() if reward is None else without_warnings():
+            torch.default_generator.manual_seed(0)
+            model = auto.from_pretrained(path, **options)
     except Exception as error:  # of the model's code, too
         raise ModelError(
             "the weights to start from cannot be loaded",

@@ -36,6 +36,7 @@ ROUTING = "routing"  # an entry of batches for mixtures: models/routing.py
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position_ids", "token_type_ids"}
 LOSS_WEIGHTS = "loss_weights"  # an entry of batches: a weight for each label, of losses of tokens
 REFERENCE = "reference_log_probs"  # an entry of pairs: the log-probability of each label by another model
+MARGIN = "margin"  # an entry of pairs for a reward model: for each row, and the chosen row's is used
 OF_TOKENS |= {ROUTING, LOSS_WEIGHTS, REFERENCE}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 ROUTER_LOSS = "_plait_router_loss"  # an attribute of models whose auxiliary loss the engine adds
@@ -112,7 +113,7 @@ def cast_entries(batch: Mapping[str, Tensor], names: Collection[str] | None) -> 
         key
         for key, value in batch.items()
         if value.is_floating_point()
-        and key not in ("labels", LOSS_WEIGHTS, REFERENCE)
+        and key not in ("labels", LOSS_WEIGHTS, REFERENCE, MARGIN)
         and (names is None or key in names)
     }
 

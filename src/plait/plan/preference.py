@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from plait.errors import ConfigError
 
-PairLossName = Literal["sigmoid", "ipo", "hinge", "robust", "orpo"]
+PairLossName = Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "reward"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class Preference:
     ipo      (d - 1 / (2 beta))^2 (Azar et al. 2024), of means over tokens instead of sums, as in TRL
     orpo     -beta log sigmoid(log odds ratio) of means over tokens, without a reference, and the mean loss of
              the chosen row's tokens (Hong et al. 2024)
+    reward   -log sigmoid(difference of scores): of a sequence classification with one label, a reward model,
+             by the likelihood of Bradley and Terry (1952), as in InstructGPT (Ouyang et al. 2022); less the
+             entry `margin` of a batch (Llama 2: Touvron et al. 2023). No other option
 
     `sft_weight`: of the mean loss of the chosen row's tokens, added to any of them (Pang et al. 2024); None:
     1 for orpo, else 0. A step's loss is the mean over its pairs. Raises ConfigError.
@@ -36,16 +39,20 @@ class Preference:
         smooths, beta = self.loss in ("sigmoid", "robust"), self.beta
         checks = {
             "loss": (self.loss in names, " | ".join(names), "loss='sigmoid'"),
-            "beta": (math.isfinite(beta) and beta > 0, "a number above 0", "beta=0.1"),
+            "beta": (
+                math.isfinite(beta) and beta > 0 and (not self.is_reward or beta == Preference.beta),
+                "a number above 0; for loss = reward none",
+                "beta=0.1",
+            ),
             "label_smoothing": (
                 0 <= self.label_smoothing < 0.5 and (smooths or not self.label_smoothing),
                 "from 0, below 0.5, with loss = sigmoid or robust",
                 "label_smoothing=0.1, or none",
             ),
             "sft_weight": (
-                self.sft_weight is None or 0 <= self.sft_weight < math.inf,
-                "a number from 0",
-                "sft_weight=1.0",
+                self.sft_weight is None or (0 <= self.sft_weight < math.inf and not self.is_reward),
+                "a number from 0; for loss = reward none",
+                "sft_weight=None",
             ),
         }
         for name, (is_valid, expected, hint) in checks.items():
@@ -59,4 +66,9 @@ class Preference:
 
     @property
     def needs_reference(self) -> bool:
-        return self.loss != "orpo"
+        return self.loss not in ("orpo", "reward")
+
+    @property
+    def is_reward(self) -> bool:
+        """True for the loss of a reward model's scores."""
+        return self.loss == "reward"

@@ -15,6 +15,7 @@ from plait.data.config import DataConfig, TokenizerConfig, check_data
 from plait.errors import ConfigError, PlanError, nearest, unknown_key_hint
 from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_keys
 from plait.plan import Plan
+from plait.plan.preference import Preference
 from plait.train.saved_recipe import SavedRecipe
 from plait.train.sections import (
     GROUP_OPTIMIZERS,
@@ -37,7 +38,7 @@ class Recipe(Section):
     """The configuration of a run. `plan` is text, e.g. "dp=2 precision=bf16". `task` selects defaults."""
 
     plan: str
-    task: Literal["pretrain", "sft", "dpo"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "reward"] = "pretrain"
     run: RunConfig
     batch_ramp: BatchRampConfig | None = None
     model: ModelConfig
@@ -331,8 +332,11 @@ def _check_preference(recipe: Recipe) -> None:
             else "--set data.kind=preference, or --set preference= removes the section",
         )
     if given is None:
+        if recipe.model.head == "reward":
+            _check_head(recipe, Preference())
         return
     options = given.options()
+    _check_head(recipe, options)
     if given.reference == "adapters_off" and getattr(recipe, "adapter", None) is None:
         raise ConfigError(
             "a model without adapters has none to turn off",
@@ -371,6 +375,30 @@ def _check_preference(recipe: Recipe) -> None:
             expected="the folder of weights of the reference",
             hint="--set preference.reference_model=FOLDER, or --set preference.loss=orpo",
         )
+
+
+def _check_head(recipe: Recipe, options: Preference) -> None:
+    """Raise ConfigError unless the loss is that of the model's head, with what the head allows."""
+    head, is_reward = recipe.model.head, options.is_reward
+    if is_reward != (head == "reward"):
+        raise ConfigError(
+            "a loss of scores and a reward model need each other",
+            given=f"preference.loss = {options.loss!r}, model.head = {head!r}",
+            expected="preference.loss = 'reward' with model.head = 'reward', or neither",
+            hint="--set task=reward, which sets both" if is_reward else "--set preference.loss=reward",
+        )
+    refused = (
+        ("recipes have no adapter of a reward model", "adapter", recipe.adapter, ""),
+        ("a reward model generates no text", "sample.tokens", recipe.sample.tokens, "0"),
+    )
+    for fact, key, value, off in refused if is_reward else ():
+        if value:
+            raise ConfigError(
+                fact,
+                given=f"{key}, and model.head = 'reward'",
+                expected=f"a recipe without {key}",
+                hint=f"--set {key}={off}",
+            )
 
 
 def _is_set(value: object) -> str:

@@ -22,6 +22,7 @@ from plait.models import (
     check_forward,
     pretrained_causal_lm,
     read_config,
+    reward_config,
 )
 from plait.models.adapters import attach
 from plait.plan import Plan
@@ -44,7 +45,11 @@ def complete_config(
     Adds `vocab_size` and the ids of the special tokens where they are not given. Raises ModelError.
     """
     specials = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-    return {"vocab_size": vocab_size, **(specials if model.path is None else {}), **config_of(model)}
+    config = {"vocab_size": vocab_size, **(specials if model.path is None else {}), **config_of(model)}
+    if model.head == "reward":  # an id that ends texts would hide their last token from transformers
+        pad = tokenizer.pad_token_id
+        config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
+    return config
 
 
 def generation_of(model: ModelConfig) -> dict[str, Any] | None:
@@ -59,9 +64,11 @@ def generation_of(model: ModelConfig) -> dict[str, Any] | None:
 def config_of(model: ModelConfig) -> dict[str, Any]:
     """Return the Hugging Face configuration of the recipe or its file. Raises ModelError."""
     if model.config is not None:
-        return model.config
-    assert model.path is not None, "a recipe's model has a configuration or a path"
-    return read_config(model.path)
+        config = model.config
+    else:
+        assert model.path is not None, "a recipe's model has a configuration or a path"
+        config = read_config(model.path)
+    return config if model.head == "tokens" else reward_config(config)
 
 
 def check_config(
@@ -112,7 +119,8 @@ def initial_model(model: ModelConfig, adapter: AdapterConfig | None = None) -> t
         return on_meta, None
     if HuggingFaceFiles.open(model.path).direct_read_problem(on_meta) is None:
         return on_meta, model.path
-    return with_adapter(pretrained_causal_lm(str(model.path)), adapter), None
+    reward = config_of(model) if model.head == "reward" else None
+    return with_adapter(pretrained_causal_lm(str(model.path), reward), adapter), None
 
 
 def with_adapter(model: PreTrainedModel, adapter: AdapterConfig | None) -> nn.Module:
@@ -155,9 +163,7 @@ def adapter_facts(model: ModelConfig, adapter: AdapterConfig | None, seed: int, 
 
 def model_on_meta(model: ModelConfig) -> PreTrainedModel:
     """Build the model on meta, without pretrained weights. Raises ModelError."""
-    source = model.config if model.config is not None else model.path
-    assert source is not None, "a recipe's model has a configuration or a path"
-    return causal_lm_on_meta(source)
+    return causal_lm_on_meta(config_of(model), of_architecture=model.head == "reward")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

@@ -31,7 +31,7 @@ from plait.engine.engine import Engine
 from plait.engine.spec import Arguments, validate
 from plait.errors import ConfigError, DataError, RunError
 from plait.fileio import check_output_paths
-from plait.models import causal_lm_on_meta, numbering_of
+from plait.models import numbering_of
 from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
 from plait.train.boards import check_boards
@@ -495,7 +495,7 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
     config = recipe.model.config if is_saved else None  # a run's is complete
     if config is None:
         config = complete_config(recipe.model, tokenizer, store.index.vocab_size)
-    model = causal_lm_on_meta(config)
+    model = model_on_meta(recipe.model.model_copy(update={"config": config}))
     store.check_model(
         vocab_size=int(model.config.vocab_size),
         max_sequence=getattr(model.config, "max_position_embeddings", None),

@@ -90,12 +90,14 @@ class ModelConfig(Section):
     saves the configuration next to that path, so that it needs `path` only until its first checkpoint; with
     an `[adapter]` always, as its checkpoints do not hold these weights.
     `generation` are the keys of a generation_config.json, for the export; by default those in `path`.
+    `head`: the model predicts tokens, or a `reward` of a text.
     """
 
     config: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None
     path: FilePath | None = None
     pretrained: bool = False
+    head: Literal["tokens", "reward"] = "tokens"
     tensor_plan: dict[str, str] | None = None  # how `tp` shards layers, on top of the model's own plan
 
 

@@ -15,8 +15,17 @@ _TASKS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "preference": {},
         },
     ),
+    "reward": (
+        "pairs",
+        {
+            "model": {"head": "reward"},
+            "data": {"kind": "preference", "samples": "documents"},
+            "optimizer": {"lr": 1e-5},
+            "preference": {"loss": "reward"},
+        },
+    ),
 }
-_KINDS = {"sft": ("chat", "prompt"), "dpo": ("preference",)}
+_KINDS = {"sft": ("chat", "prompt"), "dpo": ("preference",), "reward": ("preference",)}
 
 
 def with_task_defaults(values: dict[str, Any]) -> dict[str, Any]:
@@ -42,5 +51,6 @@ def with_task_defaults(values: dict[str, Any]) -> dict[str, Any]:
             if path
             else "--set model.path=FOLDER",
         )
-    own = {"model": {"pretrained": True}, "tokenizer": {"path": path}, **defaults}
+    of_model = {"pretrained": True, **defaults.get("model", {})}
+    own = {**defaults, "model": of_model, "tokenizer": {"path": path}}
     return values | {name: {**own.get(name, {}), **section} for name, section in sections.items()}
