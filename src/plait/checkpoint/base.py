@@ -238,8 +238,8 @@ def _check_ties(saved: Checkpoint, base: nn.Module, adapter: str) -> None:
     for name in (name for name, of in first.items() if of != name):
         uses = [use.rpartition(".")[0] for use, of in first.items() if of == first[name]]
         changed = [use for use in uses if any(use == one or use.endswith(f".{one}") for one in names)]
-        saved_whole = {*(config.get("modules_to_save") or ())} and config.get("ensure_weight_tying")
-        if changed and not (len(changed) == len(uses) and saved_whole):
+        is_copied = {*(config.get("modules_to_save") or ())} and config.get("ensure_weight_tying")
+        if changed and not (len(changed) == len(uses) and is_copied):
             raise CheckpointError(
                 "an adapter of a tied weight cannot be merged: it changes one of its uses",
                 given=f"{saved.path}: an adapter of {changed[0]}; tied: {', '.join(uses)}",
