@@ -59,7 +59,7 @@ class StepResult:
 @dataclass(frozen=True)
 class EvalResult:
     """Summed over all data ranks; the mean loss is `loss_sum / num_tokens`. With `loss_weights`, the latter
-    is the sum of the weights."""
+    is the sum of the weights, under a `Preference` the number of pairs."""
 
     loss_sum: float
     num_tokens: float
