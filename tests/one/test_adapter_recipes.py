@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from plait.errors import CheckpointError, ConfigError, ModelError
+from plait.plan import Plan
 from plait.train.config import Recipe, parse_recipe
 from plait.train.explain_recipe import cluster_from_recipe, explain_recipe
 from plait.train.model import adapter_facts, complete_adapter
@@ -70,7 +71,7 @@ def test_the_facts_of_a_base_change_with_its_weights_and_not_with_its_path(tmp_p
         model = recipe().model.model_copy(
             update={"path": tmp_path / name, "config": None, "pretrained": True}
         )
-        return adapter_facts(model, config, 0)
+        return adapter_facts(model, config, 0, Plan())
 
     assert facts("base")["base"]["sha256"] == facts("link")["base"]["sha256"]
     assert facts("base")["adapter"]["default"]["r"] == 2
@@ -80,8 +81,9 @@ def test_the_facts_of_a_base_change_with_its_weights_and_not_with_its_path(tmp_p
     content[-8 * 24 : -8 * 23] = b"\0" * 8  # of the last tensor, a norm of 48 elements
     path.write_bytes(bytes(content))
     assert facts("base")["base"]["sha256"] != before
-    drawn = adapter_facts(recipe().model, config, 3)["base"]
+    drawn = adapter_facts(recipe().model, config, 3, Plan())["base"]
     assert drawn["seed"] == 3
+    assert adapter_facts(recipe().model, config, 3, Plan.parse("base=nf4"))["base"]["format"] == "nf4"
 
 
 def test_an_adapter_to_start_from_has_its_own_keys(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def attach(model: nn.Module, config: Mapping[str, Any], *, adapter: str = ADAPTE
             "PEFT refuses the adapter",
             given=f"{dict(config)}: {' '.join(str(error).split())[:300]}",
             expected="a configuration that peft.LoraConfig and get_peft_model accept for this model",
-            hint="target_modules = 'all-linear'",
+            hint="r and target_modules alone, then one key more at a time",
         ) from error
 
 
@@ -234,7 +234,7 @@ def _check_targets(config: Mapping[str, Any], modules: list[str], parameters: li
                     f"the model has no {'parameter' if key == 'target_parameters' else 'module'} {target!r}",
                     given=f"{key} = {list(given)}",
                     expected=f"names, or their last parts, such as {', '.join(near)}",
-                    hint=f"{key} = ['{near[0]}']",
+                    hint=f"{key} = {[near[0] if one == target else one for one in given]}",
                 )
 
 

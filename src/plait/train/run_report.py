@@ -77,7 +77,7 @@ def start_table(
     samples = f"{'micro-batches' if budget else samples} of {at_most}{sequence}"
     growth = f", growing from {ramp.start} over {ramp.tokens:,} tokens" if ramp else ""
     facts = {
-        "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} parameters",
+        "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} trainable parameters",
         "plan": f"{plan} on {counted(plan.num_ranks, 'rank')} ({engine.device.type})",
         "probe": "" if engine.probed is None else str(engine.probed),
         "step": f"{run.batch} {samples} = {run.batch * sequence:,} tokens{growth}",
