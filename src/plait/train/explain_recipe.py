@@ -100,7 +100,8 @@ def plan_table(explanation: Explanation, measured: Measurements | None) -> Table
     facts = {
         "plan": str(plan),
         "grid": counted(plan.num_ranks, "rank") + (f": {degrees}" if degrees else ""),
-        "model": f"{explanation.model}, {explanation.num_parameters:,} trainable parameters{_active(explanation)}",
+        "model": f"{explanation.model}, {explanation.num_parameters:,} trainable parameters"
+        + _active(explanation),
         "micro-batch": f"{shape}, {plan.micro} per step on each data rank",
         "transport": explanation.transport,
     }
