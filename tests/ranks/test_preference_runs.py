@@ -142,6 +142,7 @@ def test_orpo_has_no_reference_and_a_loss_of_tokens(pool: Pool, recipe: Path, tm
         (["preference.beta=-1"], "beta is not valid"),
         (["preference.loss=kto"], "invalid value"),
         (["preference.reference=adapters_off"], "without adapters"),
+        (["adapter.modules_to_save=['lm_head']", "plan=dp=1 base=nf4"], "trains as copies"),
         (["preference.reference=precomputed", "run.spike_factor=3"], "no precomputed reference"),
         (["run.probe=true"], "probe has no pairs"),
         (["data.samples=bins"], "both answers in one micro-batch"),

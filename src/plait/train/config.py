@@ -337,20 +337,7 @@ def _check_preference(recipe: Recipe) -> None:
         return
     options = given.options()
     _check_head(recipe, options)
-    if given.reference == "adapters_off" and getattr(recipe, "adapter", None) is None:
-        raise ConfigError(
-            "a model without adapters has none to turn off",
-            given="preference.reference = 'adapters_off', no [adapter]",
-            expected="[adapter], or a reference of its own",
-            hint="--set preference.reference=model",
-        )
-    if given.reference == "precomputed" and recipe.run.spike_factor:
-        raise ConfigError(
-            "batches after a loss spike have no precomputed reference",
-            given=f"preference.reference = 'precomputed', run.spike_factor = {recipe.run.spike_factor}",
-            expected="batches that are known before the first step",
-            hint="--set preference.reference=model, or --set run.spike_factor=0",
-        )
+    _check_reference(recipe, given, options)
     for key in ("label_smoothing", "z_loss"):
         if value := getattr(recipe.optimizer, key):
             raise ConfigError(
@@ -374,6 +361,32 @@ def _check_preference(recipe: Recipe) -> None:
             given=f"preference.loss = {given.loss!r}, no model.path with model.pretrained = true",
             expected="the folder of weights of the reference",
             hint="--set preference.reference_model=FOLDER, or --set preference.loss=orpo",
+        )
+
+
+def _check_reference(recipe: Recipe, given: PreferenceConfig, options: Preference) -> None:
+    """Raise ConfigError for a reference that this run cannot have."""
+    if given.reference == "adapters_off" and recipe.adapter is None:
+        raise ConfigError(
+            "a model without adapters has none to turn off",
+            given="preference.reference = 'adapters_off', no [adapter]",
+            expected="[adapter], or a reference of its own",
+            hint="--set preference.reference=model",
+        )
+    copies = recipe.adapter is not None and recipe.adapter.modules_to_save
+    if copies and options.needs_reference and given.reference != "adapters_off" and "base=" in recipe.plan:
+        raise ConfigError(
+            "a reference of its own would have in codes what this model trains as copies",
+            given=f"preference.reference = {given.reference!r}, adapter.modules_to_save, {recipe.plan}",
+            expected="a reference with the weights that this model begins with",
+            hint="--set preference.reference=adapters_off",
+        )
+    if given.reference == "precomputed" and recipe.run.spike_factor:
+        raise ConfigError(
+            "batches after a loss spike have no precomputed reference",
+            given=f"preference.reference = 'precomputed', run.spike_factor = {recipe.run.spike_factor}",
+            expected="batches that are known before the first step",
+            hint="--set preference.reference=model, or --set run.spike_factor=0",
         )
 
 
