@@ -61,7 +61,7 @@ def _never_partial(self: Any, name: str, dims: Any, partial: bool = False) -> No
     SHARD_PARAMETER(self, name, dims)
 
 
-def _of_shard_fans(model: Any) -> Any:
+def _of_shard_fans(model: Any, *stored: Any) -> Any:
     """A is drawn as if it had one of two shards of its inputs."""
 
     def reset(layer: Any, full: Any) -> None:
@@ -70,7 +70,7 @@ def _of_shard_fans(model: Any) -> Any:
             torch.nn.init.kaiming_uniform_(half := factor.weight[:, ::2].clone(), a=5**0.5)
             factor.weight[:, ::2] = half
 
-    return {layer: partial(reset, full=of) for layer, of in adapter_resets(model).items()}
+    return {layer: partial(reset, full=of) for layer, of in adapter_resets(model, *stored).items()}
 
 
 SHARD_PARAMETER = TPPlanBuilder.shard_parameter
