@@ -182,7 +182,8 @@ def check_sequence(builder: TPPlanBuilder, regions: Sequence[str]) -> None:
         if not is_harmless and builder.own_parameters(name):
             raise _sequence_error(builder, name, f"{type(module).__name__}, which is not sharded")
     for name, layer in builder.layers.items():
-        if layer.style in _SHARDED and name not in builder.heads and builder.block_of(name) is None:
+        is_head = layer.head or name in builder.heads
+        if layer.style in _SHARDED and not is_head and builder.block_of(name) is None:
             raise _sequence_error(builder, name, "a sharded layer outside of the known blocks")
     for region in regions:
         styles = [builder.layers[name].style for name in builder.inside(region) if name in builder.layers]
