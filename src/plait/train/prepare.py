@@ -82,9 +82,11 @@ class ResolvedRun:
     def build_engine(self, world: World, *, loads: bool = False) -> Engine:
         """Build the engine. `loads`: a checkpoint is loaded next, so there are no initial weights to read."""
         recipe, optimizer = self.recipe, self.recipe.optimizer
-        model, weights = initial_model(recipe.model, recipe.adapter)
+        model: torch.nn.Module
         if loads and "base" not in self.adapter_facts:  # the checkpoint has all weights
             model, weights = with_adapter(model_on_meta(recipe.model), recipe.adapter), None
+        else:
+            model, weights = initial_model(recipe.model, recipe.adapter)
         engine = parallelize(
             model,
             self.plan,
