@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from plait.api import parallelize
     from plait.comm.launch_function import launch
     from plait.data.documents import PaddingCollator
+    from plait.engine.distillation import with_teacher
     from plait.engine.engine import Engine
     from plait.engine.preferences import with_reference
     from plait.engine.totals import EvalResult, StepResult
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from plait.parallel.all_samples import all_gather
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
+    from plait.plan.distillation import Distillation
     from plait.plan.loss_scaling import LossScaling
     from plait.plan.preference import Preference
 
@@ -31,6 +33,7 @@ __all__ = [
     "AdamW8bit",
     "Chain",
     "DDPError",
+    "Distillation",
     "DistributedDataParallel",
     "Engine",
     "EvalResult",
@@ -47,6 +50,7 @@ __all__ = [
     "launch",
     "parallelize",
     "with_reference",
+    "with_teacher",
 ]
 
 # Imported on first use: torch takes a second that the launcher, plans and help texts do not need.
@@ -68,8 +72,10 @@ _HOMES = {
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
+    "Distillation": "plait.plan.distillation",
     "Preference": "plait.plan.preference",
     "with_reference": "plait.engine.preferences",
+    "with_teacher": "plait.engine.distillation",
 }
 
 

@@ -27,6 +27,7 @@ from plait.parallel.all_samples import batch_norms
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
+from plait.plan.distillation import Distillation
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.preference import Preference
 from plait.tables import counted
@@ -43,7 +44,7 @@ def parallelize(
     clip_value: float | None = None,
     router_bias_update: float | None = None,
     router_z_loss: float | None = None,
-    loss: Loss | Preference | None = None,
+    loss: Loss | Preference | Distillation | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     loss_scaling: LossScaling | None = None,
@@ -65,7 +66,8 @@ def parallelize(
     param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     router_bias_update  rate of routers' biases (DeepSeek-V3: 0.001); `router_z_loss`: weight (ST-MoE: 0.001)
-    loss            (outputs, micro-batch) -> (summed loss, number of targets), or a Preference. None: by task
+    loss            (outputs, micro-batch) -> (summed loss, number of targets), a Preference or a
+                    Distillation. None: by task
     label_smoothing fraction of targets for all tokens; `z_loss`: weight of a squared log-sum-exp. In training
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList

@@ -385,6 +385,13 @@ class Engine:
         return log_probs_BS, entropies_BS
 
     @one_thread
+    def top_tokens(self, batch: Batch, top: int) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities, (B, S, top), of the likeliest tokens in place of each label; as
+        `log_probs`."""
+        ids, log_probs = self._inputs.ask(partial(self._runner.label_statistics, top=top), batch).chunk(2, -1)
+        return ids.long(), log_probs
+
+    @one_thread
     def routing(self, batch: Batch) -> Tensor:
         """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode.
         A batch can have them as its entry `routing`. Every rank must call it, with its share. Only under

@@ -44,7 +44,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm import Group, all_gather
@@ -73,7 +72,7 @@ from plait.models.attention import is_eager
 from plait.models.experts import expert_layers
 from plait.models.mask_decisions import host_values, known_values, remember_values
 from plait.models.routing import check_choices
-from plait.models.task import REFERENCE, ROUTING
+from plait.models.task import REFERENCE, ROUTING, TEACHER, TEACHER_IDS
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
@@ -106,9 +105,15 @@ def shifts_labels(model: nn.Module, loss: object) -> bool:
 
 def shift_labels(batch: Batch) -> Batch:
     """Make the label of each position that of the next one. Labels (B, S); a loss refuses others."""
-    fills = {"labels": IGNORED_LABEL, LOSS_WEIGHTS: 0, REFERENCE: 0}
-    entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim == 2}
-    return {**batch, **{key: F.pad(each, (0, 1), value=fills[key])[:, 1:] for key, each in entries.items()}}
+    fills = {"labels": IGNORED_LABEL, **dict.fromkeys((LOSS_WEIGHTS, REFERENCE, TEACHER_IDS, TEACHER), 0)}
+    entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim >= 2}
+    if "labels" in batch and batch["labels"].ndim != 2:
+        entries.pop("labels")
+    return {**batch, **{key: _shifted(each, fills[key]) for key, each in entries.items()}}
+
+
+def _shifted(entry_BS: Tensor, fill: int) -> Tensor:
+    return torch.cat([entry_BS[:, 1:], torch.full_like(entry_BS[:, :1], fill)], 1)
 
 
 def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:

@@ -186,12 +186,12 @@ class MicrobatchRunner:
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
             )
 
-    def label_statistics(self, micro: Micro) -> Tensor:
+    def label_statistics(self, micro: Micro, top: int = 0) -> Tensor:
         """`label_statistics` of loss.py for the batch's own labels, on every rank of the pipeline."""
         found: list[Tensor] = []
         inputs = self._parts.inputs
         with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
-            self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_labels=True)
+            self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_labels=True, top=top)
             result: Tensor = self._broadcast_from_last(
                 lambda: inputs.of_labels(inputs.complete(found[0], micro))
             )
@@ -286,6 +286,7 @@ class MicrobatchRunner:
         sizes: Sequence[MicroSizes | None] | None = None,
         of_outputs: bool = False,
         of_labels: bool = False,
+        top: int = 0,
         records: bool = False,
         num_counted: int | None = None,
         is_first: bool = False,
@@ -299,7 +300,7 @@ class MicrobatchRunner:
         sizes = self.sizes(micros) if sizes is None else sizes
         given = (micros, self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
-            number: _StagePass(stage, *given, number, of_outputs, of_labels, counted, is_first)
+            number: _StagePass(stage, *given, number, of_outputs, of_labels, top, counted, is_first)
             for number, stage in self._parts.stages.items()
         }
         try:
@@ -393,6 +394,7 @@ class _StagePass:
     number: int
     of_outputs: bool
     of_labels: bool
+    top: int
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
     is_first: bool  # see `MicrobatchRunner.count`
     sharded: ShardedStage = field(init=False)
@@ -412,7 +414,7 @@ class _StagePass:
             if self.of_outputs:
                 return self.on_loss(stage.outputs(micro, received))
             if self.of_labels:
-                return self.on_loss(stage.label_statistics(micro, received))
+                return self.on_loss(stage.label_statistics(micro, received, self.top))
             return self.on_loss(*stage.summed_loss(micro, received, kind))
 
 

@@ -35,6 +35,7 @@ from plait.parallel.float8 import Float8Layers, check_device
 from plait.parallel.quantized_base import quantized_formats
 from plait.plan import ExpertDim, Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
+from plait.plan.distillation import Distillation
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.preference import Preference
 from plait.plan.schedule import Schedule, check, compile_conflict
@@ -71,11 +72,14 @@ class Arguments:
     weights: str | Path | None = None
     world: World | None = None
     preference: Preference | None = None
+    distillation: Distillation | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.loss
         if isinstance(given, Preference):
             vars(self).update(loss=None, preference=given)
+        if isinstance(given, Distillation):
+            vars(self).update(loss=None, distillation=given)
         self._check_preference()
         optimizer, norm, value = self.optimizer, self.clip_norm, self.clip_value
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
@@ -124,7 +128,14 @@ class Arguments:
         vars(self).update(plan=plan, optimizer_args=self.optimizer_args or {}, offload_dir=folder)
 
     def _check_preference(self) -> None:
-        """Raise ConfigError for a loss of pairs that cannot be computed."""
+        """Raise ConfigError for a loss of pairs, or one of a teacher, that cannot be computed."""
+        if self.distillation is not None and (task_of(self.model) is not Task.CAUSAL_LM or self.probe):
+            raise ConfigError(
+                "a distillation is that of a language model's loss",
+                given=f"{type(self.model).__name__}, loss=Distillation(...)" + ", probe=" * bool(self.probe),
+                expected="a causal language model of transformers, without probe=",
+                hint="loss= with a function, or no probe",
+            )
         if self.preference is None:
             return
         is_reward = self.is_reward
@@ -151,9 +162,12 @@ class Arguments:
         return self.preference is not None and self.preference.is_reward
 
     @property
-    def loss_terms(self) -> dict[str, float]:
+    def loss_terms(self) -> dict[str, Any]:
         """The terms of the built-in loss in training."""
-        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.loss is None else {}
+        if self.loss is not None:
+            return {}
+        of_teacher = {} if self.distillation is None else {"distillation": self.distillation}
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, **of_teacher}
 
     @property
     def example(self) -> Mapping[str, Tensor] | None:

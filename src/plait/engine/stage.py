@@ -137,12 +137,12 @@ class StageRunner:
         total, count = result
         return self.routers.added(total, count, kind), count
 
-    def label_statistics(self, micro: Mapping[str, Tensor], received: Any = None) -> Tensor:
+    def label_statistics(self, micro: Mapping[str, Tensor], received: Any = None, top: int = 0) -> Tensor:
         """On the last stage: see `label_statistics` in loss.py."""
         module = self.module_part.module
 
         def find(outputs: Any) -> Tensor:
-            return label_statistics(module, outputs, micro, group=self._col, columns=self._columns)
+            return label_statistics(module, outputs, micro, group=self._col, columns=self._columns, top=top)
 
         with self.sharded.unsharder.watch_outside_uses(), self._head.calling(find):
             self.outputs(micro, received)

@@ -1,4 +1,5 @@
-"""The batches of a run; of pairs, with log-probabilities by the model before training, their reference.
+"""The batches of a run; of pairs, with log-probabilities by the model before training, their reference; of a
+distillation, with tokens of the teacher.
 
 [Note: precomputed references]
 They are computed for the batches that the run will read, in their order, so that a pair's first values are
@@ -24,9 +25,12 @@ from plait.checkpoint.base import identity_of_files
 from plait.comm import World, all_reduce, broadcast
 from plait.data.documents import Pairs
 from plait.data.loader import Batch
+from plait.engine.distillation import with_teacher
 from plait.engine.engine import Engine
 from plait.engine.preferences import with_reference
+from plait.errors import ConfigError
 from plait.fileio import temp_path, writing
+from plait.models.reward import text_config
 from plait.models.task import REFERENCE
 from plait.train.model import initial_model
 from plait.train.prepare import ResolvedRun
@@ -35,14 +39,15 @@ Batched = Batch | list[Batch]
 
 
 class RunBatches:
-    """Loads this rank's share of a run's batches, with log-probabilities of the reference if the recipe's
-    loss needs them: then all ranks iterate together."""
+    """Loads this rank's share of a run's batches, with log-probabilities of the reference, or tokens of the
+    teacher, if the recipe's loss needs them: then all ranks iterate together."""
 
     def __init__(self, run: ResolvedRun, engine: Engine, world: World) -> None:
-        """Collective: builds the reference's engine, or precomputes."""
+        """Collective: builds the engine of the reference or teacher, or precomputes."""
         self._run, self._given, self._model = run, run.recipe.preference, engine
         self._engine: Any = engine
         self._stored: dict[bool, StoredLogProbs] = {}
+        self._teacher = None if run.recipe.distillation is None else teacher_engine(run, engine, world)
         if not self._is_needed or self._given is None or self._given.reference == "adapters_off":
             return
         self._model = reference_engine(run, world)
@@ -72,8 +77,12 @@ class RunBatches:
     def _added(
         self, batches: Iterable[Batched], numbers: Iterable[int], *, trains: bool
     ) -> Iterator[Batched]:
+        given = self._run.recipe.distillation
         for number, batch in zip(numbers, batches, strict=False):
-            yield self._of_batch(number, batch, trains) if self._is_needed else batch
+            if given is not None and trains:
+                yield with_teacher(self._teacher, batch, given.top_tokens)
+            else:
+                yield self._of_batch(number, batch, trains) if self._is_needed else batch
 
     def _of_batch(self, number: int, batch: Batched, trains: bool) -> Batched:
         if stored := self._stored.get(trains):
@@ -96,8 +105,29 @@ def reference_folder(run: ResolvedRun) -> Path:
 
 
 def reference_engine(run: ResolvedRun, world: World) -> Engine:
-    """The engine of the frozen model, under the run's plan."""
-    of_model = {"path": reference_folder(run), "pretrained": True}
+    """The engine of the frozen reference."""
+    return _frozen_engine(run, reference_folder(run), world)
+
+
+def teacher_engine(run: ResolvedRun, student: Engine, world: World) -> Engine:
+    """The engine of the frozen teacher. Raises ConfigError if its vocabulary is larger than the student's."""
+    given = run.recipe.distillation
+    assert given is not None, "a teacher without [distillation]"
+    teacher = _frozen_engine(run, given.teacher, world)
+    sizes = [text_config(engine.model).vocab_size for engine in (teacher, student)]
+    if sizes[0] > sizes[1]:
+        raise ConfigError(
+            "the teacher has tokens that the student does not have",
+            given=f"{sizes[0]:,} tokens in {given.teacher}, {sizes[1]:,} in the model",
+            expected="two models of one tokenizer",
+            hint="--set distillation.teacher=FOLDER",
+        )
+    return teacher
+
+
+def _frozen_engine(run: ResolvedRun, folder: Path, world: World) -> Engine:
+    """The engine of a frozen model, under the run's plan."""
+    of_model = {"path": folder, "pretrained": True}
     model, weights = initial_model(run.recipe.model.model_copy(update=of_model))
     model.requires_grad_(False)
     tensor_plan = run.recipe.model.tensor_plan

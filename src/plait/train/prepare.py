@@ -99,7 +99,7 @@ class ResolvedRun:
             label_smoothing=optimizer.label_smoothing,
             z_loss=optimizer.z_loss,
             router_z_loss=optimizer.router_z_loss,
-            loss=None if recipe.preference is None else recipe.preference.options(),
+            loss=recipe.loss_options(),
             loss_scaling=recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
             offload_dir=recipe.run.offload_dir if self.plan.offload == "disk" else None,
             tensor_plan=recipe.model.tensor_plan,

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from plait.data.config import MAX_COUNT, FilePath
+from plait.plan.distillation import Distillation
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.preference import PairLossName, Preference
 
@@ -228,6 +229,23 @@ class PreferenceConfig(Section):
     def options(self) -> Preference:
         """Return the validated options. Raises ConfigError."""
         return Preference(**self.model_dump(exclude={"reference", "reference_model"}))
+
+
+class DistillationConfig(Section):
+    """`[distillation]`: a teacher, whose likeliest tokens are targets, too.
+
+    teacher      a folder of weights of a model with the same vocabulary
+    top_tokens   of each position; those of plait.Distillation are the others
+    """
+
+    teacher: FilePath
+    weight: float = Distillation.weight
+    temperature: float = Distillation.temperature
+    top_tokens: Positive = 64
+
+    def options(self) -> Distillation:
+        """Return the validated options. Raises ConfigError."""
+        return Distillation(self.weight, self.temperature)
 
 
 class SampleConfig(Section):

@@ -21,18 +21,29 @@ Tokens are processed in chunks, on CPUs small enough to stay in the cache; only 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from plait.comm import Group, all_reduce
+from plait.comm import Group, all_gather, all_reduce
 from plait.errors import ModelError
 from plait.plan.memory import wide_chunk
 
 SINGLE_RANK = Group((0,), 0, None)  # holds all columns
 
 _CPU_CHUNK = 1 << 17  # logits, per thread: one float32 copy fills half a core's cache
+
+
+class SoftTargets(NamedTuple):
+    """Probabilities of K tokens, (T, K), in place of each token's one target. They add up to 1."""
+
+    ids_TK: Tensor
+    probs_TK: Tensor
+
+    def of(self, rows: slice | Tensor) -> "SoftTargets":
+        """Return those of some tokens."""
+        return SoftTargets(self.ids_TK[rows], self.probs_TK[rows])
 
 
 @dataclass
@@ -63,6 +74,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     weights_T: Tensor | None = None,
+    soft: SoftTargets | None = None,
     buffers: LossBuffers | None = None,
 ) -> Tensor:
     """Return the loss summed over tokens, bitwise equal on every rank of `group`; in float32 at least. The
@@ -70,9 +82,10 @@ def cross_entropy(
 
     `columns`: (start, stop) of each rank's columns of the vocabulary, in rank order; any number of them, or
     none. `targets_T` are indices into the full vocabulary, the same on every rank; tokens whose target is
-    `ignore_index` contribute nothing. `label_smoothing` is the fraction of a target that is distributed over
-    the full vocabulary, `z_loss` the weight of the squared log of the partition function; `softcap` c first
-    replaces every logit z by c tanh(z / c). `buffers` counts the memory of this call.
+    `ignore_index` contribute nothing. `soft` replaces the other targets. `label_smoothing` is the fraction of
+    a target that is distributed over the full vocabulary, `z_loss` the weight of the squared log of the
+    partition function; `softcap` c first replaces every logit z by c tanh(z / c). `buffers` counts the memory
+    of this call.
 
     Gradients have the logits' dtype. Raises ModelError for a target outside of the vocabulary (on a GPU a
     device-side assert fails instead), and for a second derivative.
@@ -85,7 +98,9 @@ def cross_entropy(
         group, start, max(e for _, e in columns), ignore_index, label_smoothing, z_loss, softcap, 1.0, buffers
     )
     options.check_targets(targets_T)
-    loss_sum: Tensor = _CrossEntropy.apply(logits_Tv, targets_T, weights_T, options)
+    if soft is not None:
+        options.check_targets(soft.ids_TK)
+    loss_sum: Tensor = _CrossEntropy.apply(logits_Tv, targets_T, weights_T, options, soft)
     return loss_sum
 
 
@@ -137,10 +152,15 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_Tv: Tensor, targets_T: Tensor, weights_T: Tensor | None, options: TokenLoss
+        ctx: Any,
+        logits_Tv: Tensor,
+        targets_T: Tensor,
+        weights_T: Tensor | None,
+        options: TokenLoss,
+        soft: SoftTargets | None,
     ) -> Tensor:
-        ctx.options = options
-        loss_sum, factor_T = summed_loss(logits_Tv, targets_T, weights_T, options)
+        ctx.options, ctx.soft = options, soft
+        loss_sum, factor_T = summed_loss(logits_Tv, targets_T, weights_T, options, soft)
         ctx.save_for_backward(logits_Tv, targets_T, weights_T, factor_T)
         return loss_sum
 
@@ -149,8 +169,9 @@ class _CrossEntropy(torch.autograd.Function):
         refuse_second_derivative()
         logits_Tv, targets_T, weights_T, factor_T = ctx.saved_tensors
         grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
-        write_gradient(logits_Tv, targets_T, weights_T, factor_T, grads[0], ctx.options, grad_Tv)
-        return grad_Tv, None, None, None
+        own = targets_T, weights_T, factor_T, grads[0], ctx.options, grad_Tv, ctx.soft
+        write_gradient(logits_Tv, *own)
+        return grad_Tv, None, None, None, None
 
 
 def refuse_second_derivative() -> None:
@@ -165,7 +186,11 @@ def refuse_second_derivative() -> None:
 
 
 def summed_loss(
-    logits_Tv: Tensor, targets_T: Tensor, weights_T: Tensor | None, options: TokenLoss
+    logits_Tv: Tensor,
+    targets_T: Tensor,
+    weights_T: Tensor | None,
+    options: TokenLoss,
+    soft: SoftTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss, and each token's factor of the softmax in the gradient. On meta only
     communicate."""
@@ -182,7 +207,7 @@ def summed_loss(
     all_reduce(max_T, options.group, "max", label="loss: largest logits")
     sum_exp_T = message[0].mul_((local_max_T - max_T).exp_())
     local_sum_exp_T = sum_exp_T.clone()
-    message[1] = _target_logits(logits_Tv, targets_T, max_T, options)
+    message[1] = _target_logits(logits_Tv, targets_T, max_T, options, soft)
     if options.label_smoothing and logits_Tv.shape[1]:
         message[2] += (local_max_T - max_T) * logits_Tv.shape[1]
     all_reduce(message, options.group, label="loss: sums over the vocabulary")
@@ -227,13 +252,18 @@ def _empty_messages(logits_Tv: Tensor, options: TokenLoss) -> tuple[Tensor, Tens
     return new_wide(logits_Tv, num_tokens), new_wide(logits_Tv, num_sums, num_tokens)
 
 
-def _target_logits(logits_Tv: Tensor, targets_T: Tensor, max_T: Tensor, options: TokenLoss) -> Tensor:
-    """Return the targets' logits relative to `max_T`; 0 where the target is another rank's or ignored."""
+def _target_logits(
+    logits_Tv: Tensor, targets_T: Tensor, max_T: Tensor, options: TokenLoss, soft: SoftTargets | None = None
+) -> Tensor:
+    """Return the targets' logits relative to `max_T`, of soft ones the mean; 0 where the target is another
+    rank's or ignored."""
     if not logits_Tv.shape[1]:
         return torch.zeros_like(max_T)
-    is_local_T, local_T = options.local_targets(logits_Tv, targets_T)
-    target_T = logits_Tv.gather(1, local_T[:, None])[:, 0].to(max_T.dtype)
-    return (options.capped_(target_T) - max_T).masked_fill_(~is_local_T, 0)
+    ids_TK = targets_T[:, None] if soft is None else soft.ids_TK
+    is_local_TK, local_TK = options.local_targets(logits_Tv, ids_TK)
+    target_TK = options.capped_(logits_Tv.gather(1, local_TK).to(max_T.dtype))
+    relative_TK = (target_TK - max_T[:, None]).masked_fill_(~is_local_TK, 0)
+    return relative_TK[:, 0] if soft is None else (relative_TK * soft.probs_TK).sum(1)
 
 
 def write_gradient(
@@ -244,16 +274,20 @@ def write_gradient(
     upstream: Tensor | float,
     options: TokenLoss,
     grad_Tv: Tensor,
+    soft: SoftTargets | None = None,
 ) -> None:
     """Write the gradient of the logits, whose memory `grad_Tv` may be."""
     if not grad_Tv.numel() or grad_Tv.is_meta:
         return
-    is_local_T, local_T = options.local_targets(logits_Tv, targets_T)
+    ids_TK = targets_T[:, None] if soft is None else soft.ids_TK
+    is_local_TK, local_TK = options.local_targets(logits_Tv, ids_TK)
     token_grad_T = (targets_T != options.ignore_index).to(factor_T.dtype) * upstream
     if weights_T is not None:
         token_grad_T *= weights_T
     token_grad_T *= options.scale
-    onehot_grad_T = (token_grad_T * is_local_T).mul_(options.label_smoothing - 1)
+    target_grad_TK = (token_grad_T[:, None] * is_local_TK).mul_(options.label_smoothing - 1)
+    if soft is not None:
+        target_grad_TK *= soft.probs_TK
     smoothing_grad_T1 = (token_grad_T * (-options.label_smoothing / options.vocab_size))[:, None]
     scale_T1 = (factor_T * token_grad_T)[:, None]
     unused_T1 = scale_T1 == 0  # the softmax of columns that are all -inf is NaN
@@ -266,9 +300,11 @@ def write_gradient(
             buffer_tv.masked_fill_(unused_T1[rows], 0)
         if options.label_smoothing:
             buffer_tv.add_(smoothing_grad_T1[rows])
-        # One index per row: unlike scatter_add_, deterministic on GPUs.
-        at = torch.arange(len(z_tv), device=z_tv.device), local_T[rows]
-        buffer_tv[at] += onehot_grad_T[rows]
+        if soft is None:  # One index per row: unlike scatter_add_, deterministic on GPUs.
+            at = torch.arange(len(z_tv), device=z_tv.device), local_TK[rows, 0]
+            buffer_tv[at] += target_grad_TK[rows, 0]
+        else:  # Also here: all but one of equal indices are those of other ranks, and add 0.
+            buffer_tv.scatter_add_(1, local_TK[rows], target_grad_TK[rows])
         if options.softcap is not None:  # 1 - tanh^2
             buffer_tv.mul_(z_tv.div_(options.softcap).square_().neg_().add_(1))
         if buffer_tv is not out_tv:
@@ -294,6 +330,27 @@ def token_statistics(logits_Tv: Tensor, targets_T: Tensor, options: TokenLoss) -
     all_reduce(message, options.group, label="loss: sums over the vocabulary")
     log_sum_exp_T = message[0].log()
     return torch.stack([message[2] - log_sum_exp_T, log_sum_exp_T - message[1] / message[0]])
+
+
+def top_tokens(logits_Tv: Tensor, number: int, options: TokenLoss) -> Tensor:
+    """Return (2 K, T): the ids of each token's K likeliest next tokens, exact up to 2^24, and their
+    log-probabilities. Ranks send K candidates for each token, not their columns."""
+    found_TK2 = new_wide(logits_Tv, len(logits_Tv), number, 2)
+    found_TK2[..., 0], found_TK2[..., 1] = 0, -torch.inf
+    log_sums_T1 = new_wide(logits_Tv, len(logits_Tv), 1).fill_(-torch.inf)
+    own = min(number, logits_Tv.shape[1])
+    for rows, z_tv, _ in _chunks(logits_Tv, options) if own else ():
+        values_tk, columns_tk = z_tv.topk(own)
+        found_TK2[rows, :own] = torch.stack([(columns_tk + options.start).to(z_tv.dtype), values_tk], -1)
+        log_sums_T1[rows] = z_tv.logsumexp(1, keepdim=True)
+    message = torch.cat([found_TK2.flatten(1), log_sums_T1], 1)
+    all_ranks = message.new_empty(options.group.size * message.numel())
+    all_gather(all_ranks, message.flatten(), options.group, label="likeliest tokens of ranks")
+    of_ranks_RT = all_ranks.view(options.group.size, *message.shape)
+    log_sums_T1 = of_ranks_RT[..., -1].logsumexp(0)[:, None]
+    candidates = of_ranks_RT[..., :-1].transpose(0, 1).reshape(len(message), -1, 2)
+    values_TK, at_TK = candidates[..., 1].topk(number)
+    return torch.cat([candidates[..., 0].gather(1, at_TK), values_TK - log_sums_T1], 1).t()
 
 
 def _chunks(logits_Tv: Tensor, options: TokenLoss) -> Iterator[tuple[slice, Tensor, Tensor]]:
