@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from plait.comm import connect
 from plait.data.tokenizer import save_tokenizer, train_tokenizer
+from plait.engine.scoring import strided_rows
 from plait.errors import ConfigError, DataError
-from plait.train.evaluate import EvaluationRequest, encode, evaluate, windows_of
+from plait.train.evaluate import EvaluationRequest, encode, evaluate
 from support.plain_evaluation import assert_same_scores, plain_scores
 from support.pool import Pool
 
@@ -91,17 +92,17 @@ def test_every_token_is_predicted_once_with_as_much_context_as_the_stride_leaves
     for length in range(2, 30):
         for context in range(2, 12):
             for stride in range(1, context):
-                windows = list(windows_of(range(length), range(length - 1, length), context, stride))
+                windows = list(strided_rows(range(length), range(length - 1, length), context, stride))
                 predicted = [token for window in windows for token in window.ids[window.first :]]
                 assert predicted == list(range(1, length))
                 assert all(len(window.ids) == min(length, context) for window in windows)
                 assert all(window.first >= context - stride for window in windows[1:])
-                assert [bool(window.last_word) for window in windows] == [False] * (len(windows) - 1) + [True]
+                assert [bool(window.checked) for window in windows] == [False] * (len(windows) - 1) + [True]
 
 
 def test_a_last_word_longer_than_the_context_is_not_predicted() -> None:
-    [*_, last] = windows_of(range(10), range(4, 10), 6, 5)
-    assert not last.last_word
+    [*_, last] = strided_rows(range(10), range(4, 10), 6, 5)
+    assert not last.checked
 
 
 def test_the_last_word_has_the_space_before_it_and_nothing_after_it(folder: Path) -> None:

@@ -45,7 +45,6 @@ from plait.engine.totals import (
     SumLossScale,
     check_loss,
     read_count,
-    valid_count,
 )
 from plait.engine.trace import Trace
 from plait.engine.update import LocalUpdater, Updater
@@ -356,20 +355,8 @@ class Engine:
         Runs in at most `plan.micro` micro-batches, none larger than in training. Shares may differ in size.
         """
         micros = self._inputs.of_evaluation(batch)
-        max_micros = torch.tensor([len(micros)], device=self.device)
-        all_reduce(max_micros, self._groups.tokens, "max")
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-
-        def add(loss: Tensor, count: int | Tensor) -> None:
-            check_loss(loss, trains=False)
-            totals[0] += loss
-            totals[1] += valid_count(count)
-
         with self._inputs.explained(micros):
-            self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
-        all_reduce(totals, self._groups.tokens)
-        broadcast(totals, self._groups.pp, self._runner.last_rank)
-        return EvalResult.of(*totals.tolist())
+            return EvalResult.of(*self._runner.evaluate(micros))
 
     @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
@@ -379,12 +366,19 @@ class Engine:
         check_pick(pick)
         return self._inputs.ask(partial(self._runner.outputs, pick=pick), batch)
 
-    @one_thread
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Each label's log-probability, and the entropy of its distribution, in nats: (B, S) as the batch's
         labels, 0 where there is no target. In eval mode. Every rank must call it, with its share."""
-        log_probs_BS, entropies_BS = self._inputs.ask(self._runner.label_statistics, batch).unbind(-1)
+        log_probs_BS, entropies_BS, _ = self.label_statistics([batch])[0].unbind(-1)
         return log_probs_BS, entropies_BS
+
+    @one_thread
+    def label_statistics(self, micros: Sequence[Batch], *, shifted: bool = False) -> list[Tensor]:
+        """For the labels of each micro-batch, (B, S, 3): as `log_probs`, and 1 if no token is likelier, else
+        0. `shifted`: labels are those of the next tokens. All data ranks have as many micro-batches."""
+        own = [self._inputs.single(micro, trains=False) for micro in micros]
+        with self._inputs.explained(own):
+            return self._runner.label_statistics(own, shifts=not shifted)
 
     @one_thread
     def routing(self, batch: Batch) -> Tensor:

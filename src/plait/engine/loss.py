@@ -200,9 +200,10 @@ def label_statistics(
     group: Group,
     columns: Sequence[tuple[int, int]] | None,
 ) -> Tensor:
-    """Return (B, S, 2): the log-probability of each label of a prepared batch, and the entropy of its
-    position; 0 at positions without a target. Raises ModelError for another task than language models."""
-    logits = outputs.logits if task_of(model) in (Task.CAUSAL_LM, Task.ALIGNED_LM) else None
+    """Return (B, S, 3): `token_statistics` of the labels of a prepared batch; 0 at positions without a
+    target. Raises ModelError for another task than language models."""
+    tasks = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.IMAGE_LM)
+    logits = outputs.logits if task_of(model) in tasks else None
     if logits is None:
         raise ModelError(
             "log-probabilities are those of a language model's labels",
@@ -215,16 +216,16 @@ def label_statistics(
     targets_T = labels_BS.reshape(-1)
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
         kept = _kept(targets_T, None, labels_BS)
-        found_n2 = head_statistics(logits, kept, token_loss_of(logits, group, columns)).t()
+        found_n3 = head_statistics(logits, kept, token_loss_of(logits, group, columns)).t()
     else:
         full, kept = getattr(logits, "value", lambda: logits)(), Targets(targets_T, None, None)
         start, size = columns[group.rank][0], max(stop for _, stop in columns)
-        found_n2 = token_statistics(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
+        found_n3 = token_statistics(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
     if kept.rows_n is None:
-        found_n2 = found_n2 * (targets_T != IGNORED_LABEL)[:, None]
+        found_n3 = found_n3 * (targets_T != IGNORED_LABEL)[:, None]
     else:
-        found_n2 = found_n2.new_zeros(len(targets_T), 2).index_copy_(0, kept.rows_n, found_n2)
-    return found_n2.view(*labels_BS.shape, 2)
+        found_n3 = found_n3.new_zeros(len(targets_T), 3).index_copy_(0, kept.rows_n, found_n3)
+    return found_n3.view(*labels_BS.shape, 3)
 
 
 def _kept(targets_T: Tensor, weights_T: Tensor | None, labels: Tensor) -> Targets:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.comm import broadcast, broadcast_text
+from plait.comm import all_reduce, broadcast, broadcast_text
 from plait.engine.build import EngineParts
 from plait.engine.loss import check_replicated, named_tensors
 from plait.engine.routers import Pass
 from plait.engine.stage import StageRunner
+from plait.engine.totals import check_loss, valid_count
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
 from plait.models.init_weights import seeded_rng
@@ -113,26 +114,33 @@ class MicrobatchRunner:
         """Forward and backward of one micro-batch."""
         self._run(one_micro_batch(self._schedule), [micro], on_loss, None)
 
-    def evaluate(self, micros: Sequence[Micro], on_loss: OnLoss, *, missing: int = 0) -> None:
-        """Forwards only, in eval mode. `missing`: number of micro-batches that other data ranks have and this
-        one has not. If ranks communicate in forwards, for parameters or experts, this rank joins them with
-        forwards of a sample that is not counted."""
+    def evaluate(self, micros: Sequence[Micro]) -> list[float]:
+        """Forwards only, in eval mode: the summed loss and the number of targets of all data ranks, on every
+        rank. If ranks communicate in forwards, for parameters or experts, and other data ranks have more
+        micro-batches, this rank joins them with forwards of a sample that is not counted."""
         context = self._parts.context
+        most = torch.tensor([len(micros)], device=self._device)
+        all_reduce(most, context.groups.tokens, "max")
         has_router_loss = any(stage.routers.adds for stage in self._parts.stages.values())
         communicates = not context.keeps_params_unsharded or context.plan.ep > 1 or has_router_loss
         sample = {key: value[: self._parts.inputs.rows] for key, value in micros[0].items()}
-        padding = [sample] * (missing if communicates else 0)
-        remaining = len(micros)
+        padding = [sample] * (int(most.item()) - len(micros) if communicates else 0)
+        totals, remaining = torch.zeros(2, dtype=torch.float64, device=self._device), len(micros)
 
-        def on_own_loss(loss: Tensor, count: int | Tensor) -> None:
+        def add(loss: Tensor, count: int | Tensor) -> None:
             nonlocal remaining
             if remaining:
                 remaining -= 1
-                on_loss(loss, count)
+                check_loss(loss, trains=False)
+                totals[0] += loss
+                totals[1] += valid_count(count)
 
         with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
             schedule = forwards_only(self._schedule, len(micros) + len(padding))
-            self._run(schedule, [*micros, *padding], on_own_loss, None, num_counted=len(micros))
+            self._run(schedule, [*micros, *padding], add, None, num_counted=len(micros))
+        all_reduce(totals, context.groups.tokens)
+        broadcast(totals, context.groups.pp, self.last_rank)
+        return totals.tolist()
 
     def outputs(self, micro: Micro, pick: Callable[[Any], Any] | None) -> Any:
         """The result of `pick` on the model's outputs (None: all of them), on every rank of the pipeline."""
@@ -143,15 +151,23 @@ class MicrobatchRunner:
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
             )
 
-    def label_statistics(self, micro: Micro) -> Tensor:
-        """`label_statistics` of loss.py for the batch's own labels, on every rank of the pipeline."""
+    def label_statistics(self, micros: Sequence[Micro], *, shifts: bool) -> list[Tensor]:
+        """`label_statistics` of loss.py for the labels of each micro-batch, on every rank of the pipeline;
+        all data ranks have as many. `shifts`: see `Inputs.prepared`."""
         found: list[Tensor] = []
         inputs = self._parts.inputs
+
+        def completed() -> list[Tensor]:
+            values = [inputs.complete(*pair) for pair in zip(found, micros, strict=True)]
+            return [inputs.of_labels(value) for value in values] if shifts else values
+
         with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
-            self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_labels=True)
-            result: Tensor = self._broadcast_from_last(
-                lambda: inputs.of_labels(inputs.complete(found[0], micro))
+            schedule, prepare = (
+                forwards_only(self._schedule, len(micros)),
+                partial(inputs.prepared, shifts=shifts),
             )
+            self._run(schedule, micros, found.append, None, prepare=prepare, of_labels=True)
+            result: list[Tensor] = self._broadcast_from_last(completed)
         return result
 
     def routing(self, micro: Micro) -> Tensor:
@@ -241,6 +257,7 @@ class MicrobatchRunner:
         seeds: Seeds | None,
         *,
         sizes: Sequence[MicroSizes | None] | None = None,
+        prepare: Callable[[Micro], Micro] | None = None,
         of_outputs: bool = False,
         of_labels: bool = False,
         records: bool = False,
@@ -254,7 +271,7 @@ class MicrobatchRunner:
                 self._parts.dataflow.check(routers.without_choices(micro), self._parts.loss)
         counted = len(micros) if num_counted is None else num_counted
         sizes = self.sizes(micros) if sizes is None else sizes
-        given = (micros, self._parts.inputs.prepared, on_loss, seeds, sizes)
+        given = (micros, prepare or self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
             number: _StagePass(stage, *given, number, of_outputs, of_labels, counted, is_first)
             for number, stage in self._parts.stages.items()

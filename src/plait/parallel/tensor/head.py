@@ -175,7 +175,7 @@ def head_statistics(logits: DeferredLogits, targets: Targets, loss: TokenLoss) -
             token_statistics(_product(x_ci, weight, bias, summed), own.targets_n, loss)
             for _, x_ci, own in _chunks(x.flatten(0, -2), len(weight), targets, 0)
         ]
-        return torch.cat([new_wide(x, 2, 0), *parts], 1)
+        return torch.cat([new_wide(x, 3, 0), *parts], 1)
 
     result: Tensor = logits.module(logits.hidden, operator)
     return result
