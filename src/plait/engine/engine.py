@@ -32,6 +32,7 @@ from plait.checkpoint.manifest import json_facts
 from plait.comm import Group, Mesh, all_reduce, broadcast
 from plait.engine.adapters import EngineAdapters
 from plait.engine.build import EngineParts, build_engine_parts
+from plait.engine.generation import Generated, Generator, OnTokens
 from plait.engine.inputs import Batch, Shares, share_of
 from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
 from plait.engine.routers import Pass
@@ -45,7 +46,6 @@ from plait.engine.totals import (
     SumLossScale,
     check_loss,
     read_count,
-    valid_count,
 )
 from plait.engine.trace import Trace
 from plait.engine.update import LocalUpdater, Updater
@@ -72,6 +72,7 @@ from plait.parallel.experts.capacity import sizes_of
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
+from plait.plan.sampling import Sampling
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
 _Keys = Collection[str] | None
@@ -356,20 +357,8 @@ class Engine:
         Runs in at most `plan.micro` micro-batches, none larger than in training. Shares may differ in size.
         """
         micros = self._inputs.of_evaluation(batch)
-        max_micros = torch.tensor([len(micros)], device=self.device)
-        all_reduce(max_micros, self._groups.tokens, "max")
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-
-        def add(loss: Tensor, count: int | Tensor) -> None:
-            check_loss(loss, trains=False)
-            totals[0] += loss
-            totals[1] += valid_count(count)
-
         with self._inputs.explained(micros):
-            self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
-        all_reduce(totals, self._groups.tokens)
-        broadcast(totals, self._groups.pp, self._runner.last_rank)
-        return EvalResult.of(*totals.tolist())
+            return self._runner.evaluate(micros)
 
     @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
@@ -392,6 +381,26 @@ class Engine:
         A batch can have them as its entry `routing`. Every rank must call it, with its share. Only under
         pp=1."""
         return self._inputs.ask(self._runner.routing, batch)
+
+    @one_thread
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        tokenizer: Any = None,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Generated]:
+        """Continue prompts, lists of token ids, with a cache: one forward of all prompts, then one for each
+        token. Training goes on as without it. Every rank must call it: data ranks with prompts of their own,
+        any number of them; the ranks of one model with the same ones.
+
+        `tokenizer`: for stop strings. `on_tokens`: called after each step with a list of (row, token id), on
+        the first rank of a model. Raises ConfigError, ModelError, and PlanError for parameter servers.
+        """
+        self.plan.check_no_servers("engine.generate")
+        generator = Generator(self._parts, self._runner, self._spec.schedule)
+        return generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
