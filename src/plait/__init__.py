@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from plait.comm.launch_function import launch
     from plait.data.documents import PaddingCollator
     from plait.engine.engine import Engine
+    from plait.engine.generation import Generated
     from plait.engine.preferences import with_reference
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from plait.plan import Plan
     from plait.plan.loss_scaling import LossScaling
     from plait.plan.preference import Preference
+    from plait.plan.sampling import Sampling
 
 __version__ = "0.1.0"
 
@@ -34,12 +36,14 @@ __all__ = [
     "DistributedDataParallel",
     "Engine",
     "EvalResult",
+    "Generated",
     "Lion",
     "LossScaling",
     "PaddingCollator",
     "PlaitError",
     "Plan",
     "Preference",
+    "Sampling",
     "StepResult",
     "__version__",
     "all_gather",
@@ -56,6 +60,7 @@ _HOMES = {
     "DistributedDataParallel": "plait.parallel.ddp",
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.totals",
+    "Generated": "plait.engine.generation",
     "StepResult": "plait.engine.totals",
     "AdamW8bit": "plait.optim.adamw_8bit",
     "LAMB": "plait.optim.lion_lamb",
@@ -69,6 +74,7 @@ _HOMES = {
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
     "Preference": "plait.plan.preference",
+    "Sampling": "plait.plan.sampling",
     "with_reference": "plait.engine.preferences",
 }
 

@@ -32,6 +32,7 @@ from plait.checkpoint.manifest import json_facts
 from plait.comm import Group, Mesh, all_reduce, broadcast
 from plait.engine.adapters import EngineAdapters
 from plait.engine.build import EngineParts, build_engine_parts
+from plait.engine.generation import Generated, Generator, OnTokens
 from plait.engine.inputs import Batch, Shares, share_of
 from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
 from plait.engine.routers import Pass
@@ -71,6 +72,7 @@ from plait.parallel.experts.capacity import sizes_of
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
+from plait.plan.sampling import Sampling
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
 _Keys = Collection[str] | None
@@ -356,7 +358,7 @@ class Engine:
         """
         micros = self._inputs.of_evaluation(batch)
         with self._inputs.explained(micros):
-            return EvalResult.of(*self._runner.evaluate(micros))
+            return self._runner.evaluate(micros)
 
     @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
@@ -386,6 +388,26 @@ class Engine:
         A batch can have them as its entry `routing`. Every rank must call it, with its share. Only under
         pp=1."""
         return self._inputs.ask(self._runner.routing, batch)
+
+    @one_thread
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        tokenizer: Any = None,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Generated]:
+        """Continue prompts, lists of token ids, with a cache: one forward of all prompts, then one for each
+        token. Training goes on as without it. Every rank must call it: data ranks with prompts of their own,
+        any number of them; the ranks of one model with the same ones.
+
+        `tokenizer`: for stop strings. `on_tokens`: called after each step with a list of (row, token id), on
+        the first rank of a model. Raises ConfigError, ModelError, and PlanError for parameter servers.
+        """
+        self.plan.check_no_servers("engine.generate")
+        generator = Generator(self._parts, self._runner, self._spec.schedule)
+        return generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere

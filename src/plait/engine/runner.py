@@ -20,11 +20,12 @@ from plait.engine.build import EngineParts
 from plait.engine.loss import check_replicated, named_tensors
 from plait.engine.routers import Pass
 from plait.engine.stage import StageRunner
-from plait.engine.totals import check_loss, valid_count
+from plait.engine.totals import EvalResult, check_loss, valid_count
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
 from plait.models.init_weights import seeded_rng
 from plait.parallel.experts.capacity import MessageSizes, MicroSizes, sizes_of
+from plait.parallel.pipeline.executor import Stage
 from plait.parallel.pipeline.serialize import PackedOutput, pack, unpack
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
@@ -76,7 +77,7 @@ class MicrobatchRunner:
         records: bool = False,
     ) -> list[Span]:
         """Forward and backward of a step; with `records`, return the spans of its actions."""
-        self._check_no_messages()
+        self.check_no_messages()
         sizes, seeds = self.sizes(micros), partial(self.seeded, seed)
         if self._parts.context.plan.counts_first:
             self._count(micros, seeds, sizes)
@@ -114,18 +115,18 @@ class MicrobatchRunner:
         """Forward and backward of one micro-batch."""
         self._run(one_micro_batch(self._schedule), [micro], on_loss, None)
 
-    def evaluate(self, micros: Sequence[Micro]) -> list[float]:
-        """Forwards only, in eval mode: the summed loss and the number of targets of all data ranks, on every
-        rank. If ranks communicate in forwards, for parameters or experts, and other data ranks have more
-        micro-batches, this rank joins them with forwards of a sample that is not counted."""
-        context = self._parts.context
-        most = torch.tensor([len(micros)], device=self._device)
-        all_reduce(most, context.groups.tokens, "max")
+    def evaluate(self, micros: Sequence[Micro]) -> EvalResult:
+        """Forwards only, in eval mode, and their loss over all data ranks. If ranks communicate in forwards,
+        for parameters or experts, this rank joins those of others that have more micro-batches, with forwards
+        of a sample that is not counted."""
+        context, device = self._parts.context, self._device
         has_router_loss = any(stage.routers.adds for stage in self._parts.stages.values())
         communicates = not context.keeps_params_unsharded or context.plan.ep > 1 or has_router_loss
+        most = torch.tensor([len(micros)], device=device)
+        all_reduce(most, context.groups.tokens, "max")
         sample = {key: value[: self._parts.inputs.rows] for key, value in micros[0].items()}
-        padding = [sample] * (int(most.item()) - len(micros) if communicates else 0)
-        totals, remaining = torch.zeros(2, dtype=torch.float64, device=self._device), len(micros)
+        padding = [sample] * ((int(most.item()) - len(micros)) if communicates else 0)
+        totals, remaining = torch.zeros(2, dtype=torch.float64, device=device), len(micros)
 
         def add(loss: Tensor, count: int | Tensor) -> None:
             nonlocal remaining
@@ -135,17 +136,17 @@ class MicrobatchRunner:
                 totals[0] += loss
                 totals[1] += valid_count(count)
 
-        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
+        with self.inference():
             schedule = forwards_only(self._schedule, len(micros) + len(padding))
             self._run(schedule, [*micros, *padding], add, None, num_counted=len(micros))
         all_reduce(totals, context.groups.tokens)
         broadcast(totals, context.groups.pp, self.last_rank)
-        return totals.tolist()
+        return EvalResult.of(*totals.tolist())
 
     def outputs(self, micro: Micro, pick: Callable[[Any], Any] | None) -> Any:
         """The result of `pick` on the model's outputs (None: all of them), on every rank of the pipeline."""
         collected: list[Any] = []
-        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
+        with self.inference():
             self._run(forwards_only(self._schedule, 1), [micro], collected.append, None, of_outputs=True)
             return self._broadcast_from_last(
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
@@ -161,11 +162,9 @@ class MicrobatchRunner:
             values = [inputs.complete(*pair) for pair in zip(found, micros, strict=True)]
             return [inputs.of_labels(value) for value in values] if shifts else values
 
-        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
-            schedule, prepare = (
-                forwards_only(self._schedule, len(micros)),
-                partial(inputs.prepared, shifts=shifts),
-            )
+        schedule = forwards_only(self._schedule, len(micros))
+        prepare = partial(inputs.prepared, shifts=shifts)
+        with self.inference():
             self._run(schedule, micros, found.append, None, prepare=prepare, of_labels=True)
             result: list[Tensor] = self._broadcast_from_last(completed)
         return result
@@ -173,7 +172,7 @@ class MicrobatchRunner:
     def routing(self, micro: Micro) -> Tensor:
         """See `Engine.routing`."""
         routers = self.only_stage("engine.routing").routers
-        with self.eval_mode(), torch.no_grad(), self._weights_unchanged(), routers.recording() as recorded:
+        with self.inference(), routers.recording() as recorded:
             self._run(forwards_only(self._schedule, 1), [micro], lambda _: None, None, of_outputs=True)
         samples, shapes = max(len(value) for value in micro.values()), {each.shape for each in recorded}
         compiles, layers = self._parts.context.plan.compile, routers.layers
@@ -195,10 +194,12 @@ class MicrobatchRunner:
         return picked
 
     @contextmanager
-    def _weights_unchanged(self) -> Iterator[None]:
-        """Raise ModelError if the model's forward changes a parameter: sharded ones would lose the change."""
+    def inference(self) -> Iterator[None]:
+        """Context of forwards in eval mode without gradients. Raises ModelError if one changes a parameter:
+        sharded ones would lose the change."""
         before = self._versions()
-        yield
+        with self.eval_mode(), torch.no_grad():
+            yield
         changed = [name for name, version in self._versions().items() if version != before[name]]
         if changed:
             raise ModelError(
@@ -264,7 +265,7 @@ class MicrobatchRunner:
         num_counted: int | None = None,
         is_first: bool = False,
     ) -> list[Span]:
-        self._check_no_messages()
+        self.check_no_messages()
         if self._parts.dataflow is not None:
             for micro in micros:
                 routers = next(iter(self._parts.stages.values())).routers
@@ -276,9 +277,19 @@ class MicrobatchRunner:
             number: _StagePass(stage, *given, number, of_outputs, of_labels, counted, is_first)
             for number, stage in self._parts.stages.items()
         }
+        trains = any(stage.module_part.module.training for stage in self._parts.stages.values())
+        return self.run_stages(schedule, stages, [(_key_of(m), trains) for m in micros], records=records)
+
+    def run_stages(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        keys: Sequence[Hashable],
+        *,
+        records: bool = False,
+    ) -> list[Span]:
+        """Run a pass of micro-batches through this rank's stages: see `Pipeline.run`."""
         try:
-            trains = any(stage.module_part.module.training for stage in self._parts.stages.values())
-            keys = [(_key_of(micro), trains) for micro in micros]
             return self._parts.pipeline.run(schedule, stages, keys, records=records)
         except BaseException:
             self._is_broken = self._last > 0 and schedule.num_ranks > 1
@@ -289,7 +300,8 @@ class MicrobatchRunner:
                 if stage.module_part.modules is not None:
                     stage.module_part.modules.end_pass()
 
-    def _check_no_messages(self) -> None:
+    def check_no_messages(self) -> None:
+        """Raise ModelError if a pass was interrupted between stages."""
         if self._is_broken:
             raise ModelError(
                 "a step was interrupted while micro-batches were in flight between stages",

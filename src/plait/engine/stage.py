@@ -83,10 +83,17 @@ class StageRunner:
         self._loss_reads = LossReads(tp)
         self._col = SINGLE_RANK if self._columns is None else col
 
-    def outputs(self, micro: Mapping[str, Tensor], received: Any = None, kind: Pass = PLAIN) -> Any:
-        """The stage's outputs: those of the model on the last stage."""
+    def outputs(
+        self,
+        micro: Mapping[str, Tensor],
+        received: Any = None,
+        kind: Pass = PLAIN,
+        others: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The stage's outputs: those of the model on the last stage. `others`: more arguments of forward."""
         received = self.routers.received(received)
-        inputs = self.routers.without_choices(forward_inputs(self.module_part.module, micro))
+        inputs = forward_inputs(self.module_part.module, {**micro, **(others or {})})
+        inputs = self.routers.without_choices(inputs)
         is_first = not self.module_part.earlier
         if self._tokens is not None:
             received = self._tokens.receive(received)
