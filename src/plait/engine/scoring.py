@@ -5,9 +5,10 @@ decoding would write it. Full logits are not gathered.
 
 [Note: micro-batches of rows]
 The last bits of a sum depend on the shapes of the products before it, and so on the rows that are computed
-together. So micro-batches are formed from all rows, by length, each of about `TOKENS` tokens with padding,
-and then divided over the data ranks: a row's score has the same bits for any number of data ranks and of
-micro-batches in a call, as long as each rank has as many threads, between which a product may divide sums.
+together. So micro-batches are formed from all rows, equal ones once, in an order of their own: the longest
+first. Each has about `TOKENS` tokens with padding. Then they are divided over the data ranks: a row's score
+has the same bits for any number of data ranks and of micro-batches in a call, as long as each rank has as
+many threads, between which a product may divide sums.
 
 [Note: windows]
 A document longer than `context` is read in windows. Strided ones are of `context` tokens: the first window
@@ -75,30 +76,32 @@ def score_rows(
     the plan's number: more of them fill a pipeline. `shown`: wraps the calls, to show progress.
     """
     micros, ranks = micro_batches(rows), engine.data_ranks
-    own_scores = torch.zeros(len(rows), 2, dtype=torch.float64)
+    index_of = {row: index for index, row in enumerate(row for micro in micros for row in micro)}
+    own_scores = torch.zeros(len(index_of), 2, dtype=torch.float64)
     for call in shown([*_calls(micros, ranks, batch, engine.plan.micro)]):
         own = [micros[index] if index < len(micros) else [] for index in call[engine.data_rank :: ranks]]
         nothing = Row(rows[0].ids[:2], first=2)  # for a rank without rows, which joins the others
-        batches = [_batch([rows[index] for index in micro] or [nothing]) for micro in own]
+        batches = [_batch(micro or [nothing]) for micro in own]
         for micro, found in zip(own, engine.label_statistics(batches, shifted=True), strict=True):
-            for index, of_row in zip(micro, found.cpu(), strict=False):
-                own_scores[index] = torch.tensor(_score(rows[index], of_row), dtype=torch.float64)
+            for row, of_row in zip(micro, found.cpu(), strict=False):
+                own_scores[index_of[row]] = torch.tensor(_score(row, of_row), dtype=torch.float64)
     scores = own_scores.to(engine.device)
     all_reduce(scores, engine.data_group)
-    return [RowScore(log_prob, bool(is_greedy)) for log_prob, is_greedy in scores.tolist()]
+    of_rows = [RowScore(log_prob, bool(is_greedy)) for log_prob, is_greedy in scores.tolist()]
+    return [of_rows[index_of[row]] for row in rows]
 
 
-def micro_batches(rows: Sequence[Row]) -> list[list[int]]:
-    """Indices of the rows of each micro-batch, the longest first."""
-    micros: list[list[int]] = []
-    for index in sorted(range(len(rows)), key=lambda index: -rows[index].width):
-        if not micros or (len(micros[-1]) + 1) * rows[micros[-1][0]].width > TOKENS:
+def micro_batches(rows: Iterable[Row]) -> list[list[Row]]:
+    """See [Note: micro-batches of rows]."""
+    micros: list[list[Row]] = []
+    for row in sorted({*rows}, key=lambda row: (-row.width, row.ids, row.first, str(row.checked))):
+        if not micros or (len(micros[-1]) + 1) * micros[-1][0].width > TOKENS:
             micros.append([])
-        micros[-1].append(index)
+        micros[-1].append(row)
     return micros
 
 
-def _calls(micros: Sequence[Sequence[int]], ranks: int, batch: int, least: int) -> Iterator[range]:
+def _calls(micros: Sequence[Sequence[Row]], ranks: int, batch: int, least: int) -> Iterator[range]:
     """Indices of the micro-batches of each call, as many for each rank."""
     start = 0
     while start < len(micros):
