@@ -30,16 +30,16 @@ def texts(engine: Engine, prompts: list[list[int]], options: dict[str, Any]) -> 
     return [(each.ids, each.finish, each.log_probs) for each in found]
 
 
-def on_ranks(family: str, plan: str, options: dict[str, Any], more: dict[str, Any]) -> tuple[int, Texts]:
+def on_ranks(family: str, plan: str, options: dict[str, Any]) -> tuple[int, Texts]:
     """The data rank, and what follows its share of the prompts."""
-    engine = engine_of(family, plan, **more)
+    engine = engine_of(family, plan)
     return engine.data_rank, texts(engine, own_prompts(engine), options)
 
 
 @functools.cache
-def plain_greedy(family: str, precision: str, **more: Any) -> list[list[int]]:
+def plain_greedy(family: str, precision: str) -> list[list[int]]:
     """The tokens of transformers' own generate, in one process."""
-    model: Any = engine_of(family, f"dp=1 precision={precision}", **more).model
+    model: Any = engine_of(family, f"dp=1 precision={precision}").model
     longest = max(map(len, PROMPTS))
     padding = [longest - len(ids) for ids in PROMPTS]
     ids = torch.tensor([[0] * pad + ids for pad, ids in zip(padding, PROMPTS, strict=True)])

@@ -29,10 +29,10 @@ from plait.checkpoint import Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.checkpoint.directory import step_path
 from plait.checkpoint.manifest import json_facts
-from plait.comm import Group, Mesh, all_reduce, broadcast
+from plait.comm import Group, Mesh, broadcast
 from plait.engine.adapters import EngineAdapters
 from plait.engine.build import EngineParts, build_engine_parts
-from plait.engine.generation import Generated, Generator, OnTokens
+from plait.engine.generation import Generated, GenerationMemory, Generator, OnTokens
 from plait.engine.inputs import Batch, Shares, share_of
 from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
 from plait.engine.routers import Pass
@@ -124,6 +124,7 @@ class Engine:
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = self._groups.islands.rank > 0
         self._scale = SumLossScale(spec.loss_scaling)
+        self._generator = Generator(self._parts, self._runner, spec.schedule)
         self._routers = [stage.routers for stage in self._parts.stages.values()]
         self._totals = StepTotals(self._groups.world, self.device, self._routers[0].totals.numel())
         self._is_inconsistent = False  # an update or load was interrupted
@@ -398,16 +399,17 @@ class Engine:
         tokenizer: Any = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Generated]:
-        """Continue prompts, lists of token ids, with a cache: one forward of all prompts, then one for each
-        token. Training goes on as without it. Every rank must call it: data ranks with prompts of their own,
-        any number of them; the ranks of one model with the same ones.
-
-        `tokenizer`: for stop strings. `on_tokens`: called after each step with a list of (row, token id), on
-        the first rank of a model. Raises ConfigError, ModelError, and PlanError for parameter servers.
-        """
+        """Continue prompts, lists of token ids, with a cache: one forward of all, then one for each token.
+        Training goes on as without it. Every rank must call it, each data rank with any number of prompts of
+        its own. `tokenizer`: for stop strings. `on_tokens`: called in each step with a list of (row, token),
+        on the first rank of a model. Raises ConfigError, ModelError, and PlanError for servers."""
         self.plan.check_no_servers("engine.generate")
-        generator = Generator(self._parts, self._runner, self._spec.schedule)
-        return generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens)
+        return self._generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens)
+
+    def generation_memory(self, rows: int, tokens: int) -> GenerationMemory:
+        """Estimate the bytes that `generate` adds on this rank for rows of so many tokens, new ones included,
+        and whether it gathers the weights of `zero=3` once. No communication."""
+        return self._generator.memory((rows, tokens))
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
@@ -433,15 +435,7 @@ class Engine:
         """The full gradients of the mean loss over `batch`, in eval mode, on rank 0; elsewhere {}. Every rank
         passes the same batch, before a step's first micro-batch. No step is taken. Within backward they are
         `scale` times as large."""
-
-        def mean(loss: Tensor, count: int | Tensor) -> Tensor:
-            check_loss(loss)
-            targets = torch.tensor(float(count), dtype=torch.float64, device=self.device)
-            all_reduce(targets, self._groups.sequence)
-            return loss * (scale / float(targets))
-
-        with self._runner.eval_mode():
-            self._runner.probe(self._inputs.uncompared(batch), mean)
+        self._runner.probe(self._inputs.uncompared(batch), scale)
         self._parts.sharded.finish_reductions()
         divisor = scale * self._groups.dense.gradient_sum.size / self._groups.sequence.size
         gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}

@@ -9,7 +9,13 @@ others, not logits. So these ranks decide alike when a row ends.
 
 Ranks with other rows end at other steps. Where forwards communicate with them (for experts, or for weights
 that are gathered unit by unit), all go on until the last row of all ends, and a rank without rows has one
-that nobody sees.
+that no caller sees.
+
+[Note: weights of stage 3]
+At ZeRO stage 3 all weights are gathered once for a generation, and freed after it, if on every rank they fit
+into the available memory next to the caches (as in DeepSpeed's hybrid engine, 2308.01320, section 4).
+Otherwise each forward gathers unit by unit, as in training. Forwards of weights that are gathered once
+communicate with no rank that has other rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +27,7 @@ import torch
 from torch import Tensor
 
 from plait.comm import all_gather, all_reduce, broadcast
+from plait.comm.device import free_bytes
 from plait.engine.build import EngineParts
 from plait.engine.inputs import check_same_batch
 from plait.engine.runner import MicrobatchRunner
@@ -40,7 +47,7 @@ _REFUSED = -1  # in place of a number of prompts
 
 @dataclass
 class Generated:
-    """What follows a prompt.
+    """The continuation of a prompt.
 
     ids        the new tokens, without a stop token, but with those of a stop string
     finish     "stop": by a stop token or string; "length": `max_new_tokens`, or the positions of the model
@@ -51,6 +58,25 @@ class Generated:
     ids: list[int] = field(default_factory=list)
     finish: Literal["length", "stop"] | None = None
     log_probs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GenerationMemory:
+    """Bytes of a rank in a generation, besides those that it holds between steps. See [Note: weights of stage
+    3].
+
+    weights    of others' shards, if all are gathered
+    caches     estimated at the last token; None if the model does not run on meta
+    available  to this rank
+    """
+
+    weights: int
+    caches: int | None
+    available: int
+
+    @property
+    def gathers_once(self) -> bool:
+        return self.weights + (self.caches or 0) <= self.available
 
 
 @dataclass
@@ -105,7 +131,9 @@ class Generator:
             for number, stage in self._parts.stages.items()
         }
         is_first = self._groups.same_samples.rank == 0
-        with self._runner.inference(), torch.compiler.set_stance("force_eager"), self._weights() as joins:
+        shape = len(given), rows.ids_BS.shape[1] + max(limits, default=0)
+        eager = torch.compiler.set_stance("force_eager")  # shapes change with each token
+        with self._runner.inference(), eager, self._weights(shape) as joins:
             while self._go_on(texts.is_unfinished, joins=joins):
                 logits_BV = self._forward(rows, caches)
                 chosen_B2 = torch.zeros(len(given), 2, dtype=torch.float64, device=self._device)
@@ -133,18 +161,34 @@ class Generator:
             number: _TokenPass(stage, micro, inputs[number], sizes, found.append)
             for number, stage in self._parts.stages.items()
         }
-        self._runner.run_stages(self._schedule, stages, [("tokens", tuple(new_ids.shape))])
+        # Some blocks return their attention weights, of all tokens so far.
+        key = ("tokens", tuple(new_ids.shape), rows.ids_BS.shape[1])
+        self._runner.run_stages(self._schedule, stages, [key])
         for cache in caches.values():
             cache.advance(*new_ids.shape)
         return found[0] if found else None
 
+    def memory(self, batch_shape: tuple[int, int]) -> GenerationMemory:
+        """See `Engine.generation_memory`."""
+        check_generates(self._module)
+        gathered = sum(stage.sharded.unsharder.sharded_bytes for stage in self._parts.stages.values())
+        return GenerationMemory(gathered, self._runner.cache_bytes(batch_shape), free_bytes(self._device))
+
     @contextmanager
-    def _weights(self) -> Iterator[bool]:
-        """Context of all forwards. Yields whether ranks with other rows have to join them."""
+    def _weights(self, batch_shape: tuple[int, int]) -> Iterator[bool]:
+        """Context of all forwards of (rows, tokens). Yields whether ranks with other rows join them. See
+        [Note: weights of stage 3]."""
+        context, gathers_once = self._parts.context, True
+        if not context.keeps_params_unsharded:
+            does_not_fit = torch.tensor(
+                [not self.memory(batch_shape).gathers_once], device=self._device
+            ).int()
+            all_reduce(does_not_fit, context.mesh.world.group, "max")
+            gathers_once = not does_not_fit.item()
         with ExitStack() as stack:
-            for stage in self._parts.stages.values():
+            for stage in self._parts.stages.values() if gathers_once else ():
                 stack.enter_context(stage.sharded.unsharder.unsharded())
-            yield self._parts.context.plan.ep > 1
+            yield context.plan.ep > 1 or not gathers_once
 
     def _go_on(self, is_unfinished: bool, *, joins: bool) -> bool:
         if not joins:
@@ -204,7 +248,7 @@ def _limits(prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
 
 
 class RowTexts:
-    """What the rows of a batch have generated so far."""
+    """The continuations of a batch's rows so far."""
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from plait.engine.stage import StageRunner
 from plait.engine.totals import EvalResult, check_loss, valid_count
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
+from plait.models.caches import experts_left_out
 from plait.models.init_weights import seeded_rng
 from plait.parallel.experts.capacity import MessageSizes, MicroSizes, sizes_of
 from plait.parallel.pipeline.executor import Stage
@@ -111,9 +112,18 @@ class MicrobatchRunner:
             return [None] * len(micros)
         return self._sizes.exchanged([_key_of(micro) for micro in micros])
 
-    def probe(self, micro: Micro, on_loss: OnLoss) -> None:
-        """Forward and backward of one micro-batch."""
-        self._run(one_micro_batch(self._schedule), [micro], on_loss, None)
+    def probe(self, micro: Micro, scale: float) -> None:
+        """Forward and backward of one micro-batch in eval mode, of `scale` times its mean loss."""
+        tokens = self._parts.context.groups.sequence
+
+        def mean(loss: Tensor, count: int | Tensor) -> Tensor:
+            check_loss(loss)
+            targets = torch.tensor(float(count), dtype=torch.float64, device=self._device)
+            all_reduce(targets, tokens)
+            return loss * (scale / float(targets))
+
+        with self.eval_mode():
+            self._run(one_micro_batch(self._schedule), [micro], mean, None)
 
     def evaluate(self, micros: Sequence[Micro]) -> EvalResult:
         """Forwards only, in eval mode, and their loss over all data ranks. If ranks communicate in forwards,
@@ -354,13 +364,23 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def estimated_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        dataflow = self._parts.dataflow
-        block_outputs = None if dataflow is None else BlockOutputs(dataflow.meta_model, device)
+        block_outputs = self._block_outputs(device)
         kept = {
             number: stage.estimated_bytes(batch_shape, device, block_outputs)
             for number, stage in self._parts.stages.items()
         }
         return self._peak(kept)
+
+    def cache_bytes(self, batch_shape: tuple[int, int]) -> int | None:
+        """Estimate the bytes of this rank's caches after so many (rows, tokens); None if unknown."""
+        dataflow, outputs = self._parts.dataflow, self._block_outputs(self._device)
+        with nullcontext() if dataflow is None else experts_left_out(dataflow.meta_model):
+            found = [stage.cache_bytes(batch_shape, outputs) for stage in self._parts.stages.values()]
+        return None if None in found else sum(each for each in found if each is not None)
+
+    def _block_outputs(self, device: torch.device) -> BlockOutputs | None:
+        dataflow = self._parts.dataflow
+        return None if dataflow is None else BlockOutputs(dataflow.meta_model, device)
 
     def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
         return peak_activation_bytes(self._schedule, self._parts.context.groups.pp.rank, kept)

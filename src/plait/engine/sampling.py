@@ -2,9 +2,8 @@
 
 [Note: draws]
 A row draws one number in [0, 1) for each token, from a generator seeded with (seed, index of the row in the
-global batch), and takes the token at which the cumulative probabilities, in the order of the vocabulary, pass
-it. So draws depend on neither the plan nor the batch size, and one number is drawn where a choice by noise for
-each token would draw V.
+global batch). It takes the token at which the cumulative probabilities, in the order of the vocabulary, pass
+that number. So draws depend on neither the plan nor the batch size.
 """
 
 import math
@@ -76,6 +75,6 @@ def limited(scores_BV: Tensor, sampling: Sampling) -> Tensor:
 def _drawn(probabilities_BV: Tensor, draws_B1: Tensor) -> Tensor:
     """See [Note: draws]. A token without probability is never drawn."""
     sums_BV = probabilities_BV.cumsum(-1)
-    found_B1 = torch.searchsorted(sums_BV, draws_B1 * sums_BV[:, -1:], right=True)
-    last_B1 = torch.searchsorted(sums_BV, sums_BV[:, -1:])  # the last one with a probability
-    return found_B1.minimum(last_B1)
+    totals_B1 = sums_BV[:, -1:].contiguous()
+    found_B1 = torch.searchsorted(sums_BV, draws_B1 * totals_B1, right=True)
+    return found_B1.minimum(torch.searchsorted(sums_BV, totals_B1))  # the last one with a probability

@@ -8,12 +8,14 @@ forward, those that it has not updated get as many tokens of one zero each.
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.models.experts import expert_layers
 from plait.models.task import Task, check_attends_backwards, pretrained_base, task_of
 
 _NAMES = ("past_key_values", "cache_params")
@@ -21,7 +23,7 @@ _NAMES = ("past_key_values", "cache_params")
 
 def check_generates(model: nn.Module) -> None:
     """Raise ModelError for a model that is no causal language model of transformers with a cache."""
-    base = pretrained_base(model)
+    base: Any = pretrained_base(model)
     is_causal = base is not None and task_of(model) is Task.CAUSAL_LM
     if base is None or not is_causal or getattr(base.config, "is_encoder_decoder", False):
         raise ModelError(
@@ -40,12 +42,27 @@ def check_generates(model: nn.Module) -> None:
         )
 
 
-def _arguments(base: nn.Module) -> Any:
+def _parameters(base: nn.Module) -> Any:
     return inspect.signature(type(base).forward).parameters
 
 
 def _cache_name(base: nn.Module) -> str | None:
-    return next((name for name in _NAMES if name in _arguments(base)), None)
+    return next((name for name in _NAMES if name in _parameters(base)), None)
+
+
+@contextmanager
+def experts_left_out(meta_model: nn.Module) -> Iterator[None]:
+    """Context in which experts return their input: their code needs values, and no cache depends on them."""
+    modules = [meta_model.get_submodule(name) for name in expert_layers(meta_model)]
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        module.forward = lambda x, *_, **__: x
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            del module.forward
+            vars(module).update({} if forward is None else {"forward": forward})
 
 
 class StageCache:
@@ -54,8 +71,9 @@ class StageCache:
     def __init__(self, module: nn.Module, *, is_stage: bool) -> None:
         base = pretrained_base(module)
         assert base is not None, "see check_generates"
-        self._base, self._is_stage = base, is_stage
-        name, self._arguments = _cache_name(base), _arguments(base)
+        self._base: Any = base
+        self._is_stage = is_stage
+        name, self._parameters = _cache_name(base), _parameters(base)
         assert name is not None, "see check_generates"
         self._name = name
         self._cache = self._new()
@@ -63,21 +81,25 @@ class StageCache:
     def _new(self) -> Any:
         from transformers import DynamicCache
 
-        self._num_seen = 0
+        self._num_seen, self._counts = 0, set[Any]()  # layers of other stages
         return DynamicCache(config=self._base.config.get_text_config(decoder=True))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of forward that make it fill the cache."""
+        return {self._name: self._cache, "use_cache": True}
 
     def inputs(self, ids_BS: Tensor, mask_BS: Tensor) -> dict[str, Any]:
         """The arguments of the next forward, for tokens that the cache has not seen. `ids_BS`: all tokens so
         far, padded on the left; `mask_BS`: 0 for padding."""
         positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)
         of_tokens = {"attention_mask": mask_BS, "position_ids": positions_BS, "logits_to_keep": 1}
-        given: dict[str, Any] = {key: each for key, each in of_tokens.items() if key in self._arguments}
+        given: dict[str, Any] = {key: each for key, each in of_tokens.items() if key in self._parameters}
         found: dict[str, Any] = self._base.prepare_inputs_for_generation(
             ids_BS,
             next_sequence_length=ids_BS.shape[1] - self._num_seen,
             is_first_iteration=not self._num_seen,
-            use_cache=True,
-            **{self._name: self._cache},
+            **self.arguments,
             **given,
         )
         if found.get(self._name) is None:  # the model begins again, such as Phi-3 past its short positions
@@ -91,12 +113,13 @@ class StageCache:
             if hasattr(layer, "get_seq_length") and layer.get_seq_length() < self._num_seen:
                 zeros = torch.zeros(num_rows, 1, num_tokens, 1)
                 layer.update(zeros, zeros)
+                self._counts.add(layer)
             for number in getattr(layer, "has_previous_state", ()):
                 layer.has_previous_state[number] = True
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors of the layers that the stage has."""
-        for layer in self._cache.layers:
+        for layer in (each for each in self._cache.layers if each not in self._counts):
             states = [getattr(layer, key, None) for key in ("conv_states", "recurrent_states")]
             values = [each for of in states if of is not None for each in of.values()]
             values += [getattr(layer, key, None) for key in ("keys", "values", "indexer_keys")]

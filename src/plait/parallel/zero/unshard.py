@@ -383,6 +383,12 @@ class Unsharder:
         finally:
             self._is_paused = False
 
+    @property
+    def sharded_bytes(self) -> int:
+        """Bytes that `unsharded` would allocate now."""
+        sharded = (unit for unit in self._group_of if unit.state is UnshardState.SHARDED)
+        return sum(unit.storage.numel() * unit.storage.element_size() for unit in sharded)
+
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Gather all units once, and keep them for the forwards in this context. Collective. Afterwards they
