@@ -47,22 +47,22 @@ BUDGETS = {
     "bench": 1975,
     "checkpoint": 2620,
     "cli": 3280,
-    "comm": 7165,
+    "comm": 7175,
     "compat": 1550,
     "data": 4535,
-    "engine": 5260,
+    "engine": 5900,
     "estimate": 600,
-    "models": 10745,
+    "models": 10865,
     "optim": 1625,
     "pages": 275,
-    "parallel": 15300,
-    "plan": 7110,
+    "parallel": 15390,
+    "plan": 7230,
     "planner": 4855,
     "server": 2250,
     "train": 5970,
     "verify": 1825,
 }
-ROOT_LINES = 1150  # of the modules next to the packages
+ROOT_LINES = 1155  # of the modules next to the packages
 REPORTS = re.compile(r"(report|figures|page|pages|explain\w*|\w*plot|\w*table)$")
 MOST_PARAMETERS = 7
 RUN = 6

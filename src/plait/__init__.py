@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from plait.data.documents import PaddingCollator
     from plait.engine.distillation import with_teacher
     from plait.engine.engine import Engine
+    from plait.engine.generation import Generated
     from plait.engine.preferences import with_reference
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from plait.plan.distillation import Distillation
     from plait.plan.loss_scaling import LossScaling
     from plait.plan.preference import Preference
+    from plait.plan.sampling import Sampling
 
 __version__ = "0.1.0"
 
@@ -37,12 +39,14 @@ __all__ = [
     "DistributedDataParallel",
     "Engine",
     "EvalResult",
+    "Generated",
     "Lion",
     "LossScaling",
     "PaddingCollator",
     "PlaitError",
     "Plan",
     "Preference",
+    "Sampling",
     "StepResult",
     "__version__",
     "all_gather",
@@ -60,6 +64,7 @@ _HOMES = {
     "DistributedDataParallel": "plait.parallel.ddp",
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.totals",
+    "Generated": "plait.engine.generation",
     "StepResult": "plait.engine.totals",
     "AdamW8bit": "plait.optim.adamw_8bit",
     "LAMB": "plait.optim.lion_lamb",
@@ -74,6 +79,7 @@ _HOMES = {
     "Plan": "plait.plan",
     "Distillation": "plait.plan.distillation",
     "Preference": "plait.plan.preference",
+    "Sampling": "plait.plan.sampling",
     "with_reference": "plait.engine.preferences",
     "with_teacher": "plait.engine.distillation",
 }

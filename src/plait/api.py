@@ -66,8 +66,7 @@ def parallelize(
     param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     router_bias_update  rate of routers' biases (DeepSeek-V3: 0.001); `router_z_loss`: weight (ST-MoE: 0.001)
-    loss            (outputs, micro-batch) -> (summed loss, number of targets), a Preference or a
-                    Distillation. None: by task
+    loss            (outputs, micro-batch) -> (summed loss, number of targets); or Preference, Distillation
     label_smoothing fraction of targets for all tokens; `z_loss`: weight of a squared log-sum-exp. In training
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList

@@ -24,6 +24,7 @@ from plait.cli.common import (
 )
 from plait.cli.multirank import check_ranks, first_rank_first, rank_entry, report_once
 from plait.data.sources import list_source
+from plait.errors import ConfigError
 from plait.launchers import adopt_ranks
 from plait.plan import Plan
 from plait.train.saved_recipe import check_is_folder_of_model, check_is_run
@@ -87,8 +88,20 @@ def evaluate(
         typer.Argument(help="A run directory, a checkpoint, or a Hugging Face folder.", show_default=False),
     ],
     data: Annotated[
-        str, typer.Argument(help="Text or .jsonl files, as in data.sources of a recipe.", show_default=False)
-    ],
+        str | None,
+        typer.Argument(help="Text or .jsonl files, as in data.sources of a recipe.", show_default=False),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="FORMAT=FILE.jsonl or FORMAT=FILE.jsonl,SHOTS.jsonl, FORMAT arc, hellaswag, ... Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(min=0, help="Rows of SHOTS.jsonl to show before a question. Default: all."),
+    ] = None,
     plan: Annotated[str, typer.Option(help='How to distribute the model, e.g. "tp=2".')] = "dp=auto",
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Local ranks. Default: one per GPU, or those of the plan.")
@@ -100,7 +113,14 @@ def evaluate(
     stride: Annotated[
         int | None, typer.Option(help="New tokens in each later window. Default: context - 1.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Windows in a micro-batch.")] = 8,
+    windows: Annotated[
+        Literal["strided", "rolling"], typer.Option(help="rolling: those of lm-evaluation-harness.")
+    ] = "strided",
+    words: Annotated[
+        int | None,
+        typer.Option(min=1, help="Words of the original text, if DATA has others. Default: those of DATA."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Windows in one call, which fill a pipeline.")] = 8,
     text_key: Annotated[str, typer.Option(help="Key of the text in JSON lines.")] = "text",
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer. Default: the model's.", show_default=False)
@@ -109,20 +129,39 @@ def evaluate(
     json: Json = None,
     debug: Debug = False,
 ) -> None:
-    """Measure loss, perplexity and the accuracy of last words, on local ranks or the ranks of torchrun."""
+    """Measure loss, perplexity and last words of text, and tasks, on local ranks or those of torchrun."""
+    tasks = task or []
     with first_rank_first():
         check_outputs({"--json": json})
         Plan.parse(plan).check_no_servers("plait evaluate")
         if adopt_ranks():
             check_ranks(ranks)
         check_is_folder_of_model(model)
-        if not data.startswith("hf:"):
+        if data is None and not tasks:
+            raise ConfigError(
+                "there is nothing to evaluate on",
+                given="neither DATA nor --task",
+                expected="files of text, or of a task, or both",
+                hint=f"plait evaluate {model} --task arc=FILE.jsonl",
+            )
+        if data is not None and not data.startswith("hf:"):
             list_source(data)  # raises for a missing file
     from plait.train.evaluate import EvaluationRequest
 
-    own_tokenizer = None if tokenizer is None else str(tokenizer)
     request = EvaluationRequest(
-        str(model), data, plan, batch, context, stride, text_key, own_tokenizer, device
+        str(model),
+        data,
+        plan,
+        batch=batch,
+        context=context,
+        stride=stride,
+        windows=windows,
+        words=words,
+        tasks=tasks,
+        shots=shots,
+        text_key=text_key,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        device=device,
     )
     output = None if json is None else str(json)
     if not adopt_ranks():
@@ -166,7 +205,6 @@ def _run(request: "EvaluationRequest", json: str | None, debug: bool) -> int:
     """Evaluate on this rank; rank 0 prints the scores and writes them. Returns the exit code."""
     from plait.comm.world import connect
     from plait.train.evaluate import evaluate as score
-    from plait.train.evaluate import scores_table
 
     world = connect(device=None if request.device == "auto" else request.device)
 
@@ -176,7 +214,7 @@ def _run(request: "EvaluationRequest", json: str | None, debug: bool) -> int:
             import rich
 
             if json != "-":
-                rich.print(scores_table(request, scores))
+                rich.print(scores.table(request))
             write_json_output(None if json is None else Path(json), scores.to_values())
         return 0
 

@@ -73,5 +73,5 @@ def with_teacher(teacher: Any, batch: Any, top: int = 64) -> Any:
 
 
 def _with_tokens(teacher: Any, micro: Mapping[str, Tensor], top: int) -> dict[str, Tensor]:
-    ids_BSK, log_probs_BSK = teacher.top_tokens(micro, top)
-    return {**micro, TEACHER_IDS: ids_BSK, TEACHER: log_probs_BSK}
+    ids_BSK, log_probs_BSK = teacher.label_statistics([micro], top=top)[0].chunk(2, -1)
+    return {**micro, TEACHER_IDS: ids_BSK.long(), TEACHER: log_probs_BSK}

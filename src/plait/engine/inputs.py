@@ -259,9 +259,10 @@ class Inputs:
         with self.explained([micro]):
             return find(micro)
 
-    def prepared(self, micro: Batch) -> Batch:
-        """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
-        batch = prepared(micro, self._model, self._loss)
+    def prepared(self, micro: Batch, *, shifts: bool = True) -> Batch:
+        """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]. Without
+        `shifts`, labels are those of their own positions."""
+        batch = prepared(micro, self._model, self._loss) if shifts else micro
         if batch is not micro and (labels := known_values(micro.get("labels"), waits=False)) is not None:
             shifted = prepared({"labels": labels}, self._model, self._loss)
             remember_values(batch["labels"], shifted["labels"])
@@ -272,7 +273,7 @@ class Inputs:
             return PackedRows(batch, documents)
         if self._is_eager and "attention_mask" in batch:
             values = {key: host_values(micro[key]) for key in micro.keys() & {"attention_mask", "labels"}}
-            check_targets(prepared(values, self._model, self._loss))
+            check_targets(prepared(values, self._model, self._loss) if shifts else values)
         own = self._sequence, self._method, self._numbering, self.dropout
         return own_tokens(batch, self._model, *own)
 

@@ -210,10 +210,11 @@ def label_statistics(
     columns: Sequence[tuple[int, int]] | None,
     top: int = 0,
 ) -> Tensor:
-    """Return (B, S, 2): the log-probability of each label of a prepared batch, and the entropy of its
-    position; 0 at positions without a target. With `top`, (B, S, 2 top): `top_tokens`. Raises ModelError for
-    another task than language models."""
-    logits = outputs.logits if task_of(model) in (Task.CAUSAL_LM, Task.ALIGNED_LM) else None
+    """Return (B, S, 3): `token_statistics` of the labels of a prepared batch; 0 at positions without a
+    target. With `top`, (B, S, 2 top): `top_tokens`. Raises ModelError for another task than language
+    models."""
+    tasks = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.IMAGE_LM)
+    logits = outputs.logits if task_of(model) in tasks else None
     if logits is None:
         raise ModelError(
             "log-probabilities are those of a language model's labels",
@@ -223,21 +224,21 @@ def label_statistics(
         )
     labels_BS, columns = _labels(batch), columns or [(0, logits.shape[-1])]
     _check_shape(labels_BS, logits.shape[:-1], "one per position of the logits")
-    targets_T, width = labels_BS.reshape(-1), 2 * top or 2
+    targets_T, width = labels_BS.reshape(-1), 2 * top or 3
     statistic: Statistic = (lambda z, _, loss: top_tokens(z, top, loss)) if top else token_statistics
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
         kept = _kept(Targets(targets_T, None, None), labels_BS)
         loss = token_loss_of(logits, group, columns)
-        found_n2 = head_statistics(logits, kept, loss, statistic, width).t()
+        found_nm = head_statistics(logits, kept, loss, statistic, width).t()
     else:
         full, kept = getattr(logits, "value", lambda: logits)(), Targets(targets_T, None, None)
         start, size = columns[group.rank][0], max(stop for _, stop in columns)
-        found_n2 = statistic(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
+        found_nm = statistic(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
     if kept.rows_n is None:
-        found_n2 = found_n2 * (targets_T != IGNORED_LABEL)[:, None]
+        found_nm = found_nm * (targets_T != IGNORED_LABEL)[:, None]
     else:
-        found_n2 = found_n2.new_zeros(len(targets_T), width).index_copy_(0, kept.rows_n, found_n2)
-    return found_n2.view(*labels_BS.shape, width)
+        found_nm = found_nm.new_zeros(len(targets_T), width).index_copy_(0, kept.rows_n, found_nm)
+    return found_nm.view(*labels_BS.shape, width)
 
 
 def _kept(all_tokens: Targets, labels: Tensor) -> Targets:

@@ -165,7 +165,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
     if base is None:
         check_present(model, inputs, batch)
         return inputs
-    inputs |= without_cache(base)
+    inputs = without_cache(base) | inputs  # generation has one
     inputs |= {"output_router_logits": False} if hasattr(base, ROUTER_LOSS) else {}
     has_decoder = _is_encoder_decoder(base) and task_of(model) in (Task.ALIGNED_LM, Task.NGRAM_LM)
     if (

@@ -312,12 +312,15 @@ def write_gradient(
 
 
 def token_statistics(logits_Tv: Tensor, targets_T: Tensor, options: TokenLoss) -> Tensor:
-    """Return (2, T): each target's log-probability, and the entropy of the token's probabilities."""
+    """Return (3, T): each target's log-probability, the entropy of the token's probabilities, and 1 if none
+    of these is larger than the target's, else 0."""
     max_T = new_wide(logits_Tv, len(logits_Tv)).fill_(-torch.inf)
     message = new_wide(logits_Tv, 3, len(logits_Tv)).zero_()
+    is_local_T, local_T = options.local_targets(logits_Tv, targets_T)
     for rows, z_tv, scratch_tv in _chunks(logits_Tv, options) if logits_Tv.shape[1] else ():
         max_t = torch.amax(z_tv, 1, out=max_T[rows])
         relative_tv = torch.sub(z_tv, max_t.clamp(min=torch.finfo(max_t.dtype).min)[:, None], out=scratch_tv)
+        message[2, rows] = z_tv.gather(1, local_T[rows, None])[:, 0]
         exp_tv = relative_tv.exp()
         message[0, rows] = exp_tv.sum(1)
         message[1, rows] = exp_tv.mul_(relative_tv).nan_to_num_(0).sum(1)  # 0 of a logit of -inf
@@ -326,10 +329,11 @@ def token_statistics(logits_Tv: Tensor, targets_T: Tensor, options: TokenLoss) -
     shift_T = (local_max_T - max_T).clamp_(min=torch.finfo(max_T.dtype).min)
     message[1] += message[0] * shift_T
     message[:2] *= shift_T.exp()
-    message[2] = _target_logits(logits_Tv, targets_T, max_T, options)
+    message[2].sub_(max_T).masked_fill_(~is_local_T, 0)
     all_reduce(message, options.group, label="loss: sums over the vocabulary")
     log_sum_exp_T = message[0].log()
-    return torch.stack([message[2] - log_sum_exp_T, log_sum_exp_T - message[1] / message[0]])
+    entropy_T = log_sum_exp_T - message[1] / message[0]
+    return torch.stack([message[2] - log_sum_exp_T, entropy_T, (message[2] == 0).to(entropy_T)])
 
 
 def top_tokens(logits_Tv: Tensor, number: int, options: TokenLoss) -> Tensor:
