@@ -46,11 +46,11 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 BUDGETS = {
     "bench": 1975,
     "checkpoint": 2620,
-    "cli": 3280,
+    "cli": 3330,
     "comm": 7175,
-    "compat": 1550,
+    "compat": 1710,
     "data": 4425,
-    "engine": 5625,
+    "engine": 5800,
     "estimate": 600,
     "models": 10865,
     "optim": 1625,
@@ -59,7 +59,7 @@ BUDGETS = {
     "plan": 7165,
     "planner": 4855,
     "server": 2250,
-    "train": 5960,
+    "train": 6300,
     "verify": 1825,
 }
 ROOT_LINES = 1155  # of the modules next to the packages
