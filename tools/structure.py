@@ -46,9 +46,9 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 BUDGETS = {
     "bench": 1975,
     "checkpoint": 2620,
-    "cli": 3280,
+    "cli": 3330,
     "comm": 7175,
-    "compat": 1550,
+    "compat": 1710,
     "data": 4535,
     "engine": 5900,
     "estimate": 600,
@@ -59,7 +59,7 @@ BUDGETS = {
     "plan": 7230,
     "planner": 4855,
     "server": 2250,
-    "train": 5970,
+    "train": 6300,
     "verify": 1825,
 }
 ROOT_LINES = 1155  # of the modules next to the packages

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Any:
-    """Of the harness's own class: every task once."""
+    """The results of the harness's own class, of every task."""
     from lm_eval.models.huggingface import HFLM  # noqa: PLC0415
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -67,16 +67,18 @@ def test_the_harness_on_an_engine_has_the_numbers_of_its_own_class(
     for form in FORMS:
         assert exponents(first[0][form]) == pytest.approx(exponents(expected[0][form]), rel=1e-6)
         for own, of_harness in zip(first[1][form], expected[1][form], strict=True):
-            assert flat(own) == pytest.approx(flat(of_harness), rel=1e-6)
+            assert_same(own, of_harness)
 
 
 def exponents(values: dict[str, float]) -> dict[str, float]:
-    """Of perplexities, in whose exponents the log-probabilities are."""
+    """Return scores, and of perplexities the logarithm, a mean of log-probabilities."""
     return {name: math.log(value) if "perplexity" in name else value for name, value in values.items()}
 
 
-def flat(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in flat(item)] if isinstance(value, list | tuple) else [value]
+def assert_same(own: list[Any], of_harness: list[Any]) -> None:
+    """Texts, or log-probabilities and whether they are of greedy decoding."""
+    for one, other in zip(own, of_harness, strict=True):
+        assert one == (other if isinstance(other, str) else pytest.approx(other, rel=1e-6, abs=1e-6))
 
 
 def by_command(folder: str, forms: list[str]) -> Any:

@@ -48,7 +48,7 @@ ROWS_OF_OTHERS = {
 
 
 class Rows(list[dict[str, Any]]):
-    """What the harness uses of a dataset."""
+    """A list with the property of a data set that the harness reads."""
 
     @property
     def features(self) -> dict[str, None]:
@@ -113,7 +113,10 @@ def results(lm: Any, forms: list[str]) -> tuple[dict[str, dict[str, float]], dic
         for form in forms
     }
     samples = {
-        form: [each["resps"] for each in sorted(found["samples"][form], key=lambda each: each["doc_id"])]
+        form: [
+            [of_request[0] for of_request in each["resps"]]  # the harness repeats the last on some ranks
+            for each in sorted(found["samples"][form], key=lambda each: each["doc_id"])
+        ]
         for form in forms
     }
     return metrics, samples

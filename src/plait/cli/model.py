@@ -80,6 +80,38 @@ def export(
     print_line(out)
 
 
+Data = Annotated[
+    str | None,
+    typer.Argument(help="Text or .jsonl files, as in data.sources of a recipe.", show_default=False),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--task",
+        metavar="FORMAT=FILE[,SHOTS]",
+        help="Rows of a task: --task arc=FILE.jsonl. FORMAT: arc, hellaswag, ... Repeatable.",
+        show_default=False,
+    ),
+]
+Shots = Annotated[
+    int | None, typer.Option(min=0, help="Rows of SHOTS to show before each question. Default: all.")
+]
+PlanText = Annotated[str, typer.Option("--plan", help='How to distribute the model, e.g. "tp=2".')]
+LocalRanks = Annotated[
+    int | None, typer.Option(min=1, help="Local ranks. Default: one per GPU, or those of the plan.")
+]
+Context = Annotated[
+    int | None, typer.Option(help="Tokens in a window of a long document. Default: the model's positions.")
+]
+Stride = Annotated[int | None, typer.Option(help="New tokens in each later window. Default: context - 1.")]
+Windows = Annotated[
+    Literal["strided", "rolling"], typer.Option(help="rolling: those of lm-evaluation-harness.")
+]
+Words = Annotated[
+    int | None, typer.Option(min=1, help="Words of the original text, if they are not those of DATA.")
+]
+
+
 @report_errors
 def evaluate(
     call: typer.Context,
@@ -87,39 +119,15 @@ def evaluate(
         Path,
         typer.Argument(help="A run directory, a checkpoint, or a Hugging Face folder.", show_default=False),
     ],
-    data: Annotated[
-        str | None,
-        typer.Argument(help="Text or .jsonl files, as in data.sources of a recipe.", show_default=False),
-    ] = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="FORMAT=FILE.jsonl or FORMAT=FILE.jsonl,SHOTS.jsonl, FORMAT arc, hellaswag, ... Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    shots: Annotated[
-        int | None,
-        typer.Option(min=0, help="Rows of SHOTS.jsonl to show before a question. Default: all."),
-    ] = None,
-    plan: Annotated[str, typer.Option(help='How to distribute the model, e.g. "tp=2".')] = "dp=auto",
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Local ranks. Default: one per GPU, or those of the plan.")
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a window of a long document. Default: the model's positions."),
-    ] = None,
-    stride: Annotated[
-        int | None, typer.Option(help="New tokens in each later window. Default: context - 1.")
-    ] = None,
-    windows: Annotated[
-        Literal["strided", "rolling"], typer.Option(help="rolling: those of lm-evaluation-harness.")
-    ] = "strided",
-    words: Annotated[
-        int | None,
-        typer.Option(min=1, help="Words of the original text, if DATA has others. Default: those of DATA."),
-    ] = None,
+    data: Data = None,
+    task: Tasks = None,
+    shots: Shots = None,
+    plan: PlanText = "dp=auto",
+    ranks: LocalRanks = None,
+    context: Context = None,
+    stride: Stride = None,
+    windows: Windows = "strided",
+    words: Words = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows in one call, which fill a pipeline.")] = 8,
     text_key: Annotated[str, typer.Option(help="Key of the text in JSON lines.")] = "text",
     tokenizer: Annotated[
@@ -130,14 +138,13 @@ def evaluate(
     debug: Debug = False,
 ) -> None:
     """Measure loss, perplexity and last words of text, and tasks, on local ranks or those of torchrun."""
-    tasks = task or []
     with first_rank_first():
         check_outputs({"--json": json})
         Plan.parse(plan).check_no_servers("plait evaluate")
         if adopt_ranks():
             check_ranks(ranks)
         check_is_folder_of_model(model)
-        if data is None and not tasks:
+        if data is None and not task:
             raise ConfigError(
                 "there is nothing to evaluate on",
                 given="neither DATA nor --task",
@@ -148,20 +155,9 @@ def evaluate(
             list_source(data)  # raises for a missing file
     from plait.train.evaluate import EvaluationRequest
 
+    own_tokenizer, windowing = None if tokenizer is None else str(tokenizer), (context, stride, windows)
     request = EvaluationRequest(
-        str(model),
-        data,
-        plan,
-        batch=batch,
-        context=context,
-        stride=stride,
-        windows=windows,
-        words=words,
-        tasks=tasks,
-        shots=shots,
-        text_key=text_key,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        device=device,
+        str(model), data, plan, batch, *windowing, words, task or (), shots, text_key, own_tokenizer, device
     )
     output = None if json is None else str(json)
     if not adopt_ranks():

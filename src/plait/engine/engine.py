@@ -341,14 +341,9 @@ class Engine:
 
     @one_thread
     def evaluate(self, batch: Batch) -> EvalResult:
-        """The loss over all data ranks, each evaluating its share of the batch; the training state is
-        unchanged.
-
-        Runs in at most `plan.micro` micro-batches, none larger than in training. Shares may differ in size.
-        """
-        micros = self._inputs.of_evaluation(batch)
-        with self._inputs.explained(micros):
-            return self._runner.evaluate(micros)
+        """The loss over all data ranks, each evaluating its share of the batch in at most `plan.micro`
+        micro-batches. Shares may differ in size; the training state is unchanged."""
+        return self._runner.evaluate(batch)
 
     @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
@@ -371,15 +366,12 @@ class Engine:
         """For the labels of each micro-batch, (B, S, 3): as `log_probs`, and 1 if no token is likelier, else
         0; with `top`, (B, S, 2 top): ids and log-probabilities of the likeliest tokens. `shifted`: labels are
         those of the next tokens. All data ranks have as many micro-batches."""
-        own = [self._inputs.single(micro, trains=False) for micro in micros]
-        with self._inputs.explained(own):
-            return self._runner.label_statistics(own, shifts=not shifted, top=top)
+        return self._runner.label_statistics(micros, shifts=not shifted, top=top)
 
     @one_thread
     def routing(self, batch: Batch) -> Tensor:
-        """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode.
-        A batch can have them as its entry `routing`. Every rank must call it, with its share. Only under
-        pp=1."""
+        """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode: a
+        batch's entry `routing`. Every rank must call it, with its share. Only under pp=1."""
         return self._inputs.ask(self._runner.routing, batch)
 
     @one_thread

@@ -170,16 +170,17 @@ class MicrobatchRunner:
         with self.eval_mode():
             self._run(one_micro_batch(self._schedule), [micro], mean, None)
 
-    def evaluate(self, micros: Sequence[Micro]) -> EvalResult:
+    def evaluate(self, batch: Micro) -> EvalResult:
         """Forwards only, in eval mode, and their loss over all data ranks. If ranks communicate in forwards,
         for parameters or experts, this rank joins those of others that have more micro-batches, with forwards
         of a sample that is not counted."""
-        context, device = self._parts.context, self._device
+        context, device, inputs = self._parts.context, self._device, self._parts.inputs
+        micros = inputs.of_evaluation(batch)
         has_router_loss = any(stage.routers.adds for stage in self._parts.stages.values())
         communicates = not context.keeps_params_unsharded or context.plan.ep > 1 or has_router_loss
         most = torch.tensor([len(micros)], device=device)
         all_reduce(most, context.groups.tokens, "max")
-        sample = {key: value[: self._parts.inputs.rows] for key, value in micros[0].items()}
+        sample = {key: value[: inputs.rows] for key, value in micros[0].items()}
         padding = [sample] * ((int(most.item()) - len(micros)) if communicates else 0)
         totals, counted = torch.zeros(2, dtype=torch.float64, device=device), len(micros)
         remaining = counted
@@ -192,7 +193,7 @@ class MicrobatchRunner:
                 totals[0] += loss
                 totals[1] += valid_count(count)
 
-        with self.inference():
+        with inputs.explained(micros), self.inference():
             micros = self._answers([*micros, *padding], None, counted)
             schedule = forwards_only(self._schedule, len(micros))
             self._run(schedule, micros, add, None, num_counted=counted)
@@ -209,11 +210,12 @@ class MicrobatchRunner:
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
             )
 
-    def label_statistics(self, micros: Sequence[Micro], *, shifts: bool, top: int = 0) -> list[Tensor]:
+    def label_statistics(self, batches: Sequence[Micro], *, shifts: bool, top: int = 0) -> list[Tensor]:
         """`label_statistics` of loss.py for the labels of each micro-batch, on every rank of the pipeline;
         all data ranks have as many. `shifts`: see `Inputs.prepared`."""
         found: list[Tensor] = []
         inputs = self._parts.inputs
+        micros = [inputs.single(batch, trains=False) for batch in batches]
 
         def completed() -> list[Tensor]:
             values = [inputs.complete(*pair) for pair in zip(found, micros, strict=True)]
@@ -221,7 +223,7 @@ class MicrobatchRunner:
 
         schedule = forwards_only(self._schedule, len(micros))
         prepare = partial(inputs.prepared, shifts=shifts)
-        with self.inference():
+        with inputs.explained(micros), self.inference():
             self._run(schedule, micros, found.append, None, prepare=prepare, of_labels=True, top=top)
             result: list[Tensor] = self._broadcast_from_last(completed)
         return result

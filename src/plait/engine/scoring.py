@@ -14,8 +14,9 @@ many threads, between which a product may divide sums.
 A document longer than `context` is read in windows. Strided ones are of `context` tokens: the first window
 predicts all of its tokens but the first; each later one ends `stride` tokens after the one before, or where
 the document ends, and predicts the tokens that are new in it, with at least `context - stride` tokens before
-them. Rolling ones are those of lm-evaluation-harness: each predicts the next `context` tokens, from one token
-before them. Every token but the document's first is predicted once.
+them. Rolling windows, those of lm-evaluation-harness, have one token more, of which the model does not read
+the last one, and each later one ends `context` tokens after the one before. Every token but the document's
+first is predicted once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -143,9 +144,5 @@ def strided_rows(ids: Sequence[int], last_word: range, context: int, stride: int
 
 
 def rolling_rows(ids: Sequence[int], last_word: range, context: int) -> Iterator[Row]:
-    """The same for rolling windows, of which each feeds at most `context` tokens to the model."""
-    for begin in range(0, len(ids) - 1, context):
-        stop = min(len(ids), begin + context + 1)
-        inside = range(last_word.start - begin, last_word.stop - begin)
-        is_last = stop == len(ids) and last_word and inside.start >= 1
-        yield Row(tuple(ids[begin:stop]), 1, inside if is_last else range(0))
+    """The same for rolling windows."""
+    return strided_rows(ids, last_word, context + 1, context)

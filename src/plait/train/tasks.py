@@ -7,9 +7,9 @@ follows one space. Examples that are shown before the question, "shots", are the
 with their answers, in MMLU of the same subject, and a blank line after each.
 
 [Note: encoded pairs]
-A context and a continuation are encoded as one text, which is cut where the context's own tokens end. Spaces
+A context and a continuation are encoded as one text, and divided where the context's own tokens end. Spaces
 at the context's end are the continuation's. An empty context is the tokenizer's bos token, or eos. The text
-begins as the tokenizer begins a text. What does not fit into the model is cut off at the beginning.
+begins as the tokenizer begins a text. What does not fit into the model is left out at the beginning.
 """
 
 import math
@@ -75,13 +75,13 @@ def _cleaned(text: str) -> str:
 
 
 def _mmlu(row: Mapping[str, Any]) -> Example:
-    letters, subject = "ABCD", row.get("subject", "").replace("_", " ")
-    choices = "".join(f"{mark}. {text}\n" for mark, text in zip(letters, row["choices"], strict=True))
+    marks, subject = "ABCD", row.get("subject", "").replace("_", " ")
+    choices = "".join(f"{mark}. {text}\n" for mark, text in zip(marks, row["choices"], strict=True))
     about = f" about {subject}" if subject else ""
-    answer = row["answer"] if isinstance(row["answer"], int) else letters.index(row["answer"])
+    answer = row["answer"] if isinstance(row["answer"], int) else marks.index(row["answer"])
     return _choice(
         f"{row['question'].strip()}\n{choices}Answer:",
-        letters,
+        marks,
         answer,
         group=subject,
         description=f"The following are multiple choice questions (with answers){about}.\n\n",
@@ -215,18 +215,18 @@ class EncodedTask:
 
     def rows(self, context: int) -> list[Row]:
         """Rows that fit the model: of a row's last token, it reads nothing. Raises DataError if something
-        predicted would be cut off, or nothing is predicted."""
+        predicted would be left out, or nothing is predicted."""
         rows = []
         for row in self.encoded:
-            cut = max(0, row.width - context)
-            if cut >= row.first or row.first >= len(row.ids):
+            surplus = max(0, row.width - context)
+            if surplus >= row.first or row.first >= len(row.ids):
                 raise DataError(
                     f"a choice in {self.name} cannot be predicted",
                     given=f"{counted(len(row.ids) - row.first, 'token')}",
                     expected=f"1 to {context} tokens",
                     hint="--context, a model with more positions, or a file without this row",
                 )
-            rows.append(Row(row.ids[cut:], row.first - cut))
+            rows.append(Row(row.ids[surplus:], row.first - surplus))
         return rows
 
     def scores(self, found: Sequence[RowScore]) -> dict[str, float]:
