@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint import HuggingFaceFiles, Reader
+from plait.checkpoint import HuggingFaceFiles
 from plait.checkpoint.magnitudes import MagnitudeReader
 from plait.comm import Mesh, World, connect, raise_on_all
 from plait.engine.engine import Engine
@@ -19,7 +19,7 @@ from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.reference import SelfCheck
 from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.engine.usage_checks import check_types
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, ModelError
 from plait.models import Blocks
 from plait.models.routers import OF_BATCHES
 from plait.optim.update_kinds import DECLARATION
@@ -202,11 +202,10 @@ def _warnings(spec: TrainingSpec, device: torch.device) -> Iterator[str]:
 def _open_weights(spec: TrainingSpec, folder: Path, world: World) -> MagnitudeReader:
     """Open a reader of the initial weights. Raises CheckpointError on all ranks for files that one of them
     cannot read."""
-    reader: Reader | None = None
-    problem = None
+    reader, problem = None, None
     try:
         reader = HuggingFaceFiles.open(folder).reader(spec.given.model)
-    except CheckpointError as error:
+    except (CheckpointError, ModelError) as error:
         problem = error
     raise_on_all(problem, world.group, world.device)
     assert reader is not None, "neither a reader nor an error"
