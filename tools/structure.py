@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7165,
     "compat": 1550,
     "data": 4425,
-    "engine": 5150,
+    "engine": 5180,
     "estimate": 600,
     "models": 10790,
     "optim": 1625,

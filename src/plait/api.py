@@ -44,6 +44,7 @@ def parallelize(
     router_bias_update: float | None = None,
     router_z_loss: float | None = None,
     loss: Loss | Preference | None = None,
+    keep_zeros: bool = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     loss_scaling: LossScaling | None = None,
@@ -58,9 +59,10 @@ def parallelize(
     world: World | None = None,
 ) -> Engine:
     """Return an engine that trains `model` under `plan` on the ranks of this job (one rank if started alone).
+    Unused parameters get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
 
     model           any nn.Module, unmodified, or a list (see `Chain`). Values: rank 0's; on meta, from `seed`
-    plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
+    plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"; `world`: the ranks. None: `connect()`
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
     param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
@@ -72,10 +74,8 @@ def parallelize(
     tensor_plan     {"*.fc1": "colwise"}; with layout="ffn:col", {"*.fc1": "ffn hidden"}. None: model's own
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
     example_batch   under pp and tp, for inputs other than input_ids: shows where parameters are used
-    seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
+    seed            of initial weights and dropout; `keep_zeros`: zeros in linear weights stay zero
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
-
-    Unused parameters get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
     """
     model = check_types(model, locals())  # before ranks wait for each other
     given = Arguments(**locals())

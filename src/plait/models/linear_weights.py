@@ -1,7 +1,7 @@
 """The weights of a model that are compressed: see docs/compress.md."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -9,14 +9,16 @@ from plait.models.experts import expert_layers
 from plait.models.stages.dataflow import blocks_of
 
 
-def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+def block_linears(
+    model: nn.Module, blocks: Sequence[tuple[str, nn.Module]] | None = None
+) -> dict[str, nn.Linear]:
     """Return the linear layers in the model's blocks, by the names of their weights as parameters.
 
     Without routers, which have an output for each expert, and without weights that another module has too,
-    such as a tied embedding.
+    such as a tied embedding. `blocks`: None for those of `blocks_of`.
     """
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    inside = {module for _, block in blocks_of(model) for module in block.modules()}
+    inside = {module for _, block in (blocks or blocks_of(model)) for module in block.modules()}
     numbers = set(expert_layers(model).values())
     return {
         f"{name}.weight": module
