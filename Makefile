@@ -47,6 +47,12 @@ TORCHAO := build/torchao
 $(TORCHAO): constraints.txt $(BIN)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ torchao && touch $@ || rm -rf $@
 
+# The same for compressed-tensors, which loads what `plait export --weights` writes.
+COMPRESSED := build/compressed-tensors
+
+$(COMPRESSED): constraints.txt $(BIN)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ compressed-tensors loguru && touch $@ || rm -rf $@
+
 # The same for Weights & Biases.
 WANDB := build/wandb
 
@@ -73,9 +79,10 @@ $(GENERATOR): constraints.txt $(BIN)/.installed
 docs: install $(GENERATOR)  ## the documentation site, in build/site
 	PYTHONPATH=$(GENERATOR) $(BIN)/python tools/build_site.py
 
-test: check $(TORCHAO) $(WANDB) $(TRL) $(DATASETS) $(GENERATOR)  ## everything that CI runs
+test: check $(TORCHAO) $(COMPRESSED) $(WANDB) $(TRL) $(DATASETS) $(GENERATOR)  ## everything that CI runs
 	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/one/test_quantized_torchao.py \
 		tests/docs/test_site.py
+	PYTHONPATH=$(COMPRESSED) $(BIN)/python -m pytest -rs tests/one/test_compressed_tensors.py
 	PYTHONPATH=$(WANDB) $(BIN)/python -m pytest -rs tests/one/test_wandb.py
 	PYTHONPATH=$(TRL):$(DATASETS) $(BIN)/python -m pytest -rs tests/one/test_chat_templates.py tests/one/test_data_hf.py
 	$(BIN)/python tools/run_tests.py

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint import HuggingFaceFiles, Reader
+from plait.checkpoint import HuggingFaceFiles
 from plait.checkpoint.magnitudes import MagnitudeReader
 from plait.comm import Mesh, World, connect, raise_on_all
 from plait.engine.engine import Engine
@@ -19,7 +19,7 @@ from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.reference import SelfCheck
 from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.engine.usage_checks import check_types
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, ModelError
 from plait.models import Blocks
 from plait.models.routers import OF_BATCHES
 from plait.optim.update_kinds import DECLARATION
@@ -45,6 +45,7 @@ def parallelize(
     router_bias_update: float | None = None,
     router_z_loss: float | None = None,
     loss: Loss | Preference | Distillation | None = None,
+    keep_zeros: bool = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     loss_scaling: LossScaling | None = None,
@@ -59,9 +60,10 @@ def parallelize(
     world: World | None = None,
 ) -> Engine:
     """Return an engine that trains `model` under `plan` on the ranks of this job (one rank if started alone).
+    Unused parameters get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
 
     model           any nn.Module, unmodified, or a list (see `Chain`). Values: rank 0's; on meta, from `seed`
-    plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
+    plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"; `world`: the ranks. None: `connect()`
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
     param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
@@ -73,10 +75,8 @@ def parallelize(
     tensor_plan     {"*.fc1": "colwise"}; with layout="ffn:col", {"*.fc1": "ffn hidden"}. None: model's own
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
     example_batch   under pp and tp, for inputs other than input_ids: shows where parameters are used
-    seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
+    seed            of initial weights and dropout; `keep_zeros`: zeros in linear weights stay zero
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
-
-    Unused parameters get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
     """
     model = check_types(model, locals())  # before ranks wait for each other
     given = Arguments(**locals())
@@ -203,11 +203,10 @@ def _warnings(spec: TrainingSpec, device: torch.device) -> Iterator[str]:
 def _open_weights(spec: TrainingSpec, folder: Path, world: World) -> MagnitudeReader:
     """Open a reader of the initial weights. Raises CheckpointError on all ranks for files that one of them
     cannot read."""
-    reader: Reader | None = None
-    problem = None
+    reader, problem = None, None
     try:
         reader = HuggingFaceFiles.open(folder).reader(spec.given.model)
-    except CheckpointError as error:
+    except (CheckpointError, ModelError) as error:
         problem = error
     raise_on_all(problem, world.group, world.device)
     assert reader is not None, "neither a reader nor an error"

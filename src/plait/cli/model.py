@@ -16,6 +16,8 @@ from plait.cli.common import (
     Json,
     NewDirectory,
     Run,
+    Sparsity,
+    Weights,
     check_outputs,
     check_without_adapter,
     print_line,
@@ -55,9 +57,13 @@ def generate(
 
 @report_errors
 def export(
-    run: Run,
+    model: Annotated[
+        Path, typer.Argument(help="The directory of a run, or a Hugging Face folder.", show_default=False)
+    ],
     out: NewDirectory,
     dtype: Dtype = None,
+    weights: Weights = None,
+    sparsity: Sparsity = None,
     adapter: Annotated[
         bool,
         typer.Option("--adapter", help="Only the adapter, for PeftModel. Default: merged into its base."),
@@ -67,16 +73,30 @@ def export(
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Export a trained model for AutoModelForCausalLM and AutoTokenizer, or its adapter."""
-    check_is_run(run)
+    is_folder = (model / "config.json").is_file()
+    if not is_folder:
+        check_is_run(model)
+    elif of_runs := [name for name, is_given in (("--adapter", adapter), ("--base", base)) if is_given]:
+        raise ConfigError(
+            f"{of_runs[0]} is of runs",
+            given=f"{of_runs[0]} for {model}, a Hugging Face folder",
+            expected="the directory of a run that has trained an adapter",
+            hint=f"the command without {of_runs[0]}",
+        )
+    from plait.checkpoint.compress import Compression
     from plait.train.export import export as write
-    from plait.train.export import export_adapter
+    from plait.train.export import export_adapter, export_folder
     from plait.train.run_dir import RunDir
 
     if adapter:
-        check_without_adapter({"--dtype": dtype, "--base": base, "--exact-base": exact_base or None})
-        export_adapter(RunDir(run), out)
+        options = {"--dtype": dtype, "--base": base, "--exact-base": exact_base or None}
+        check_without_adapter({**options, "--weights": weights, "--sparsity": sparsity})
+        export_adapter(RunDir(model), out)
+    elif is_folder:
+        export_folder(model, out, dtype, Compression.parse(weights, sparsity))
     else:
-        write(RunDir(run), out, dtype, base=base, exact=exact_base)
+        compression = Compression.parse(weights, sparsity)
+        write(RunDir(model), out, dtype, base=base, exact=exact_base, compression=compression)
     print_line(out)
 
 

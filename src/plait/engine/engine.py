@@ -112,7 +112,7 @@ class Engine:
         with too_large_explained():
             self._parts = build_engine_parts(model, spec, mesh)
         self._adapters.watch(self._parts)
-        make_local = partial(LocalUpdater, clip_value=spec.given.clip_value)
+        make_local = partial(LocalUpdater, clip_value=spec.given.clip_value, kept_zeros=spec.kept_zeros)
         self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups, self._inputs = self._parts.context.groups, self._parts.inputs
         self.pairs = [*self._parts.stages.values()][-1].pairs

@@ -26,6 +26,7 @@ from plait.models import (
     with_layout,
 )
 from plait.models.experts import Experts, divide_over_columns, expert_layers, experts_of
+from plait.models.linear_weights import block_linears, expert_weights
 from plait.models.reward import is_reward_model
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
@@ -59,6 +60,7 @@ class Arguments:
     router_bias_update: float | None = None
     router_z_loss: float | None = None
     loss: Loss | None = None  # also a Preference: then it is `preference`, and this is None
+    keep_zeros: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss_scaling: LossScaling | None = None
@@ -188,6 +190,7 @@ class TrainingSpec:
     heads     (heads, kv heads) of each attention, with cp
     experts   those that ep divides
     formats   of quantized parameters, by name
+    kept_zeros  parameters whose elements that are zero stay zero
     routers   of a mixture of experts
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
@@ -208,6 +211,7 @@ class TrainingSpec:
     routers: RouterFacts
     heads: Sequence[tuple[int, int]]
     formats: Mapping[str, str]
+    kept_zeros: frozenset[str] = frozenset()
     cp_choice: MethodChoice | None = None
 
     @cached_property
@@ -274,8 +278,30 @@ def validate(
         cp_choice=choice,
         experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
         formats=quantized_formats(model, blocks, tensor, plan, _parts(experts)),
+        kept_zeros=_kept_zeros(model, blocks, plan) if given.keep_zeros else frozenset(),
         routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
+
+
+def _kept_zeros(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan) -> frozenset[str]:
+    """The trained weights of linear layers and experts. Raises PlanError, ModelError."""
+    plan.check_no_servers("keep_zeros")
+    if plan.offload == "disk":
+        raise PlanError(
+            "zeros are not kept in weights on a disk",
+            given="keep_zeros, offload=disk",
+            expected="master weights in memory",
+            hint="offload=cpu",
+        )
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not (names := trained & {*block_linears(model, blocks), *expert_weights(model)}):
+        raise ModelError(
+            "keep_zeros has no effect: the model has no such weights that are trained",
+            given=type(model).__name__,
+            expected="nn.Linear in the model's blocks, not frozen",
+            hint="no keep_zeros; an adapter leaves its base as it is",
+        )
+    return frozenset(names)
 
 
 def _routers(given: Arguments, plan: Plan) -> RouterFacts:

@@ -2,8 +2,9 @@
 
 import copy
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,16 +14,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from plait import checkpoint
-from plait.checkpoint import Checkpoint, checkpoint_weights, write_hugging_face
+from plait.checkpoint import Checkpoint, HuggingFaceFiles, checkpoint_weights, write_hugging_face
 from plait.checkpoint.adapter_files import check_new_adapter, write_adapter
 from plait.checkpoint.base import MergedWeights, adapter_configs, adapter_tensors, choose_adapter
-from plait.data.tokenizer import read_tokenizer
+from plait.checkpoint.compress import Compression
+from plait.data.tokenizer import CHAT_TEMPLATE, FILES, read_tokenizer
 from plait.errors import CheckpointError
 from plait.fileio import copy_regular, writing
-from plait.models import StateNames, causal_lm_on_meta
+from plait.models import StateNames, causal_lm_on_meta, read_config
 from plait.plan import Plan
-from plait.train.model import check_prompt, model_on_meta, prompt_ids
+from plait.train.model import check_prompt, generation_of, initial_model, model_on_meta, prompt_ids
 from plait.train.run_dir import RunDir
+from plait.train.sections import ModelConfig
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = dict(
@@ -64,7 +67,13 @@ def load_trained(run: RunDir, device: str = "cpu") -> tuple[PreTrainedModel, Pre
 
 
 def export(
-    run: RunDir, out: Path, dtype: str | None = None, *, base: Path | None = None, exact: bool = False
+    run: RunDir,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    base: Path | None = None,
+    exact: bool = False,
+    compression: Compression | None = None,
 ) -> None:
     """Export the newest checkpoint for `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`; with
     an adapter merged into its base (`base` and `exact`: see `convert`).
@@ -72,7 +81,50 @@ def export(
     Atomic. Raises RunError if `out` exists or cannot be written.
     """
     run.read_recipe()  # raises unless it is a run directory
-    convert(newest_checkpoint(run), out, dtype, run=run, base=base, exact=exact)
+    convert(newest_checkpoint(run), out, dtype, run=run, base=base, exact=exact, compression=compression)
+
+
+def export_folder(
+    folder: Path, out: Path, dtype: str | None = None, compression: Compression | None = None
+) -> None:
+    """Export the model of a Hugging Face folder, in another dtype or compressed, with its tokenizer.
+
+    dtype  a key of DTYPES; None for that of the folder
+
+    Weights that are quantized in the folder are dequantized. Raises RunError, ModelError, CheckpointError.
+    """
+    given = ModelConfig(path=folder, pretrained=True)
+    trained, weights = initial_model(given)
+    values, model = read_config(folder), model_on_meta(given)
+    names = StateNames.from_model(model)
+    read: AbstractContextManager[Callable[[str], Tensor]]
+    if weights is None:  # transformers has converted them
+        tensors = {**dict(trained.named_parameters()), **dict(trained.named_buffers())}
+        read = nullcontext(tensors.__getitem__)
+    else:
+        read = _file_weights(weights, model, names)
+    recorded = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    with tempfile.TemporaryDirectory() as tokenizer:
+        for name in (*FILES, CHAT_TEMPLATE):
+            if (folder / name).is_file():
+                copy_regular(str(folder / name), str(Path(tokenizer) / name))
+        write_hugging_face(
+            read,
+            model,
+            out,
+            dtype=DTYPES[dtype] if dtype is not None else getattr(torch, recorded),
+            tokenizer=Path(tokenizer),
+            generation=generation_of(given),
+            compression=compression,
+        )
+
+
+@contextmanager
+def _file_weights(
+    folder: Path, model: PreTrainedModel, names: StateNames
+) -> Iterator[Callable[[str], Tensor]]:
+    with HuggingFaceFiles.open(folder).reader(model) as reader:
+        yield lambda first: reader.read_full(names.checkpoint_key(first))
 
 
 def export_adapter(run: RunDir, out: Path) -> None:
@@ -116,6 +168,7 @@ def convert(
     adapter: str | None = None,
     base: Path | None = None,
     exact: bool = False,
+    compression: Compression | None = None,
 ) -> None:
     """Convert a checkpoint to a Hugging Face directory, with its run's tokenizer if there is one.
 
@@ -124,6 +177,7 @@ def convert(
     adapter  the one to merge, if the checkpoint has several
     base     the folder of the adapter's base, if it is not where it was in training
     exact    merge into a quantized base as its files have it, not as the adapter was trained on it
+    compression  see `Compression`
 
     Raises RunError, ModelError, CheckpointError.
     """
@@ -138,6 +192,7 @@ def convert(
         shard_bytes=shard_bytes,
         tokenizer=run.checked_tokenizer() if run is not None else None,
         generation=generation if isinstance(generation, dict) else None,
+        compression=compression,
     )
 
 

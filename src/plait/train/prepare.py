@@ -103,6 +103,7 @@ class ResolvedRun:
             loss_scaling=recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
             offload_dir=recipe.run.offload_dir if self.plan.offload == "disk" else None,
             tensor_plan=recipe.model.tensor_plan,
+            keep_zeros=recipe.model.keep_zeros,
             probe=recipe.run.probe,
             seed=recipe.run.seed,
             weights=weights,

@@ -91,6 +91,7 @@ class ModelConfig(Section):
     saves the configuration next to that path, so that it needs `path` only until its first checkpoint; with
     an `[adapter]` always, as its checkpoints do not hold these weights.
     `generation` are the keys of a generation_config.json, for the export; by default those in `path`.
+    `keep_zeros`: zeros of linear weights in blocks stay zero, as in a pruned model.
     `head`: the model predicts tokens, or a `reward` of a text.
     """
 
@@ -99,6 +100,7 @@ class ModelConfig(Section):
     path: FilePath | None = None
     pretrained: bool = False
     head: Literal["tokens", "reward"] = "tokens"
+    keep_zeros: bool = False
     tensor_plan: dict[str, str] | None = None  # how `tp` shards layers, on top of the model's own plan
 
 
