@@ -13,7 +13,6 @@ tokens before it. For windows of long documents see engine/scoring.py, for tasks
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,12 +230,14 @@ def evaluate(request: EvaluationRequest, world: World) -> Evaluation:
     longest = max([task.longest for task in tasks] + ([documents.longest] if documents else []))
     context, stride = _spans(request, getattr(model.config, "max_position_embeddings", None), longest)
     rows = [] if documents is None else documents.rows(request.windows, context, stride)
-    of_tasks = [task.rows(context) for task in tasks]
+    tasks = [task.fitting(context) for task in tasks]
     engine = _engine(model, found, arguments, request.plan, world)
-    score = partial(score_rows, engine, batch=request.batch, shown=_shown(engine))
+    shown, of_documents = _shown(engine), None
+    if documents is not None:
+        scores = score_rows(engine, rows, batch=request.batch, shown=shown)
+        of_documents = documents.scores(scores, request.words)
     return Evaluation(
-        None if documents is None else documents.scores(score(rows), request.words),
-        {task.name: task.scores(score(own)) for task, own in zip(tasks, of_tasks, strict=True)},
+        of_documents, {task.name: task.scores(engine, tokenizer, request.batch, shown) for task in tasks}
     )
 
 
