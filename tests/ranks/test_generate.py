@@ -143,7 +143,7 @@ def uneven_without_memory(plan: str) -> tuple[int, int, list[list[int]]]:
 
 
 def gathers(plan: str, free: int | None) -> tuple[bool, int, int, list[list[int]]]:
-    """Whether weights are gathered once, the units of the model, and the all-gathers of a generation."""
+    """Return whether weights are gathered once, the number of units, of all-gathers, and the tokens."""
     engine = generation.engine_of("llama", plan)
     with pytest.MonkeyPatch.context() as patch:
         if free is not None:

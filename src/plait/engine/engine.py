@@ -352,11 +352,8 @@ class Engine:
 
     @one_thread
     def evaluate(self, batch: Batch) -> EvalResult:
-        """The loss over all data ranks, each evaluating its share of the batch; the training state is
-        unchanged.
-
-        Runs in at most `plan.micro` micro-batches, none larger than in training. Shares may differ in size.
-        """
+        """The loss over all data ranks, each evaluating its share of the batch, in at most `plan.micro`
+        micro-batches. The training state is unchanged. Shares may differ in size."""
         micros = self._inputs.of_evaluation(batch)
         with self._inputs.explained(micros):
             return self._runner.evaluate(micros)
@@ -391,17 +388,18 @@ class Engine:
         *,
         tokenizer: Any = None,
         on_tokens: OnTokens | None = None,
+        start: int = 0,
     ) -> list[Generated]:
         """Continue prompts, lists of token ids, with a cache: one forward of all, then one for each token.
         Training goes on as without it. Every rank must call it, each data rank with any number of prompts of
         its own. `tokenizer`: for stop strings. `on_tokens`: called in each step with a list of (row, token),
-        on the first rank of a model. Raises ConfigError, ModelError, and PlanError for servers."""
+        on the first rank of a model. `start`: the index of the first prompt of all, for draws. Raises
+        ConfigError, ModelError, and PlanError for servers."""
         self.plan.check_no_servers("engine.generate")
-        return self._generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens)
+        return self._generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens, start)
 
     def generation_memory(self, rows: int, tokens: int) -> GenerationMemory:
-        """Estimate the bytes that `generate` adds on this rank for rows of so many tokens, new ones included,
-        and whether it gathers the weights of `zero=3` once. No communication."""
+        """Estimate what `generate` adds on this rank for rows of so many tokens, with the new ones."""
         return self._generator.memory((rows, tokens))
 
     def full_parameters(self) -> dict[str, Tensor]:

@@ -115,13 +115,14 @@ class Generator:
         sampling: Sampling,
         tokenizer: Any,
         on_tokens: OnTokens | None,
+        start: int,
     ) -> list[Generated]:
         """See `Engine.generate`."""
         module = self._module
         check_generates(module)
         limits, first = self._checked(prompts, sampling, tokenizer)
         given = prompts if prompts else [[0]]
-        indices = range(first, first + len(given))
+        indices = range(start + first, start + first + len(given))
         rows, chooser = Rows.of(given, self._device), TokenChooser(sampling, indices)
         texts = RowTexts([Generated() for _ in given], given, limits or [0], sampling, tokenizer, module)
         self._runner.check_no_messages()
