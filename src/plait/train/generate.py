@@ -149,8 +149,8 @@ def _read(path: str) -> list[dict[str, Any]]:
 def chat(
     request: GenerationRequest, world: World, read: Callable[[], str | None], show: Callable[[str], None]
 ) -> None:
-    """Answer what `read` returns on rank 0, until None; there, `show` gets parts of answers, and an empty
-    text after each. Every rank makes the call. Raises a PlaitError."""
+    """Answer what `read` returns on rank 0, until None; there, `show` gets the parts of each answer, and an
+    empty one at its end. Every rank makes the call. Raises a PlaitError."""
     writer = Writer.of(request, world)
     messages = [{"role": "system", "content": request.prompt}] if request.prompt else []
     writer.ids({"messages": [*messages, {"role": "user", "content": "Hello"}]})  # raises without a template
@@ -163,7 +163,7 @@ def chat(
             nonlocal shown
             ids += [token for _, token in new]
             text = writer.decode(ids)
-            if not text.endswith(_INCOMPLETE):
+            if text != shown and not text.endswith(_INCOMPLETE):
                 show(text[len(shown) :])
                 shown = text
 
@@ -172,6 +172,8 @@ def chat(
         answer = gather_texts(answer, writer.engine.data_group, world.device)[0]
         messages.append({"role": "assistant", "content": answer})
         if world.rank == 0:
+            if rest := answer[len(shown) :]:
+                show(rest)
             show("")
 
 
