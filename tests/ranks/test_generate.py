@@ -226,7 +226,6 @@ def refused(plan: str, prompts: list[list[int]]) -> str:
 
 
 def test_an_invalid_prompt_is_an_error_on_all_ranks(pool: Pool) -> None:
-    first, second = pool.run(refused, 2, "dp=2", [[1], [1, 61]])
-    assert "the model cannot continue a prompt" in first
-    assert "prompt 1" in first
-    assert "prompts of another rank" in second
+    for error in pool.run(refused, 2, "dp=2", [[1], [1, 61]]):
+        assert "the model cannot continue a prompt" in error
+        assert "prompt 1" in error
