@@ -42,6 +42,7 @@ BENCHMARKS = (
     "servers",
     "sft",
     "lora",
+    "generate",
 )
 LAST_LINES = 20  # of a benchmark that failed
 

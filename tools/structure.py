@@ -46,7 +46,7 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 BUDGETS = {
     "bench": 1975,
     "checkpoint": 2620,
-    "cli": 3330,
+    "cli": 3430,
     "comm": 7175,
     "compat": 1710,
     "data": 4425,
@@ -59,7 +59,7 @@ BUDGETS = {
     "plan": 7165,
     "planner": 4855,
     "server": 2250,
-    "train": 6300,
+    "train": 6440,
     "verify": 1825,
 }
 ROOT_LINES = 1155  # of the modules next to the packages

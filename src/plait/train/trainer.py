@@ -50,7 +50,8 @@ from plait.tables import counted, plain
 from plait.train.callbacks import CallbackRun, load_callbacks
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
-from plait.train.export import DTYPES, export, export_adapter, generate
+from plait.train.export import DTYPES, export, export_adapter
+from plait.train.generate import sample_text
 from plait.train.heartbeat import Heartbeat
 from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.measurements import StepRecorder, write_measured
@@ -550,13 +551,17 @@ class Trainer:
 
     def finish(self) -> None:
         """Write loss.png, the export and the measurements, and print the results. Raises a PlaitError."""
+        options = self._recipe.sample
+        sample = (
+            sample_text(self._engine, self._run.dir, options, self._config.seed) if options.tokens else ""
+        )
         if self._console is not None:
-            self._write_outputs(self._console)
+            self._write_outputs(self._console, sample)
             self._world.store.set(_FINISHED)
         self._world.store.wait_for(_FINISHED)  # a rank that exits would end rank 0's export
         write_measured(self._run.dir.measured, self._engine, self._recorder)
 
-    def _write_outputs(self, console: Console) -> None:
+    def _write_outputs(self, console: Console, sample: str) -> None:
         """Write loss.png and the export; print memory, paths and a sample. On rank 0."""
         run, engine = self._run.dir, self._engine
         ranks = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
@@ -583,10 +588,8 @@ class Trainer:
         }
         for name, path in outputs.items():
             console.print(plain(f"{name:<19} : {path}"), highlight=False, soft_wrap=True)
-        if self._recipe.sample.tokens:
-            options = self._recipe.sample.model_dump()
+        if sample:
             console.print("sample of generated text:", style="bold")
-            sample = generate(run, **options, seed=self._config.seed)
             with writing("cannot write the sample", run.sample):
                 write_text(run.sample, sample)
             console.print(plain(sample), highlight=False)
