@@ -22,6 +22,7 @@ from plait.train.sections import (
     OPTIMIZERS,
     AdapterConfig,
     BatchRampConfig,
+    EvalConfig,
     LossScaleConfig,
     ModelConfig,
     OptimizerConfig,
@@ -50,6 +51,7 @@ class Recipe(Section):
     loss_scale: LossScaleConfig = LossScaleConfig()
     preference: PreferenceConfig | None = None
     sample: SampleConfig = SampleConfig()
+    eval: EvalConfig = EvalConfig()
 
 
 def check_batches(recipe: Recipe, plan: Plan) -> None:
@@ -403,6 +405,7 @@ def _check_head(recipe: Recipe, options: Preference) -> None:
     refused = (
         ("recipes have no adapter of a reward model", "adapter", recipe.adapter, ""),
         ("a reward model generates no text", "sample.tokens", recipe.sample.tokens, "0"),
+        ("a reward model has no probabilities of tokens", "eval.tasks", recipe.eval.tasks, "[]"),
     )
     for fact, key, value, off in refused if is_reward else ():
         if value:

@@ -15,7 +15,7 @@ begins as the tokenizer begins a text. What does not fit into the model is left 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,15 +25,18 @@ from transformers import PreTrainedTokenizerBase
 
 from plait.comm import all_reduce
 from plait.data.readers import read_samples
+from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
 from plait.engine.scoring import Row, RowScore, score_rows
 from plait.errors import ConfigError, ContentError, DataError, shown, unknown_key_hint
 from plait.plan.sampling import Sampling
 from plait.tables import counted
-from plait.train.metrics import perplexity
+from plait.train.metrics import Metrics, perplexity
+from plait.train.sections import EvalConfig
 
 Shown = Callable[[Sequence[Any]], Iterable[Any]]
 _NEW_TOKENS, _NEXT = 256, "Question:"  # of an answer, and what ends it
+_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -320,6 +323,31 @@ def encode_tasks(
         rows = [encode_pair(tokenizer, *choice) for example in examples for choice in example.choices]
         found.append(EncodedTask(task.name, examples, rows))
     return found
+
+
+class RunTasks:
+    """The tasks of a run's recipe, which its engine is scored on."""
+
+    def __init__(self, config: EvalConfig, tokenizer: Path, engine: Engine) -> None:
+        """Read and encode them. Raises ConfigError, DataError."""
+        self._engine, self._tokenizer = engine, cast(Any, read_tokenizer(tokenizer) if config.tasks else None)
+        tasks = encode_tasks(config.tasks, config.shots, self._tokenizer)
+        positions = getattr(getattr(engine.model, "config", None), "max_position_embeddings", None)
+        self._tasks = [task.fitting(positions or task.longest) for task in tasks]
+
+    def record(self, metrics: Metrics, step: int, beat: Callable[..., None]) -> None:
+        """Score the tasks and write the scores, after `step` steps. Every rank makes the call. `beat`: called
+        before each call of the engine, `slow=True` before a task's first."""
+
+        def beating(calls: Sequence[Any]) -> Iterator[Any]:
+            for number, call in enumerate(calls):
+                beat(slow=number == 0)
+                yield call
+
+        given = self._engine, self._tokenizer, _BATCH, beating
+        found = {task.name: task.scores(*given) for task in self._tasks}
+        if found:
+            metrics.tasks(step, found, {name: task_text(scores) for name, scores in found.items()})
 
 
 def task_text(scores: Mapping[str, float]) -> str:
