@@ -43,6 +43,7 @@ BENCHMARKS = (
     "sft",
     "lora",
     "compress",
+    "generate",
 )
 LAST_LINES = 20  # of a benchmark that failed
 

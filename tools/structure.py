@@ -46,7 +46,7 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 BUDGETS = {
     "bench": 1975,
     "checkpoint": 3100,
-    "cli": 3450,
+    "cli": 3500,
     "comm": 7175,
     "compat": 1710,
     "data": 4535,
@@ -59,7 +59,7 @@ BUDGETS = {
     "plan": 7230,
     "planner": 4855,
     "server": 2250,
-    "train": 6500,
+    "train": 6680,
     "verify": 1825,
 }
 ROOT_LINES = 1160  # of the modules next to the packages

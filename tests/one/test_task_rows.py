@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from plait.data.tokenizer import train_tokenizer
+from plait.engine.scoring import Row
 from plait.errors import ConfigError, DataError
-from plait.train.tasks import FORMATS, Example, Task, encode_pair, encode_tasks
+from plait.train.tasks import FORMATS, EncodedTask, Example, Task, encode_pair, encode_tasks, numbers_in
 from support.task_rows import PAIRS, ROWS, pairs_of
 
 
@@ -103,13 +104,29 @@ def test_a_pair_is_encoded_as_one_text_and_cut_where_the_context_ends() -> None:
 def test_a_choice_that_does_not_fit_the_model_is_an_error_and_a_context_is_cut() -> None:
     tokenizer = train_tokenizer(iter(["ships"]), 300, None)
     row = encode_pair(tokenizer, "many and many", " ships")
-    from plait.train.tasks import EncodedTask  # noqa: PLC0415
-
     task = EncodedTask("choice/rows", [Example((("many and many", " ships"),))], [row])
+
+    def rows(context: int) -> list[Row]:
+        return [*task.fitting(context).encoded]
+
     num_predicted = len(row.ids) - row.first
-    [cut] = task.rows(num_predicted + 2)
+    [cut] = rows(num_predicted + 2)
     assert cut.ids == row.ids[-num_predicted - 3 :]
     assert cut.ids[cut.first :] == row.ids[row.first :]
-    assert task.rows(num_predicted)[0].first == 1
+    assert rows(num_predicted)[0].first == 1
     with pytest.raises(DataError, match=f"1 to {num_predicted - 1} tokens"):
-        task.rows(num_predicted - 1)
+        rows(num_predicted - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (" 2 and 3 are 5.\n#### 5", ("5", "5")),
+        (" #### 1,217.", ("1217", "1217")),
+        (" It costs $18. Question: 7", (None, "18")),
+        (" #### -3 or 4", ("-3", "4")),
+        (" none", (None, None)),
+    ],
+)
+def test_numbers_of_a_generated_answer(text: str, numbers: tuple[str | None, str | None]) -> None:
+    assert numbers_in(text) == numbers

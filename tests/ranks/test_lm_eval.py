@@ -24,9 +24,12 @@ SEEN = [
     "The red ship sails 4 miles to harbour",
     "Question: To sail 4 miles\nAnswer: The red ship sails",
     "The ship left the harbour because the harbour was small.",
+    "Question: How many ships?\nAnswer: Many.\n#### 1,217",
+    "Question: How many?\nAnswer: 1 and -2. Question: many",
 ]
 CONTEXT = 48
-FORMS = ["arc", "mmlu", "lambada", "pages", "answers"]
+METRICS = {"acc", "acc_norm", "perplexity", "exact_match", "flexible_match"}
+FORMS = ["arc", "mmlu", "lambada", "pages", "answers", "gsm8k"]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +91,12 @@ def by_command(folder: str, forms: list[str]) -> Any:
 
 
 def test_tasks_have_the_scores_of_the_harness(pool: Pool, folder: Path, expected: Any) -> None:
+    of_answers = expected[0]["gsm8k"]
+    assert 0 < of_answers["exact_match"] <= of_answers["flexible_match"] < 1, "some are right, not all"
     forms = [form for form in harness.FILES if form != "mmlu"]  # whose description is in files of subjects
     [found] = pool.run(by_command, 1, str(folder), forms)
     for form in forms:
-        names = expected[0][form].keys() & {"acc", "acc_norm", "perplexity"}
+        names = expected[0][form].keys() & METRICS
         own, of_harness = found[f"{form}/{form}"], expected[0][form]
         assert exponents({name: own[name] for name in names}) == pytest.approx(
             exponents({name: of_harness[name] for name in names}), rel=1e-6

@@ -60,7 +60,8 @@ def num_ranks(plan: str) -> int:
 def test_tasks_have_the_scores_of_plain_transformers(
     pool: Pool, folder: Path, plan: str, context: int
 ) -> None:
-    expected = {form: plain_task_scores(folder, pairs_of(form), context)[0] for form in ROWS}
+    forms = [form for form in ROWS if form != "gsm8k"]  # of choices
+    expected = {form: plain_task_scores(folder, pairs_of(form), context)[0] for form in forms}
     assert 0 < sum(values["acc"] for values in expected.values()) < len(expected)
     for found in pool.run(scores, num_ranks(plan), str(folder), plan, {"context": context}):
         for form, values in copy.deepcopy(expected).items():

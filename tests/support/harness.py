@@ -19,6 +19,7 @@ FILES = {
     "piqa": "piqa/piqa.yaml",
     "winogrande": "winogrande/default.yaml",
     "lambada": "lambada/lambada_openai.yaml",
+    "gsm8k": "gsm8k/gsm8k.yaml",
 }
 _OF_THE_HUB = ("dataset_path", "dataset_name", "tag", "training_split", "validation_split", "fewshot_split")
 TEXT = "The red ship sails 4 miles to harbour. The ship left the harbour because the harbour was small. "
@@ -88,6 +89,8 @@ def config(form: str) -> dict[str, Any]:
             }
             for row in rows
         ]
+    if form == "gsm8k":
+        found |= {"num_fewshot": 0, "generation_kwargs": {**found["generation_kwargs"], "max_gen_toks": 24}}
     found.pop("fewshot_config", None)
     return {**found, "test_split": "test", "custom_dataset": lambda **_: {"test": Rows(rows)}}
 
@@ -106,7 +109,7 @@ def results(lm: Any, forms: list[str]) -> tuple[dict[str, dict[str, float]], dic
         return None
     metrics = {
         form: {
-            name.partition(",")[0]: value
+            ("flexible_match" if "flexible" in name else name.partition(",")[0]): value
             for name, value in found["results"][form].items()
             if isinstance(value, int | float)
         }

@@ -65,6 +65,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         {"text": "The old ship sails 1 miles to harbour seventeen"},
         {"text": "No harbour"},
     ],
+    "gsm8k": [
+        {"question": "How many miles does the red ship sail?", "answer": "The ship sails 4 miles.\n#### 4"},
+        {"question": "How many ships?", "answer": "Many.\n#### 1,217"},
+        {"question": "How many?", "answer": "#### -2"},
+    ],
     "choice": [
         {"context": "", "choices": ["The red ship", "ship", "The"], "answer": 0},
         {"context": "The red ship  ", "choices": ["sails 0 miles", "sea"], "answer": "sails 0 miles"},
@@ -127,6 +132,15 @@ PAIRS: dict[str, list[tuple[list[str], list[str], int]]] = {
         (["The red ship sails 4 miles to"], [" harbour"], 0),
         (["The old ship sails 1 miles to harbour"], [" seventeen"], 0),
         (["No"], [" harbour"], 0),
+    ],
+    "gsm8k": [
+        (
+            ["Question: How many miles does the red ship sail?\nAnswer:"],
+            [" The ship sails 4 miles.\n#### 4"],
+            0,
+        ),
+        (["Question: How many ships?\nAnswer:"], [" Many.\n#### 1,217"], 0),
+        (["Question: How many?\nAnswer:"], [" #### -2"], 0),
     ],
     "choice": [
         ([""], [" The red ship", " ship", " The"], 0),

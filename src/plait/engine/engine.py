@@ -382,17 +382,18 @@ class Engine:
         *,
         tokenizer: Any = None,
         on_tokens: OnTokens | None = None,
+        start: int = 0,
     ) -> list[Generated]:
         """Continue prompts, lists of token ids, with a cache: one forward of all, then one for each token.
         Training goes on as without it. Every rank must call it, each data rank with any number of prompts of
         its own. `tokenizer`: for stop strings. `on_tokens`: called in each step with a list of (row, token),
-        on the first rank of a model. Raises ConfigError, ModelError, and PlanError for servers."""
+        on the first rank of a model. `start`: the index of the first prompt of all, for draws. Raises
+        ConfigError, ModelError, and PlanError for servers."""
         self.plan.check_no_servers("engine.generate")
-        return self._generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens)
+        return self._generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens, start)
 
     def generation_memory(self, rows: int, tokens: int) -> GenerationMemory:
-        """Estimate the bytes that `generate` adds on this rank for rows of so many tokens, new ones included,
-        and whether it gathers the weights of `zero=3` once. No communication."""
+        """Estimate what `generate` adds on this rank for rows of so many tokens, with the new ones."""
         return self._generator.memory((rows, tokens))
 
     def full_parameters(self) -> dict[str, Tensor]:
@@ -447,10 +448,8 @@ class Engine:
         return collect_shards(self.state_shards(), self.world.group, self.device)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned, under any plan: every rank passes all of it.
-
-        Raises CheckpointError for another model's state, before anything changes.
-        """
+        """Restore what `state` returned, under any plan: every rank passes all of it. Raises CheckpointError
+        for another model's state, before anything changes."""
         self.load_from(InMemoryState(tensors))
 
     def _own_state(self) -> dict[str, Tensor]:

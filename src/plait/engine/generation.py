@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plait.comm import all_gather, all_reduce, broadcast
+from plait.comm import all_gather, all_reduce, broadcast, raise_on_all
 from plait.comm.device import free_bytes
 from plait.engine.build import EngineParts
 from plait.engine.inputs import check_same_batch
@@ -42,7 +42,6 @@ from plait.plan.sampling import Sampling
 from plait.plan.schedule import Schedule, forwards_only
 
 OnTokens = Callable[[list[tuple[int, int]]], None]  # of (row, token id), in each step
-_REFUSED = -1  # in place of a number of prompts
 
 
 @dataclass
@@ -115,21 +114,20 @@ class Generator:
         sampling: Sampling,
         tokenizer: Any,
         on_tokens: OnTokens | None,
+        start: int,
     ) -> list[Generated]:
         """See `Engine.generate`."""
         module = self._module
         check_generates(module)
         limits, first = self._checked(prompts, sampling, tokenizer)
         given = prompts if prompts else [[0]]
-        indices = range(first, first + len(given))
+        indices = range(start + first, start + first + len(given))
         rows, chooser = Rows.of(given, self._device), TokenChooser(sampling, indices)
         texts = RowTexts([Generated() for _ in given], given, limits or [0], sampling, tokenizer, module)
         self._runner.check_no_messages()
         check_same_batch({"ids": rows.ids_BS, "mask": rows.mask_BS}, self._groups.same_samples)
-        caches = {
-            number: StageCache(stage.module_part.module, is_stage=stage.module_part.modules is not None)
-            for number, stage in self._parts.stages.items()
-        }
+        parts = {number: stage.module_part for number, stage in self._parts.stages.items()}
+        caches = {n: StageCache(part.module, is_stage=part.modules is not None) for n, part in parts.items()}
         is_first = self._groups.same_samples.rank == 0
         shape = len(given), rows.ids_BS.shape[1] + max(limits, default=0)
         eager = torch.compiler.set_stance("force_eager")  # shapes change with each token
@@ -180,11 +178,7 @@ class Generator:
         [Note: weights of stage 3]."""
         context, gathers_once = self._parts.context, True
         if not context.keeps_params_unsharded:
-            does_not_fit = torch.tensor(
-                [not self.memory(batch_shape).gathers_once], device=self._device
-            ).int()
-            all_reduce(does_not_fit, context.mesh.world.group, "max")
-            gathers_once = not does_not_fit.item()
+            gathers_once = not context.mesh.world.any_flag(not self.memory(batch_shape).gathers_once)
         with ExitStack() as stack:
             for stage in self._parts.stages.values() if gathers_once else ():
                 stack.enter_context(stage.sharded.unsharder.unsharded())
@@ -202,26 +196,15 @@ class Generator:
     ) -> tuple[list[int], int]:
         """Return how many tokens may follow each prompt, and the index of the first one in the global batch.
         Raises ConfigError, on all ranks."""
-        limits, problem = list[int](), None
+        limits, problem, group = list[int](), None, self._groups.batch_shares
         try:
             limits = _limits(prompts, sampling, tokenizer, pretrained_base(self._module))
         except PlaitError as error:
             problem = error
-        group = self._groups.batch_shares
+        raise_on_all(problem, group, self._device)
         counts = torch.zeros(group.size, dtype=torch.long, device=self._device)
-        own = torch.tensor([len(limits) if problem is None else _REFUSED], device=self._device)
-        all_gather(counts, own, group)
-        if problem is not None:
-            raise problem
-        numbers = counts.tolist()
-        if _REFUSED in numbers:
-            raise ConfigError(
-                "prompts of another rank are not valid",
-                given=f"those of data rank {numbers.index(_REFUSED)}",
-                expected="prompts that every rank can generate from",
-                hint="see the error of that rank",
-            )
-        return limits, sum(numbers[: group.rank])
+        all_gather(counts, torch.tensor([len(limits)], device=self._device), group)
+        return limits, sum(counts.tolist()[: group.rank])
 
 
 def _limits(prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, base: Any) -> list[int]:
@@ -260,7 +243,8 @@ class RowTexts:
         module: Any,
     ) -> None:
         """`limits`: the new tokens of each row; one with 0 is finished."""
-        self.rows, self._prompts, self._limits, self._tokenizer = rows, prompts, limits, tokenizer
+        self.rows, self._limits, self._tokenizer = rows, limits, tokenizer
+        self.seen = [[*prompt] for prompt in prompts]  # with the new tokens
         self._strings = tuple(sampling.stop_strings)
         self._tail = max((len(each.encode()) for each in self._strings), default=0) + 8  # tokens
         stops = sampling.stop_tokens
@@ -271,10 +255,6 @@ class RowTexts:
     @property
     def is_unfinished(self) -> bool:
         return any(row.finish is None for row in self.rows)
-
-    @property
-    def seen(self) -> list[list[int]]:
-        return [[*prompt, *row.ids] for prompt, row in zip(self._prompts, self.rows, strict=True)]
 
     def add(self, chosen: Sequence[tuple[float, float]]) -> list[tuple[int, int]]:
         """Add a token and its log-probability to each row that is not finished; return (row, token)."""
@@ -288,6 +268,7 @@ class RowTexts:
                 row.finish = "stop"
                 continue
             row.ids.append(int(token))
+            self.seen[number].append(int(token))
             row.log_probs.append(log_prob)
             new.append((number, int(token)))
             if self._has_stop_string(row.ids):

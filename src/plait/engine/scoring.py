@@ -78,11 +78,12 @@ def score_rows(
     """
     micros, ranks = micro_batches(rows), engine.data_ranks
     index_of = {row: index for index, row in enumerate(row for micro in micros for row in micro)}
+    unit = 1 if engine.pairs is None else 2  # rows of a sample
     own_scores = torch.zeros(len(index_of), 2, dtype=torch.float64)
     for call in shown([*_calls(micros, ranks, batch, engine.plan.micro)]):
         own = [micros[index] if index < len(micros) else [] for index in call[engine.data_rank :: ranks]]
-        nothing = Row(rows[0].ids[:2], first=2)  # for a rank without rows, which joins the others
-        batches = [_batch(micro or [nothing]) for micro in own]
+        nothing = Row(rows[0].ids[:2], first=2)  # also of a rank without rows, which joins the others
+        batches = [_batch([*micro, *[nothing] * (-len(micro) % unit if micro else unit)]) for micro in own]
         for micro, found in zip(own, engine.label_statistics(batches, shifted=True), strict=True):
             for row, of_row in zip(micro, found.cpu(), strict=False):
                 own_scores[index_of[row]] = torch.tensor(_score(row, of_row), dtype=torch.float64)

@@ -24,6 +24,7 @@ from plait.train.sections import (
     AdapterConfig,
     BatchRampConfig,
     DistillationConfig,
+    EvalConfig,
     LossScaleConfig,
     ModelConfig,
     OptimizerConfig,
@@ -53,6 +54,7 @@ class Recipe(Section):
     preference: PreferenceConfig | None = None
     distillation: DistillationConfig | None = None
     sample: SampleConfig = SampleConfig()
+    eval: EvalConfig = EvalConfig()
 
     def loss_options(self) -> Preference | Distillation | None:
         """Return the loss that is not that of the model's task."""
@@ -444,6 +446,7 @@ def _check_head(recipe: Recipe, options: Preference) -> None:
     refused = (
         ("recipes have no adapter of a reward model", "adapter", recipe.adapter, ""),
         ("a reward model generates no text", "sample.tokens", recipe.sample.tokens, "0"),
+        ("a reward model has no probabilities of tokens", "eval.tasks", recipe.eval.tasks, "[]"),
     )
     for fact, key, value, off in refused if is_reward else ():
         if value:

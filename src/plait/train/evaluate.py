@@ -12,36 +12,24 @@ tokens before it. For windows of long documents see engine/scoring.py, for tasks
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from plait.api import parallelize
-from plait.checkpoint import Checkpoint, open_checkpoint
-from plait.checkpoint.base import adapter_configs, choose_adapter
 from plait.comm import World
 from plait.data.readers import read_documents
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
 from plait.engine.scoring import Row, RowScore, rolling_rows, score_rows, strided_rows
-from plait.errors import ConfigError, DataError, RunError
-from plait.models import causal_lm_on_meta, check_attends_backwards
-from plait.models.adapters import attach
-from plait.plan import Plan
+from plait.errors import ConfigError, DataError
+from plait.models import check_attends_backwards
 from plait.tables import counted, facts_table
-from plait.train.export import newest_checkpoint, recorded_config
 from plait.train.metrics import perplexity
-from plait.train.model import initial_model
-from plait.train.run_dir import RunDir
-from plait.train.saved_recipe import check_is_folder_of_model
-from plait.train.sections import ModelConfig
+from plait.train.model_files import ModelFiles
 from plait.train.tasks import encode_tasks, task_text
 
 
@@ -102,48 +90,6 @@ class Scores:
             "bits_per_byte": self.loss_sum / math.log(2) / self.num_bytes,
             "last_word_accuracy": self.correct / max(1, self.last_words),
         }
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """The files of a model: a checkpoint of plait, or a Hugging Face folder."""
-
-    path: Path
-    saved: Checkpoint | None
-    tokenizer: Path
-
-    @classmethod
-    def find(cls, model: str, tokenizer: str | None) -> "ModelFiles":
-        """Find a model's files. Raises RunError or CheckpointError for another kind of path."""
-        path, given_tokenizer = Path(model), Path(tokenizer) if tokenizer else None
-        check_is_folder_of_model(path)
-        if (path / "config.json").is_file():
-            return cls(path, None, given_tokenizer or path)
-        is_run = RunDir(path).recipe.is_file()
-        saved = newest_checkpoint(RunDir(path)) if is_run else open_checkpoint(path)
-        run = RunDir(saved.path.absolute().parent.parent)
-        if tokenizer is None and not run.tokenizer.is_dir():
-            raise RunError(
-                "the checkpoint is not in the directory of a run, which would have its tokenizer",
-                given=path,
-                expected="the tokenizer that the model was trained with",
-                hint="--tokenizer with the directory of its tokenizer",
-            )
-        return cls(path, saved, given_tokenizer or run.tokenizer)
-
-    def model(self) -> tuple[Any, dict[str, Any]]:
-        """Return the model, and arguments of `parallelize` for what a checkpoint does not hold: the folder of
-        weights that each rank reads its part of, or a seed. Raises ModelError, CheckpointError."""
-        if self.saved is None:
-            model, weights = initial_model(ModelConfig(path=self.path, pretrained=True))
-            return model, {"weights": weights}
-        on_meta = causal_lm_on_meta(recorded_config(self.saved))
-        if not (configs := adapter_configs(self.saved)):
-            return on_meta, {}
-        name, base = choose_adapter(self.saved, None), self.saved.facts.get("base") or {}
-        return attach(on_meta, configs[name], adapter=name), (
-            {"weights": base["path"]} if "path" in base else {"seed": base.get("seed", 0)}
-        )
 
 
 @dataclass(frozen=True)
@@ -231,28 +177,15 @@ def evaluate(request: EvaluationRequest, world: World) -> Evaluation:
     longest = max([task.longest for task in tasks] + ([documents.longest] if documents else []))
     context, stride = _spans(request, getattr(model.config, "max_position_embeddings", None), longest)
     rows = [] if documents is None else documents.rows(request.windows, context, stride)
-    of_tasks = [task.rows(context) for task in tasks]
-    engine = _engine(model, found, arguments, request.plan, world)
-    score = partial(score_rows, engine, batch=request.batch, shown=_shown(engine))
+    tasks = [task.fitting(context) for task in tasks]
+    engine = found.engine(model, arguments, request.plan, world)
+    shown, of_documents = _shown(engine), None
+    if documents is not None:
+        scores = score_rows(engine, rows, batch=request.batch, shown=shown)
+        of_documents = documents.scores(scores, request.words)
     return Evaluation(
-        None if documents is None else documents.scores(score(rows), request.words),
-        {task.name: task.scores(score(own)) for task, own in zip(tasks, of_tasks, strict=True)},
+        of_documents, {task.name: task.scores(engine, tokenizer, request.batch, shown) for task in tasks}
     )
-
-
-def _engine(
-    model: Any, found: ModelFiles, arguments: Mapping[str, Any], plan_text: str, world: World
-) -> Engine:
-    model.requires_grad_(False)
-    plan = Plan.parse(plan_text).resolved(world.size)
-    if (
-        found.saved is not None and plan.base == "none"
-    ):  # an adapter is evaluated on the base it was trained on
-        plan = replace(plan, base=(found.saved.facts.get("base") or {}).get("format", "none"))
-    engine = parallelize(model, plan, optimizer=torch.optim.SGD, **arguments, world=world)
-    if found.saved is not None:
-        engine.load(found.saved.path, weights_only=True)
-    return engine
 
 
 def _shown(engine: Engine) -> Callable[[Sequence[Any]], Iterable[Any]]:

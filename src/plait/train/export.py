@@ -1,4 +1,4 @@
-"""Use the trained model outside of plait: export it to Hugging Face format, or generate text."""
+"""Export the trained model to Hugging Face format, or its adapter to PEFT's."""
 
 import copy
 import shutil
@@ -10,20 +10,19 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
 from plait import checkpoint
 from plait.checkpoint import Checkpoint, HuggingFaceFiles, checkpoint_weights, write_hugging_face
 from plait.checkpoint.adapter_files import check_new_adapter, write_adapter
 from plait.checkpoint.base import MergedWeights, adapter_configs, adapter_tensors, choose_adapter
 from plait.checkpoint.compress import Compression
-from plait.data.tokenizer import CHAT_TEMPLATE, FILES, read_tokenizer
+from plait.data.tokenizer import CHAT_TEMPLATE, FILES
 from plait.errors import CheckpointError
 from plait.fileio import copy_regular, writing
 from plait.models import StateNames, causal_lm_on_meta, read_config
 from plait.plan import Plan
-from plait.train.model import check_prompt, generation_of, initial_model, model_on_meta, prompt_ids
+from plait.train.model import generation_of, initial_model, model_on_meta
 from plait.train.run_dir import RunDir
 from plait.train.sections import ModelConfig
 
@@ -31,39 +30,6 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = dict(
     zip(get_args(Dtype), (torch.float64, torch.float32, torch.bfloat16, torch.float16), strict=True)
 )
-
-
-def load_trained(run: RunDir, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the run's newest checkpoint as a plain Hugging Face model and tokenizer, in the run's precision.
-    Raises RunError, CheckpointError."""
-    recipe, tokenizer = run.read_recipe(), read_tokenizer(run.checked_tokenizer())
-    saved = newest_checkpoint(run)
-    on_meta = model_on_meta(recipe.model)
-    if adapter_configs(saved):
-        with _weights(saved, on_meta) as read:
-            tensors = {name: read(name) for name in StateNames.from_model(on_meta).tensors}
-    else:  # `weights/` and the persistent buffers: together a state_dict
-        found = saved.read(("weights/", "buffers/")).items()
-        tensors = {name.partition("/")[2]: tensor for name, tensor in found}
-    transformers_logging.disable_progress_bar()
-    build: Any = type(on_meta).from_pretrained
-    model, report = build(
-        None,
-        config=on_meta.config,
-        state_dict=tensors,
-        dtype=DTYPES[Plan.parse(recipe.plan).dtype],
-        output_loading_info=True,
-    )
-    mismatched = [*report["missing_keys"], *report["unexpected_keys"]]
-    if mismatched:
-        raise CheckpointError(
-            "the checkpoint is of another model",
-            given=f"{saved.path}: {mismatched[0]}",
-            expected="the tensors of the model in the run's recipe.json",
-            hint="plait checkpoint show PATH --tensors lists those of a checkpoint",
-        )
-    trained: PreTrainedModel = model.to(device).eval()
-    return trained, tokenizer
 
 
 def export(
@@ -209,39 +175,6 @@ def _weights(
         return checkpoint_weights(saved, model)
     to_wrap = copy.deepcopy(model)  # on meta
     return MergedWeights(saved, to_wrap, choose_adapter(saved, adapter), base, exact=exact)
-
-
-def generate(
-    run: RunDir,
-    prompt: str,
-    *,
-    tokens: int,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-    device: str = "cpu",
-) -> str:
-    """Generate text: the prompt and at most `tokens` new tokens, up to the end of a document.
-
-    Temperature 0 takes the most likely token each time; otherwise one of the `top_k` most likely is sampled.
-    The model is the newest checkpoint.
-    """
-    model, tokenizer = load_trained(run, device=device)
-    generate_tokens: Any = model.generate
-    prompt_tokens = prompt_ids(tokenizer, prompt)
-    max_tokens = check_prompt(prompt_tokens, model.config)
-    ids = torch.tensor([prompt_tokens], device=device)
-    sampling = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "top_k": top_k}
-    with torch.random.fork_rng(devices=[device] if device != "cpu" else []):
-        torch.manual_seed(seed)
-        output = generate_tokens(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens if max_tokens is None else min(tokens, max_tokens),
-            pad_token_id=tokenizer.eos_token_id,
-            **({"do_sample": True} | sampling),
-        )
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
 def recorded_config(saved: Checkpoint) -> dict[str, Any] | Path:

@@ -11,7 +11,7 @@ more steps, of a resumed run, add what they need.
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from plait.errors import ConfigError
 from plait.fileio import temp_path, writing
 from plait.models.reward import text_config
 from plait.models.task import REFERENCE
+from plait.train.metrics import mean_loss
 from plait.train.model import initial_model
 from plait.train.prepare import ResolvedRun
 
@@ -67,6 +68,16 @@ class RunBatches:
         ranks = self._engine.data_rank, self._engine.data_ranks
         batches = self._run.train_batches(numbers, *ranks, pin_memory=pin_memory)
         return self._added(batches, numbers, trains=True)
+
+    def evaluate(self, beat: Callable[..., None]) -> float:
+        """Return the mean loss per target token over the validation batches, the same ones each time. `beat`:
+        called before each, `slow=True` before the first."""
+        pin_memory, results = self._engine.device.type == "cuda", []
+        for number, batch in enumerate(self.validation(pin_memory=pin_memory)):
+            beat(slow=number == 0)
+            for part in [batch] if isinstance(batch, dict) else batch:
+                results.append(self._engine.evaluate(part))
+        return mean_loss(results)
 
     def validation(self, *, pin_memory: bool) -> Iterator[Batched]:
         """Yield the batches of an evaluation."""

@@ -32,6 +32,7 @@ from plait.engine.spec import Arguments, validate
 from plait.errors import ConfigError, DataError, RunError
 from plait.fileio import check_output_paths
 from plait.models import numbering_of
+from plait.models.caches import check_generates
 from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
 from plait.train.boards import check_boards
@@ -507,6 +508,7 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
     validate(Arguments(with_adapter(model, recipe.adapter), plan, tensor_plan=recipe.model.tensor_plan))
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
+        check_generates(model)
     path = recipe.model.path if recipe.model.pretrained else None
     of_model = {"config": config, "generation": generation_of(recipe.model), "path": path}
     sections: dict[str, dict[str, Any]] = {

@@ -257,3 +257,11 @@ class SampleConfig(Section):
     tokens: Count = 0
     temperature: float = Field(default=0.8, ge=0)  # 0 takes the most likely token
     top_k: Positive = 50
+
+
+class EvalConfig(Section):
+    """`[eval]`: tasks that are scored after the last step; see train/tasks.py."""
+
+    tasks: tuple[str, ...] = ()  # FORMAT=FILE or FORMAT=FILE,SHOTS
+    shots: Count | None = None  # rows of SHOTS before each question; None: all
+    every: Count = 0  # also every so many steps

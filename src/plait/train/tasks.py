@@ -1,10 +1,10 @@
-"""Tasks of published data sets: multiple choice and last words, by log-likelihood.
+"""Tasks of published data sets: multiple choice and last words by log-likelihood, and generated answers.
 
 [Note: prompts]
 Rows are those of the data sets on the Hugging Face Hub. Prompts, choices and scores are those of
-lm-evaluation-harness 0.4 (tasks arc_easy, hellaswag, mmlu, piqa, winogrande, lambada_openai). Every choice
-follows one space. Examples that are shown before the question, "shots", are the first rows of another file
-with their answers, in MMLU of the same subject, and a blank line after each.
+lm-evaluation-harness 0.4 (tasks arc_easy, hellaswag, mmlu, piqa, winogrande, lambada_openai, gsm8k). Every
+choice follows one space. Examples that are shown before the question, "shots", are the first rows of another
+file with their answers, in MMLU of the same subject, and a blank line after each.
 
 [Note: encoded pairs]
 A context and a continuation are encoded as one text, and divided where the context's own tokens end. Spaces
@@ -15,28 +15,39 @@ begins as the tokenizer begins a text. What does not fit into the model is left 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
+from plait.comm import all_reduce
 from plait.data.readers import read_samples
-from plait.engine.scoring import Row, RowScore
+from plait.data.tokenizer import read_tokenizer
+from plait.engine.engine import Engine
+from plait.engine.scoring import Row, RowScore, score_rows
 from plait.errors import ConfigError, ContentError, DataError, shown, unknown_key_hint
+from plait.plan.sampling import Sampling
 from plait.tables import counted
-from plait.train.metrics import perplexity
+from plait.train.metrics import Metrics, perplexity
+from plait.train.sections import EvalConfig
+
+Shown = Callable[[Sequence[Any]], Iterable[Any]]
+_NEW_TOKENS, _NEXT = 256, "Question:"  # of an answer, and what ends it
+_BATCH = 8
 
 
 @dataclass(frozen=True)
 class Example:
     """A question: (context, continuation) of each choice, and the index of the right one. With one choice it
-    is answered if greedy decoding would write it. Shots are of the same `group`, before which is its
-    `description`."""
+    is answered if greedy decoding would write it; with a `number`, if the text that greedy decoding writes
+    has this number. Shots are of the same `group`, before which is its `description`."""
 
     choices: tuple[tuple[str, str], ...]
     answer: int = 0
+    number: str | None = None
     group: str = ""
     description: str = ""
 
@@ -105,6 +116,16 @@ def _lambada(row: Mapping[str, Any]) -> Example:
     return Example(((before, f" {word}"),))
 
 
+def _gsm8k(row: Mapping[str, Any]) -> Example:
+    answer = row["answer"]
+    pair = f"Question: {row['question']}\nAnswer:", f" {answer}"
+    return Example((pair,), number=_plain_number(answer.rpartition("#### ")[2]))
+
+
+def _plain_number(text: str) -> str:
+    return re.sub(r"[,$]", "", text).removesuffix(".").strip()
+
+
 FORMATS: dict[str, tuple[Callable[[Mapping[str, Any]], Example], str]] = {
     "choice": (_generic, "context, choices, answer (its index from 0, or its text)"),
     "arc": (_arc, "question, choices: {text, label}, answerKey"),
@@ -113,6 +134,7 @@ FORMATS: dict[str, tuple[Callable[[Mapping[str, Any]], Example], str]] = {
     "piqa": (_piqa, "goal, sol1, sol2, label"),
     "winogrande": (_winogrande, "sentence (with _), option1, option2, answer"),
     "lambada": (_lambada, "text"),
+    "gsm8k": (_gsm8k, "question, answer (which ends in #### and a number)"),
 }
 
 
@@ -176,7 +198,7 @@ class Task:
             raise _too_few(self, num_shots, len(same))
         before = example.description + "".join(same[: num_shots or None])
         choices = tuple((before + context, continuation) for context, continuation in example.choices)
-        return Example(choices, example.answer)
+        return Example(choices, example.answer, example.number)
 
 
 def _too_few(task: Task, wanted: int, there: int) -> ConfigError:
@@ -208,14 +230,17 @@ class EncodedTask:
     name: str
     examples: Sequence[Example]
     encoded: Sequence[Row]
+    context: int = 0  # set by `fitting`
 
     @property
     def longest(self) -> int:
         return max(len(row.ids) for row in self.encoded)
 
-    def rows(self, context: int) -> list[Row]:
-        """Rows that fit the model: of a row's last token, it reads nothing. Raises DataError if something
-        predicted would be left out, or nothing is predicted."""
+    def fitting(self, context: int) -> "EncodedTask":
+        """The task with rows that fit the model: of a row's last token, it reads nothing. Raises DataError if
+        something predicted would be left out, or nothing is predicted."""
+        if self.examples[0].number is not None:
+            return replace(self, context=context)
         rows = []
         for row in self.encoded:
             surplus = max(0, row.width - context)
@@ -227,9 +252,31 @@ class EncodedTask:
                     hint="--context, a model with more positions, or a file without this row",
                 )
             rows.append(Row(row.ids[surplus:], row.first - surplus))
-        return rows
+        return replace(self, encoded=rows)
 
-    def scores(self, found: Sequence[RowScore]) -> dict[str, float]:
+    def scores(
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, batch: int, shown: Shown = iter
+    ) -> dict[str, float]:
+        """The scores of the task, on every rank. Every rank makes the call. See `score_rows`."""
+        if self.examples[0].number is None:
+            return self.of_choices(score_rows(engine, self.encoded, batch=batch, shown=shown))
+        ranks, right = engine.data_ranks, torch.zeros(2, dtype=torch.float64, device=engine.device)
+        sampling = Sampling(min(_NEW_TOKENS, self.context // 2), stop_strings=(_NEXT,))
+        longest = self.context - sampling.max_new_tokens
+        for start in shown(range(0, len(self.examples), batch * ranks)):
+            call = range(start, min(len(self.examples), start + batch * ranks))
+            own = call[engine.data_rank :: ranks]
+            prompts = [self.encoded[index].ids[: self.encoded[index].first][-longest:] for index in own]
+            for index, found in zip(
+                own, engine.generate(prompts, sampling, tokenizer=tokenizer), strict=True
+            ):
+                text = str(tokenizer.decode(found.ids, skip_special_tokens=True))
+                right += right.new_tensor([n == self.examples[index].number for n in numbers_in(text)])
+        all_reduce(right, engine.data_group)
+        exact, flexible = (right / len(self.examples)).tolist()
+        return {"examples": len(self.examples), "exact_match": exact, "flexible_match": flexible}
+
+    def of_choices(self, found: Sequence[RowScore]) -> dict[str, float]:
         """Return `examples`, `acc` and its standard error `acc_stderr`; of several choices `acc_norm`, where
         sums are divided by the number of characters of the choice; of one the `perplexity`."""
         rows, right, normed, n = iter(found), 0, 0, len(self.examples)
@@ -247,6 +294,14 @@ class EncodedTask:
         if len(found) == n:
             return {**values, "perplexity": perplexity(-math.fsum(score.log_prob for score in found) / n)}
         return {**values, "acc_norm": normed / n}
+
+
+def numbers_in(text: str) -> tuple[str | None, str | None]:
+    """Return the number after #### and the last one, of a generated text up to the next question."""
+    text = text.partition(_NEXT)[0]
+    marked = re.findall(r"#### (-?[0-9.,]+)", text)
+    last = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
+    return (_plain_number(marked[0]) if marked else None, _plain_number(last[-1]) if last else None)
 
 
 def encode_tasks(
@@ -270,11 +325,40 @@ def encode_tasks(
     return found
 
 
+class RunTasks:
+    """The tasks of a run's recipe, which its engine is scored on."""
+
+    def __init__(self, config: EvalConfig, tokenizer: Path, engine: Engine) -> None:
+        """Read and encode them. Raises ConfigError, DataError."""
+        self._engine, self._tokenizer = engine, cast(Any, read_tokenizer(tokenizer) if config.tasks else None)
+        tasks = encode_tasks(config.tasks, config.shots, self._tokenizer)
+        positions = getattr(getattr(engine.model, "config", None), "max_position_embeddings", None)
+        self._tasks = [task.fitting(positions or task.longest) for task in tasks]
+
+    def record(self, metrics: Metrics, step: int, beat: Callable[..., None]) -> None:
+        """Score the tasks and write the scores, after `step` steps. Every rank makes the call. `beat`: called
+        before each call of the engine, `slow=True` before a task's first."""
+
+        def beating(calls: Sequence[Any]) -> Iterator[Any]:
+            for number, call in enumerate(calls):
+                beat(slow=number == 0)
+                yield call
+
+        given = self._engine, self._tokenizer, _BATCH, beating
+        found = {task.name: task.scores(*given) for task in self._tasks}
+        if found:
+            metrics.tasks(step, found, {name: task_text(scores) for name, scores in found.items()})
+
+
 def task_text(scores: Mapping[str, float]) -> str:
     """Return the scores as a line."""
+    n = counted(int(scores["examples"]), "example")
+    if "exact_match" in scores:
+        return (
+            f"{scores['exact_match']:.2%} of {n} with ####, {scores['flexible_match']:.2%} by the last number"
+        )
     normed = f", {scores['acc_norm']:.2%} by characters" if "acc_norm" in scores else ""
     of_one = f", perplexity {scores['perplexity']:,.4f}" if "perplexity" in scores else ""
-    n = counted(int(scores["examples"]), "example")
     return f"{scores['acc']:.2%} (+- {scores['acc_stderr']:.2%}) of {n}{normed}{of_one}"
 
 
