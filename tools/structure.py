@@ -45,21 +45,21 @@ LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 # Lines of Python in a package; raising one is a commit of its own, with the reason.
 BUDGETS = {
     "bench": 1975,
-    "checkpoint": 3100,
-    "cli": 3330,
+    "checkpoint": 3090,
+    "cli": 3320,
     "comm": 7165,
     "compat": 1550,
-    "data": 4425,
-    "engine": 5180,
+    "data": 4535,
+    "engine": 5295,
     "estimate": 600,
     "models": 10790,
     "optim": 1625,
     "pages": 275,
     "parallel": 15300,
-    "plan": 7090,
+    "plan": 7110,
     "planner": 4855,
     "server": 2250,
-    "train": 6100,
+    "train": 6035,
     "verify": 1825,
 }
 ROOT_LINES = 1150  # of the modules next to the packages
