@@ -15,9 +15,9 @@ import plait.data
 from plait.data.build import build
 from plait.data.config import DataConfig, TokenizerConfig, check_data
 from plait.data.dataset import TokenStore
-from plait.data.documents import Documents, PaddingCollator, Pairs
+from plait.data.documents import Answers, Documents, PaddingCollator, Pairs
 from plait.data.encoder import Encoder
-from plait.data.pairs import PairEncoder
+from plait.data.pairs import AnswerEncoder, PairEncoder
 from plait.data.show import show_documents
 from plait.errors import ConfigError, ContentError
 from support.chats import answer, tokenizer, trained, user
@@ -150,7 +150,7 @@ def test_pairs_are_shown_with_their_trained_text_and_bad_rows_are_counted(tmp_pa
     [{"samples": "bins"}, {"tokens_per_micro_batch": 64}, {"long_documents": "split"}],
 )
 def test_pairs_in_samples_that_would_part_them_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="both answers in one micro-batch"):
+    with pytest.raises(ConfigError, match="both rows in one micro-batch"):
         check_data(config(tmp_path, **change))
 
 
@@ -168,3 +168,66 @@ def test_docstrings_make_pairs_whose_rejected_answer_has_its_words_backwards(tmp
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
     ]
     assert words[0] == words[1][::-1]
+
+
+@pytest.mark.parametrize("form", ["messages", "texts"])
+def test_the_label_of_a_single_answer_is_the_sign_of_its_weights(form: str) -> None:
+    row = FORMS[form]
+    for label in (True, False):
+        given = {"prompt": row["prompt"], "completion": row["chosen"], "label": label}
+        sample = AnswerEncoder(Encoder(MADE, "prompt"))(given)
+        assert trained(sample.tensors(), MADE) == encoded(row)[0]
+        assert set(sample.weights.tolist()) == {0.0, 1.0 if label else -1.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "completion": "b"}, "without 'label'"),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "whose label is neither true nor false"),
+        ({"prompt": "a", "label": True}, "without 'completion'"),
+        ({"prompt": [user("a")], "completion": [answer("b", weight=0.5)], "label": True}, "with weights"),
+    ],
+)
+def test_a_mistake_in_a_row_of_a_single_answer_is_named(row: Any, words: str) -> None:
+    with pytest.raises(ContentError) as caught:
+        AnswerEncoder(Encoder(MADE, "prompt"))(row)
+    assert words in str(caught.value)
+
+
+def test_a_sample_of_an_answer_has_a_second_row_with_the_answer_of_the_next_document(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "completion": "b" * (n + 1), "label": n % 2 == 0} for n in range(9)]
+    store = built(tmp_path, rows, kind="answer", validation=0)
+    answers = Answers(Documents(store.train, 0, PaddingCollator(0, max_length=64)))
+    assert len(answers) == 9
+    batch = answers.batch(np.arange(10))
+    found = [
+        (MADE.decode(ids[mask][1:]), MADE.decode(ids[labels != -100]), set(weights[labels != -100].tolist()))
+        for ids, mask, labels, weights in zip(
+            batch["input_ids"],
+            batch["attention_mask"].bool(),
+            batch["labels"],
+            batch["loss_weights"],
+            strict=True,
+        )
+    ]
+    own, other = found[:18:2], found[1:18:2]
+    texts = {f"{n}?{'b' * (n + 1)}</s>": 1.0 if n % 2 == 0 else -1.0 for n in range(9)}
+    assert {text: sign for text, _, (sign,) in own} == texts
+    for (text, _, _), (_, answered, _), (both, only, _) in zip(own, [*own[1:], own[0]], other, strict=True):
+        assert (both, only) == (text.partition("?")[0] + "?" + answered, answered)
+    assert [answered for _, answered, _ in found[18:]] == ["", ""]
+
+
+def test_answers_of_a_script_are_those_of_a_run(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "completion": "b" * (n + 1), "label": n % 2 == 0} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for given in (rows, str(tmp_path / "rows.jsonl")):
+        answers = plait.data.answers(given, MADE)
+        batch = plait.PaddingCollator()(answers)
+        texts = [
+            MADE.decode(ids[labels != -100])
+            for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+        ]
+        assert texts == [f"{'b' * n}</s>" for n in (1, 2, 2, 3, 3, 4, 4, 1)]
+        assert batch["loss_weights"].amin(1)[::2].tolist() == [0.0, -1.0, 0.0, -1.0]

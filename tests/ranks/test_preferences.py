@@ -15,7 +15,7 @@ from plait.engine import preferences
 from plait.errors import ConfigError
 from plait.plan import Plan
 from support import hf_models
-from support.pairs import LENGTH, PAIRS, pairs
+from support.pairs import LENGTH, PAIRS, pairs, row_log_probs
 from support.pool import Pool
 
 BETA = 0.3
@@ -62,15 +62,6 @@ def model_of(family: str, seed: int = 5) -> nn.Module:
     """A small model; another seed gives another one, as after training."""
     torch.manual_seed(seed)
     return hf_models.model_of(family, on_meta=False, **BIG.get(family, {})).double()
-
-
-def row_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The log-probability of each row, and the number of its tokens, in plain torch."""
-    given = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    log_probs = model(**given).logits[:, :-1].log_softmax(-1)
-    labels = batch["labels"][:, 1:]
-    chosen = log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
-    return chosen.sum(1), (labels != -100).sum(1)
 
 
 def by_hand(family: str, name: str) -> tuple[float, dict[str, Tensor], dict[str, float]]:

@@ -1,7 +1,7 @@
-"""A batch of pairs of answers, for losses of preferences."""
+"""A batch of pairs of answers, for losses of preferences, and log-probabilities of rows in plain torch."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from support import programs
 
@@ -19,3 +19,12 @@ def pairs() -> dict[str, Tensor]:
     labels = ids.masked_fill((columns < prompt[:, None]) | ~inside, -100)
     labels[5] = -100
     return {"input_ids": ids.masked_fill(~inside, 0), "labels": labels, "attention_mask": inside.long()}
+
+
+def row_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The log-probability of each row, and the number of its tokens, in plain torch."""
+    given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    log_probs = model(**given).logits[:, :-1].log_softmax(-1)
+    labels = batch["labels"][:, 1:]
+    chosen = log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+    return chosen.sum(1), (labels != -100).sum(1)

@@ -6,7 +6,7 @@ python_docs.py  conversations about Python's standard library, from its docstrin
 conversations.py  rows of messages, checked
 template.py   the text of a conversation, and which spans of it are trained
 encoder.py    rows of chat and prompts -> token ids and their weights as targets
-pairs.py      rows of chosen and rejected answers, checked and encoded
+pairs.py      rows of chosen and rejected answers, or of single ones, checked and encoded
 show.py       samples with their trained tokens, printed
 readers.py    documents of a shard, streamed in chunks of about a megabyte
 tokenizer.py  train, import, save and load a tokenizer
@@ -79,3 +79,26 @@ def preferences(
     else:
         pairs = encode_rows(rows, encode, skip=skip)
     return [(chosen.tensors(), rejected.tensors()) for chosen, rejected in pairs]
+
+
+def answers(
+    rows: str | Iterable[Mapping[str, Any]],
+    tokenizer: "PreTrainedTokenizerFast",
+    *,
+    errors: Literal["raise", "skip"] = "raise",
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Encode single answers for `Preference(loss="kto")`: of each, two rows as those of `preferences`, its
+    prompt with it, and with the next row's answer. `loss_weights` of bad answers are -1."""
+    from plait.data.documents import with_other_answer  # noqa: PLC0415  see above
+    from plait.data.encoder import Encoder, encode_rows  # noqa: PLC0415
+    from plait.data.pairs import AnswerEncoder  # noqa: PLC0415
+    from plait.data.readers import read_samples  # noqa: PLC0415
+
+    encode, skip = AnswerEncoder(Encoder(tokenizer, "prompt")), errors == "skip"
+    found = (
+        read_samples(rows, encode, skip=skip)
+        if isinstance(rows, str)
+        else encode_rows(rows, encode, skip=skip)
+    )
+    samples = [sample.tensors() for sample in found]
+    return [with_other_answer(*both) for both in zip(samples, samples[1:] + samples[:1], strict=True)]

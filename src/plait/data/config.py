@@ -46,7 +46,8 @@ class DataConfig(BaseModel):
     """Sources of text, the directory of tokens, and the sampling of sequences.
 
     `kind`: the rows are `text`, `chat` (under `messages`), `prompt` (under `prompt` and `completion`) or
-    `preference` (under `chosen` and `rejected`, with `prompt` or a common beginning): pairs.
+    `preference` (under `chosen` and `rejected`, with `prompt` or a common beginning): pairs; or `answer`
+    (`prompt`, `completion` and `label`): good and bad ones.
     `train_on`: all assistant messages, or the `last` of each row. `train_empty_thinking`: train also the
     empty think blocks that templates write for messages without reasoning.
 
@@ -67,7 +68,7 @@ class DataConfig(BaseModel):
 
     dir: FilePath
     sources: list[Source] = Field(min_length=1)
-    kind: Literal["text", "chat", "prompt", "preference"] = "text"
+    kind: Literal["text", "chat", "prompt", "preference", "answer"] = "text"
     train_on: Literal["all", "last"] = "all"
     train_empty_thinking: bool = False
     text_key: str = "text"
@@ -129,9 +130,9 @@ def check_data(data: DataConfig) -> None:
             hint="--set data.samples=bins, or documents",
         )
     split = data.long_documents == "split"
-    if data.kind == "preference" and (data.samples != "documents" or budget is not None or split):
+    if data.kind in ("preference", "answer") and (data.samples != "documents" or budget is not None or split):
         raise ConfigError(
-            "pairs are samples of documents, with both answers in one micro-batch",
+            "pairs and answers are samples of documents, with both rows in one micro-batch",
             given=f"data.samples = {data.samples!r}"
             + (f", data.tokens_per_micro_batch = {budget}" if budget else "")
             + (", data.long_documents = 'split'" if split else ""),

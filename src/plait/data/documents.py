@@ -292,6 +292,48 @@ class Pairs:
         return documents.collator(rows)
 
 
+class Answers(Pairs):
+    """The single answers of a stream, each with another prompt's: see preferences.py
+    [Note: answers of other prompts]. That is the next document's answer; the last one's, the first."""
+
+    documents_per_sample = 1.0
+
+    def __init__(self, documents: Documents) -> None:
+        self.name = documents.name.replace("documents", "answers")
+        self._documents = documents
+        self.lengths = documents.lengths
+        self.facts = documents.facts
+
+    def first_after(self, tokens: Int64s) -> Int64s:
+        return self._documents.first_after(tokens)
+
+    def batch(self, indices: Int64s) -> Batch:
+        """Two rows for each answer: its prompt with it, and with the other one. Padded: see
+        `PaddingCollator`."""
+        documents, number = self._documents, len(self)
+        rows = []
+        for index in indices.tolist():
+            if index == number:
+                rows += [documents.without_targets(2)] * 2
+                continue
+            rows += with_other_answer(documents.read(index), documents.read((index + 1) % number))
+        return documents.collator(rows)
+
+
+def with_other_answer(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a document, and one of its prompt and the other one's answer: `labels` and other entries
+    (length,)."""
+    (prompt, answer), names = map(_first_target, (own, other)), own.keys() & other.keys()
+    parts = {name: (own[name][:prompt], other[name][answer:]) for name in names}
+    return own, {name: torch.cat([*map(torch.as_tensor, both)]) for name, both in parts.items()}
+
+
+def _first_target(document: Mapping[str, Any]) -> int:
+    """The first token with a target; the length if there is none."""
+    is_target = torch.as_tensor(document["labels"]) != IGNORED_LABEL
+    return int(is_target.int().argmax()) if is_target.any() else len(is_target)
+
+
 class PackedDocuments:
     """Windows of a stream as rows of separate documents: see [Note: packed documents]."""
 

@@ -23,7 +23,7 @@ from plait.errors import ContentError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Kind = Literal["chat", "prompt", "preference"]
+Kind = Literal["chat", "prompt", "preference", "answer"]
 TrainOn = Literal["all", "last"]
 T = TypeVar("T")
 

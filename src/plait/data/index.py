@@ -33,9 +33,10 @@ class Strict(BaseModel):
 
 
 class WeightsFile(Strict):
-    """The weights of a part's tokens, as codes: code c is `table[c]`, and 0 is weight 0, no target."""
+    """The weights of a part's tokens, as codes: code c is `table[c]`, and 0 is weight 0, no target. Those of
+    bad answers are negative."""
 
-    table: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(max_length=MAX_WEIGHTS)
+    table: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(max_length=MAX_WEIGHTS)
     sha256: Sha256
 
 
@@ -99,7 +100,7 @@ class DatasetSpec(Strict):
     """The part of a recipe that determines the tokens."""
 
     sources: list[str]
-    kind: Literal["text", "chat", "prompt", "preference"] = "text"
+    kind: Literal["text", "chat", "prompt", "preference", "answer"] = "text"
     train_on: Literal["all", "last"] = "all"
     train_empty_thinking: bool = False
     text_key: str

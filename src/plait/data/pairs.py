@@ -1,4 +1,5 @@
-"""Pairs of answers to one prompt, of which the first was chosen and the second rejected: rows -> tokens.
+"""Pairs of answers to one prompt, of which the first was chosen and the second rejected, and single answers,
+each good or bad: rows -> tokens.
 
 [Note: forms of rows]  As in TRL: `prompt`, `chosen` and `rejected`, three texts or three lists of messages;
 or `chosen` and `rejected` alone, whose common beginning is the prompt. Both answers are encoded as the
@@ -6,6 +7,8 @@ completion of a row of prompts is, by the same template code, and only they are 
 
 [Note: files of pairs]  A pair is two documents of the stream, one after the other, which are both for
 training or both for validation. A sample is a pair, and two rows of a batch.
+
+[Note: single answers]  `prompt`, `completion` and `label`, true or false. Weights of a bad one are negative.
 """
 
 from collections.abc import Mapping
@@ -18,6 +21,7 @@ from plait.data.conversations import check_row
 from plait.data.encoder import Encoder, Sample
 from plait.errors import ContentError
 
+ANSWER = '{"prompt": "...", "completion": "...", "label": true}'
 EXAMPLE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 _ANSWERS = ("chosen", "rejected")
 
@@ -60,6 +64,24 @@ class PairEncoder:
         if not np.isin(sample.weights, (0, 1)).all():
             raise _invalid("with weights of messages", f"{name}: weights other than 0 and 1", "no weights")
         return sample
+
+
+class AnswerEncoder:
+    """Encodes rows of single answers: see [Note: single answers]."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        """`encoder`: of prompts."""
+        self._encoder = encoder
+
+    def __call__(self, row: Any) -> Sample:
+        """Encode a row. Raises ContentError, whose fact continues "a row"."""
+        check_row(row, "label", ANSWER)
+        if row["label"] not in (True, False):
+            raise _invalid("whose label is neither true nor false", f"{row['label']!r:.100}", "true or false")
+        sample = self._encoder({key: value for key, value in row.items() if key != "label"})
+        if not np.isin(sample.weights, (0, 1)).all():
+            raise _invalid("with weights of messages", "weights other than 0 and 1", "no weights")
+        return sample if row["label"] else Sample(sample.ids, -sample.weights)
 
 
 def _common(chosen: Any, rejected: Any) -> int:

@@ -67,6 +67,13 @@ def pairs(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
             yield {"prompt": [question], "chosen": [chosen], "rejected": [rejected]}
 
 
+def answers(file: Path, content: bytes) -> Iterator[dict[str, Any]]:
+    """Yield each answer of `pairs` as a row: chosen ones are good, rejected ones bad."""
+    for row in pairs(file, content):
+        for name in ("chosen", "rejected"):
+            yield {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+
+
 def _turn(node: ast.stmt, prefix: str) -> list[dict[str, str]]:
     """A question and its answer; [] for what is private or has no docstring."""
     if not isinstance(node, _Definition) or node.name.startswith("_"):

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from plait.data.encoder import Sample, located, row_key, without_none
-from plait.data.pairs import Pair, PairEncoder
-from plait.data.python_docs import conversations, pairs
+from plait.data.pairs import AnswerEncoder, Pair, PairEncoder
+from plait.data.python_docs import answers, conversations, pairs
 from plait.data.sources import (
     HF_ROW_BYTES,
     ROW_KINDS,
@@ -307,8 +307,8 @@ def _row_chunks(lines: Iterator[_Line], item: FileSlice, options: ReadOptions) -
 
 def _conversations(content: bytes, item: FileSlice, options: ReadOptions) -> Iterator[TextChunk]:
     options.digest(content)
-    of_kind = pairs if isinstance(options.encode, PairEncoder) else conversations
-    rows = list(of_kind(Path(item.name), content))
+    kinds = {PairEncoder: pairs, AnswerEncoder: answers}
+    rows = list(kinds.get(type(options.encode), conversations)(Path(item.name), content))
     for number, row in enumerate(rows):
         locate = partial("conversation {}".format, number)
         yield from _documents(row, options, item.name, locate, len(content) // len(rows))

@@ -4,7 +4,15 @@ import numpy as np
 
 from plait.data.config import DataConfig
 from plait.data.dataset import TokenStore, TokenStream
-from plait.data.documents import Bins, Documents, MicroBatches, PackedDocuments, PaddingCollator, Pairs
+from plait.data.documents import (
+    Answers,
+    Bins,
+    Documents,
+    MicroBatches,
+    PackedDocuments,
+    PaddingCollator,
+    Pairs,
+)
 from plait.data.loader import Samples, Windows, check_samples
 from plait.data.packing import Rows, best_fit, rows_of_sources, within_budget
 from plait.data.sampler import Int64s, LengthGroups, MixedOrder, OneEpoch, Order, SampleOrder
@@ -67,8 +75,8 @@ class SampleSource:
         collator = PaddingCollator(end, data.pad_to_multiple_of, data.sequence)
         documents = Documents(stream, end, collator, split=data.long_documents == "split")
         check_samples(documents, 1)
-        if data.kind == "preference":
-            pairs = Pairs(documents)
+        if data.kind in ("preference", "answer"):
+            pairs = (Answers if data.kind == "answer" else Pairs)(documents)
             return pairs, self._stops(pairs, sources)
         stops = self._stops(documents, sources)
         if data.samples == "documents" and data.tokens_per_micro_batch is None:

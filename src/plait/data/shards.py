@@ -26,7 +26,7 @@ from plait.data.index import (
     lengths_name,
     weights_name,
 )
-from plait.data.pairs import PairEncoder
+from plait.data.pairs import AnswerEncoder, PairEncoder
 from plait.data.readers import BadRows, ReadOptions, TextChunk, read_chunks
 from plait.data.sources import Shard
 from plait.data.tokenizer import read_tokenizer
@@ -55,6 +55,9 @@ class PartRecord(Strict):
     validation: PartFile | None
 
 
+RowEncoder = Encoder | PairEncoder | AnswerEncoder
+
+
 @dataclass(frozen=True)
 class Encoding:
     """How rows of chat and prompts are encoded, as a value that processes exchange."""
@@ -64,21 +67,22 @@ class Encoding:
     train_on: TrainOn
     train_empty_thinking: bool
 
-    def encoder(self) -> Encoder | PairEncoder:
+    def encoder(self) -> RowEncoder:
         """Load the tokenizer. Raises DataError."""
         return _encoder(self)
 
 
 @lru_cache(maxsize=1)
-def _encoder(encoding: Encoding) -> Encoder | PairEncoder:
-    is_pairs = encoding.kind == "preference"
+def _encoder(encoding: Encoding) -> RowEncoder:
+    kinds: dict[str, type[PairEncoder | AnswerEncoder]] = {"preference": PairEncoder, "answer": AnswerEncoder}
+    of_answers = kinds.get(encoding.kind)
     encoder = Encoder(
         read_tokenizer(encoding.tokenizer),
-        "prompt" if is_pairs else encoding.kind,
+        encoding.kind if of_answers is None else "prompt",
         train_on=encoding.train_on,
         train_empty_thinking=encoding.train_empty_thinking,
     )
-    return PairEncoder(encoder) if is_pairs else encoder
+    return encoder if of_answers is None else of_answers(encoder)
 
 
 @dataclass(frozen=True)

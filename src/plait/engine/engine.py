@@ -54,7 +54,6 @@ from plait.engine.usage_checks import (
     check_facts,
     check_pick,
     inconsistent,
-    no_counts,
     no_gradient,
     no_trace,
     not_copyable,
@@ -216,8 +215,7 @@ class Engine:
         built-in loss, logits stay sharded over the columns of `tp`; `model` itself returns full ones. Dropout
         is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
         stage = self._runner.only_stage("engine.loss")
-        if self.plan.counts_first:
-            raise no_counts(self.plan)
+        self._runner.check_no_first_pass()
         batch = self._inputs.single(micro)
         with (
             sizes_of(*self._runner.sizes([batch])),

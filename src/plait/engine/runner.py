@@ -18,9 +18,11 @@ from torch import Tensor
 from plait.comm import all_reduce, broadcast, broadcast_text
 from plait.engine.build import EngineParts
 from plait.engine.loss import check_replicated, named_tensors
+from plait.engine.preferences import ROWS
 from plait.engine.routers import Pass
 from plait.engine.stage import StageRunner
 from plait.engine.totals import EvalResult, check_loss, valid_count
+from plait.engine.usage_checks import no_counts
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
 from plait.models.caches import experts_left_out
@@ -69,6 +71,24 @@ class MicrobatchRunner:
             )
         return self._parts.stages[0]
 
+    def check_no_first_pass(self) -> None:
+        """Raise PlanError if a step begins with forwards of all its micro-batches."""
+        plan = self._parts.context.plan
+        if plan.counts_first:
+            raise no_counts(plan)
+        if self._finds_others:
+            raise PlanError(
+                "a single micro-batch cannot be compared with answers of other prompts",
+                given="engine.loss, and loss='kto'",
+                expected="all micro-batches of a step in one call",
+                hint="engine.step",
+            )
+
+    @property
+    def _finds_others(self) -> bool:
+        pairs = [*self._parts.stages.values()][-1].pairs
+        return pairs is not None and pairs.of_single_answers
+
     def train(
         self,
         micros: Sequence[Micro],
@@ -79,23 +99,45 @@ class MicrobatchRunner:
     ) -> list[Span]:
         """Forward and backward of a step; with `records`, return the spans of its actions."""
         self.check_no_messages()
-        sizes, seeds = self.sizes(micros), partial(self.seeded, seed)
+        seeds = partial(self.seeded, seed)
+        micros = self._answers(micros, seeds)
+        sizes = self.sizes(micros)
         if self._parts.context.plan.counts_first:
             self._count(micros, seeds, sizes)
         return self._run(self._schedule, micros, on_loss, seeds, sizes=sizes, records=records)
 
     def _count(self, micros: Sequence[Micro], seeds: Seeds, sizes: Sequence[MicroSizes | None]) -> None:
         """Forwards that count for losses of routers: see routers.py [Note: counts of the step]."""
+        with self._first_pass():
+            schedule = forwards_only(self._schedule, len(micros))
+            self._run(schedule, micros, lambda *_: None, seeds, sizes=sizes, is_first=True)
+        for stage in self._parts.stages.values():
+            stage.routers.end_first_pass()
+
+    @contextmanager
+    def _first_pass(self) -> Iterator[None]:
+        """Forwards without gradients, after which buffers are as before."""
         stages = [stage.module_part.module for stage in self._parts.stages.values()]
         all_buffers = [module._buffers for stage in stages for module in stage.modules()]
         named = [(of, name, b, b.clone()) for of in all_buffers for name, b in of.items() if b is not None]
         with torch.no_grad():
-            schedule = forwards_only(self._schedule, len(micros))
-            self._run(schedule, micros, lambda *_: None, seeds, sizes=sizes, is_first=True)
+            yield
             for buffers, name, buffer, values in named:
                 buffers[name] = buffer.copy_(values)
-        for stage in self._parts.stages.values():
-            stage.routers.end_first_pass()
+
+    def _answers(
+        self, micros: Sequence[Micro], seeds: Seeds | None, num_counted: int | None = None
+    ) -> Sequence[Micro]:
+        """The micro-batches of the loss. Of single answers these are every other row, after forwards of the
+        others: see preferences.py [Note: answers of other prompts]."""
+        pairs = [*self._parts.stages.values()][-1].pairs
+        if pairs is None or not self._finds_others:
+            return micros
+        own, others = ([{k: v[row::ROWS] for k, v in micro.items()} for micro in micros] for row in (0, 1))
+        with self._first_pass(), pairs.of_others():
+            schedule = forwards_only(self._schedule, len(others))
+            self._run(schedule, others, lambda *_: None, seeds, num_counted=num_counted)
+        return own
 
     def seeded(self, seed: tuple[int, int, int], stage: int, micro: int) -> AbstractContextManager[None]:
         """Seed the random generators for a pass of a micro-batch through a stage; those of the device inside
@@ -137,7 +179,8 @@ class MicrobatchRunner:
         all_reduce(most, context.groups.tokens, "max")
         sample = {key: value[: inputs.rows] for key, value in micros[0].items()}
         padding = [sample] * ((int(most.item()) - len(micros)) if communicates else 0)
-        totals, remaining = torch.zeros(2, dtype=torch.float64, device=device), len(micros)
+        totals, counted = torch.zeros(2, dtype=torch.float64, device=device), len(micros)
+        remaining = counted
 
         def add(loss: Tensor, count: int | Tensor) -> None:
             nonlocal remaining
@@ -148,8 +191,9 @@ class MicrobatchRunner:
                 totals[1] += valid_count(count)
 
         with inputs.explained(micros), self.inference():
-            schedule = forwards_only(self._schedule, len(micros) + len(padding))
-            self._run(schedule, [*micros, *padding], add, None, num_counted=len(micros))
+            micros = self._answers([*micros, *padding], None, counted)
+            schedule = forwards_only(self._schedule, len(micros))
+            self._run(schedule, micros, add, None, num_counted=counted)
         all_reduce(totals, context.groups.tokens)
         broadcast(totals, context.groups.pp, self.last_rank)
         return EvalResult.of(*totals.tolist())
@@ -413,7 +457,7 @@ class _StagePass:
         seeds = None if self.seeds is None else self.seeds(self.number, number)
         measured = stage.measured() if seeds else nullcontext()  # a probe is not a step
         with seeds or nullcontext(), measured, sizes_of(self.sizes[number]):
-            trains = seeds is not None and not self.is_first
+            trains = seeds is not None and not self.is_first and torch.is_grad_enabled()
             kind = Pass(number < self.num_counted, trains, self.is_first)
             if not stage.is_last:
                 return stage.outputs(micro, received, kind)

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from plait.errors import ConfigError
 
-PairLossName = Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "reward"]
+PairLossName = Literal["sigmoid", "ipo", "hinge", "robust", "orpo", "kto", "reward"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ class Preference:
     ipo      (d - 1 / (2 beta))^2 (Azar et al. 2024), of means over tokens instead of sums, as in TRL
     orpo     -beta log sigmoid(log odds ratio) of means over tokens, without a reference, and the mean loss of
              the chosen row's tokens (Hong et al. 2024)
+    kto      of single answers, each good or bad, of which it takes the first row of two: the second has the
+             same prompt and another answer. 1 - sigmoid(beta (r - z)) of a good one with the log-probability
+             r, 1 - sigmoid(beta (z - r)) of a bad one; z is the mean of r over the step's second rows, and at
+             least 0 (Ethayarajh et al. 2024). Entries `loss_weights` below 0 are those of bad answers;
+             `good_weight` and `bad_weight` multiply their losses
     reward   -log sigmoid(difference of scores): of a sequence classification with one label, a reward model,
              by the likelihood of Bradley and Terry (1952), as in InstructGPT (Ouyang et al. 2022); less the
              entry `margin` of a batch (Llama 2: Touvron et al. 2023). No other option
@@ -33,6 +38,8 @@ class Preference:
     beta: float = 0.1
     label_smoothing: float = 0.0
     sft_weight: float | None = None
+    good_weight: float = 1.0
+    bad_weight: float = 1.0
 
     def __post_init__(self) -> None:
         names = get_args(PairLossName)
@@ -50,10 +57,19 @@ class Preference:
                 "label_smoothing=0.1, or none",
             ),
             "sft_weight": (
-                self.sft_weight is None or (0 <= self.sft_weight < math.inf and not self.is_reward),
-                "a number from 0; for loss = reward none",
+                self.sft_weight is None
+                or (0 <= self.sft_weight < math.inf and self.loss not in ("kto", "reward")),
+                "a number from 0; for loss = kto or reward none",
                 "sft_weight=None",
             ),
+            **{
+                name: (
+                    0 < value < math.inf and (value == 1 or self.of_single_answers),
+                    "a number above 0; for another loss than kto none",
+                    f"{name}=1.0",
+                )
+                for name, value in (("good_weight", self.good_weight), ("bad_weight", self.bad_weight))
+            },
         }
         for name, (is_valid, expected, hint) in checks.items():
             if not is_valid:
@@ -67,6 +83,16 @@ class Preference:
     @property
     def needs_reference(self) -> bool:
         return self.loss not in ("orpo", "reward")
+
+    @property
+    def of_single_answers(self) -> bool:
+        """True for a loss of single answers, of which a second row is not trained."""
+        return self.loss == "kto"
+
+    @property
+    def trained_rows(self) -> int:
+        """The number of rows of a sample that are trained, of two."""
+        return 1 if self.of_single_answers else 2
 
     @property
     def is_reward(self) -> bool:

@@ -39,7 +39,7 @@ class Recipe(Section):
     """The configuration of a run. `plan` is text, e.g. "dp=2 precision=bf16". `task` selects defaults."""
 
     plan: str
-    task: Literal["pretrain", "sft", "dpo", "reward"] = "pretrain"
+    task: Literal["pretrain", "sft", "dpo", "kto", "reward"] = "pretrain"
     run: RunConfig
     batch_ramp: BatchRampConfig | None = None
     model: ModelConfig
@@ -79,7 +79,7 @@ def micro_batch_shape(recipe: Recipe, plan: Plan) -> tuple[int, int]:
     """Return samples and tokens of a data rank's largest micro-batch. Raises PlanError."""
     check_batches(recipe, plan)
     sequence, budget = recipe.data.sequence, recipe.data.tokens_per_micro_batch
-    rows = 1 if recipe.preference is None else 2
+    rows = 1 if recipe.preference is None else recipe.preference.options().trained_rows
     return (rows * plan.check_batch(recipe.run.batch) if budget is None else budget // sequence), sequence
 
 
@@ -324,14 +324,17 @@ def _check_model(model: ModelConfig) -> None:
 def _check_preference(recipe: Recipe) -> None:
     """Raise ConfigError unless pairs and their loss occur together, with what they need."""
     given, kind = recipe.preference, recipe.data.kind
-    if (given is None) != (kind != "preference"):
+    rows = given and ("answer" if given.options().of_single_answers else "preference")
+    if rows != (kind if kind in ("preference", "answer") else None):
         raise ConfigError(
-            "a loss of pairs and rows of pairs need each other",
-            given=f"{'no ' if given is None else ''}[preference], data.kind = {kind!r}",
-            expected="[preference] and data.kind = 'preference'",
-            hint="--set task=dpo, which sets both"
+            "a loss of pairs and rows of pairs need each other, and the loss of answers and theirs",
+            given=f"preference.loss = {given.loss!r}, data.kind = {kind!r}"
+            if given
+            else f"no [preference], data.kind = {kind!r}",
+            expected="[preference] and data.kind = 'preference'; loss = 'kto' and data.kind = 'answer'",
+            hint=f"--set task={'kto' if kind == 'answer' else 'dpo'}, which sets both"
             if given is None
-            else "--set data.kind=preference, or --set preference= removes the section",
+            else f"--set data.kind={rows}, or --set preference= removes the section",
         )
     if given is None:
         if recipe.model.head == "reward":
@@ -382,6 +385,13 @@ def _check_reference(recipe: Recipe, given: PreferenceConfig, options: Preferenc
             given=f"preference.reference = {given.reference!r}, adapter.modules_to_save, {recipe.plan}",
             expected="a reference with the weights that this model begins with",
             hint="--set preference.reference=adapters_off",
+        )
+    if given.reference == "precomputed" and options.of_single_answers:
+        raise ConfigError(
+            "answers of other prompts have no precomputed reference",
+            given="preference.reference = 'precomputed', preference.loss = 'kto'",
+            expected="a reference that runs in each step",
+            hint="--set preference.reference=model",
         )
     if given.reference == "precomputed" and recipe.run.spike_factor:
         raise ConfigError(

@@ -73,7 +73,8 @@ def start_table(
     at_most = "at most " if recipe.data.samples == "documents" else ""
     samples = "documents" if at_most else "sequences"
     if recipe.preference is not None:
-        samples, sequence = "pairs", 2 * sequence
+        rows = recipe.preference.options().trained_rows
+        samples, sequence = ("pairs", "answers")[rows == 1], rows * sequence
     samples = f"{'micro-batches' if budget else samples} of {at_most}{sequence}"
     growth = f", growing from {ramp.start} over {ramp.tokens:,} tokens" if ramp else ""
     facts = {

@@ -209,7 +209,7 @@ class LossScaleConfig(Section):
 
 
 class PreferenceConfig(Section):
-    """`[preference]`: the loss of pairs; the first four keys are those of plait.Preference.
+    """`[preference]`: the loss of pairs; all keys but the last two are those of plait.Preference.
 
     reference        where log-probabilities by the model before training are from: a frozen `model`, in each
                      step; the same, `precomputed` before the first step; or this model with `adapters_off`
@@ -220,6 +220,8 @@ class PreferenceConfig(Section):
     beta: float = Preference.beta
     label_smoothing: float = Preference.label_smoothing
     sft_weight: float | None = Preference.sft_weight
+    good_weight: float = Preference.good_weight
+    bad_weight: float = Preference.bad_weight
     reference: Literal["model", "precomputed", "adapters_off"] = "model"
     reference_model: FilePath | None = None
 

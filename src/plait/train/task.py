@@ -15,6 +15,14 @@ _TASKS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "preference": {},
         },
     ),
+    "kto": (
+        "answers",
+        {
+            "data": {"kind": "answer", "samples": "documents"},
+            "optimizer": {"lr": 1e-6},  # TRL's
+            "preference": {"loss": "kto"},
+        },
+    ),
     "reward": (
         "pairs",
         {
@@ -25,7 +33,7 @@ _TASKS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         },
     ),
 }
-_KINDS = {"sft": ("chat", "prompt"), "dpo": ("preference",), "reward": ("preference",)}
+_KINDS = {"sft": ("chat", "prompt"), "dpo": ("preference",), "kto": ("answer",), "reward": ("preference",)}
 
 
 def with_task_defaults(values: dict[str, Any]) -> dict[str, Any]:
