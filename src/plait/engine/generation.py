@@ -11,6 +11,11 @@ Ranks with other rows end at other steps. Where forwards communicate with them (
 that are gathered unit by unit), all go on until the last row of all ends, and a rank without rows has one
 that no caller sees.
 
+[Note: groups in flight]
+Under `pp` the rows are divided into as many groups as there are ranks of stages. While a group's next tokens
+are chosen on the last stage and sent, the first one computes another group. Each rank runs the groups in
+turn, and waits for the tokens of a group just before its next forward.
+
 [Note: weights of stage 3]
 At ZeRO stage 3 all weights are gathered once for a generation, and freed after it, if on every rank they fit
 into the available memory next to the caches (as in DeepSpeed's hybrid engine, 2308.01320, section 4).
@@ -18,7 +23,7 @@ Otherwise each forward gathers unit by unit, as in training. Forwards of weights
 communicate with no rank that has other rows.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plait.comm import all_gather, all_reduce, broadcast, raise_on_all
+from plait.comm import Work, all_gather, all_reduce, raise_on_all, start_broadcast
 from plait.comm.device import free_bytes
 from plait.engine.build import EngineParts
 from plait.engine.inputs import check_same_batch
@@ -34,10 +39,11 @@ from plait.engine.runner import MicrobatchRunner
 from plait.engine.sampling import TokenChooser
 from plait.engine.stage import StageRunner
 from plait.errors import ConfigError, PlaitError, shown
-from plait.models import pretrained_base, vocabulary_size
+from plait.models import StageModule, pretrained_base, vocabulary_size
 from plait.models.caches import StageCache, check_generates
 from plait.parallel.experts.capacity import MicroSizes, sizes_of
 from plait.parallel.zero.sharded_model import ShardedStage
+from plait.plan.grid import share
 from plait.plan.sampling import Sampling
 from plait.plan.schedule import Schedule, forwards_only
 
@@ -78,26 +84,6 @@ class GenerationMemory:
         return self.weights + (self.caches or 0) <= self.available
 
 
-@dataclass
-class Rows:
-    """The rows of a batch: all tokens so far, padded on the left, and 0 for padding."""
-
-    ids_BS: Tensor
-    mask_BS: Tensor
-
-    @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], device: torch.device) -> "Rows":
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(ids)) + [*ids] for ids in prompts])
-        lengths_B1 = torch.tensor([[len(ids)] for ids in prompts])
-        mask = (torch.arange(longest) >= longest - lengths_B1).long()
-        return cls(ids.to(device), mask.to(device))
-
-    def append(self, ids_B1: Tensor, are_kept_B1: Tensor) -> None:
-        self.ids_BS = torch.cat([self.ids_BS, ids_B1], 1)
-        self.mask_BS = torch.cat([self.mask_BS, are_kept_B1.to(self.mask_BS)], 1)
-
-
 class Generator:
     """Generates with the stages of an engine. See [Note: ranks that generate]."""
 
@@ -117,54 +103,60 @@ class Generator:
         start: int,
     ) -> list[Generated]:
         """See `Engine.generate`."""
-        module = self._module
-        check_generates(module)
-        limits, first = self._checked(prompts, sampling, tokenizer)
-        given = prompts if prompts else [[0]]
-        indices = range(start + first, start + first + len(given))
-        rows, chooser = Rows.of(given, self._device), TokenChooser(sampling, indices)
-        texts = RowTexts([Generated() for _ in given], given, limits or [0], sampling, tokenizer, module)
+        check_generates(self._module)
+        limits, first, num_groups = self._checked(prompts, sampling, tokenizer)
+        given, limits, first = prompts or [[0]], limits or [0], first + start
         self._runner.check_no_messages()
-        check_same_batch({"ids": rows.ids_BS, "mask": rows.mask_BS}, self._groups.same_samples)
-        parts = {number: stage.module_part for number, stage in self._parts.stages.items()}
-        caches = {n: StageCache(part.module, is_stage=part.modules is not None) for n, part in parts.items()}
-        is_first = self._groups.same_samples.rank == 0
-        shape = len(given), rows.ids_BS.shape[1] + max(limits, default=0)
+        stages = {number: stage.module_part for number, stage in self._parts.stages.items()}
+        groups = [
+            RowGroup(
+                range(first, first + len(given))[own], given[own], limits[own], sampling, tokenizer, stages
+            )
+            for own in (share(len(given), number, num_groups) for number in range(num_groups))
+        ]
+        for group in groups:
+            group.move_to(self._device)
+            check_same_batch({"ids": group.ids_BS, "mask": group.mask_BS}, self._groups.same_samples)
+        shape = len(given), max(map(len, given)) + max(limits)
         eager = torch.compiler.set_stance("force_eager")  # shapes change with each token
         with self._runner.inference(), eager, self._weights(shape) as joins:
-            while self._go_on(texts.is_unfinished, joins=joins):
-                logits_BV = self._forward(rows, caches)
-                chosen_B2 = torch.zeros(len(given), 2, dtype=torch.float64, device=self._device)
-                if logits_BV is not None:
-                    chosen_B2 = chooser.choose(logits_BV, texts.seen)
-                broadcast(chosen_B2, self._groups.same_samples, self._first_of_last)
-                new = texts.add(chosen_B2.tolist())
-                if on_tokens is not None and is_first and new:
-                    on_tokens(new)
-                are_kept = [[not row.finish] for row in texts.rows]
-                rows.append(chosen_B2[:, :1].long(), torch.tensor(are_kept, device=self._device))
-        return texts.rows[: len(prompts)]
+            goes_on = True
+            while goes_on:
+                goes_on = False
+                for group in groups:
+                    new = [(index - first, token) for index, token in group.receive()]
+                    if on_tokens is not None and new and not self._groups.same_samples.rank:
+                        on_tokens(new)
+                    if self._go_on(group.is_unfinished, joins=joins):
+                        self._send(group)
+                        goes_on = True
+        return [row for group in groups for row in group.rows][: len(prompts)]
 
     @property
     def _module(self) -> Any:
         return next(iter(self._parts.stages.values())).module_part.module
 
-    def _forward(self, rows: Rows, caches: dict[int, StageCache]) -> Tensor | None:
-        """One forward of the new tokens; on the last stage, the logits of the last, (B, V)."""
-        inputs = {number: cache.inputs(rows.ids_BS, rows.mask_BS) for number, cache in caches.items()}
+    def _send(self, group: "RowGroup") -> None:
+        """Run one forward of a group's new tokens, and start to send the next ones."""
+        inputs = {number: cache.inputs(group.ids_BS, group.mask_BS) for number, cache in group.caches.items()}
         new_ids: Tensor = [of_stage.pop("input_ids") for of_stage in inputs.values()][-1]
-        micro, found = {"input_ids": new_ids}, list[Tensor]()
+        micro, chosen_B2 = {"input_ids": new_ids}, [group.chosen_B2.new_zeros(group.chosen_B2.shape)]
         (sizes,) = self._runner.sizes([micro])
+
+        def choose(logits_BV: Tensor) -> None:
+            chosen_B2[0] = group.chooser.choose(logits_BV, group.seen)
+
         stages = {
-            number: _TokenPass(stage, micro, inputs[number], sizes, found.append)
+            number: _TokenPass(stage, micro, inputs[number], sizes, choose)
             for number, stage in self._parts.stages.items()
         }
         # Some blocks return their attention weights, of all tokens so far.
-        key = ("tokens", tuple(new_ids.shape), rows.ids_BS.shape[1])
+        key = ("tokens", tuple(new_ids.shape), group.ids_BS.shape[1])
         self._runner.run_stages(self._schedule, stages, [key])
-        for cache in caches.values():
+        for cache in group.caches.values():
             cache.advance(*new_ids.shape)
-        return found[0] if found else None
+        (group.chosen_B2,) = chosen_B2
+        group.sent = start_broadcast(group.chosen_B2, self._groups.same_samples, self._first_of_last)
 
     def memory(self, batch_shape: tuple[int, int]) -> GenerationMemory:
         """See `Engine.generation_memory`."""
@@ -193,9 +185,9 @@ class Generator:
 
     def _checked(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
-    ) -> tuple[list[int], int]:
-        """Return how many tokens may follow each prompt, and the index of the first one in the global batch.
-        Raises ConfigError, on all ranks."""
+    ) -> tuple[list[int], int, int]:
+        """Return how many tokens may follow each prompt, the index of the first one in the global batch, and
+        the number of groups of rows, the same on all ranks. Raises ConfigError, on all ranks."""
         limits, problem, group = list[int](), None, self._groups.batch_shares
         try:
             limits = _limits(prompts, sampling, tokenizer, pretrained_base(self._module))
@@ -204,7 +196,8 @@ class Generator:
         raise_on_all(problem, group, self._device)
         counts = torch.zeros(group.size, dtype=torch.long, device=self._device)
         all_gather(counts, torch.tensor([len(limits)], device=self._device), group)
-        return limits, sum(counts.tolist()[: group.rank])
+        numbers, stages = counts.tolist(), self._groups.pp.size
+        return limits, sum(numbers[: group.rank]), stages if min(numbers) >= stages else 1
 
 
 def _limits(prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, base: Any) -> list[int]:
@@ -230,51 +223,70 @@ def _limits(prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
     return [min(sampling.max_new_tokens, positions - len(ids)) for ids in prompts]
 
 
-class RowTexts:
-    """The continuations of a batch's rows so far."""
+class RowGroup:
+    """Rows of one forward, and what they have generated. See [Note: groups in flight].
+
+    ids_BS, mask_BS   all tokens so far, padded on the left, and 0 for padding
+    chosen_B2, sent   of the last forward: see `TokenChooser.choose`; in transfer until `receive`
+    """
 
     def __init__(
         self,
-        rows: list[Generated],
+        indices: Sequence[int],
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
         sampling: Sampling,
         tokenizer: Any,
-        module: Any,
+        stages: Mapping[int, StageModule],
     ) -> None:
-        """`limits`: the new tokens of each row; one with 0 is finished."""
-        self.rows, self._limits, self._tokenizer = rows, limits, tokenizer
+        """`indices`: in the global batch. `limits`: the new tokens of each row; one with 0 is finished."""
+        longest = max(map(len, prompts))
+        self.ids_BS = torch.tensor([[0] * (longest - len(ids)) + [*ids] for ids in prompts])
+        lengths_B1 = torch.tensor([[len(ids)] for ids in prompts])
+        self.mask_BS = (torch.arange(longest) >= longest - lengths_B1).long()
+        self.chosen_B2 = torch.zeros(len(prompts), 2, dtype=torch.float64)
+        self.sent: Work | None = None
+        self.chooser, self._indices = TokenChooser(sampling, indices), indices
+        self.caches = {n: StageCache(s.module, is_stage=s.modules is not None) for n, s in stages.items()}
+        self.rows = [Generated(finish=None if limit else "length") for limit in limits]
         self.seen = [[*prompt] for prompt in prompts]  # with the new tokens
+        self._limits, self._tokenizer = limits, tokenizer
         self._strings = tuple(sampling.stop_strings)
         self._tail = max((len(each.encode()) for each in self._strings), default=0) + 8  # tokens
-        stops = sampling.stop_tokens
-        self._stops = _end_tokens(pretrained_base(module)) if stops is None else {*stops}
-        for row, limit in zip(rows, limits, strict=True):
-            row.finish = None if limit else "length"
+        base = pretrained_base(next(iter(stages.values())).module)
+        self._stops = _end_tokens(base) if sampling.stop_tokens is None else {*sampling.stop_tokens}
+
+    def move_to(self, device: torch.device) -> None:
+        self.ids_BS, self.mask_BS = self.ids_BS.to(device), self.mask_BS.to(device)
+        self.chosen_B2 = self.chosen_B2.to(device)
 
     @property
     def is_unfinished(self) -> bool:
         return any(row.finish is None for row in self.rows)
 
-    def add(self, chosen: Sequence[tuple[float, float]]) -> list[tuple[int, int]]:
-        """Add a token and its log-probability to each row that is not finished; return (row, token)."""
-        new = []
-        for number, (row, limit, (token, log_prob)) in enumerate(
-            zip(self.rows, self._limits, chosen, strict=True)
-        ):
-            if row.finish is not None:
-                continue
-            if int(token) in self._stops:
+    def receive(self) -> list[tuple[int, int]]:
+        """Wait for the tokens of the last forward, if any, and add them to rows that are not finished. Return
+        (index, token) of each."""
+        sent, self.sent, new = self.sent, None, []
+        if sent is None:
+            return []
+        sent.wait()
+        for number, (token, log_prob) in enumerate(self.chosen_B2.tolist()):
+            row, token = self.rows[number], int(token)
+            if row.finish is None and token in self._stops:
                 row.finish = "stop"
-                continue
-            row.ids.append(int(token))
-            self.seen[number].append(int(token))
-            row.log_probs.append(log_prob)
-            new.append((number, int(token)))
-            if self._has_stop_string(row.ids):
-                row.finish = "stop"
-            elif len(row.ids) == limit:
-                row.finish = "length"
+            elif row.finish is None:
+                row.ids.append(token)
+                row.log_probs.append(log_prob)
+                self.seen[number].append(token)
+                new.append((self._indices[number], token))
+                if self._has_stop_string(row.ids):
+                    row.finish = "stop"
+                elif len(row.ids) == self._limits[number]:
+                    row.finish = "length"
+        are_kept_B1 = torch.tensor([[not row.finish] for row in self.rows]).to(self.mask_BS)
+        self.ids_BS = torch.cat([self.ids_BS, self.chosen_B2[:, :1].long()], 1)
+        self.mask_BS = torch.cat([self.mask_BS, are_kept_B1], 1)
         return new
 
     def _has_stop_string(self, ids: list[int]) -> bool:

@@ -57,6 +57,7 @@ from plait.train.optimizer import check_optimizer_args, optimizer_class, param_g
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
 from plait.train.sections import LossScaleConfig, RunConfig
+from plait.train.tasks import tasks_of_run
 
 _MAX_LOCAL_RANKS = 1024  # each is a process
 
@@ -509,6 +510,7 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
         check_generates(model)
+    tasks_of_run(recipe.eval, tokenizer, model)
     path = recipe.model.path if recipe.model.pretrained else None
     of_model = {"config": config, "generation": generation_of(recipe.model), "path": path}
     sections: dict[str, dict[str, Any]] = {

@@ -325,15 +325,19 @@ def encode_tasks(
     return found
 
 
+def tasks_of_run(config: EvalConfig, tokenizer: PreTrainedTokenizerBase, model: Any) -> list[EncodedTask]:
+    """Read and encode the tasks of a recipe. Raises ConfigError, DataError."""
+    tasks = encode_tasks(config.tasks, config.shots, tokenizer)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return [task.fitting(positions or task.longest) for task in tasks]
+
+
 class RunTasks:
     """The tasks of a run's recipe, which its engine is scored on."""
 
     def __init__(self, config: EvalConfig, tokenizer: Path, engine: Engine) -> None:
-        """Read and encode them. Raises ConfigError, DataError."""
-        self._engine, self._tokenizer = engine, cast(Any, read_tokenizer(tokenizer) if config.tasks else None)
-        tasks = encode_tasks(config.tasks, config.shots, self._tokenizer)
-        positions = getattr(getattr(engine.model, "config", None), "max_position_embeddings", None)
-        self._tasks = [task.fitting(positions or task.longest) for task in tasks]
+        self._engine, self._tokenizer = engine, read_tokenizer(tokenizer)
+        self._tasks = tasks_of_run(config, self._tokenizer, engine.model)
 
     def record(self, metrics: Metrics, step: int, beat: Callable[..., None]) -> None:
         """Score the tasks and write the scores, after `step` steps. Every rank makes the call. `beat`: called
