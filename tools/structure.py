@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7175,
     "compat": 1550,
     "data": 4535,
-    "engine": 5720,
+    "engine": 5725,
     "estimate": 600,
     "models": 10865,
     "optim": 1625,
