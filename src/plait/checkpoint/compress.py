@@ -22,7 +22,7 @@ A file is dequantized where it is read, a rank's rows at a time: see `QuantizedR
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -82,24 +82,22 @@ class Quantization:
             (scheme,) = values["config_groups"].values()
             weights = scheme["weights"]
             found = cls(weights["num_bits"], weights["type"] == "float", weights.get("group_size"))
-            known = found.config([], weights["strategy"])
-            same = ("quant_method", "quantization_status")
-            if any(values[key] != known[key] for key in same) or not weights["symmetric"]:
-                raise ValueError
-            if (found.bits, found.is_float) not in ((4, False), (8, False), (8, True)):
-                raise ValueError
-            if weights["strategy"] != ("channel" if found.group is None else "group"):
+            (of_known,) = found.config([])["config_groups"].values()
+            same = values["quant_method"] == _METHOD and bool(weights["symmetric"])
+            same = same and weights["strategy"] == of_known["weights"]["strategy"]
+            same = same and (found.group is None or (type(found.group) is int and found.group > 0))
+            if not same or (found.bits, found.is_float) not in ((4, False), (8, False), (8, True)):
                 raise ValueError
         except (KeyError, TypeError, ValueError, AttributeError):
             method = values.get("quant_method") if isinstance(values, Mapping) else None
             return f"{method or 'an unknown method'}, in a format that is not read"
         return found
 
-    def config(self, ignored: Sequence[str], strategy: str | None = None) -> dict[str, Any]:
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
         """The quantization_config. `ignored`: linear layers that are not quantized."""
         weights: dict[str, Any] = {"num_bits": self.bits, "type": "float" if self.is_float else "int"}
         weights |= {"symmetric": True, "dynamic": False, "group_size": self.group}
-        weights["strategy"] = strategy or ("channel" if self.group is None else "group")
+        weights["strategy"] = "channel" if self.group is None else "group"
         layout = "float-quantized" if self.is_float else "pack-quantized"
         group = {"targets": ["Linear"], "weights": weights, "format": layout}
         named = {"quant_method": _METHOD, "quantization_status": "compressed", "format": layout}
@@ -204,14 +202,10 @@ class Sparsity:
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression of the weights of linear layers in blocks, and of experts. None: as they are.
-
-    scales  of weights that are a code times a scale already, by name; others are computed
-    """
+    """The compression of the weights of linear layers in blocks, and of experts. None: as they are."""
 
     weights: Weights | None = None
     sparsity: Sparsity | None = None
-    scales: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, weights: Weights | None, sparsity: str | None) -> "Compression | None":
@@ -225,7 +219,7 @@ class CompressedFormat:
 
     def __init__(self, model: "PreTrainedModel", dtype: torch.dtype, compression: Compression) -> None:
         """Set the model's quantization_config. Raises ModelError for layers that cannot be compressed so."""
-        self._dtype, self._sparsity, self._scales = dtype, compression.sparsity, compression.scales
+        self._dtype, self._sparsity = dtype, compression.sparsity
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self._plain, self._wide = SaveFormat(model, dtype), SaveFormat(model, wide)
         self._state, self._quantization = model.state_dict(), None
@@ -260,14 +254,13 @@ class CompressedFormat:
         """See `SaveFormat.convert`. Weights are compressed from the values that they have in `tensors`."""
         if not self._compressed.issuperset(tensors):
             return self._plain.convert(tensors)
-        (name, *_), found = tensors, dict[str, Tensor]()
+        found: dict[str, Tensor] = {}
         for key, weight in self._wide.convert(tensors).items():
             kept = weight if self._sparsity is None else self._sparsity.pruned(weight)
             if self._quantization is None:
                 found[key] = kept.to(self._dtype)
                 continue
-            scale = self._scales.get(name)
-            scale = self._quantization.scales(kept, self._dtype) if scale is None else scale.to(self._dtype)
+            scale = self._quantization.scales(kept, self._dtype)
             found |= self._quantization.stored(key, self._quantization.codes(kept, scale), scale)
         return found
 
