@@ -108,14 +108,10 @@ class Generator:
         given, limits, first = prompts or [[0]], limits or [0], first + start
         self._runner.check_no_messages()
         stages = {number: stage.module_part for number, stage in self._parts.stages.items()}
-        groups = [
-            RowGroup(
-                range(first, first + len(given))[own], given[own], limits[own], sampling, tokenizer, stages
-            )
-            for own in (share(len(given), number, num_groups) for number in range(num_groups))
-        ]
+        indices, of_all = range(first, first + len(given)), (sampling, tokenizer, stages, self._device)
+        owns = [share(len(given), number, num_groups) for number in range(num_groups)]
+        groups = [RowGroup(indices[own], given[own], limits[own], *of_all) for own in owns]
         for group in groups:
-            group.move_to(self._device)
             check_same_batch({"ids": group.ids_BS, "mask": group.mask_BS}, self._groups.same_samples)
         shape = len(given), max(map(len, given)) + max(limits)
         eager = torch.compiler.set_stance("force_eager")  # shapes change with each token
@@ -238,13 +234,14 @@ class RowGroup:
         sampling: Sampling,
         tokenizer: Any,
         stages: Mapping[int, StageModule],
+        device: torch.device,
     ) -> None:
         """`indices`: in the global batch. `limits`: the new tokens of each row; one with 0 is finished."""
         longest = max(map(len, prompts))
-        self.ids_BS = torch.tensor([[0] * (longest - len(ids)) + [*ids] for ids in prompts])
-        lengths_B1 = torch.tensor([[len(ids)] for ids in prompts])
-        self.mask_BS = (torch.arange(longest) >= longest - lengths_B1).long()
-        self.chosen_B2 = torch.zeros(len(prompts), 2, dtype=torch.float64)
+        ids_BS = [[0] * (longest - len(ids)) + [*ids] for ids in prompts]
+        mask_BS = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+        self.ids_BS, self.mask_BS = torch.tensor([ids_BS, mask_BS], device=device)
+        self.chosen_B2 = torch.zeros(len(prompts), 2, dtype=torch.float64, device=device)
         self.sent: Work | None = None
         self.chooser, self._indices = TokenChooser(sampling, indices), indices
         self.caches = {n: StageCache(s.module, is_stage=s.modules is not None) for n, s in stages.items()}
@@ -255,10 +252,6 @@ class RowGroup:
         self._tail = max((len(each.encode()) for each in self._strings), default=0) + 8  # tokens
         base = pretrained_base(next(iter(stages.values())).module)
         self._stops = _end_tokens(base) if sampling.stop_tokens is None else {*sampling.stop_tokens}
-
-    def move_to(self, device: torch.device) -> None:
-        self.ids_BS, self.mask_BS = self.ids_BS.to(device), self.mask_BS.to(device)
-        self.chosen_B2 = self.chosen_B2.to(device)
 
     @property
     def is_unfinished(self) -> bool:
