@@ -6,10 +6,12 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from plait.comm import connect
+from plait.engine import scoring
 from plait.train.evaluate import EvaluationRequest, evaluate
 from support.plain_evaluation import plain_task_scores, trained_folder
 from support.pool import Pool
@@ -80,3 +82,16 @@ def test_no_bit_depends_on_data_ranks_or_batch_size(
     for plan in ("dp=1", "dp=2 zero=3", "dp=3", "dp=2 micro=3 zero=2"):
         for found in pool.run(scores, num_ranks(plan), str(folder), plan, base | options):
             assert found == expected
+
+
+def other_micro_batches(folder: str, options: dict[str, Any]) -> dict[str, Any]:
+    with mock.patch.object(scoring, "TOKENS", 1):
+        return scores(folder, "dp=1", options)
+
+
+def test_micro_batches_of_other_rows_give_other_bits(pool: Pool, folder: Path) -> None:
+    options = {"data": f"{folder}/text.jsonl"}
+    [expected] = pool.run(scores, 1, str(folder), "dp=1", options)
+    [found] = pool.run(other_micro_batches, 1, str(folder), options)
+    assert found["loss"] != expected["loss"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
