@@ -12,6 +12,7 @@ from torch import Tensor
 import plait
 from plait.engine import distillation
 from plait.errors import ConfigError
+from plait.parallel.tensor.cross_entropy import SINGLE_RANK, SoftTargets, cross_entropy
 from plait.plan import Plan
 from support import hf_models, programs
 from support.pairs import pairs
@@ -56,6 +57,14 @@ def batch_of(name: str) -> dict[str, Tensor]:
     return batch | {"loss_weights": torch.rand(batch["labels"].shape, generator=generator).double()}
 
 
+def of_classes(logits: Tensor, ids: Tensor) -> Tensor:
+    """The probabilities of these tokens, and of all others together; none, if these are all."""
+    chosen = logits.softmax(-1).gather(2, ids)
+    if ids.shape[-1] == logits.shape[-1]:
+        return chosen
+    return torch.cat([chosen, logits.softmax(-1).scatter(2, ids, 0.0).sum(-1, keepdim=True)], -1)
+
+
 def by_hand(family: str, name: str) -> tuple[float, float, dict[str, Tensor]]:
     """Loss, that of the labels alone, and gradients of the former."""
     options, batch, student = CASES[name], batch_of(name), model_of(family)
@@ -67,10 +76,9 @@ def by_hand(family: str, name: str) -> tuple[float, float, dict[str, Tensor]]:
         taught = model_of(family, seed=6)(**given).logits[:, :-1]
     logits = student(**given).logits[:, :-1]
     chosen = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
-    values, ids = taught.topk(options["top"])
-    p = (values / options["temperature"]).softmax(-1)
-    log_q = (logits / options["temperature"]).log_softmax(-1).gather(2, ids)
-    divergence = (p * (p.log() - log_q)).sum(-1)
+    _, ids = taught.topk(options["top"])
+    p, q = (of_classes(each / options["temperature"], ids) for each in (taught, logits))
+    divergence = torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(-1)
     of_labels = -(chosen * weights).sum() / weights.sum()
     of_teacher = options["temperature"] ** 2 * (divergence * weights).sum() / weights.sum()
     loss = (1 - options["weight"]) * of_labels + options["weight"] * of_teacher
@@ -86,11 +94,11 @@ def trained(family: str, name: str, plan: str, mutation: str = "") -> Any:
         case = CASES[name]
         frozen = model_of(family, seed=6).requires_grad_(False)
         teacher = plait.parallelize(frozen, f"{plan} precision=fp64", **options)
-        loss = plait.Distillation(case["weight"], case["temperature"])
+        loss = plait.Distillation(case["weight"], case["temperature"], case["top"])
         engine = plait.parallelize(model_of(family), f"{plan} precision=fp64", loss=loss, **options)
         own = engine.shard(batch_of(name))
         evaluated = engine.evaluate(own)
-        return engine.step(plait.with_teacher(teacher, own, case["top"])), engine.full_gradients(), evaluated
+        return engine.step(plait.with_teacher(teacher, own, loss)), engine.full_gradients(), evaluated
 
 
 @pytest.mark.parametrize(("family", "name", "plan"), SELECTED)
@@ -116,7 +124,7 @@ def _no_temperature() -> AbstractContextManager[Any]:
     original = distillation.distilled_loss
 
     def changed(given: plait.Distillation, *args: Any) -> Any:
-        return original(plait.Distillation(given.weight), *args)
+        return original(plait.Distillation(given.weight, top_tokens=given.top_tokens), *args)
 
     return mock.patch("plait.engine.loss.distilled_loss", changed)
 
@@ -136,18 +144,41 @@ def test_a_mistake_in_a_distillation_is_seen(pool: Pool) -> None:
         pool.run(trained, 2, "llama", "half", "tp=2", "own columns")
 
 
-def test_a_student_that_equals_its_teacher_has_no_divergence() -> None:
-    model, batch = model_of("llama"), pairs()
-    engine = plait.parallelize(model, "micro=2 precision=fp64", loss=plait.Distillation(weight=1.0))
-    taught = plait.with_teacher(engine, batch, programs.VOCABULARY)
-    assert engine.step(taught).loss == pytest.approx(0.0, abs=1e-12)
+@pytest.mark.parametrize("top", [1, 3, programs.VOCABULARY, 2 * programs.VOCABULARY])
+@pytest.mark.parametrize("plan", ["micro=2", "tp=2", "cp=2"])
+def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient(
+    pool: Pool, plan: str, top: int
+) -> None:
+    for step in pool.run(of_itself, _num_ranks(plan), plan, top):
+        assert step.loss == pytest.approx(0.0, abs=1e-12)
+        assert step.grad_norm < 1e-12
+        assert not step.skipped
+
+
+def of_itself(plan: str, top: int) -> Any:
+    loss = plait.Distillation(weight=1.0, temperature=3.0, top_tokens=top)
+    engine = plait.parallelize(model_of("llama"), f"{plan} precision=fp64", loss=loss)
+    return engine.step(plait.with_teacher(engine, engine.shard(pairs()), loss))
+
+
+def test_a_rest_of_almost_nothing_keeps_its_digits() -> None:
+    """The student's two likeliest tokens have all but 1e-20 of the probability, and the teacher's 1e-19."""
+    logits = torch.tensor([[46.0, 46.0, 0.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    p = torch.tensor([[45.0, 45.0, 1.0, 0.0]], dtype=torch.float64).softmax(-1)
+    rest, target = p[:, 2:].sum(1), torch.tensor([0])
+    soft = SoftTargets(torch.tensor([[0, 1]]), p[:, :2], rest)
+    cross_entropy(logits, target, SINGLE_RANK, [(0, 4)], soft=soft).backward()
+    q = logits.detach().softmax(-1)
+    expected = q[:, 2:] * (1 - rest / q[:, 2:].sum())
+    assert logits.grad is not None
+    assert torch.allclose(logits.grad[:, 2:], expected, rtol=1e-9, atol=0)
 
 
 def test_a_distillation_without_its_teacher_or_model_is_refused() -> None:
     engine = plait.parallelize(model_of("llama"), "precision=fp64", loss=plait.Distillation())
     with pytest.raises(plait.PlaitError, match="no tokens of the teacher"):
         engine.step(pairs())
-    unknown = plait.with_teacher(engine, pairs(), 2)
+    unknown = plait.with_teacher(engine, pairs(), plait.Distillation(top_tokens=2))
     unknown["teacher_ids"][0, 5, 0] = programs.VOCABULARY
     with pytest.raises(plait.PlaitError, match="not in the vocabulary"):
         engine.step(unknown)

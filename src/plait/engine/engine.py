@@ -69,6 +69,7 @@ from plait.optim.clip import clip_factor
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
+from plait.plan.distillation import Distillation
 from plait.plan.sampling import Sampling
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
@@ -361,10 +362,10 @@ class Engine:
 
     @one_thread
     def label_statistics(
-        self, micros: Sequence[Batch], *, shifted: bool = False, top: int = 0
+        self, micros: Sequence[Batch], *, shifted: bool = False, top: Distillation | None = None
     ) -> list[Tensor]:
         """For the labels of each micro-batch, (B, S, 3): as `log_probs`, and 1 if no token is likelier, else
-        0; with `top`, (B, S, 2 top): ids and log-probabilities of the likeliest tokens. `shifted`: labels are
+        0; with `top`, (B, S, 2 K + 1): `top_tokens` of cross_entropy.py. `shifted`: labels are
         those of the next tokens. All data ranks have as many micro-batches."""
         return self._runner.label_statistics(micros, shifts=not shifted, top=top)
 

@@ -208,10 +208,10 @@ def label_statistics(
     *,
     group: Group,
     columns: Sequence[tuple[int, int]] | None,
-    top: int = 0,
+    top: Distillation | None = None,
 ) -> Tensor:
     """Return (B, S, 3): `token_statistics` of the labels of a prepared batch; 0 at positions without a
-    target. With `top`, (B, S, 2 top): `top_tokens`. Raises ModelError for another task than language
+    target. With `top`, (B, S, 2 K + 1): `top_tokens`. Raises ModelError for another task than language
     models."""
     tasks = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.IMAGE_LM)
     logits = outputs.logits if task_of(model) in tasks else None
@@ -224,8 +224,11 @@ def label_statistics(
         )
     labels_BS, columns = _labels(batch), columns or [(0, logits.shape[-1])]
     _check_shape(labels_BS, logits.shape[:-1], "one per position of the logits")
-    targets_T, width = labels_BS.reshape(-1), 2 * top or 3
-    statistic: Statistic = (lambda z, _, loss: top_tokens(z, top, loss)) if top else token_statistics
+    targets_T, width = labels_BS.reshape(-1), 3
+    statistic: Statistic = token_statistics
+    if top is not None:
+        number, logits = min(top.top_tokens, max(stop for _, stop in columns)), logits / top.temperature
+        statistic, width = lambda z, _, loss: top_tokens(z, number, loss), 2 * number + 1
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
         kept = _kept(Targets(targets_T, None, None), labels_BS)
         loss = token_loss_of(logits, group, columns)
@@ -235,7 +238,7 @@ def label_statistics(
         start, size = columns[group.rank][0], max(stop for _, stop in columns)
         found_nm = statistic(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
     if kept.rows_n is None:
-        found_nm = found_nm * (targets_T != IGNORED_LABEL)[:, None]
+        found_nm = found_nm.masked_fill((targets_T == IGNORED_LABEL)[:, None], 0)
     else:
         found_nm = found_nm.new_zeros(len(targets_T), width).index_copy_(0, kept.rows_n, found_nm)
     return found_nm.view(*labels_BS.shape, width)

@@ -31,6 +31,7 @@ from plait.parallel.experts.capacity import MessageSizes, MicroSizes, sizes_of
 from plait.parallel.pipeline.executor import Stage
 from plait.parallel.pipeline.serialize import PackedOutput, pack, unpack
 from plait.parallel.zero.sharded_model import ShardedStage
+from plait.plan.distillation import Distillation
 from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
 
 Micro = Mapping[str, Tensor]
@@ -210,7 +211,9 @@ class MicrobatchRunner:
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
             )
 
-    def label_statistics(self, batches: Sequence[Micro], *, shifts: bool, top: int = 0) -> list[Tensor]:
+    def label_statistics(
+        self, batches: Sequence[Micro], *, shifts: bool, top: Distillation | None = None
+    ) -> list[Tensor]:
         """`label_statistics` of loss.py for the labels of each micro-batch, on every rank of the pipeline;
         all data ranks have as many. `shifts`: see `Inputs.prepared`."""
         found: list[Tensor] = []
@@ -320,7 +323,7 @@ class MicrobatchRunner:
         prepare: Callable[[Micro], Micro] | None = None,
         of_outputs: bool = False,
         of_labels: bool = False,
-        top: int = 0,
+        top: Distillation | None = None,
         records: bool = False,
         num_counted: int | None = None,
         is_first: bool = False,
@@ -449,7 +452,7 @@ class _StagePass:
     number: int
     of_outputs: bool
     of_labels: bool
-    top: int
+    top: Distillation | None
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
     is_first: bool  # see `MicrobatchRunner.count`
     sharded: ShardedStage = field(init=False)

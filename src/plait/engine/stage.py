@@ -39,6 +39,7 @@ from plait.parallel.tensor.linear import HeadOutput
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.sequence_forward import map_hidden_output
 from plait.parallel.zero.sharded_model import ShardedStage
+from plait.plan.distillation import Distillation
 
 
 class StageRunner:
@@ -146,7 +147,9 @@ class StageRunner:
         total, count = result
         return self.routers.added(total, count, kind), count
 
-    def label_statistics(self, micro: Mapping[str, Tensor], received: Any = None, top: int = 0) -> Tensor:
+    def label_statistics(
+        self, micro: Mapping[str, Tensor], received: Any = None, top: Distillation | None = None
+    ) -> Tensor:
         """On the last stage: see `label_statistics` in loss.py."""
         module = self.module_part.module
 

@@ -91,7 +91,7 @@ class RunBatches:
         given = self._run.recipe.distillation
         for number, batch in zip(numbers, batches, strict=False):
             if given is not None and trains:
-                yield with_teacher(self._teacher, batch, given.top_tokens)
+                yield with_teacher(self._teacher, batch, given.options())
             else:
                 yield self._of_batch(number, batch, trains) if self._is_needed else batch
 

@@ -236,18 +236,18 @@ class PreferenceConfig(Section):
 class DistillationConfig(Section):
     """`[distillation]`: a teacher, whose likeliest tokens are targets, too.
 
-    teacher      a folder of weights of a model with the same vocabulary
-    top_tokens   of each position; those of plait.Distillation are the others
+    teacher      a folder of weights of a model with the same tokenizer; other keys are those of
+                 plait.Distillation
     """
 
     teacher: FilePath
     weight: float = Distillation.weight
     temperature: float = Distillation.temperature
-    top_tokens: Positive = 64
+    top_tokens: int = Distillation.top_tokens
 
     def options(self) -> Distillation:
         """Return the validated options. Raises ConfigError."""
-        return Distillation(self.weight, self.temperature)
+        return Distillation(self.weight, self.temperature, self.top_tokens)
 
 
 class SampleConfig(Section):

@@ -15,6 +15,16 @@ numbers per token in forward, none in backward; saved for backward are the logit
 per token: its target and the factor of the softmax. Everything is relative to M: logits far from zero lose no
 digits.
 
+[Note: soft targets]
+Targets may be a distribution p over K tokens and the rest, all other tokens as one class. With r the sum of
+the rest's exponentials relative to M, over all ranks, which is a third number per token to be reduced:
+
+  loss      log S - sum over K of p (z - M) - p_rest log r
+  gradient  softmax - p of one of the K tokens;  softmax (1 - p_rest S / r) of the rest
+
+The rest is summed over its own columns. 1 - (the K probabilities) would lose all digits where these are
+nearly 1, as they are after some training.
+
 torch's softmax is one pass over memory with a fast exponential; the largest probability in it is 1 / s.
 Tokens are processed in chunks, on CPUs small enough to stay in the cache; only chunks are held in float32.
 """
@@ -36,14 +46,16 @@ _CPU_CHUNK = 1 << 17  # logits, per thread: one float32 copy fills half a core's
 
 
 class SoftTargets(NamedTuple):
-    """Probabilities of K tokens, (T, K), in place of each token's one target. They add up to 1."""
+    """Probabilities of K different tokens in place of each token's one target, and of all other tokens
+    together: see [Note: soft targets]. They add up to 1."""
 
     ids_TK: Tensor
     probs_TK: Tensor
+    rest_T: Tensor
 
     def of(self, rows: slice | Tensor) -> "SoftTargets":
         """Return those of some tokens."""
-        return SoftTargets(self.ids_TK[rows], self.probs_TK[rows])
+        return SoftTargets(*(each[rows] for each in self))
 
 
 @dataclass
@@ -192,8 +204,8 @@ def summed_loss(
     options: TokenLoss,
     soft: SoftTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss, and each token's factor of the softmax in the gradient. On meta only
-    communicate."""
+    """Return the summed loss, and each token's factor of the softmax in the gradient; with `soft`, (2, T),
+    also that of the rest. On meta only communicate."""
     if logits_Tv.is_meta:
         for message in _empty_messages(logits_Tv, options):
             all_reduce(message, options.group)
@@ -202,13 +214,15 @@ def summed_loss(
             row_bytes = new_wide(logits_Tv, logits_Tv.shape[1]).nbytes
             options.buffers.add(num_copies * chunk_size * row_bytes)
         return new_wide(logits_Tv), new_wide(logits_Tv, len(logits_Tv))
-    local_max_T, message = _local_terms(logits_Tv, options)
+    local_max_T, message = _local_terms(logits_Tv, options, soft)
     max_T = local_max_T.clone()
     all_reduce(max_T, options.group, "max", label="loss: largest logits")
     sum_exp_T = message[0].mul_((local_max_T - max_T).exp_())
     local_sum_exp_T = sum_exp_T.clone()
     message[1] = _target_logits(logits_Tv, targets_T, max_T, options, soft)
-    if options.label_smoothing and logits_Tv.shape[1]:
+    if soft is not None:
+        message[2] *= (local_max_T - max_T).exp_()
+    elif options.label_smoothing and logits_Tv.shape[1]:
         message[2] += (local_max_T - max_T) * logits_Tv.shape[1]
     all_reduce(message, options.group, label="loss: sums over the vocabulary")
     log_sum_exp_T = sum_exp_T.log()
@@ -221,17 +235,23 @@ def summed_loss(
         losses_T += options.z_loss * log_z_T.square()
         factor_T *= 1 + 2 * options.z_loss * log_z_T
     ignored_T = targets_T == options.ignore_index
+    if soft is not None:
+        rest_exp_T = message[2].clamp_(min=torch.finfo(message.dtype).tiny)
+        losses_T -= soft.rest_T * rest_exp_T.log()
+        of_rest_T = 1 - soft.rest_T * sum_exp_T / rest_exp_T
+        factor_T = torch.stack([factor_T, (factor_T * of_rest_T).masked_fill_(ignored_T, 0)])
     losses_T.masked_fill_(ignored_T, 0)
     if weights_T is not None:
         losses_T *= weights_T
     return losses_T.sum(), factor_T.masked_fill_(ignored_T, 0)
 
 
-def _local_terms(logits_Tv: Tensor, options: TokenLoss) -> tuple[Tensor, Tensor]:
+def _local_terms(logits_Tv: Tensor, options: TokenLoss, soft: SoftTargets | None) -> tuple[Tensor, Tensor]:
     """Return, for this rank's columns, each token's largest logit, and the message to be all-reduced: sums
-    relative to it of exponentials, space for the target's logit and, for label smoothing, sums of logits."""
+    relative to it of exponentials, space for the target's logit and, for label smoothing, sums of logits, or,
+    with `soft`, of the rest's exponentials."""
     num_tokens, num_columns = logits_Tv.shape
-    local_max_T, message = _empty_messages(logits_Tv, options)
+    local_max_T, message = _empty_messages(logits_Tv, options, soft)
     local_max_T.fill_(-torch.inf)
     message.zero_()
     if not num_columns:
@@ -240,15 +260,25 @@ def _local_terms(logits_Tv: Tensor, options: TokenLoss) -> tuple[Tensor, Tensor]
     for rows, z_tv, scratch_tv in _chunks(logits_Tv, options):
         max_t = torch.amax(z_tv, 1, out=local_max_T[rows])
         torch.amax(torch.softmax(z_tv, 1, out=scratch_tv), 1, out=peak_T[rows])
-        if options.label_smoothing:
+        if soft is not None:
+            is_local_tK, local_tK = options.local_targets(z_tv, soft.ids_TK[rows])
+            taken_tK = torch.where(is_local_tK, scratch_tv.gather(1, local_tK), 0)
+            torch.sum(scratch_tv.scatter_add_(1, local_tK, -taken_tK), 1, out=message[2, rows])
+        elif options.label_smoothing:
             torch.sum(torch.sub(z_tv, max_t[:, None], out=scratch_tv), 1, out=message[2, rows])
-    torch.reciprocal(peak_T, out=message[0]).masked_fill_(local_max_T == -torch.inf, 0)
+    torch.reciprocal(peak_T, out=message[0])
+    if soft is not None:
+        message[2] *= message[0]
+        message[2].masked_fill_(local_max_T == -torch.inf, 0)
+    message[0].masked_fill_(local_max_T == -torch.inf, 0)
     return local_max_T, message
 
 
-def _empty_messages(logits_Tv: Tensor, options: TokenLoss) -> tuple[Tensor, Tensor]:
+def _empty_messages(
+    logits_Tv: Tensor, options: TokenLoss, soft: SoftTargets | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the two uninitialized tensors that are all-reduced: each token's largest logit, and its sums."""
-    num_tokens, num_sums = len(logits_Tv), 3 if options.label_smoothing else 2
+    num_tokens, num_sums = len(logits_Tv), 2 if soft is None and not options.label_smoothing else 3
     return new_wide(logits_Tv, num_tokens), new_wide(logits_Tv, num_sums, num_tokens)
 
 
@@ -263,7 +293,9 @@ def _target_logits(
     is_local_TK, local_TK = options.local_targets(logits_Tv, ids_TK)
     target_TK = options.capped_(logits_Tv.gather(1, local_TK).to(max_T.dtype))
     relative_TK = (target_TK - max_T[:, None]).masked_fill_(~is_local_TK, 0)
-    return relative_TK[:, 0] if soft is None else (relative_TK * soft.probs_TK).sum(1)
+    if soft is None:
+        return relative_TK[:, 0]
+    return torch.where(soft.probs_TK > 0, relative_TK * soft.probs_TK, 0).sum(1)
 
 
 def write_gradient(
@@ -286,8 +318,11 @@ def write_gradient(
         token_grad_T *= weights_T
     token_grad_T *= options.scale
     target_grad_TK = (token_grad_T[:, None] * is_local_TK).mul_(options.label_smoothing - 1)
+    more_T = None  # of the softmax of the K tokens, than of the rest
     if soft is not None:
         target_grad_TK *= soft.probs_TK
+        of_targets_T, factor_T = factor_T
+        more_T = (of_targets_T - factor_T) * token_grad_T
     smoothing_grad_T1 = (token_grad_T * (-options.label_smoothing / options.vocab_size))[:, None]
     scale_T1 = (factor_T * token_grad_T)[:, None]
     unused_T1 = scale_T1 == 0  # the softmax of columns that are all -inf is NaN
@@ -295,7 +330,11 @@ def write_gradient(
     for rows, z_tv, scratch_tv in _chunks(logits_Tv, options):
         out_tv = grad_Tv[rows]
         buffer_tv = out_tv if scratch_tv.dtype == out_tv.dtype and grad_Tv is not logits_Tv else scratch_tv
-        torch.softmax(z_tv, 1, out=buffer_tv).mul_(scale_T1[rows])
+        torch.softmax(z_tv, 1, out=buffer_tv)
+        if more_T is not None:
+            probs_tK = buffer_tv.gather(1, local_TK[rows]) * more_T[rows, None]
+            target_grad_TK[rows] += torch.where(is_local_TK[rows], probs_tK, 0)
+        buffer_tv.mul_(scale_T1[rows])
         if has_unused:
             buffer_tv.masked_fill_(unused_T1[rows], 0)
         if options.label_smoothing:
@@ -337,24 +376,29 @@ def token_statistics(logits_Tv: Tensor, targets_T: Tensor, options: TokenLoss) -
 
 
 def top_tokens(logits_Tv: Tensor, number: int, options: TokenLoss) -> Tensor:
-    """Return (2 K, T): the ids of each token's K likeliest next tokens, exact up to 2^24, and their
-    log-probabilities. Ranks send K candidates for each token, not their columns."""
-    found_TK2 = new_wide(logits_Tv, len(logits_Tv), number, 2)
-    found_TK2[..., 0], found_TK2[..., 1] = 0, -torch.inf
-    log_sums_T1 = new_wide(logits_Tv, len(logits_Tv), 1).fill_(-torch.inf)
+    """Return (2 K + 1, T): the ids of each token's K likeliest next tokens, exact up to 2^24, their
+    log-probabilities, and that of all others together. Ranks send K candidates for each token, and not their
+    columns."""
+    assert number <= options.vocab_size <= 1 << 24, f"{number} of {options.vocab_size} tokens"
     own = min(number, logits_Tv.shape[1])
-    for rows, z_tv, _ in _chunks(logits_Tv, options) if own else ():
-        values_tk, columns_tk = z_tv.topk(own)
-        found_TK2[rows, :own] = torch.stack([(columns_tk + options.start).to(z_tv.dtype), values_tk], -1)
-        log_sums_T1[rows] = z_tv.logsumexp(1, keepdim=True)
-    message = torch.cat([found_TK2.flatten(1), log_sums_T1], 1)
+    ids_TK = new_wide(logits_Tv, len(logits_Tv), number).zero_()
+    logits_TK, rest_T1 = torch.full_like(ids_TK, -torch.inf), torch.full_like(ids_TK[:, :1], -torch.inf)
+    for rows, z_tv, scratch_tv in _chunks(logits_Tv, options) if own else ():
+        logits_TK[rows, :own], columns_tk = z_tv.topk(own)
+        ids_TK[rows, :own] = (columns_tk + options.start).to(z_tv.dtype)
+        others_tv = scratch_tv.copy_(z_tv).scatter_(1, columns_tk, -torch.inf)
+        rest_T1[rows] = others_tv.logsumexp(1, keepdim=True)
+    message = torch.cat([ids_TK, logits_TK, rest_T1], 1)
     all_ranks = message.new_empty(options.group.size * message.numel())
     all_gather(all_ranks, message.flatten(), options.group, label="likeliest tokens of ranks")
-    of_ranks_RT = all_ranks.view(options.group.size, *message.shape)
-    log_sums_T1 = of_ranks_RT[..., -1].logsumexp(0)[:, None]
-    candidates = of_ranks_RT[..., :-1].transpose(0, 1).reshape(len(message), -1, 2)
-    values_TK, at_TK = candidates[..., 1].topk(number)
-    return torch.cat([candidates[..., 0].gather(1, at_TK), values_TK - log_sums_T1], 1).t()
+    of_ranks_T = all_ranks.view(options.group.size, *message.shape).transpose(0, 1)
+    found = (each.flatten(1) for each in of_ranks_T.split([number, number, 1], -1))
+    ids_TN, candidates_TN, rests_TR = found
+    logits_TK, at_TK = candidates_TN.topk(number)
+    others = torch.cat([candidates_TN.scatter(1, at_TK, -torch.inf), rests_TR], 1)
+    log_sum_T1 = torch.cat([candidates_TN, rests_TR], 1).logsumexp(1, keepdim=True)
+    rest_T1 = others.logsumexp(1, keepdim=True)
+    return torch.cat([ids_TN.gather(1, at_TK), logits_TK - log_sum_T1, rest_T1 - log_sum_T1], 1).t()
 
 
 def _chunks(logits_Tv: Tensor, options: TokenLoss) -> Iterator[tuple[slice, Tensor, Tensor]]:
