@@ -219,7 +219,19 @@ class Inputs:
 
     def of_evaluation(self, batch: Batch) -> Sequence[Batch]:
         """At most `plan.micro` micro-batches."""
-        return divide(self.single(batch, trains=False), self._micro, self.rows)
+        moved = self.single(batch, trains=False)
+        self._check_complete(moved)
+        return divide(moved, self._micro, self.rows)
+
+    def _check_complete(self, moved: Batch) -> None:
+        """Raise PlanError for a part of a sample."""
+        if any(value.shape[0] % self.rows for value in moved.values()):
+            raise PlanError(
+                "a micro-batch has half a pair",
+                given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
+                expected="the chosen row of each pair, followed by its rejected row",
+                hint="a batch of pairs that plan.micro and the data ranks divide",
+            )
 
     def uncompared(self, batch: Batch) -> dict[str, Tensor]:
         """The batch as one micro-batch, which may differ between ranks."""
@@ -230,8 +242,8 @@ class Inputs:
 
     def single(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
         """The batch as one micro-batch, on the device. Batches of training and of evaluation are counted
-        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples, or
-        half of one."""
+        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples, or,
+        in training, half of one."""
         moved = self.uncompared(batch)
         if not any(value.shape[0] for value in moved.values()):
             raise PlanError(
@@ -240,13 +252,8 @@ class Inputs:
                 expected="at least one sample on every data rank",
                 hint="drop_last=True in the loader, or engine.shard(loader), which checks it on all ranks",
             )
-        if any(value.shape[0] % self.rows for value in moved.values()):
-            raise PlanError(
-                "a micro-batch has half a pair",
-                given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
-                expected="the chosen row of each pair, followed by its rejected row",
-                hint="a batch of pairs that plan.micro and the data ranks divide",
-            )
+        if trains:
+            self._check_complete(moved)
         if self._num_compared[trains] % _COMPARED_EVERY == 0:
             check_same_batch(moved, self._same_samples)
         self._num_compared[trains] += 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.comm import all_reduce, broadcast, broadcast_text
+from plait.comm import Group, all_reduce, broadcast, broadcast_text
 from plait.engine.build import EngineParts
 from plait.engine.loss import check_replicated, named_tensors
 from plait.engine.preferences import ROWS
@@ -104,7 +104,7 @@ class MicrobatchRunner:
         """Forward and backward of a step; with `records`, return the spans of its actions."""
         self.check_no_messages()
         seeds = partial(self.seeded, seed)
-        micros = self._answers(micros, seeds)
+        micros = self._answers(micros, seeds, self._parts.context.groups.dense.gradient_sum)
         sizes = self.sizes(micros)
         if self._parts.context.plan.counts_first:
             self._count(micros, seeds, sizes)
@@ -130,15 +130,15 @@ class MicrobatchRunner:
                 buffers[name] = buffer.copy_(values)
 
     def _answers(
-        self, micros: Sequence[Micro], seeds: Seeds | None, num_counted: int | None = None
+        self, micros: Sequence[Micro], seeds: Seeds | None, ranks: Group, num_counted: int | None = None
     ) -> Sequence[Micro]:
-        """The micro-batches of the loss. Of single answers these are every other row, after forwards of the
-        others: see preferences.py [Note: answers of other prompts]."""
+        """The micro-batches of the loss, which `ranks` have. Of single answers these are every other row,
+        after forwards of the others: see preferences.py [Note: answers of other prompts]."""
         pairs = [*self._parts.stages.values()][-1].pairs
         if pairs is None or not self._finds_others:
             return micros
         own, others = ([{k: v[row::ROWS] for k, v in micro.items()} for micro in micros] for row in (0, 1))
-        with self._first_pass(), pairs.of_others():
+        with self._first_pass(), pairs.of_others(ranks):
             schedule = forwards_only(self._schedule, len(others))
             self._run(schedule, others, lambda *_: None, seeds, num_counted=num_counted)
         return own
@@ -195,7 +195,7 @@ class MicrobatchRunner:
                 totals[1] += valid_count(count)
 
         with inputs.explained(micros), self.inference():
-            micros = self._answers([*micros, *padding], None, counted)
+            micros = self._answers([*micros, *padding], None, context.groups.tokens, counted)
             schedule = forwards_only(self._schedule, len(micros))
             self._run(schedule, micros, add, None, num_counted=counted)
         all_reduce(totals, context.groups.tokens)
@@ -454,7 +454,7 @@ class _StagePass:
     of_labels: bool
     top: Distillation | None
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
-    is_first: bool  # see `MicrobatchRunner.count`
+    is_first: bool  # see `MicrobatchRunner._count`
     sharded: ShardedStage = field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from plait.checkpoint.base import identity_of_files
 from plait.comm import World, all_reduce, broadcast
 from plait.data.documents import Pairs
 from plait.data.loader import Batch
+from plait.data.tokenizer import read_tokenizer
 from plait.engine.distillation import with_teacher
 from plait.engine.engine import Engine
 from plait.engine.preferences import with_reference
@@ -98,12 +99,13 @@ class RunBatches:
     def _of_batch(self, number: int, batch: Batched, trains: bool) -> Batched:
         if stored := self._stored.get(trains):
             return stored.added(number, batch)
-        found: Batched
-        if self._given is not None and self._given.reference == "adapters_off":
+        assert self._given is not None, "a reference without [preference]"
+        given, found = self._given.options(), batch
+        if self._given.reference == "adapters_off":
             with self._engine.adapters_off():
-                found = with_reference(self._engine, batch)
+                found = with_reference(self._engine, batch, given)
         else:
-            found = with_reference(self._model, batch)
+            found = with_reference(self._model, batch, given)
         return found
 
 
@@ -117,31 +119,35 @@ def reference_folder(run: ResolvedRun) -> Path:
 
 def reference_engine(run: ResolvedRun, world: World) -> Engine:
     """The engine of the frozen reference."""
-    return _frozen_engine(run, reference_folder(run), world)
+    return _frozen_engine(run, reference_folder(run), world, run.recipe.model.tensor_plan)
 
 
 def teacher_engine(run: ResolvedRun, student: Engine, world: World) -> Engine:
-    """The engine of the frozen teacher. Raises ConfigError if its vocabulary is larger than the student's."""
+    """The engine of the frozen teacher. Raises ConfigError for other tokens than the student's."""
     given = run.recipe.distillation
     assert given is not None, "a teacher without [distillation]"
     teacher = _frozen_engine(run, given.teacher, world)
     sizes = [text_config(engine.model).vocab_size for engine in (teacher, student)]
-    if sizes[0] > sizes[1]:
+    has_tokenizer = (given.teacher / "tokenizer.json").is_file()
+    folders = (given.teacher, run.store.tokenizer_dir) if has_tokenizer else ()
+    vocabularies = [read_tokenizer(folder).get_vocab() for folder in folders]
+    if sizes[0] > sizes[1] or vocabularies[1:] != vocabularies[:-1]:
         raise ConfigError(
-            "the teacher has tokens that the student does not have",
-            given=f"{sizes[0]:,} tokens in {given.teacher}, {sizes[1]:,} in the model",
+            "the teacher has other tokens than the student",
+            given=f"{given.teacher}: {sizes[0]:,} tokens, and {sizes[1]:,} in the model",
             expected="two models of one tokenizer",
             hint="--set distillation.teacher=FOLDER",
         )
     return teacher
 
 
-def _frozen_engine(run: ResolvedRun, folder: Path, world: World) -> Engine:
+def _frozen_engine(
+    run: ResolvedRun, folder: Path, world: World, tensor_plan: dict[str, str] | None = None
+) -> Engine:
     """The engine of a frozen model, under the run's plan."""
     of_model = {"path": folder, "pretrained": True}
     model, weights = initial_model(run.recipe.model.model_copy(update=of_model))
     model.requires_grad_(False)
-    tensor_plan = run.recipe.model.tensor_plan
     return parallelize(
         model, run.plan, optimizer=torch.optim.SGD, tensor_plan=tensor_plan, weights=weights, world=world
     )
