@@ -12,7 +12,7 @@ from plait.errors import PlaitError
 from plait.models.caches import StageCache
 from plait.plan import subtract_traffic
 from support import generation, programs
-from support.pool import Pool
+from support.pool import Pool, RankError
 
 PLANS = {  # and the number of ranks
     "dp=2": 2,
