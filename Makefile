@@ -47,6 +47,12 @@ TORCHAO := build/torchao
 $(TORCHAO): constraints.txt $(BIN)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ torchao && touch $@ || rm -rf $@
 
+# The same for compressed-tensors, which loads what `plait export --weights` writes.
+COMPRESSED := build/compressed-tensors
+
+$(COMPRESSED): constraints.txt $(BIN)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ compressed-tensors loguru && touch $@ || rm -rf $@
+
 # The same for Weights & Biases.
 WANDB := build/wandb
 
@@ -64,6 +70,13 @@ $(DATASETS): constraints.txt $(BIN)/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ datasets dill multiprocess pandas pyarrow xxhash && \
 		touch $@ || rm -rf $@
 
+# The same for lm-evaluation-harness, without what only some of its tasks need.
+LM_EVAL := build/lm-eval
+
+$(LM_EVAL): constraints.txt $(BIN)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ lm_eval sacrebleu colorama lxml portalocker tabulate \
+		requests certifi charset-normalizer urllib3 && touch $@ || rm -rf $@
+
 # And for the generator of the site.
 GENERATOR := build/site-generator
 
@@ -73,11 +86,13 @@ $(GENERATOR): constraints.txt $(BIN)/.installed
 docs: install $(GENERATOR)  ## the documentation site, in build/site
 	PYTHONPATH=$(GENERATOR) $(BIN)/python tools/build_site.py
 
-test: check $(TORCHAO) $(WANDB) $(TRL) $(DATASETS) $(GENERATOR)  ## everything that CI runs
+test: check $(TORCHAO) $(COMPRESSED) $(WANDB) $(TRL) $(DATASETS) $(LM_EVAL) $(GENERATOR)  ## everything that CI runs
 	PYTHONPATH=$(TORCHAO):$(GENERATOR) $(BIN)/python -m pytest -rs tests/one/test_float8_torchao.py tests/one/test_quantized_torchao.py \
 		tests/docs/test_site.py
+	PYTHONPATH=$(COMPRESSED) $(BIN)/python -m pytest -rs tests/one/test_compressed_tensors.py
 	PYTHONPATH=$(WANDB) $(BIN)/python -m pytest -rs tests/one/test_wandb.py
 	PYTHONPATH=$(TRL):$(DATASETS) $(BIN)/python -m pytest -rs tests/one/test_chat_templates.py tests/one/test_data_hf.py
+	PYTHONPATH=$(LM_EVAL):$(DATASETS) $(BIN)/python -m pytest -rs tests/ranks/test_lm_eval.py
 	$(BIN)/python tools/run_tests.py
 
 # The C sources in a program of their own, with the compiler's checks of memory and of threads.

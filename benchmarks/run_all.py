@@ -42,6 +42,8 @@ BENCHMARKS = (
     "servers",
     "sft",
     "lora",
+    "compress",
+    "generate",
 )
 LAST_LINES = 20  # of a benchmark that failed
 

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from plait.api import parallelize
     from plait.comm.launch_function import launch
     from plait.data.documents import PaddingCollator
+    from plait.engine.distillation import with_teacher
     from plait.engine.engine import Engine
+    from plait.engine.generation import Generated
     from plait.engine.preferences import with_reference
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
     from plait.parallel.all_samples import all_gather
     from plait.parallel.ddp import DistributedDataParallel
     from plait.plan import Plan
+    from plait.plan.distillation import Distillation
     from plait.plan.loss_scaling import LossScaling
     from plait.plan.preference import Preference
+    from plait.plan.sampling import Sampling
 
 __version__ = "0.1.0"
 
@@ -31,15 +35,18 @@ __all__ = [
     "AdamW8bit",
     "Chain",
     "DDPError",
+    "Distillation",
     "DistributedDataParallel",
     "Engine",
     "EvalResult",
+    "Generated",
     "Lion",
     "LossScaling",
     "PaddingCollator",
     "PlaitError",
     "Plan",
     "Preference",
+    "Sampling",
     "StepResult",
     "__version__",
     "all_gather",
@@ -47,6 +54,7 @@ __all__ = [
     "launch",
     "parallelize",
     "with_reference",
+    "with_teacher",
 ]
 
 # Imported on first use: torch takes a second that the launcher, plans and help texts do not need.
@@ -56,6 +64,7 @@ _HOMES = {
     "DistributedDataParallel": "plait.parallel.ddp",
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.totals",
+    "Generated": "plait.engine.generation",
     "StepResult": "plait.engine.totals",
     "AdamW8bit": "plait.optim.adamw_8bit",
     "LAMB": "plait.optim.lion_lamb",
@@ -68,8 +77,11 @@ _HOMES = {
     "parallelize": "plait.api",
     "PlaitError": "plait.errors",
     "Plan": "plait.plan",
+    "Distillation": "plait.plan.distillation",
     "Preference": "plait.plan.preference",
+    "Sampling": "plait.plan.sampling",
     "with_reference": "plait.engine.preferences",
+    "with_teacher": "plait.engine.distillation",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint import HuggingFaceFiles, Reader
+from plait.checkpoint import HuggingFaceFiles
 from plait.checkpoint.magnitudes import MagnitudeReader
 from plait.comm import Mesh, World, connect, raise_on_all
 from plait.engine.engine import Engine
@@ -19,7 +19,7 @@ from plait.engine.numerics import set_numerics, set_product_precision
 from plait.engine.reference import SelfCheck
 from plait.engine.spec import Arguments, TrainingSpec, validate
 from plait.engine.usage_checks import check_types
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, ModelError
 from plait.models import Blocks
 from plait.models.routers import OF_BATCHES
 from plait.optim.update_kinds import DECLARATION
@@ -27,6 +27,7 @@ from plait.parallel.all_samples import batch_norms
 from plait.parallel.zero.rank_context import Precision
 from plait.plan import Grid, Plan, format_bytes
 from plait.plan.communicators import communicators
+from plait.plan.distillation import Distillation
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.preference import Preference
 from plait.tables import counted
@@ -43,7 +44,8 @@ def parallelize(
     clip_value: float | None = None,
     router_bias_update: float | None = None,
     router_z_loss: float | None = None,
-    loss: Loss | Preference | None = None,
+    loss: Loss | Preference | Distillation | None = None,
+    keep_zeros: bool = False,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     loss_scaling: LossScaling | None = None,
@@ -58,24 +60,23 @@ def parallelize(
     world: World | None = None,
 ) -> Engine:
     """Return an engine that trains `model` under `plan` on the ranks of this job (one rank if started alone).
+    Unused parameters get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
 
     model           any nn.Module, unmodified, or a list (see `Chain`). Values: rank 0's; on meta, from `seed`
-    plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"
+    plan            a `Plan`, or its text: "dp=2 tp=2 zero=3"; `world`: the ranks. None: `connect()`
     optimizer       a class of torch.optim (fused if possible), or another; `optimizer_args`: its arguments
     param_groups    as in torch, or with an `optimizer` of their own. None: norms and biases do not decay
     clip_norm       maximum global 2-norm of the gradient; `clip_value`: of an element
     router_bias_update  rate of routers' biases (DeepSeek-V3: 0.001); `router_z_loss`: weight (ST-MoE: 0.001)
-    loss            (outputs, micro-batch) -> (summed loss, number of targets), or a Preference. None: by task
+    loss            (outputs, micro-batch) -> (summed loss, number of targets); or Preference, Distillation
     label_smoothing fraction of targets for all tokens; `z_loss`: weight of a squared log-sum-exp. In training
     loss_scaling    of precision=fp16; None: `LossScaling()`, dynamic. `offload_dir`: folder of offload=disk
     blocks          the repeated modules, or their classes. None: of the largest ModuleList
     tensor_plan     {"*.fc1": "colwise"}; with layout="ffn:col", {"*.fc1": "ffn hidden"}. None: model's own
     probe           compare gradients with the full model's on rank 0, for random tokens (True) or a batch
     example_batch   under pp and tp, for inputs other than input_ids: shows where parameters are used
-    seed            of initial weights and dropout; `world`: the ranks to use. None: `connect()`
+    seed            of initial weights and dropout; `keep_zeros`: zeros in linear weights stay zero
     weights         a Hugging Face checkpoint folder, of which each rank reads its part. For a model on meta
-
-    Unused parameters get a zero gradient and are updated. Raises PlaitError; SystemExit(0) on a server.
     """
     model = check_types(model, locals())  # before ranks wait for each other
     given = Arguments(**locals())
@@ -202,11 +203,10 @@ def _warnings(spec: TrainingSpec, device: torch.device) -> Iterator[str]:
 def _open_weights(spec: TrainingSpec, folder: Path, world: World) -> MagnitudeReader:
     """Open a reader of the initial weights. Raises CheckpointError on all ranks for files that one of them
     cannot read."""
-    reader: Reader | None = None
-    problem = None
+    reader, problem = None, None
     try:
         reader = HuggingFaceFiles.open(folder).reader(spec.given.model)
-    except CheckpointError as error:
+    except (CheckpointError, ModelError) as error:
         problem = error
     raise_on_all(problem, world.group, world.device)
     assert reader is not None, "neither a reader nor an error"

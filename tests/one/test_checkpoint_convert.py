@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from plait.api import parallelize
 from plait.checkpoint import Checkpoint, HuggingFaceFiles, Reader, Saver, find_checkpoints, open_checkpoint
+from plait.checkpoint.compress import Compression, Sparsity
 from plait.comm import World, connect
 from plait.errors import CheckpointError, ModelError, RunError
 from plait.models import (
@@ -25,7 +26,7 @@ from plait.models import (
     read_config,
 )
 from plait.parallel.zero.state_io import StateShard
-from plait.train.export import convert
+from plait.train.export import convert, export_folder
 from plait.train.model import initial_model
 from plait.train.sections import ModelConfig
 from plait.verify import parse_source
@@ -104,6 +105,25 @@ def test_from_pretrained_loads_what_was_saved_without_a_missing_key(
     state = loaded(out).state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in state.items())
+
+
+@pytest.mark.parametrize("name", ["tied llama", "mixtral"])
+def test_a_checkpoint_is_compressed_as_its_folder_is(
+    checkpoints: Checkpoints, tmp_path: Path, name: str
+) -> None:
+    found, _ = checkpoints(name)
+    convert(found, tmp_path / "plain")
+    compression = Compression("int8", Sparsity.parse("2:4"))
+    convert(found, tmp_path / "small", compression=compression, shard_bytes=20_000)
+    export_folder(tmp_path / "plain", tmp_path / "other", compression=compression)
+    theirs = load_file(tmp_path / "other" / "model.safetensors")
+    files = HuggingFaceFiles.open(tmp_path / "small")
+    ours = {key: value for path in files.headers for key, value in load_file(path).items()}
+    assert len(files.headers) > 1
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    configs = [read_config(tmp_path / each)["quantization_config"] for each in ("small", "other")]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -19,7 +19,7 @@ from plait.data.documents import Answers, Documents, PaddingCollator, Pairs
 from plait.data.encoder import Encoder
 from plait.data.pairs import AnswerEncoder, PairEncoder
 from plait.data.show import show_documents
-from plait.errors import ConfigError, ContentError
+from plait.errors import ConfigError, ContentError, DataError
 from support.chats import answer, tokenizer, trained, user
 
 MADE = tokenizer()
@@ -217,6 +217,16 @@ def test_a_sample_of_an_answer_has_a_second_row_with_the_answer_of_the_next_docu
     for (text, _, _), (_, answered, _), (both, only, _) in zip(own, [*own[1:], own[0]], other, strict=True):
         assert (both, only) == (text.partition("?")[0] + "?" + answered, answered)
     assert [answered for _, answered, _ in found[18:]] == ["", ""]
+
+
+def test_the_other_answer_is_that_of_another_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n // 3}?", "completion": f"{n}", "label": n % 2 == 0} for n in range(9)]
+    found = plait.data.answers(rows, MADE)
+    others = [MADE.decode(other["input_ids"][other["labels"] != -100]) for _, other in found]
+    assert others == [f"{n // 3 * 3 + 3 if n < 6 else 0}</s>" for n in range(9)]
+    for of_one_prompt in (rows[:1], rows[:3]):
+        with pytest.raises(DataError, match="those of other prompts"):
+            plait.data.answers(of_one_prompt, MADE)
 
 
 def test_answers_of_a_script_are_those_of_a_run(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def loaded_by_program(text: str) -> set[str]:
 
 
 COMMANDS = (
-    "train", "generate", "export", "report", "compare", "schedule", "explain", "verify", "data build",
+    "train", "generate", "chat", "export", "report", "compare", "schedule", "explain", "verify", "data build",
     "bench collectives", "bench ddp", "checkpoint verify", "checkpoint show", "checkpoint diff",
     "checkpoint convert",
 )  # fmt: skip
@@ -149,7 +149,9 @@ def test_an_unknown_option_is_refused_without_a_heavy_library(forked: Forked, co
             ("train", "recipes/tiny.toml", "--set", "data.dir=runs/new", "--set", 'data.sources=["no.txt"]'),
             "no.txt is missing",
         ),
-        (("generate", "runs/nope"), "the run does not exist"),
+        (("generate", "runs/nope"), "the model does not exist"),
+        (("generate", "docs", "--top-p", "2"), "top_p is not valid"),
+        (("chat", "runs/nope"), "the model does not exist"),
         (("export", "runs/nope", "exported"), "the run does not exist"),
         (("report", "docs"), "not a run directory"),
         (("compare", "runs/nope", "docs"), "the run does not exist"),

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from plait.comm import connect
-from plait.data.tokenizer import save_tokenizer, train_tokenizer
+from plait.engine.scoring import strided_rows
 from plait.errors import ConfigError, DataError
-from plait.train.evaluate import EvaluationRequest, encode, evaluate, windows_of
-from support.plain_evaluation import assert_same_scores, plain_scores
+from plait.train.evaluate import EvaluationRequest, encode, evaluate
+from support.plain_evaluation import assert_same_scores, plain_scores, trained_folder
 from support.pool import Pool
 
 SEEN = [
@@ -35,24 +33,7 @@ CONTEXT = 24
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder: a small Llama that knows the documents of SEEN by heart, and its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = train_tokenizer(iter([*SEEN, *UNSEEN]), 300, None)
-    save_tokenizer(tokenizer, folder)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=CONTEXT,
-        )
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    samples = [[tokenizer.eos_token_id, *tokenizer.encode(text)][:CONTEXT] for text in SEEN]
-    for _ in range(40):
-        for ids in samples:
-            batch = torch.tensor([ids])
-            model(batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(folder)
+    trained_folder(folder, SEEN, [*SEEN, *UNSEEN], CONTEXT)
     rows = [{"text": text} for text in (*SEEN, *UNSEEN)]
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -91,17 +72,17 @@ def test_every_token_is_predicted_once_with_as_much_context_as_the_stride_leaves
     for length in range(2, 30):
         for context in range(2, 12):
             for stride in range(1, context):
-                windows = list(windows_of(range(length), range(length - 1, length), context, stride))
+                windows = list(strided_rows(range(length), range(length - 1, length), context, stride))
                 predicted = [token for window in windows for token in window.ids[window.first :]]
                 assert predicted == list(range(1, length))
                 assert all(len(window.ids) == min(length, context) for window in windows)
                 assert all(window.first >= context - stride for window in windows[1:])
-                assert [bool(window.last_word) for window in windows] == [False] * (len(windows) - 1) + [True]
+                assert [bool(window.checked) for window in windows] == [False] * (len(windows) - 1) + [True]
 
 
 def test_a_last_word_longer_than_the_context_is_not_predicted() -> None:
-    [*_, last] = windows_of(range(10), range(4, 10), 6, 5)
-    assert not last.last_word
+    [*_, last] = strided_rows(range(10), range(4, 10), 6, 5)
+    assert not last.checked
 
 
 def test_the_last_word_has_the_space_before_it_and_nothing_after_it(folder: Path) -> None:

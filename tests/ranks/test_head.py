@@ -70,8 +70,10 @@ def trained(family: str, plan: str, batch: dict[str, Tensor], terms: dict[str, f
         own = {key: each.chunk(engine.data_ranks)[engine.data_rank] for key, each in batch.items()}
         step = engine.step(own)
         gradients, evaluated = engine.full_gradients(), engine.evaluate(own)
-        asked = engine.log_probs({key: own[key] for key in ("input_ids", "labels")})
-        found = (engine.data_rank, torch.stack(asked))
+        given = {key: own[key] for key in ("input_ids", "labels")}
+        asked = engine.label_statistics([given])[0].movedim(-1, 0)
+        assert torch.equal(torch.stack(engine.log_probs(given)), asked[:2])
+        found = (engine.data_rank, asked)
         return step, gradients, evaluated, found, products.call_count
 
 
@@ -86,7 +88,8 @@ def by_hand(model: nn.Module, batch: dict[str, Tensor], terms: dict[str, float])
     loss.backward()
     chosen = z.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
     entropy = -(z.softmax(-1) * z.log_softmax(-1)).sum(-1)
-    asked = F.pad(torch.stack([chosen, entropy]) * (labels != -100), (1, 0)).detach()
+    likeliest = z.argmax(-1) == labels
+    asked = F.pad(torch.stack([chosen, entropy, likeliest]) * (labels != -100), (1, 0)).detach()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return loss.item(), gradients, (-(chosen * given).sum() / given.sum()).item(), asked, given.sum().item()
 

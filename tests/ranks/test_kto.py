@@ -87,7 +87,7 @@ def trained(family: str, plan: str, mutation: str = "") -> Any:
         reference = plait.parallelize(frozen, f"{plan} precision=fp64", **options)
         loss = plait.Preference(loss="kto", **OPTIONS)
         engine = plait.parallelize(model_of(family), f"{plan} precision=fp64", loss=loss, **options)
-        own = plait.with_reference(reference, engine.shard(answers()))
+        own = plait.with_reference(reference, engine.shard(answers()), loss)
         evaluated = engine.evaluate(own)
         assert engine.pairs is not None
         of_evaluation = engine.pairs.take()
@@ -163,6 +163,46 @@ def _swapped() -> float:
     is_bad = (torch.arange(PAIRS) % 3 == 0)[count[::2] > 0]
     losses = torch.where(is_bad, 0.5 * torch.sigmoid(0.3 * ratio), 1.5 * torch.sigmoid(-0.3 * ratio))
     return losses.mean().item()
+
+
+def first_loss(plan: str, family: str, options: dict[str, Any]) -> Any:
+    """The loss and rewards of a step whose reference is the same model."""
+    loss = plait.Preference(loss="kto")
+    engines = [
+        plait.parallelize(model_of(family).float(), plan, loss=given, **options) for given in (None, loss)
+    ]
+    batch = {key: value[:12].repeat(2, 1) for key, value in answers().items()}
+    result = engines[1].step(plait.with_reference(engines[0], engines[1].shard(batch), loss))
+    assert engines[1].pairs is not None
+    return result.loss, engines[1].pairs.take()
+
+
+@pytest.mark.parametrize(
+    ("plan", "family"),
+    [
+        ("micro=4 precision=fp32", "llama"),
+        ("dp=2 zero=3 micro=2 precision=bf16", "llama"),
+        ("tp=2 micro=4 precision=bf16", "llama"),
+        ("dp=2 ep=2 capacity=1 precision=fp32", "mixtral"),
+    ],
+)
+def test_the_first_loss_is_one_half_to_the_last_bit(pool: Pool, plan: str, family: str) -> None:
+    for loss, facts in pool.run(first_loss, _num_ranks(plan), plan, family, {}):
+        assert loss == 0.5
+        assert facts.chosen_reward == facts.rejected_reward == 0.0
+
+
+def evaluated(plan: str) -> Any:
+    engine = plait.parallelize(
+        model_of("llama", seed=6), f"{plan} precision=fp64", loss=plait.Preference(loss="kto")
+    )
+    reference = plait.parallelize(model_of("llama"), f"{plan} precision=fp64")
+    return engine.evaluate(plait.with_reference(reference, engine.shard(answers())))
+
+
+def test_evaluations_of_islands_compare_with_all_answers(pool: Pool) -> None:
+    alone, islands = (pool.run(evaluated, 2, f"dp=2{more}")[0] for more in ("", " local_steps=2"))
+    assert islands.loss_sum == pytest.approx(alone.loss_sum, rel=1e-9)
 
 
 def test_answers_are_compared_within_a_step_alone() -> None:

@@ -192,3 +192,11 @@ def test_a_pair_that_a_batch_repeats_is_counted_once(pool: Pool, recipe: Path, t
         found = logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
         expected += (found * (labels != -100)).sum(1).tolist()
     assert _stored(run.dir.path / "recipe.json") == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_on_pairs_is_scored_on_tasks(pool: Pool, recipe: Path, tmp_path: Path) -> None:
+    rows = [{"context": f"{n}?", "choices": ["yes", "no", "yes yes"], "answer": 0} for n in range(7)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = json.dumps([f"choice={tmp_path}/rows.jsonl"])
+    run = run_of(pool, recipe, tmp_path / "scored", "run.steps=2", f"eval.tasks={tasks}")
+    assert records(run, "tasks")[2]["choice/rows"]["examples"] == 7

@@ -227,7 +227,7 @@ def plan(rng: random.Random, here: Path) -> Action:
 
 OPTIONS = {
     "train": "--plan --ranks --set --resume --from --probe --trace",
-    "generate": "--prompt --tokens --temperature --top-k --seed",
+    "generate": "--prompt --prompts --tokens --temperature --top-k --top-p --min-p --seed --plan --batch",
     "export": "--dtype",
     "schedule": "--pp --micro --chunks --forward --transfer --trace --png --html --csv --text",
     "explain": "--plan --set --model --run --batch --sequence --rank --host-size --json",

@@ -9,6 +9,7 @@ directory.py           atomic completion, and which checkpoints are retained
 diff.py                the contents of a checkpoint, and the differences between two
 safetensors_format.py  the header of a safetensors file
 huggingface.py         Hugging Face directories: reading and writing
+compress.py            their compressed weights: quantized, pruned
 adapter_files.py       PEFT's files of an adapter
 base.py                the base model of adapters: its identity, and adapters merged into it
 """

@@ -227,7 +227,8 @@ class MergedWeights:
             return drawn.__getitem__
         files = HuggingFaceFiles.open(folder or Path(str(identity.get("path"))))
         check_same_base(self._saved, {**identity, **identity_of_files(files)})
-        reader = self._closing.enter_context(files.reader(adapted))
+        reader = files.reader(adapted)
+        self._closing.enter_context(reader)
         return lambda name: reader.read_full(f"weights/{name}")
 
 

@@ -20,6 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.checkpoint import Checkpoint
+from plait.checkpoint.compress import (
+    CompressedFormat,
+    Compression,
+    Quantization,
+    QuantizedPart,
+    QuantizedReader,
+    quantized_weights,
+)
 from plait.checkpoint.manifest import (
     FORMAT,
     Chunk,
@@ -42,7 +50,8 @@ from plait.fileio import (
     temporary_folder,
     write_json,
 )
-from plait.models import SavedGroup, SaveFormat, StateNames, map_file_keys
+from plait.models import FileKeys, SavedGroup, StateNames, map_file_keys, read_config
+from plait.plan import Box
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,54 +114,125 @@ class HuggingFaceFiles:
                 )
         return cls(folder, headers, entries)
 
+    @functools.cached_property
+    def _file_index(self) -> dict[Path, int]:
+        return {path: index for index, path in enumerate(self.headers)}
+
     def direct_read_problem(self, model: nn.Module) -> str | None:
         """The reason why ranks cannot read their shards directly from the files; None if they can."""
-        manifest = self._manifest(model)
-        return manifest if isinstance(manifest, str) else None
+        contents = self._contents(model)
+        return contents if isinstance(contents, str) else None
 
-    def reader(self, model: nn.Module) -> Reader:
-        """Return a reader of the model's weights and buffers. Raises CheckpointError."""
-        manifest = self._manifest(model)
-        if isinstance(manifest, str):
+    def reader(self, model: nn.Module) -> Reader | QuantizedReader:
+        """Return a reader of the model's weights and buffers. Raises CheckpointError, ModelError."""
+        contents = self._contents(model)
+        if isinstance(contents, str):
             raise CheckpointError(
                 "these weights cannot be read in shards",
-                given=f"{self.folder}: {manifest}",
+                given=f"{self.folder}: {contents}",
                 expected="every tensor of the model, in the model's form",
                 hint="AutoModelForCausalLM.from_pretrained, then parallelize the model",
             )
-        return Reader(self.folder, manifest, has_checksums=False)
-
-    def _manifest(self, model: nn.Module) -> Manifest | str:
-        """Return the model's tensors in the files as a checkpoint's manifest, or why that is not possible."""
-        if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-            return "the weights are quantized"
-        keys, names = map_file_keys(model, self.entries), StateNames.from_model(model)
-        if isinstance(keys, str):
-            return keys
-        file_index = {path: index for index, path in enumerate(self.headers)}
-        shapes, tensors = {key: entry.shape for key, (_, entry) in self.entries.items()}, {}
-        for name, parts in keys.items():
-            tensor, chunks, dtypes = names.tensors[name], [], {}
-            for key, box in parts.boxes(shapes):
-                path, entry = self.entries[key]
-                dtypes[entry.dtype] = key
-                offset = self.headers[path].num_bytes + entry.start
-                chunks += [Chunk(file_index[path], offset, box.start, box.stop, 0)] * bool(box.numel)
-            facts = TensorFacts(shape=tuple(tensor.shape), dtype=min(dtypes), chunks=tuple(chunks))
-            if any(tensor_problems(name, facts, len(file_index))):
-                first = parts.by_source[0][0] if parts.by_source[0] else parts.by_source[-1][0]
-                return f"{first} has the shape {shapes[first]}, in the model {facts.shape}"
-            for dtype, key in dtypes.items():
-                if len(dtypes) > 1 or DTYPES[dtype].is_floating_point != tensor.is_floating_point():
-                    return f"{key} is of dtype {dtype}, in the model {tensor.dtype}"
-            tensors[names.checkpoint_key(name)] = facts
-        for copy, name in names.copies.items():
-            tensors[names.checkpoint_key(copy)] = tensors[names.checkpoint_key(name)]
+        tensors, quantized = contents
         files = {
             str(path): FileFacts(bytes=of.file_bytes, header_bytes=of.num_bytes, header_crc32=of.crc32)
             for path, of in self.headers.items()
         }
-        return Manifest(format=FORMAT, step=0, facts={}, files=files, tensors=tensors)
+        manifest = Manifest(format=FORMAT, step=0, facts={}, files=files, tensors=tensors)
+        reader, form = Reader(self.folder, manifest, has_checksums=False), self._quantization()
+        return QuantizedReader(reader, form, quantized) if isinstance(form, Quantization) else reader
+
+    def _quantization(self) -> Quantization | str | None:
+        config = self.folder / "config.json"
+        return Quantization.of_config(read_config(config)) if config.is_file() else None
+
+    def _contents(
+        self, model: nn.Module
+    ) -> tuple[dict[str, TensorFacts], dict[str, list[QuantizedPart]]] | str:
+        """Return where the tensors are in the files, by key: those of the model that are stored, with codes
+        and scales, and the parts of those that are quantized. Or why that is not possible."""
+        form = self._quantization()
+        if isinstance(form, str):
+            return f"the weights are quantized by {form}"
+        coded = {} if form is None else quantized_weights(self.entries)
+        of_coded = {key for each in coded.values() for key in each}
+        keys = map_file_keys(model, [*(key for key in self.entries if key not in of_coded), *coded])
+        if isinstance(keys, str):
+            return keys
+        names, tensors = StateNames.from_model(model), dict[str, TensorFacts]()
+        quantized = dict[str, list[QuantizedPart]]()
+        for name, parts in keys.items():
+            tensor, key = names.tensors[name], names.checkpoint_key(name)
+            entries = {
+                each: self.entries[coded.get(each, (each,))[0]] for of in parts.by_source for each in of
+            }
+            if form is not None and not coded.keys().isdisjoint(entries):
+                found = self._quantized_facts(entries, coded, tensor, form)
+                if isinstance(found, str):
+                    return found
+                stored, entries = found
+                tensors |= stored
+                shapes = {each: entry.shape for each, (_, entry) in entries.items()}
+                quantized[key] = [QuantizedPart.at(box, each) for each, box in parts.boxes(shapes)]
+            facts = self._facts(parts, tensor, entries)
+            if isinstance(facts, str):
+                return facts
+            if key not in quantized:
+                tensors[key] = facts
+        for copy, name in names.copies.items():
+            to, of = names.checkpoint_key(copy), names.checkpoint_key(name)
+            if of in quantized:
+                quantized[to] = quantized[of]
+            else:
+                tensors[to] = tensors[of]
+        return tensors, quantized
+
+    def _facts(
+        self, parts: FileKeys, tensor: Tensor, entries: Mapping[str, tuple[Path, TensorEntry]]
+    ) -> TensorFacts | str:
+        """Return where a tensor of the model is in the files, or why it cannot be read."""
+        shapes = {key: entry.shape for key, (_, entry) in entries.items()}
+        chunks, dtypes = list[Chunk](), dict[str, str]()
+        for key, box in parts.boxes(shapes):
+            dtypes[entries[key][1].dtype] = key
+            chunks += [self._chunk(*entries[key], box)] * bool(box.numel)
+        facts = TensorFacts(shape=tuple(tensor.shape), dtype=min(dtypes), chunks=tuple(chunks))
+        if any(tensor_problems("", facts, len(self.headers))):
+            first = parts.by_source[0][0] if parts.by_source[0] else parts.by_source[-1][0]
+            return f"{first} has the shape {shapes[first]}, in the model {facts.shape}"
+        for dtype, key in dtypes.items():
+            if len(dtypes) > 1 or DTYPES[dtype].is_floating_point != tensor.is_floating_point():
+                return f"{key} is of dtype {dtype}, in the model {tensor.dtype}"
+        return facts
+
+    def _quantized_facts(
+        self,
+        entries: Mapping[str, tuple[Path, TensorEntry]],
+        coded: Mapping[str, Sequence[str]],
+        tensor: Tensor,
+        form: Quantization,
+    ) -> tuple[dict[str, TensorFacts], dict[str, tuple[Path, TensorEntry]]] | str:
+        """Return where codes and scales of these weights of a tensor of the model are, and the weights as if
+        they were not quantized; or why they cannot be read."""
+        stored, weights = dict[str, TensorFacts](), dict[str, tuple[Path, TensorEntry]]()
+        for name, (path, codes) in entries.items():
+            if name not in coded:
+                return f"{name} is not quantized, and others of its tensor are"
+            file_of_scales, scales = self.entries[coded[name][1]]
+            shape = (*codes.shape[:1], *tensor.shape[-1:])
+            if problem := form.problem(shape, codes, scales):
+                return f"{name}: {problem}"
+            weights[name] = path, codes._replace(dtype=scales.dtype, shape=shape)
+            part = QuantizedPart.at(Box.full(shape), name)
+            for key, file, entry in ((part.codes, path, codes), (part.scales, file_of_scales, scales)):
+                chunk = self._chunk(file, entry, Box.full(entry.shape))
+                stored[key] = TensorFacts(shape=entry.shape, dtype=entry.dtype, chunks=(chunk,))
+        return stored, weights
+
+    def _chunk(self, path: Path, entry: TensorEntry, box: Box) -> Chunk:
+        """The place of a tensor of the files in one of the model."""
+        offset = self.headers[path].num_bytes + entry.start
+        return Chunk(self._file_index[path], offset, box.start, box.stop, 0)
 
 
 def _read_index(path: Path) -> Iterator[tuple[str, set[str]]]:
@@ -213,6 +293,7 @@ def write_hugging_face(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: Path | None = None,
     generation: Mapping[str, Any] | None = None,
+    compression: Compression | None = None,
 ) -> None:
     """Write a directory from which `AutoModelForCausalLM.from_pretrained` loads the weights.
 
@@ -230,7 +311,7 @@ def write_hugging_face(
             expected="a directory that does not exist yet",
             hint=f"{out}-2",
         )
-    form = SaveFormat(model, dtype)
+    form = CompressedFormat(model, dtype, compression or Compression())
     shards = _shards(form.groups(), shard_bytes)
     try:
         with temporary_folder(out) as partial:
@@ -299,7 +380,7 @@ def _write_configuration(
         model.generation_config.save_pretrained(folder)
 
 
-def _write_shard(folder: Path, shard: _Shard, form: SaveFormat, read: Callable[[str], Tensor]) -> None:
+def _write_shard(folder: Path, shard: _Shard, form: CompressedFormat, read: Callable[[str], Tensor]) -> None:
     entries = shard.entries
     with (folder / shard.name).open("xb") as file:
         file.write(encode_header(entries, {"format": "pt"}))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.compress import QuantizedReader
 from plait.checkpoint.reader import Reader
 from plait.comm import Group
 from plait.errors import CheckpointError
@@ -26,7 +27,11 @@ class MagnitudeReader:
     adapters."""
 
     def __init__(
-        self, of_base: Reader, model: nn.Module, formats: Mapping[str, str], dtype: torch.dtype
+        self,
+        of_base: Reader | QuantizedReader,
+        model: nn.Module,
+        formats: Mapping[str, str],
+        dtype: torch.dtype,
     ) -> None:
         """`model`: with the adapters, on meta. `formats`: of quantized weights, by their names. `dtype`: in
         which the plan computes."""

@@ -17,6 +17,8 @@ from plait.cli.common import (
     ExactBase,
     Json,
     NewDirectory,
+    Sparsity,
+    Weights,
     check_outputs,
     check_without_adapter,
     print_line,
@@ -160,10 +162,13 @@ def convert(
     ] = None,
     base: Base = None,
     exact_base: ExactBase = False,
+    weights: Weights = None,
+    sparsity: Sparsity = None,
     debug: Debug = False,  # noqa: ARG001 (read by report_errors)
 ) -> None:
     """Write the weights as a Hugging Face directory, one tensor at a time."""
     _check_exists(location)
+    from plait.checkpoint.compress import Compression
     from plait.checkpoint.huggingface import SHARD_BYTES
     from plait.train.export import convert as write
     from plait.train.export import convert_adapter
@@ -174,12 +179,14 @@ def convert(
     run: RunDir | None = RunDir(found.path.absolute().parent.parent)
     run = run if run is not None and run.recipe.is_file() else None
     if to == "peft":
-        options = {"--dtype": dtype, "--base": base, "--exact-base": exact_base or None}
+        options: dict[str, object] = {"--dtype": dtype, "--base": base, "--exact-base": exact_base or None}
+        options |= {"--weights": weights, "--sparsity": sparsity}
         check_without_adapter({**options, "--max-shard-size": max_shard_size})
         convert_adapter(found, out, adapter=adapter, config=config, run=run)
     else:
-        files = {"shard_bytes": limit, "config": config, "run": run}
-        write(found, out, dtype, **files, adapter=adapter, base=base, exact=exact_base)  # type: ignore[arg-type]
+        files: dict[str, Any] = {"shard_bytes": limit, "config": config, "run": run}
+        files |= {"compression": Compression.parse(weights, sparsity)}
+        write(found, out, dtype, **files, adapter=adapter, base=base, exact=exact_base)
     print_line(out)
 
 

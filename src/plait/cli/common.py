@@ -50,6 +50,16 @@ ExactBase = Annotated[
         help="Merge an adapter into its base as the files have it. Default: as base=nf4 or int8 stored it.",
     ),
 ]
+Weights = Annotated[
+    Literal["int8", "int4", "fp8"] | None,
+    typer.Option(help="Quantize the weights of the blocks' linear layers, as compressed-tensors."),
+]
+Sparsity = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPARSITY", help="Set their smallest weights to 0: a fraction, or two of each four by 2:4."
+    ),
+]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file; - is stdout.")
 ]

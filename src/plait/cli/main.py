@@ -14,7 +14,7 @@ from plait.cli.bench import bench
 from plait.cli.checkpoint import checkpoint
 from plait.cli.common import print_line
 from plait.cli.explain import explain
-from plait.cli.model import evaluate, evaluate_rank, export, generate
+from plait.cli.model import chat, evaluate, export, generate, model_rank
 from plait.cli.plan import find
 from plait.cli.report import compare, report
 from plait.cli.schedule import schedule
@@ -44,9 +44,10 @@ app = typer.Typer(
 app.command()(train)
 app.command(hidden=True)(rank)
 app.command()(generate)
+app.command()(chat)
 app.command()(export)
 app.command()(evaluate)
-app.command(hidden=True)(evaluate_rank)
+app.command(hidden=True)(model_rank)
 app.command()(report)
 app.command()(compare)
 app.command()(schedule)

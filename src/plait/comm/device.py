@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.comm.shm.arena import available_bytes
 from plait.comm.store import JobStore
 from plait.comm.torch_transport import backend_of
 from plait.errors import CommError
@@ -73,6 +74,14 @@ def _device_index(local_rank: int) -> int:
             hint="fewer ranks per host" if num_devices else "device=cpu",
         )
     return local_rank
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that tensors of this rank can still take: its share of the host's, or the GPU's."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    return available_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def claim_device(device: torch.device, store: JobStore, rank: int) -> None:

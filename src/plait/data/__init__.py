@@ -88,8 +88,9 @@ def answers(
     errors: Literal["raise", "skip"] = "raise",
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Encode single answers for `Preference(loss="kto")`: of each, two rows as those of `preferences`, its
-    prompt with it, and with the next row's answer. `loss_weights` of bad answers are -1."""
-    from plait.data.documents import with_other_answer  # noqa: PLC0415  see above
+    prompt with it, and with the answer of the next row that has another prompt. `loss_weights` of bad answers
+    are -1. Raises DataError also for rows of one prompt."""
+    from plait.data.documents import OtherAnswers  # noqa: PLC0415  see above
     from plait.data.encoder import Encoder, encode_rows  # noqa: PLC0415
     from plait.data.pairs import AnswerEncoder  # noqa: PLC0415
     from plait.data.readers import read_samples  # noqa: PLC0415
@@ -101,4 +102,5 @@ def answers(
         else encode_rows(rows, encode, skip=skip)
     )
     samples = [sample.tensors() for sample in found]
-    return [with_other_answer(*both) for both in zip(samples, samples[1:] + samples[:1], strict=True)]
+    others = OtherAnswers(samples.__getitem__, len(samples), "answers")
+    return [(own, other) for own, other in map(others.rows, range(len(samples)))]

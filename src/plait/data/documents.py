@@ -33,7 +33,7 @@ An evaluation reads each sample once. Where there is none left for a rank, it re
 number `len(samples)`, so that all ranks take part in every collective.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,46 +292,69 @@ class Pairs:
         return documents.collator(rows)
 
 
-class Answers(Pairs):
-    """The single answers of a stream, each with another prompt's: see preferences.py
-    [Note: answers of other prompts]. That is the next document's answer; the last one's, the first."""
+class Answers:
+    """The single answers of a stream, each with another prompt's: see `OtherAnswers`. Number `len(self)` is
+    padding: see [Note: samples without targets].
+
+    lengths  of each answer's own row
+    """
 
     documents_per_sample = 1.0
 
     def __init__(self, documents: Documents) -> None:
+        """Raises DataError unless there are two prompts."""
         self.name = documents.name.replace("documents", "answers")
-        self._documents = documents
-        self.lengths = documents.lengths
-        self.facts = documents.facts
+        self._documents, self.lengths, self.facts = documents, documents.lengths, documents.facts
+        self._others = OtherAnswers(documents.read, len(documents), self.name)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     def first_after(self, tokens: Int64s) -> Int64s:
+        """See `Documents.first_after`."""
         return self._documents.first_after(tokens)
 
     def batch(self, indices: Int64s) -> Batch:
         """Two rows for each answer: its prompt with it, and with the other one. Padded: see
         `PaddingCollator`."""
-        documents, number = self._documents, len(self)
-        rows = []
-        for index in indices.tolist():
-            if index == number:
-                rows += [documents.without_targets(2)] * 2
-                continue
-            rows += with_other_answer(documents.read(index), documents.read((index + 1) % number))
-        return documents.collator(rows)
+        padding = [self._documents.without_targets(2)] * 2
+        rows = [padding if index == len(self) else self._others.rows(index) for index in indices.tolist()]
+        return self._documents.collator([row for of_answer in rows for row in of_answer])
 
 
-def with_other_answer(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return a document, and one of its prompt and the other one's answer: `labels` and other entries
-    (length,)."""
-    (prompt, answer), names = map(_first_target, (own, other)), own.keys() & other.keys()
-    parts = {name: (own[name][:prompt], other[name][answer:]) for name in names}
-    return own, {name: torch.cat([*map(torch.as_tensor, both)]) for name, both in parts.items()}
+class OtherAnswers:
+    """Rows of an answer with another prompt: see preferences.py [Note: answers of other prompts]. It is the
+    answer of the next document with another prompt, after the last one from the first on."""
+
+    def __init__(self, read: Callable[[int], Mapping[str, Any]], number: int, name: str) -> None:
+        """`read`: a document, its `input_ids`, `labels` and other entries (length,). Raises DataError unless
+        two of them have different prompts."""
+        self._read, self._number = read, number
+        first = _prompt(read(0)) if number else []
+        if all(_prompt(read(index)) == first for index in range(1, number)):
+            raise DataError(
+                "single answers are compared with those of other prompts",
+                given=f"{number} {name}, of one prompt",
+                expected="answers of at least two prompts, also in the validation split",
+                hint="more rows, or another data.validation",
+            )
+
+    def rows(self, index: int) -> list[Any]:
+        """Return the document, and its prompt with the other answer."""
+        own = self._read(index)
+        prompt, at = _prompt(own), (index + 1) % self._number
+        while _prompt(other := self._read(at)) == prompt:
+            at = (at + 1) % self._number
+        answer = len(_prompt(other))
+        parts = {name: (own[name][: len(prompt)], other[name][answer:]) for name in own.keys() & other.keys()}
+        return [own, {name: torch.cat([*map(torch.as_tensor, both)]) for name, both in parts.items()}]
 
 
-def _first_target(document: Mapping[str, Any]) -> int:
-    """The first token with a target; the length if there is none."""
+def _prompt(document: Mapping[str, Any]) -> list[int]:
+    """The tokens before the first one with a target."""
     is_target = torch.as_tensor(document["labels"]) != IGNORED_LABEL
-    return int(is_target.int().argmax()) if is_target.any() else len(is_target)
+    length = int(is_target.int().argmax()) if is_target.any() else len(is_target)
+    return torch.as_tensor(document["input_ids"][:length]).tolist()
 
 
 class PackedDocuments:

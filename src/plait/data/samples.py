@@ -48,7 +48,7 @@ class SampleSource:
         and pairs are read once. Raises DataError if there are too few."""
         samples, _ = self._samples(self._store.validation, None)
         order = self._order(len(samples))
-        if isinstance(samples, Bins | MicroBatches | Pairs):
+        if isinstance(samples, Bins | MicroBatches | Pairs | Answers):
             return samples, OneEpoch(order, len(samples))
         check_samples(samples, self._batch)
         return samples, self._grouped(samples, order)
@@ -59,7 +59,9 @@ class SampleSource:
     def _grouped(self, samples: Samples, order: SampleOrder | MixedOrder) -> Order:
         if not self._data.group_by_length:
             return order
-        assert isinstance(samples, Documents | MicroBatches | Pairs), "samples of one length are not grouped"
+        assert isinstance(samples, Documents | MicroBatches | Pairs | Answers), (
+            "samples of one length are not grouped"
+        )
         window = min(self._data.group_by_length, len(samples) // self._batch)  # an epoch at most
         return LengthGroups(order, samples.lengths, self._batch, window)
 
@@ -95,7 +97,7 @@ class SampleSource:
         return within_budget(np.minimum(padded, data.sequence), data.tokens_per_micro_batch)
 
     def _stops(
-        self, samples: Windows | PackedDocuments | Documents | Pairs, sources: Int64s | None
+        self, samples: Windows | PackedDocuments | Documents | Pairs | Answers, sources: Int64s | None
     ) -> Int64s:
         if sources is None:
             return np.array([len(samples)])

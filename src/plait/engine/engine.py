@@ -29,12 +29,12 @@ from plait.checkpoint import Saver
 from plait.checkpoint.checkpoint import open_on_all_ranks
 from plait.checkpoint.directory import step_path
 from plait.checkpoint.manifest import json_facts
-from plait.comm import Group, Mesh, all_reduce, broadcast
+from plait.comm import Group, Mesh, broadcast
 from plait.engine.adapters import EngineAdapters
 from plait.engine.build import EngineParts, build_engine_parts
+from plait.engine.generation import Generated, GenerationMemory, Generator, OnTokens
 from plait.engine.inputs import Batch, Shares, share_of
 from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
-from plait.engine.routers import Pass
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.spec import TrainingSpec
 from plait.engine.totals import (
@@ -45,7 +45,6 @@ from plait.engine.totals import (
     SumLossScale,
     check_loss,
     read_count,
-    valid_count,
 )
 from plait.engine.trace import Trace
 from plait.engine.update import LocalUpdater, Updater
@@ -67,10 +66,11 @@ from plait.errors import CheckpointError
 from plait.fileio import to_path
 from plait.models import FlopFacts, config_of_model
 from plait.optim.clip import clip_factor
-from plait.parallel.experts.capacity import sizes_of
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
+from plait.plan.distillation import Distillation
+from plait.plan.sampling import Sampling
 
 _NUM_STEPS, _OPTIONS = "engine/num_steps", "engine/param_groups."
 _Keys = Collection[str] | None
@@ -113,7 +113,7 @@ class Engine:
         with too_large_explained():
             self._parts = build_engine_parts(model, spec, mesh)
         self._adapters.watch(self._parts)
-        make_local = partial(LocalUpdater, clip_value=spec.given.clip_value)
+        make_local = partial(LocalUpdater, clip_value=spec.given.clip_value, kept_zeros=spec.kept_zeros)
         self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups, self._inputs = self._parts.context.groups, self._parts.inputs
         self.pairs = [*self._parts.stages.values()][-1].pairs
@@ -122,6 +122,7 @@ class Engine:
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = self._groups.islands.rank > 0
         self._scale = SumLossScale(spec.loss_scaling)
+        self._generator = Generator(self._parts, self._runner, spec.schedule)
         self._routers = [stage.routers for stage in self._parts.stages.values()]
         self._totals = StepTotals(self._groups.world, self.device, self._routers[0].totals.numel())
         self._is_inconsistent = False  # an update or load was interrupted
@@ -212,16 +213,9 @@ class Engine:
         """(summed loss, number of targets) of a micro-batch, for `backward`. With a causal language model's
         built-in loss, logits stay sharded over the columns of `tp`; `model` itself returns full ones. Dropout
         is as in `step`: see [Note: reproducible steps]. Only under pp=1."""
-        stage = self._runner.only_stage("engine.loss")
-        self._runner.check_no_first_pass()
         batch = self._inputs.single(micro)
-        with (
-            sizes_of(*self._runner.sizes([batch])),
-            self._inputs.explained([batch]),
-            self._runner.seeded((self.seed, self.num_steps, self.data_rank), 0, self._micros_done),
-            stage.measured(),
-        ):
-            return stage.summed_loss(self._inputs.prepared(batch), None, Pass(trains=True))
+        with self._inputs.explained([batch]):
+            return self._runner.loss(batch, (self.seed, self.num_steps, self.data_rank), self._micros_done)
 
     @one_thread
     def backward(self, loss: Tensor, num_targets: int | Tensor | None = None) -> None:
@@ -299,7 +293,11 @@ class Engine:
         loss, norm = math.nan, math.nan
         scale = self._scale.factor
         if num_targets:
-            loss, norm = loss_sum / num_targets, self._rounded(math.sqrt(square_sum) / num_targets / scale)
+            # The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding.
+            of_master = torch.tensor(
+                math.sqrt(square_sum) / num_targets / scale, dtype=self._parts.context.precision.master
+            )
+            loss, norm = loss_sum / num_targets, of_master.item()
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         with self.optimizer.stepping(skipped=skipped):
             if not skipped:
@@ -337,10 +335,6 @@ class Engine:
         self._wait_for_copy()
         self._updater.apply(factor, self.num_steps, self._mark_writing)
 
-    def _rounded(self, norm: float) -> float:
-        """The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding."""
-        return float(torch.tensor(norm, dtype=self._parts.context.precision.master))
-
     @property
     def loss_scale(self) -> float | None:
         """fp16's current loss scale, for a mean loss; None for other precisions."""
@@ -348,26 +342,9 @@ class Engine:
 
     @one_thread
     def evaluate(self, batch: Batch) -> EvalResult:
-        """The loss over all data ranks, each evaluating its share of the batch; the training state is
-        unchanged.
-
-        Runs in at most `plan.micro` micro-batches, none larger than in training. Shares may differ in size.
-        """
-        micros = self._inputs.of_evaluation(batch)
-        max_micros = torch.tensor([len(micros)], device=self.device)
-        all_reduce(max_micros, self._groups.tokens, "max")
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-
-        def add(loss: Tensor, count: int | Tensor) -> None:
-            check_loss(loss, trains=False)
-            totals[0] += loss
-            totals[1] += valid_count(count)
-
-        with self._inputs.explained(micros):
-            self._runner.evaluate(micros, add, missing=int(max_micros.item()) - len(micros))
-        all_reduce(totals, self._groups.tokens)
-        broadcast(totals, self._groups.pp, self._runner.last_rank)
-        return EvalResult.of(*totals.tolist())
+        """The loss over all data ranks, each evaluating its share of the batch in at most `plan.micro`
+        micro-batches. Shares may differ in size; the training state is unchanged."""
+        return self._runner.evaluate(batch)
 
     @one_thread
     def outputs(self, batch: Batch, pick: Callable[[Any], Any] | None = None) -> Any:
@@ -377,19 +354,48 @@ class Engine:
         check_pick(pick)
         return self._inputs.ask(partial(self._runner.outputs, pick=pick), batch)
 
-    @one_thread
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Each label's log-probability, and the entropy of its distribution, in nats: (B, S) as the batch's
         labels, 0 where there is no target. In eval mode. Every rank must call it, with its share."""
-        log_probs_BS, entropies_BS = self._inputs.ask(self._runner.label_statistics, batch).unbind(-1)
+        log_probs_BS, entropies_BS, _ = self.label_statistics([batch])[0].unbind(-1)
         return log_probs_BS, entropies_BS
 
     @one_thread
+    def label_statistics(
+        self, micros: Sequence[Batch], *, shifted: bool = False, top: Distillation | None = None
+    ) -> list[Tensor]:
+        """For the labels of each micro-batch, (B, S, 3): as `log_probs`, and 1 if no token is likelier, else
+        0; with `top`, (B, S, 2 K + 1): `top_tokens` of cross_entropy.py. `shifted`: labels are
+        those of the next tokens. All data ranks have as many micro-batches."""
+        return self._runner.label_statistics(micros, shifts=not shifted, top=top)
+
+    @one_thread
     def routing(self, batch: Batch) -> Tensor:
-        """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode.
-        A batch can have them as its entry `routing`. Every rank must call it, with its share. Only under
-        pp=1."""
+        """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode: a
+        batch's entry `routing`. Every rank must call it, with its share. Only under pp=1."""
         return self._inputs.ask(self._runner.routing, batch)
+
+    @one_thread
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | None = None,
+        *,
+        tokenizer: Any = None,
+        on_tokens: OnTokens | None = None,
+        start: int = 0,
+    ) -> list[Generated]:
+        """Continue prompts, lists of token ids, with a cache: one forward of all, then one for each token.
+        Training goes on as without it. Every rank must call it, each data rank with any number of prompts of
+        its own. `tokenizer`: for stop strings. `on_tokens`: called in each step with a list of (row, token),
+        on the first rank of a model. `start`: the index of the first prompt of all, for draws. Raises
+        ConfigError, ModelError, and PlanError for servers."""
+        self.plan.check_no_servers("engine.generate")
+        return self._generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens, start)
+
+    def generation_memory(self, rows: int, tokens: int) -> GenerationMemory:
+        """Estimate what `generate` adds on this rank for rows of so many tokens, with the new ones."""
+        return self._generator.memory((rows, tokens))
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Copies of the full weights that the optimizer updates, by the model's names: on rank 0, elsewhere
@@ -415,15 +421,7 @@ class Engine:
         """The full gradients of the mean loss over `batch`, in eval mode, on rank 0; elsewhere {}. Every rank
         passes the same batch, before a step's first micro-batch. No step is taken. Within backward they are
         `scale` times as large."""
-
-        def mean(loss: Tensor, count: int | Tensor) -> Tensor:
-            check_loss(loss)
-            targets = torch.tensor(float(count), dtype=torch.float64, device=self.device)
-            all_reduce(targets, self._groups.sequence)
-            return loss * (scale / float(targets))
-
-        with self._runner.eval_mode():
-            self._runner.probe(self._inputs.uncompared(batch), mean)
+        self._runner.probe(self._inputs.uncompared(batch), scale)
         self._parts.sharded.finish_reductions()
         divisor = scale * self._groups.dense.gradient_sum.size / self._groups.sequence.size
         gradients = {name: gradient / divisor for name, gradient in self.full_gradients().items()}
@@ -451,10 +449,8 @@ class Engine:
         return collect_shards(self.state_shards(), self.world.group, self.device)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned, under any plan: every rank passes all of it.
-
-        Raises CheckpointError for another model's state, before anything changes.
-        """
+        """Restore what `state` returned, under any plan: every rank passes all of it. Raises CheckpointError
+        for another model's state, before anything changes."""
         self.load_from(InMemoryState(tensors))
 
     def _own_state(self) -> dict[str, Tensor]:

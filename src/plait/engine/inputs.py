@@ -44,7 +44,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.comm import Group, all_gather
@@ -73,7 +72,7 @@ from plait.models.attention import is_eager
 from plait.models.experts import expert_layers
 from plait.models.mask_decisions import host_values, known_values, remember_values
 from plait.models.routing import check_choices
-from plait.models.task import REFERENCE, ROUTING
+from plait.models.task import REFERENCE, ROUTING, TEACHER, TEACHER_IDS
 from plait.parallel.context.attention import row_attention, share_tokens
 from plait.parallel.context.dropout import DropoutStream
 from plait.parallel.context.tokens import SequenceShare
@@ -106,9 +105,15 @@ def shifts_labels(model: nn.Module, loss: object) -> bool:
 
 def shift_labels(batch: Batch) -> Batch:
     """Make the label of each position that of the next one. Labels (B, S); a loss refuses others."""
-    fills = {"labels": IGNORED_LABEL, LOSS_WEIGHTS: 0, REFERENCE: 0}
-    entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim == 2}
-    return {**batch, **{key: F.pad(each, (0, 1), value=fills[key])[:, 1:] for key, each in entries.items()}}
+    fills = {"labels": IGNORED_LABEL, **dict.fromkeys((LOSS_WEIGHTS, REFERENCE, TEACHER_IDS, TEACHER), 0)}
+    entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim >= 2}
+    if "labels" in batch and batch["labels"].ndim != 2:
+        entries.pop("labels")
+    return {**batch, **{key: _shifted(each, fills[key]) for key, each in entries.items()}}
+
+
+def _shifted(entry_BS: Tensor, fill: int) -> Tensor:
+    return torch.cat([entry_BS[:, 1:], torch.full_like(entry_BS[:, :1], fill)], 1)
 
 
 def prepared(batch: Batch, model: nn.Module, loss: object) -> Batch:
@@ -214,7 +219,19 @@ class Inputs:
 
     def of_evaluation(self, batch: Batch) -> Sequence[Batch]:
         """At most `plan.micro` micro-batches."""
-        return divide(self.single(batch, trains=False), self._micro, self.rows)
+        moved = self.single(batch, trains=False)
+        self._check_complete(moved)
+        return divide(moved, self._micro, self.rows)
+
+    def _check_complete(self, moved: Batch) -> None:
+        """Raise PlanError for a part of a sample."""
+        if any(value.shape[0] % self.rows for value in moved.values()):
+            raise PlanError(
+                "a micro-batch has half a pair",
+                given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
+                expected="the chosen row of each pair, followed by its rejected row",
+                hint="a batch of pairs that plan.micro and the data ranks divide",
+            )
 
     def uncompared(self, batch: Batch) -> dict[str, Tensor]:
         """The batch as one micro-batch, which may differ between ranks."""
@@ -225,8 +242,8 @@ class Inputs:
 
     def single(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:
         """The batch as one micro-batch, on the device. Batches of training and of evaluation are counted
-        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples, or
-        half of one."""
+        separately, to be compared at the same calls on all ranks. Raises PlanError if it has no samples, or,
+        in training, half of one."""
         moved = self.uncompared(batch)
         if not any(value.shape[0] for value in moved.values()):
             raise PlanError(
@@ -235,13 +252,8 @@ class Inputs:
                 expected="at least one sample on every data rank",
                 hint="drop_last=True in the loader, or engine.shard(loader), which checks it on all ranks",
             )
-        if any(value.shape[0] % self.rows for value in moved.values()):
-            raise PlanError(
-                "a micro-batch has half a pair",
-                given=", ".join(f"{key} {tuple(value.shape)}" for key, value in moved.items()),
-                expected="the chosen row of each pair, followed by its rejected row",
-                hint="a batch of pairs that plan.micro and the data ranks divide",
-            )
+        if trains:
+            self._check_complete(moved)
         if self._num_compared[trains] % _COMPARED_EVERY == 0:
             check_same_batch(moved, self._same_samples)
         self._num_compared[trains] += 1
@@ -254,9 +266,10 @@ class Inputs:
         with self.explained([micro]):
             return find(micro)
 
-    def prepared(self, micro: Batch) -> Batch:
-        """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]."""
-        batch = prepared(micro, self._model, self._loss)
+    def prepared(self, micro: Batch, *, shifts: bool = True) -> Batch:
+        """The micro-batch for a stage, when its forward begins: see [Note: divisions of a batch]. Without
+        `shifts`, labels are those of their own positions."""
+        batch = prepared(micro, self._model, self._loss) if shifts else micro
         if batch is not micro and (labels := known_values(micro.get("labels"), waits=False)) is not None:
             shifted = prepared({"labels": labels}, self._model, self._loss)
             remember_values(batch["labels"], shifted["labels"])
@@ -267,7 +280,7 @@ class Inputs:
             return PackedRows(batch, documents)
         if self._is_eager and "attention_mask" in batch:
             values = {key: host_values(micro[key]) for key in micro.keys() & {"attention_mask", "labels"}}
-            check_targets(prepared(values, self._model, self._loss))
+            check_targets(prepared(values, self._model, self._loss) if shifts else values)
         own = self._sequence, self._method, self._numbering, self.dropout
         return own_tokens(batch, self._model, *own)
 

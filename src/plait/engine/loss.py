@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from plait.comm import Group, all_gather
+from plait.engine.distillation import distilled_loss
 from plait.engine.inputs import prepared
 from plait.engine.preferences import PairLoss
 from plait.errors import ModelError
@@ -42,11 +43,14 @@ from plait.models.trace.modes import watching_reads
 from plait.parallel.tensor.cross_entropy import (
     SINGLE_RANK,
     LossBuffers,
+    SoftTargets,
     TokenLoss,
     cross_entropy,
     token_statistics,
+    top_tokens,
 )
-from plait.parallel.tensor.head import DeferredLogits, Targets, head_loss, head_statistics
+from plait.parallel.tensor.head import DeferredLogits, Statistic, Targets, head_loss, head_statistics
+from plait.plan.distillation import Distillation
 
 # (outputs of the model, micro-batch) -> (loss summed over its targets, number of targets)
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, int | Tensor]]
@@ -68,6 +72,7 @@ def choose_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     pairs: PairLoss | None = None,
+    distillation: Distillation | None = None,
     of_inputs: bool = False,
 ) -> Loss:
     """The user's loss, or that of a Hugging Face model's task: the loss that the model itself returns, but
@@ -75,9 +80,9 @@ def choose_loss(
 
     Losses of language models accept logits that are sharded over the vocabulary: `columns` are (start, stop)
     of each rank of `group`. None: full logits. `buffers`, `label_smoothing`, `z_loss`: see `cross_entropy`.
-    `pairs`: computes it from pairs of rows. `of_inputs`: the loss is for micro-batches of `Inputs`, whose
-    labels are shifted already, and not for batches of the data; without the loss of routers, which an engine
-    adds (engine/routers.py).
+    `pairs`: computes it from pairs of rows. `distillation`: its options. `of_inputs`: the loss is for
+    micro-batches of `Inputs`, whose labels are shifted already, and not for batches of the data; without the
+    loss of routers, which an engine adds (engine/routers.py).
     """
     if loss is not None:
         return loss
@@ -103,6 +108,8 @@ def choose_loss(
     chosen = losses[task]
     if pairs is not None:
         chosen = partial(pairs, summed, partial(label_statistics, model, group=group, columns=columns))
+    elif distillation is not None:
+        chosen = partial(distilled_loss, distillation, summed)
     if of_inputs:
         return chosen
     routers = router_loss(model)
@@ -161,9 +168,11 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     weights: Tensor | None = None,
+    soft: SoftTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum over targets, and their number; with `weights`, the weighted sum, and the sum of the
-    targets' weights. `labels` has the shape of `logits` without the last dim: `words`."""
+    targets' weights; with `soft`, of all tokens, their cross entropy with these. `labels` has the shape of
+    `logits` without the last dim: `words`."""
     _check_shape(labels, logits.shape[:-1], words)
     targets_T, weights_T = labels.reshape(-1), None
     is_target_T = targets_T != IGNORED_LABEL
@@ -174,10 +183,10 @@ def _cross_entropy(
     terms: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "buffers": buffers}
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
         loss = token_loss_of(logits, group, columns, **terms)
-        total = head_loss(logits, _kept(targets_T, weights_T, labels), loss)
+        total = head_loss(logits, _kept(Targets(targets_T, weights_T, None, soft), labels), loss)
     else:
         full = logits.value() if isinstance(logits, DeferredLogits) else logits
-        terms |= {"ignore_index": IGNORED_LABEL, "weights_T": weights_T}
+        terms |= {"ignore_index": IGNORED_LABEL, "weights_T": weights_T, "soft": soft}
         total = cross_entropy(full.flatten(0, -2), targets_T, group, columns, **terms)
     return total, is_target_T.sum() if weights_T is None else weights_T.sum(dtype=torch.float64)
 
@@ -199,10 +208,13 @@ def label_statistics(
     *,
     group: Group,
     columns: Sequence[tuple[int, int]] | None,
+    top: Distillation | None = None,
 ) -> Tensor:
-    """Return (B, S, 2): the log-probability of each label of a prepared batch, and the entropy of its
-    position; 0 at positions without a target. Raises ModelError for another task than language models."""
-    logits = outputs.logits if task_of(model) in (Task.CAUSAL_LM, Task.ALIGNED_LM) else None
+    """Return (B, S, 3): `token_statistics` of the labels of a prepared batch; 0 at positions without a
+    target. With `top`, (B, S, 2 K + 1): `top_tokens`. Raises ModelError for another task than language
+    models."""
+    tasks = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.IMAGE_LM)
+    logits = outputs.logits if task_of(model) in tasks else None
     if logits is None:
         raise ModelError(
             "log-probabilities are those of a language model's labels",
@@ -212,37 +224,43 @@ def label_statistics(
         )
     labels_BS, columns = _labels(batch), columns or [(0, logits.shape[-1])]
     _check_shape(labels_BS, logits.shape[:-1], "one per position of the logits")
-    targets_T = labels_BS.reshape(-1)
+    targets_T, width = labels_BS.reshape(-1), 3
+    statistic: Statistic = token_statistics
+    if top is not None:
+        number, logits = min(top.top_tokens, max(stop for _, stop in columns)), logits / top.temperature
+        statistic, width = lambda z, _, loss: top_tokens(z, number, loss), 2 * number + 1
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
-        kept = _kept(targets_T, None, labels_BS)
-        found_n2 = head_statistics(logits, kept, token_loss_of(logits, group, columns)).t()
+        kept = _kept(Targets(targets_T, None, None), labels_BS)
+        loss = token_loss_of(logits, group, columns)
+        found_nm = head_statistics(logits, kept, loss, statistic, width).t()
     else:
         full, kept = getattr(logits, "value", lambda: logits)(), Targets(targets_T, None, None)
         start, size = columns[group.rank][0], max(stop for _, stop in columns)
-        found_n2 = token_statistics(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
+        found_nm = statistic(full.flatten(0, -2), targets_T, TokenLoss(group, start, size)).t()
     if kept.rows_n is None:
-        found_n2 = found_n2 * (targets_T != IGNORED_LABEL)[:, None]
+        found_nm = found_nm.masked_fill((targets_T == IGNORED_LABEL)[:, None], 0)
     else:
-        found_n2 = found_n2.new_zeros(len(targets_T), 2).index_copy_(0, kept.rows_n, found_n2)
-    return found_n2.view(*labels_BS.shape, 2)
+        found_nm = found_nm.new_zeros(len(targets_T), width).index_copy_(0, kept.rows_n, found_nm)
+    return found_nm.view(*labels_BS.shape, width)
 
 
-def _kept(targets_T: Tensor, weights_T: Tensor | None, labels: Tensor) -> Targets:
+def _kept(all_tokens: Targets, labels: Tensor) -> Targets:
     """The tokens that have a loss. All, if at most one in each row has none, its last, which is not worth a
     copy of the others; or if that is unknown without waiting for a GPU."""
+    targets_T, weights_T, *_ = all_tokens
     host = labels if labels.device.type == "cpu" else known_values(labels, waits=False)
     if host is None:
-        return Targets(targets_T, weights_T, None)
+        return all_tokens
     is_kept_T = host.reshape(-1) != IGNORED_LABEL
     if weights_T is not None and weights_T.device.type == "cpu":
         is_kept_T &= weights_T != 0
     if len(is_kept_T) - int(is_kept_T.sum()) <= len(labels):
-        return Targets(targets_T, weights_T, None)
+        return all_tokens
     rows_n = is_kept_T.nonzero().flatten()
     if targets_T.is_cuda:
         rows_n = rows_n.pin_memory()
     rows_n = rows_n.to(targets_T.device, non_blocking=True)
-    return Targets(targets_T[rows_n], None if weights_T is None else weights_T[rows_n], rows_n)
+    return all_tokens.of(rows_n)._replace(rows_n=rows_n)
 
 
 def class_loss(config: Any, outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.comm import all_reduce
+from plait.comm import Group, all_reduce
 from plait.engine.inputs import divide
 from plait.errors import ModelError
 from plait.models import IGNORED_LABEL, LOSS_WEIGHTS
@@ -131,7 +131,6 @@ class PairLoss:
     def __init__(self, preference: Preference, groups: RankGroups, device: torch.device) -> None:
         self._preference, self._sequence = preference, groups.sequence
         self._world, self._copies = groups.world, groups.tp.size
-        self._samples = groups.dense.gradient_sum
         self._totals = torch.zeros(7, dtype=torch.float64, device=device)
         self._others = torch.zeros(2, dtype=torch.float64, device=device)  # sum, number
         self._is_of_others = False  # the forward: see `of_others`
@@ -142,16 +141,16 @@ class PairLoss:
         return self._preference.of_single_answers
 
     @contextmanager
-    def of_others(self) -> Iterator[None]:
-        """Forwards inside are of answers to other prompts, for the loss of those after it. Collective. See
-        [Note: answers of other prompts]."""
+    def of_others(self, ranks: Group) -> Iterator[None]:
+        """Forwards inside are of answers to other prompts, for the loss of those after it; `ranks`: those of
+        the mean. Collective. See [Note: answers of other prompts]."""
         self._others.zero_()
         self._is_of_others = True
         try:
             yield
         finally:
             self._is_of_others = False
-        all_reduce(self._others, self._samples, label="log-probabilities of other answers")
+        all_reduce(self._others, ranks, label="log-probabilities of other answers")
 
     def __call__(
         self,
@@ -278,11 +277,21 @@ def _check(batch: Mapping[str, Tensor], *, needs_reference: bool, has_signs: boo
         )
 
 
-def with_reference(reference: Any, batch: Any) -> Any:
+def with_reference(reference: Any, batch: Any, given: Preference | None = None) -> Any:
     """Return the batch of a step or an evaluation, or its micro-batches, with `reference_log_probs` by the
     engine of another model, or by the same one before it is trained: see [Note: reference]. Every rank calls
-    it, with its share. The engine has the plan of the one that trains."""
+    it, with its share. The engine has the plan of the one that trains, with the loss `given`: for that of
+    single answers the rows are computed as the loss computes them."""
     if not isinstance(batch, Mapping):
-        return [{**micro, REFERENCE: reference.log_probs(micro)[0]} for micro in batch]
+        return [{**micro, REFERENCE: _log_probs(reference, micro, given)} for micro in batch]
     micros = divide(batch, reference.plan.micro, ROWS)
-    return {**batch, REFERENCE: torch.cat([reference.log_probs(micro)[0] for micro in micros])}
+    return {**batch, REFERENCE: torch.cat([_log_probs(reference, micro, given) for micro in micros])}
+
+
+def _log_probs(reference: Any, micro: Mapping[str, Tensor], given: Preference | None) -> Tensor:
+    if given is None or not given.of_single_answers:
+        found: Tensor = reference.log_probs(micro)[0]
+        return found
+    parts = [{key: value[row::ROWS] for key, value in micro.items()} for row in range(ROWS)]
+    of_parts = [reference.log_probs(part)[0] for part in parts]
+    return torch.stack(of_parts, 1).flatten(0, 1)

@@ -15,19 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.comm import broadcast, broadcast_text
+from plait.comm import Group, all_reduce, broadcast, broadcast_text
 from plait.engine.build import EngineParts
 from plait.engine.loss import check_replicated, named_tensors
 from plait.engine.preferences import ROWS
 from plait.engine.routers import Pass
 from plait.engine.stage import StageRunner
+from plait.engine.totals import EvalResult, check_loss, valid_count
 from plait.engine.usage_checks import no_counts
 from plait.errors import ModelError, PlanError
 from plait.models import BlockOutputs
+from plait.models.caches import experts_left_out
 from plait.models.init_weights import seeded_rng
 from plait.parallel.experts.capacity import MessageSizes, MicroSizes, sizes_of
+from plait.parallel.pipeline.executor import Stage
 from plait.parallel.pipeline.serialize import PackedOutput, pack, unpack
 from plait.parallel.zero.sharded_model import ShardedStage
+from plait.plan.distillation import Distillation
 from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, peak_activation_bytes
 
 Micro = Mapping[str, Tensor]
@@ -68,9 +72,10 @@ class MicrobatchRunner:
             )
         return self._parts.stages[0]
 
-    def check_no_first_pass(self) -> None:
-        """Raise PlanError if a step begins with forwards of all its micro-batches."""
-        plan = self._parts.context.plan
+    def loss(self, micro: Micro, seed: tuple[int, int, int], number: int) -> tuple[Tensor, int | Tensor]:
+        """The loss of a single micro-batch of a step, the one with this number. Raises PlanError if a step
+        begins with forwards of all its micro-batches, or has several stages."""
+        stage, plan = self.only_stage("engine.loss"), self._parts.context.plan
         if plan.counts_first:
             raise no_counts(plan)
         if self._finds_others:
@@ -80,6 +85,8 @@ class MicrobatchRunner:
                 expected="all micro-batches of a step in one call",
                 hint="engine.step",
             )
+        with sizes_of(*self.sizes([micro])), self.seeded(seed, 0, number), stage.measured():
+            return stage.summed_loss(self._parts.inputs.prepared(micro), None, Pass(trains=True))
 
     @property
     def _finds_others(self) -> bool:
@@ -95,9 +102,9 @@ class MicrobatchRunner:
         records: bool = False,
     ) -> list[Span]:
         """Forward and backward of a step; with `records`, return the spans of its actions."""
-        self._check_no_messages()
+        self.check_no_messages()
         seeds = partial(self.seeded, seed)
-        micros = self._answers(micros, seeds)
+        micros = self._answers(micros, seeds, self._parts.context.groups.dense.gradient_sum)
         sizes = self.sizes(micros)
         if self._parts.context.plan.counts_first:
             self._count(micros, seeds, sizes)
@@ -123,15 +130,15 @@ class MicrobatchRunner:
                 buffers[name] = buffer.copy_(values)
 
     def _answers(
-        self, micros: Sequence[Micro], seeds: Seeds | None, num_counted: int | None = None
+        self, micros: Sequence[Micro], seeds: Seeds | None, ranks: Group, num_counted: int | None = None
     ) -> Sequence[Micro]:
-        """The micro-batches of the loss. Of single answers these are every other row, after forwards of the
-        others: see preferences.py [Note: answers of other prompts]."""
+        """The micro-batches of the loss, which `ranks` have. Of single answers these are every other row,
+        after forwards of the others: see preferences.py [Note: answers of other prompts]."""
         pairs = [*self._parts.stages.values()][-1].pairs
         if pairs is None or not self._finds_others:
             return micros
         own, others = ([{k: v[row::ROWS] for k, v in micro.items()} for micro in micros] for row in (0, 1))
-        with self._first_pass(), pairs.of_others():
+        with self._first_pass(), pairs.of_others(ranks):
             schedule = forwards_only(self._schedule, len(others))
             self._run(schedule, others, lambda *_: None, seeds, num_counted=num_counted)
         return own
@@ -151,56 +158,83 @@ class MicrobatchRunner:
             return [None] * len(micros)
         return self._sizes.exchanged([_key_of(micro) for micro in micros])
 
-    def probe(self, micro: Micro, on_loss: OnLoss) -> None:
-        """Forward and backward of one micro-batch."""
-        self._run(one_micro_batch(self._schedule), [micro], on_loss, None)
+    def probe(self, micro: Micro, scale: float) -> None:
+        """Forward and backward of one micro-batch in eval mode, of `scale` times its mean loss."""
+        tokens = self._parts.context.groups.sequence
 
-    def evaluate(self, micros: Sequence[Micro], on_loss: OnLoss, *, missing: int = 0) -> None:
-        """Forwards only, in eval mode. `missing`: number of micro-batches that other data ranks have and this
-        one has not. If ranks communicate in forwards, for parameters or experts, this rank joins them with
-        forwards of a sample that is not counted."""
-        context = self._parts.context
+        def mean(loss: Tensor, count: int | Tensor) -> Tensor:
+            check_loss(loss)
+            targets = torch.tensor(float(count), dtype=torch.float64, device=self._device)
+            all_reduce(targets, tokens)
+            return loss * (scale / float(targets))
+
+        with self.eval_mode():
+            self._run(one_micro_batch(self._schedule), [micro], mean, None)
+
+    def evaluate(self, batch: Micro) -> EvalResult:
+        """Forwards only, in eval mode, and their loss over all data ranks. If ranks communicate in forwards,
+        for parameters or experts, this rank joins those of others that have more micro-batches, with forwards
+        of a sample that is not counted."""
+        context, device, inputs = self._parts.context, self._device, self._parts.inputs
+        micros = inputs.of_evaluation(batch)
         has_router_loss = any(stage.routers.adds for stage in self._parts.stages.values())
         communicates = not context.keeps_params_unsharded or context.plan.ep > 1 or has_router_loss
-        sample = {key: value[: self._parts.inputs.rows] for key, value in micros[0].items()}
-        padding = [sample] * (missing if communicates else 0)
-        remaining = counted = len(micros)
+        most = torch.tensor([len(micros)], device=device)
+        all_reduce(most, context.groups.tokens, "max")
+        sample = {key: value[: inputs.rows] for key, value in micros[0].items()}
+        padding = [sample] * ((int(most.item()) - len(micros)) if communicates else 0)
+        totals, counted = torch.zeros(2, dtype=torch.float64, device=device), len(micros)
+        remaining = counted
 
-        def on_own_loss(loss: Tensor, count: int | Tensor) -> None:
+        def add(loss: Tensor, count: int | Tensor) -> None:
             nonlocal remaining
             if remaining:
                 remaining -= 1
-                on_loss(loss, count)
+                check_loss(loss, trains=False)
+                totals[0] += loss
+                totals[1] += valid_count(count)
 
-        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
-            micros = self._answers([*micros, *padding], None, counted)
+        with inputs.explained(micros), self.inference():
+            micros = self._answers([*micros, *padding], None, context.groups.tokens, counted)
             schedule = forwards_only(self._schedule, len(micros))
-            self._run(schedule, micros, on_own_loss, None, num_counted=counted)
+            self._run(schedule, micros, add, None, num_counted=counted)
+        all_reduce(totals, context.groups.tokens)
+        broadcast(totals, context.groups.pp, self.last_rank)
+        return EvalResult.of(*totals.tolist())
 
     def outputs(self, micro: Micro, pick: Callable[[Any], Any] | None) -> Any:
         """The result of `pick` on the model's outputs (None: all of them), on every rank of the pipeline."""
         collected: list[Any] = []
-        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
+        with self.inference():
             self._run(forwards_only(self._schedule, 1), [micro], collected.append, None, of_outputs=True)
             return self._broadcast_from_last(
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
             )
 
-    def label_statistics(self, micro: Micro) -> Tensor:
-        """`label_statistics` of loss.py for the batch's own labels, on every rank of the pipeline."""
+    def label_statistics(
+        self, batches: Sequence[Micro], *, shifts: bool, top: Distillation | None = None
+    ) -> list[Tensor]:
+        """`label_statistics` of loss.py for the labels of each micro-batch, on every rank of the pipeline;
+        all data ranks have as many. `shifts`: see `Inputs.prepared`."""
         found: list[Tensor] = []
         inputs = self._parts.inputs
-        with self.eval_mode(), torch.no_grad(), self._weights_unchanged():
-            self._run(forwards_only(self._schedule, 1), [micro], found.append, None, of_labels=True)
-            result: Tensor = self._broadcast_from_last(
-                lambda: inputs.of_labels(inputs.complete(found[0], micro))
-            )
+        micros = [inputs.single(batch, trains=False) for batch in batches]
+
+        def completed() -> list[Tensor]:
+            values = [inputs.complete(*pair) for pair in zip(found, micros, strict=True)]
+            return [inputs.of_labels(value) for value in values] if shifts else values
+
+        schedule = forwards_only(self._schedule, len(micros))
+        prepare = partial(inputs.prepared, shifts=shifts)
+        with inputs.explained(micros), self.inference():
+            self._run(schedule, micros, found.append, None, prepare=prepare, of_labels=True, top=top)
+            result: list[Tensor] = self._broadcast_from_last(completed)
         return result
 
     def routing(self, micro: Micro) -> Tensor:
         """See `Engine.routing`."""
         routers = self.only_stage("engine.routing").routers
-        with self.eval_mode(), torch.no_grad(), self._weights_unchanged(), routers.recording() as recorded:
+        with self.inference(), routers.recording() as recorded:
             self._run(forwards_only(self._schedule, 1), [micro], lambda _: None, None, of_outputs=True)
         samples, shapes = max(len(value) for value in micro.values()), {each.shape for each in recorded}
         compiles, layers = self._parts.context.plan.compile, routers.layers
@@ -222,10 +256,12 @@ class MicrobatchRunner:
         return picked
 
     @contextmanager
-    def _weights_unchanged(self) -> Iterator[None]:
-        """Raise ModelError if the model's forward changes a parameter: sharded ones would lose the change."""
+    def inference(self) -> Iterator[None]:
+        """Context of forwards in eval mode without gradients. Raises ModelError if one changes a parameter:
+        sharded ones would lose the change."""
         before = self._versions()
-        yield
+        with self.eval_mode(), torch.no_grad():
+            yield
         changed = [name for name, version in self._versions().items() if version != before[name]]
         if changed:
             raise ModelError(
@@ -284,27 +320,39 @@ class MicrobatchRunner:
         seeds: Seeds | None,
         *,
         sizes: Sequence[MicroSizes | None] | None = None,
+        prepare: Callable[[Micro], Micro] | None = None,
         of_outputs: bool = False,
         of_labels: bool = False,
+        top: Distillation | None = None,
         records: bool = False,
         num_counted: int | None = None,
         is_first: bool = False,
     ) -> list[Span]:
-        self._check_no_messages()
+        self.check_no_messages()
         if self._parts.dataflow is not None:
             for micro in micros:
                 routers = next(iter(self._parts.stages.values())).routers
                 self._parts.dataflow.check(routers.without_choices(micro), self._parts.loss)
         counted = len(micros) if num_counted is None else num_counted
         sizes = self.sizes(micros) if sizes is None else sizes
-        given = (micros, self._parts.inputs.prepared, on_loss, seeds, sizes)
+        given = (micros, prepare or self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
-            number: _StagePass(stage, *given, number, of_outputs, of_labels, counted, is_first)
+            number: _StagePass(stage, *given, number, of_outputs, of_labels, top, counted, is_first)
             for number, stage in self._parts.stages.items()
         }
+        trains = any(stage.module_part.module.training for stage in self._parts.stages.values())
+        return self.run_stages(schedule, stages, [(_key_of(m), trains) for m in micros], records=records)
+
+    def run_stages(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        keys: Sequence[Hashable],
+        *,
+        records: bool = False,
+    ) -> list[Span]:
+        """Run a pass of micro-batches through this rank's stages: see `Pipeline.run`."""
         try:
-            trains = any(stage.module_part.module.training for stage in self._parts.stages.values())
-            keys = [(_key_of(micro), trains) for micro in micros]
             return self._parts.pipeline.run(schedule, stages, keys, records=records)
         except BaseException:
             self._is_broken = self._last > 0 and schedule.num_ranks > 1
@@ -315,7 +363,8 @@ class MicrobatchRunner:
                 if stage.module_part.modules is not None:
                     stage.module_part.modules.end_pass()
 
-    def _check_no_messages(self) -> None:
+    def check_no_messages(self) -> None:
+        """Raise ModelError if a pass was interrupted between stages."""
         if self._is_broken:
             raise ModelError(
                 "a step was interrupted while micro-batches were in flight between stages",
@@ -368,13 +417,23 @@ class MicrobatchRunner:
         return self._peak(kept)
 
     def estimated_bytes(self, batch_shape: tuple[int, int], device: torch.device) -> int | None:
-        dataflow = self._parts.dataflow
-        block_outputs = None if dataflow is None else BlockOutputs(dataflow.meta_model, device)
+        block_outputs = self._block_outputs(device)
         kept = {
             number: stage.estimated_bytes(batch_shape, device, block_outputs)
             for number, stage in self._parts.stages.items()
         }
         return self._peak(kept)
+
+    def cache_bytes(self, batch_shape: tuple[int, int]) -> int | None:
+        """Estimate the bytes of this rank's caches after so many (rows, tokens); None if unknown."""
+        dataflow, outputs = self._parts.dataflow, self._block_outputs(self._device)
+        with nullcontext() if dataflow is None else experts_left_out(dataflow.meta_model):
+            found = [stage.cache_bytes(batch_shape, outputs) for stage in self._parts.stages.values()]
+        return None if None in found else sum(each for each in found if each is not None)
+
+    def _block_outputs(self, device: torch.device) -> BlockOutputs | None:
+        dataflow = self._parts.dataflow
+        return None if dataflow is None else BlockOutputs(dataflow.meta_model, device)
 
     def _peak(self, kept: Mapping[int, tuple[int, int] | None]) -> int | None:
         return peak_activation_bytes(self._schedule, self._parts.context.groups.pp.rank, kept)
@@ -393,8 +452,9 @@ class _StagePass:
     number: int
     of_outputs: bool
     of_labels: bool
+    top: Distillation | None
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
-    is_first: bool  # see `MicrobatchRunner.count`
+    is_first: bool  # see `MicrobatchRunner._count`
     sharded: ShardedStage = field(init=False)
 
     def __post_init__(self) -> None:
@@ -412,7 +472,7 @@ class _StagePass:
             if self.of_outputs:
                 return self.on_loss(stage.outputs(micro, received))
             if self.of_labels:
-                return self.on_loss(stage.label_statistics(micro, received))
+                return self.on_loss(stage.label_statistics(micro, received, self.top))
             return self.on_loss(*stage.summed_loss(micro, received, kind))
 
 

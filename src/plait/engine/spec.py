@@ -26,6 +26,7 @@ from plait.models import (
     with_layout,
 )
 from plait.models.experts import Experts, divide_over_columns, expert_layers, experts_of
+from plait.models.linear_weights import block_linears, expert_weights
 from plait.models.reward import is_reward_model
 from plait.models.tensors import storage_key
 from plait.models.tokens import TracedAttention
@@ -35,6 +36,7 @@ from plait.parallel.float8 import Float8Layers, check_device
 from plait.parallel.quantized_base import quantized_formats
 from plait.plan import ExpertDim, Plan, StageAssignment, TPPlan, single_stage
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
+from plait.plan.distillation import Distillation
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.preference import Preference
 from plait.plan.schedule import Schedule, check, compile_conflict
@@ -58,6 +60,7 @@ class Arguments:
     router_bias_update: float | None = None
     router_z_loss: float | None = None
     loss: Loss | None = None  # also a Preference: then it is `preference`, and this is None
+    keep_zeros: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss_scaling: LossScaling | None = None
@@ -71,11 +74,14 @@ class Arguments:
     weights: str | Path | None = None
     world: World | None = None
     preference: Preference | None = None
+    distillation: Distillation | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.loss
         if isinstance(given, Preference):
             vars(self).update(loss=None, preference=given)
+        if isinstance(given, Distillation):
+            vars(self).update(loss=None, distillation=given)
         self._check_preference()
         optimizer, norm, value = self.optimizer, self.clip_norm, self.clip_value
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
@@ -124,7 +130,14 @@ class Arguments:
         vars(self).update(plan=plan, optimizer_args=self.optimizer_args or {}, offload_dir=folder)
 
     def _check_preference(self) -> None:
-        """Raise ConfigError for a loss of pairs that cannot be computed."""
+        """Raise ConfigError for a loss of pairs, or one of a teacher, that cannot be computed."""
+        if self.distillation is not None and (task_of(self.model) is not Task.CAUSAL_LM or self.probe):
+            raise ConfigError(
+                "a distillation is that of a language model's loss",
+                given=f"{type(self.model).__name__}, loss=Distillation(...)" + ", probe=" * bool(self.probe),
+                expected="a causal language model of transformers, without probe=",
+                hint="loss= with a function, or no probe",
+            )
         if self.preference is None:
             return
         is_reward = self.is_reward
@@ -151,9 +164,12 @@ class Arguments:
         return self.preference is not None and self.preference.is_reward
 
     @property
-    def loss_terms(self) -> dict[str, float]:
+    def loss_terms(self) -> dict[str, Any]:
         """The terms of the built-in loss in training."""
-        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.loss is None else {}
+        if self.loss is not None:
+            return {}
+        of_teacher = {} if self.distillation is None else {"distillation": self.distillation}
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, **of_teacher}
 
     @property
     def example(self) -> Mapping[str, Tensor] | None:
@@ -174,6 +190,7 @@ class TrainingSpec:
     heads     (heads, kv heads) of each attention, with cp
     experts   those that ep divides
     formats   of quantized parameters, by name
+    kept_zeros  parameters whose elements that are zero stay zero
     routers   of a mixture of experts
     group_of  index of a parameter's group, by name; None: grouped by whether weight decay applies
     """
@@ -194,6 +211,7 @@ class TrainingSpec:
     routers: RouterFacts
     heads: Sequence[tuple[int, int]]
     formats: Mapping[str, str]
+    kept_zeros: frozenset[str] = frozenset()
     cp_choice: MethodChoice | None = None
 
     @cached_property
@@ -260,8 +278,30 @@ def validate(
         cp_choice=choice,
         experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
         formats=quantized_formats(model, blocks, tensor, plan, _parts(experts)),
+        kept_zeros=_kept_zeros(model, blocks, plan) if given.keep_zeros else frozenset(),
         routers=replace(routers, capacities=capacities_of(plan.capacity, plan.cols, experts, tensor)),
     )
+
+
+def _kept_zeros(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], plan: Plan) -> frozenset[str]:
+    """The trained weights of linear layers and experts. Raises PlanError, ModelError."""
+    plan.check_no_servers("keep_zeros")
+    if plan.offload == "disk":
+        raise PlanError(
+            "zeros are not kept in weights on a disk",
+            given="keep_zeros, offload=disk",
+            expected="master weights in memory",
+            hint="offload=cpu",
+        )
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not (names := trained & {*block_linears(model, blocks), *expert_weights(model)}):
+        raise ModelError(
+            "keep_zeros has no effect: the model has no such weights that are trained",
+            given=type(model).__name__,
+            expected="nn.Linear in the model's blocks, not frozen",
+            hint="no keep_zeros; an adapter leaves its base as it is",
+        )
+    return frozenset(names)
 
 
 def _routers(given: Arguments, plan: Plan) -> RouterFacts:

@@ -25,9 +25,11 @@ from plait.models import (
     forward_inputs,
     label_keys,
     receiving,
+    running_on_meta,
     token_batch,
     watch_activations,
 )
+from plait.models.caches import StageCache, experts_left_out
 from plait.models.routing import choices_by
 from plait.models.task import ROUTING
 from plait.parallel.context.tokens import SharedTokens, attention_of
@@ -37,6 +39,7 @@ from plait.parallel.tensor.linear import HeadOutput
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.sequence_forward import map_hidden_output
 from plait.parallel.zero.sharded_model import ShardedStage
+from plait.plan.distillation import Distillation
 
 
 class StageRunner:
@@ -83,10 +86,17 @@ class StageRunner:
         self._loss_reads = LossReads(tp)
         self._col = SINGLE_RANK if self._columns is None else col
 
-    def outputs(self, micro: Mapping[str, Tensor], received: Any = None, kind: Pass = PLAIN) -> Any:
-        """The stage's outputs: those of the model on the last stage."""
+    def outputs(
+        self,
+        micro: Mapping[str, Tensor],
+        received: Any = None,
+        kind: Pass = PLAIN,
+        others: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The stage's outputs: those of the model on the last stage. `others`: more arguments of forward."""
         received = self.routers.received(received)
-        inputs = self.routers.without_choices(forward_inputs(self.module_part.module, micro))
+        inputs = forward_inputs(self.module_part.module, {**micro, **(others or {})})
+        inputs = self.routers.without_choices(inputs)
         is_first = not self.module_part.earlier
         if self._tokens is not None:
             received = self._tokens.receive(received)
@@ -137,12 +147,14 @@ class StageRunner:
         total, count = result
         return self.routers.added(total, count, kind), count
 
-    def label_statistics(self, micro: Mapping[str, Tensor], received: Any = None) -> Tensor:
+    def label_statistics(
+        self, micro: Mapping[str, Tensor], received: Any = None, top: Distillation | None = None
+    ) -> Tensor:
         """On the last stage: see `label_statistics` in loss.py."""
         module = self.module_part.module
 
         def find(outputs: Any) -> Tensor:
-            return label_statistics(module, outputs, micro, group=self._col, columns=self._columns)
+            return label_statistics(module, outputs, micro, group=self._col, columns=self._columns, top=top)
 
         with self.sharded.unsharder.watch_outside_uses(), self._head.calling(find):
             self.outputs(micro, received)
@@ -198,19 +210,7 @@ class StageRunner:
         module = self.module_part.module
         batch = self._divide(prepared(token_batch(*batch_shape), module, self._user_loss), module)
         # Whatever the user's model raises on meta (or when copied), it can still be trained.
-        with (
-            contextlib.suppress(Exception),
-            self.sharded.unsharder.paused(),
-            attention_of(batch),
-        ):
-            meta_module = copy_to_meta(module)
-            inputs = forward_inputs(meta_module, batch)
-            received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if self.module_part.earlier:
-                assert block_outputs is not None, "a stage without its meta model"
-                output_of = partial(self._block_output, block_outputs, inputs)
-                received = receiving(meta_module, self.module_part.received_from(output_of))
-
+        with contextlib.suppress(Exception), self._on_meta(batch, block_outputs) as (meta_module, inputs):
             buffers = LossBuffers(device.type)
 
             def loss(outputs: Any) -> Any:
@@ -223,11 +223,42 @@ class StageRunner:
                         loss(outputs)
 
             deferred = DeferredBytes()
-            with received, deferred.recording(meta_module):
+            with deferred.recording(meta_module):
                 kept_bytes = activation_bytes(meta_module, run, device)
                 self.estimated_loss_bytes = buffers.peak_bytes
                 return kept_bytes, deferred.total
         return None
+
+    def cache_bytes(self, batch_shape: tuple[int, int], block_outputs: BlockOutputs | None) -> int | None:
+        """Estimate the bytes of this stage's caches after so many (rows, tokens), as `estimated_bytes`."""
+        batch = token_batch(*batch_shape)
+        with (
+            contextlib.suppress(Exception),
+            self._on_meta(batch, block_outputs) as (meta_module, inputs),
+            running_on_meta(torch.device("cpu")),
+            torch.no_grad(),
+        ):
+            cache = StageCache(meta_module.eval(), is_stage=False)
+            with experts_left_out(meta_module):
+                meta_module(**inputs | cache.arguments)
+            return sum(tensor.nbytes for tensor in cache.tensors())
+        return None
+
+    @contextlib.contextmanager
+    def _on_meta(
+        self, batch: Mapping[str, Tensor], block_outputs: BlockOutputs | None
+    ) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+        """Context of a forward on meta: a copy of the stage's module, and its inputs."""
+        with self.sharded.unsharder.paused(), attention_of(batch):
+            meta_module = copy_to_meta(self.module_part.module)
+            inputs = forward_inputs(meta_module, batch)
+            received: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self.module_part.earlier:
+                assert block_outputs is not None, "a stage without its meta model"
+                output_of = partial(self._block_output, block_outputs, inputs)
+                received = receiving(meta_module, self.module_part.received_from(output_of))
+            with received:
+                yield meta_module, inputs
 
     def _block_output(self, block_outputs: BlockOutputs, inputs: dict[str, Any], block: str) -> Any:
         """Return the output of an earlier stage's block, as this rank receives it, on meta."""

@@ -1,6 +1,6 @@
 """Combine a step's totals and update the weights, by the engine's ranks or by parameter servers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 from plait.engine.build import EngineParts
@@ -53,12 +53,16 @@ class Updater(Protocol):
 class LocalUpdater:
     """Every rank updates its shards, and the ranks gather them."""
 
-    def __init__(self, parts: EngineParts, clip_value: float | None) -> None:
+    def __init__(
+        self, parts: EngineParts, clip_value: float | None, kept_zeros: Set[str] = frozenset()
+    ) -> None:
+        """`kept_zeros`: names of parameters whose elements that are zero stay zero."""
         self.saves = True
         self.data_rank = parts.context.groups.batch_shares.rank
         self.data_ranks = parts.context.groups.batch_shares.size
         self._parts = parts
         self._clip_value = clip_value
+        self._kept_zeros = kept_zeros
 
     def reduce_totals(self, totals: tuple[float, float, float]) -> tuple[float, float, float]:
         return totals
@@ -69,11 +73,16 @@ class LocalUpdater:
             clip_values((unit.grad_shard for unit in sharded.trained), factor, self._clip_value)
             factor = 1.0
 
+        zeros = {unit: unit.zeros(self._kept_zeros) for unit in sharded.trained} if self._kept_zeros else {}
+
         def step(units: Sequence[FlatParam]) -> None:
             if optimizer.is_on_disk:  # a disk may fail between two slices of a unit
                 on_write(True)
             optimizer.step(units, factor, number)
             on_write(True)  # until all units are updated
+            for unit in units:
+                for place, mask in zeros.pop(unit, ()):
+                    unit.master[place].masked_fill_(mask, 0)
 
         for stage in sharded.stages.values():
             stage.begin_update()

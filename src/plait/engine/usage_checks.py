@@ -19,6 +19,7 @@ from plait.errors import CheckpointError, ConfigError, ModelError, PlanError, Ru
 from plait.fileio import to_path
 from plait.models import Chain
 from plait.plan import Plan
+from plait.plan.distillation import Distillation
 from plait.plan.loss_scaling import LossScaling
 from plait.plan.preference import Preference
 
@@ -188,7 +189,7 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "model.parameters()",
     ),
     "loss": (
-        lambda value: callable(value) or isinstance(value, Preference),
+        lambda value: callable(value) or isinstance(value, Preference | Distillation),
         "a function of the model's outputs and a micro-batch",
         _LOSS,
     ),

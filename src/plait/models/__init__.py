@@ -13,6 +13,7 @@ from plait.models.huggingface import (
     without_warnings,
 )
 from plait.models.huggingface_names import (
+    FileKeys,
     SavedGroup,
     SaveFormat,
     StateNames,
@@ -64,6 +65,7 @@ __all__ = [
     "Blocks",
     "Chain",
     "DataflowCheck",
+    "FileKeys",
     "FlopFacts",
     "Numbering",
     "PackedRows",

@@ -235,9 +235,9 @@ def pretrained_causal_lm(path: str, reward: Mapping[str, Any] | None = None) -> 
     check_config_values(values)
     if values.get("quantization_config") is not None:  # which also names kernels to download
         raise ModelError(
-            "quantized weights cannot be trained",
+            "weights quantized in this format are not read",
             given=f"{path}: quantization_config",
-            expected="weights in float32, bfloat16 or float16",
+            expected="weights in float32, bfloat16 or float16, or in a format of docs/compress.md",
             hint="the model's weights before quantization",
         )
     auto: Any = AutoModelForCausalLM if reward is None else AutoModelForSequenceClassification
@@ -287,7 +287,8 @@ def _build(values: Mapping[str, Any], *, of_architecture: bool = False) -> "PreT
     from transformers import AutoConfig, AutoModelForCausalLM
 
     given = {key: _decode_floats(value) for key, value in values.items()}
-    for name in ("dtype", "torch_dtype"):  # of the files; the plan decides the compute dtype
+    # Of the files: the plan decides the compute dtype, and readers dequantize.
+    for name in ("dtype", "torch_dtype", "quantization_config"):
         given.pop(name, None)
     config: PretrainedConfig = AutoConfig.for_model(given.pop("model_type"), **given)
     architecture = _architecture(values) if of_architecture else None

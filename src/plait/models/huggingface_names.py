@@ -262,6 +262,10 @@ class SaveFormat:
         cast = {name: tensor.to(self._dtype_of(name, tensor)) for name, tensor in tensors.items()}
         return cast if self._is_plain else revert_weight_conversion(self._model, cast)
 
+    def is_converted(self, name: str) -> bool:
+        """Return whether more than the name of a tensor differs in the files."""
+        return self._converted(name) != name
+
     def _converted(self, name: str) -> str:
         """The name that the first converter of a tensor gives it; its own if there is none."""
         for converter in self._converters:

@@ -37,7 +37,8 @@ OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "attention_mask", "position
 LOSS_WEIGHTS = "loss_weights"  # an entry of batches: a weight for each label, of losses of tokens
 REFERENCE = "reference_log_probs"  # an entry of pairs: the log-probability of each label by another model
 MARGIN = "margin"  # an entry of pairs for a reward model: for each row, and the chosen row's is used
-OF_TOKENS |= {ROUTING, LOSS_WEIGHTS, REFERENCE}
+TEACHER_IDS, TEACHER = "teacher_ids", "teacher_log_probs"  # of a teacher's likeliest tokens, (B, S, K)
+OF_TOKENS |= {ROUTING, LOSS_WEIGHTS, REFERENCE, TEACHER_IDS, TEACHER}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 ROUTER_LOSS = "_plait_router_loss"  # an attribute of models whose auxiliary loss the engine adds
 IGNORED_LABEL = -100  # not a target, as in torch.nn.functional.cross_entropy and transformers
@@ -113,7 +114,7 @@ def cast_entries(batch: Mapping[str, Tensor], names: Collection[str] | None) -> 
         key
         for key, value in batch.items()
         if value.is_floating_point()
-        and key not in ("labels", LOSS_WEIGHTS, REFERENCE, MARGIN)
+        and key not in ("labels", LOSS_WEIGHTS, REFERENCE, MARGIN, TEACHER)
         and (names is None or key in names)
     }
 
@@ -146,7 +147,7 @@ def label_keys(model: nn.Module) -> tuple[str, ...]:
     task = task_of(model)
     if task is Task.QUESTION_ANSWERING:
         return _ANSWER
-    return (*_LABELS, LOSS_WEIGHTS, REFERENCE) if task in _WEIGHTED else _LABELS
+    return (*_LABELS, LOSS_WEIGHTS, REFERENCE, TEACHER_IDS, TEACHER) if task in _WEIGHTED else _LABELS
 
 
 def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def forward_inputs(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, A
     if base is None:
         check_present(model, inputs, batch)
         return inputs
-    inputs |= without_cache(base)
+    inputs = without_cache(base) | inputs  # generation has one
     inputs |= {"output_router_logits": False} if hasattr(base, ROUTER_LOSS) else {}
     has_decoder = _is_encoder_decoder(base) and task_of(model) in (Task.ALIGNED_LM, Task.NGRAM_LM)
     if (

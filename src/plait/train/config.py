@@ -15,6 +15,7 @@ from plait.data.config import DataConfig, TokenizerConfig, check_data
 from plait.errors import ConfigError, PlanError, nearest, unknown_key_hint
 from plait.fileio import MAX_DEPTH, parse_json, parse_toml, read_text, unique_keys
 from plait.plan import Plan
+from plait.plan.distillation import Distillation
 from plait.plan.preference import Preference
 from plait.train.saved_recipe import SavedRecipe
 from plait.train.sections import (
@@ -22,6 +23,8 @@ from plait.train.sections import (
     OPTIMIZERS,
     AdapterConfig,
     BatchRampConfig,
+    DistillationConfig,
+    EvalConfig,
     LossScaleConfig,
     ModelConfig,
     OptimizerConfig,
@@ -49,7 +52,14 @@ class Recipe(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
     preference: PreferenceConfig | None = None
+    distillation: DistillationConfig | None = None
     sample: SampleConfig = SampleConfig()
+    eval: EvalConfig = EvalConfig()
+
+    def loss_options(self) -> Preference | Distillation | None:
+        """Return the loss that is not that of the model's task."""
+        given = self.preference or self.distillation
+        return None if given is None else given.options()
 
 
 def check_batches(recipe: Recipe, plan: Plan) -> None:
@@ -161,6 +171,7 @@ def parse_recipe(values: dict[str, Any], *, source: str) -> Recipe:
     recipe.loss_scale.scaling()
     check_data(recipe.data)
     _check_preference(recipe)
+    _check_distillation(recipe)
     if recipe.batch_ramp is not None:
         _check_batch_ramp(recipe.batch_ramp, recipe.run.batch, recipe.data.tokens_per_micro_batch)
     return recipe
@@ -367,6 +378,28 @@ def _check_preference(recipe: Recipe) -> None:
         )
 
 
+def _check_distillation(recipe: Recipe) -> None:
+    """Raise ConfigError for a teacher that this run cannot have."""
+    given = recipe.distillation
+    if given is None:
+        return
+    given.options()
+    has_servers = Plan.parse(recipe.plan).num_servers > 0
+    others = {
+        "[preference]": recipe.preference is not None,
+        "run.probe = true": bool(recipe.run.probe),
+        "parameter servers": has_servers,
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise ConfigError(
+                "a distillation has the loss of tokens, and a teacher under the plan of the run",
+                given=f"[distillation], and {name}",
+                expected="one of the two",
+                hint="--set distillation= removes the section",
+            )
+
+
 def _check_reference(recipe: Recipe, given: PreferenceConfig, options: Preference) -> None:
     """Raise ConfigError for a reference that this run cannot have."""
     if given.reference == "adapters_off" and recipe.adapter is None:
@@ -413,6 +446,7 @@ def _check_head(recipe: Recipe, options: Preference) -> None:
     refused = (
         ("recipes have no adapter of a reward model", "adapter", recipe.adapter, ""),
         ("a reward model generates no text", "sample.tokens", recipe.sample.tokens, "0"),
+        ("a reward model has no probabilities of tokens", "eval.tasks", recipe.eval.tasks, "[]"),
     )
     for fact, key, value, off in refused if is_reward else ():
         if value:

@@ -1,54 +1,36 @@
-"""Evaluate a causal language model on documents: loss, perplexity, accuracy of last words.
+"""Evaluate a causal language model: loss, perplexity and last words of documents, and tasks.
 
 [Note: protocol]
 Every token of a document is predicted once, the first one from the tokenizer's bos token (or eos, where there
 is none): no document is context of another. The loss is summed over tokens; a perplexity is its exponential
-after division by the number of tokens, or of words (separated by white space, so that their number does not
-depend on the tokenizer). The accuracy of last words is that of LAMBADA (Paperno et al. 2016): a document is
-correct if each token of its last word, with the space before it, is the most likely one, given the true
-tokens before it.
-
-[Note: windows]
-A document longer than `context` is read in windows of `context` tokens. The first predicts all of its tokens
-but the first; each later one ends `stride` tokens after the one before, or where the document ends, and
-predicts the tokens that are new in it, with at least `context - stride` tokens before them. The default
-stride, `context - 1`, is the fastest; a shorter one gives every token more context. The last word is
-predicted in the last window; one that does not fit into it is not correct.
+after division by the number of tokens, of bytes, or of words (separated by white space, so that their number
+does not depend on the tokenizer; a text that was changed before has another number than its original, by
+which papers divide). The accuracy of last words is that of LAMBADA (Paperno et al. 2016): a document is
+correct if no token is likelier than each one of its last word, with the space before it, given the true
+tokens before it. For windows of long documents see engine/scoring.py, for tasks train/tasks.py.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from plait.api import parallelize
-from plait.checkpoint import Checkpoint, open_checkpoint
-from plait.checkpoint.base import adapter_configs, choose_adapter
 from plait.comm import World
-from plait.data.documents import PaddingCollator
 from plait.data.readers import read_documents
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
-from plait.errors import ConfigError, DataError, RunError
-from plait.models import IGNORED_LABEL, causal_lm_on_meta, check_attends_backwards
-from plait.models.adapters import attach
-from plait.plan import Plan
+from plait.engine.scoring import Row, RowScore, rolling_rows, score_rows, strided_rows
+from plait.errors import ConfigError, DataError
+from plait.models import check_attends_backwards
 from plait.tables import counted, facts_table
-from plait.train.export import newest_checkpoint, recorded_config
 from plait.train.metrics import perplexity
-from plait.train.model import initial_model
-from plait.train.run_dir import RunDir
-from plait.train.saved_recipe import check_is_folder_of_model
-from plait.train.sections import ModelConfig
+from plait.train.model_files import ModelFiles
+from plait.train.tasks import encode_tasks, task_text
 
 
 @dataclass(frozen=True)
@@ -57,18 +39,25 @@ class EvaluationRequest:
 
     model      a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder
     data       a source of documents, as in a recipe's data.sources
-    batch      windows in one micro-batch
+    batch      windows, or choices, that a rank reads in one call of the engine: see `score_rows`
     context    tokens of a window; None: the model's positions, or the longest document
-    stride     see [Note: windows]
+    stride     of strided windows; None: context - 1
+    windows    strided or rolling: see [Note: windows] in engine/scoring.py
+    words      of the original text; None: those of the data
+    tasks      see `Task.parse`; `shots`: None: all that its file has
     tokenizer  None: the model's own
     """
 
     model: str
-    data: str
+    data: str | None
     plan: str
     batch: int = 8
     context: int | None = None
     stride: int | None = None
+    windows: str = "strided"
+    words: int | None = None
+    tasks: Sequence[str] = ()
+    shots: int | None = None
     text_key: str = "text"
     tokenizer: str | None = None
     device: str = "auto"
@@ -97,70 +86,33 @@ class Scores:
             "loss": self.loss_sum / self.tokens,
             "perplexity": perplexity(self.loss_sum / self.tokens),
             "word_perplexity": perplexity(self.loss_sum / max(1, self.words)),
+            "byte_perplexity": perplexity(self.loss_sum / self.num_bytes),
             "bits_per_byte": self.loss_sum / math.log(2) / self.num_bytes,
             "last_word_accuracy": self.correct / max(1, self.last_words),
         }
 
 
 @dataclass(frozen=True)
-class Window:
-    """Tokens of a document that are read together.
+class Evaluation:
+    """Scores of documents, if there are any, and of tasks by their names."""
 
-    first      index of the first token that is predicted
-    last_word  indices of the document's last word; empty in other windows than the last
-    """
+    documents: Scores | None
+    tasks: Mapping[str, Mapping[str, float]]
 
-    ids: tuple[int, ...]
-    first: int
-    last_word: range = range(0)
+    def to_values(self) -> dict[str, Any]:
+        """For JSON."""
+        documents = {} if self.documents is None else self.documents.to_values()
+        return documents | ({"tasks": dict(self.tasks)} if self.tasks else {})
 
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """The files of a model: a checkpoint of plait, or a Hugging Face folder."""
-
-    path: Path
-    saved: Checkpoint | None
-    tokenizer: Path
-
-    @classmethod
-    def find(cls, model: str, tokenizer: str | None) -> "ModelFiles":
-        """Find a model's files. Raises RunError or CheckpointError for another kind of path."""
-        path, given_tokenizer = Path(model), Path(tokenizer) if tokenizer else None
-        check_is_folder_of_model(path)
-        if (path / "config.json").is_file():
-            return cls(path, None, given_tokenizer or path)
-        is_run = RunDir(path).recipe.is_file()
-        saved = newest_checkpoint(RunDir(path)) if is_run else open_checkpoint(path)
-        run = RunDir(saved.path.absolute().parent.parent)
-        if tokenizer is None and not run.tokenizer.is_dir():
-            raise RunError(
-                "the checkpoint is not in the directory of a run, which would have its tokenizer",
-                given=path,
-                expected="the tokenizer that the model was trained with",
-                hint="--tokenizer with the directory of its tokenizer",
-            )
-        return cls(path, saved, given_tokenizer or run.tokenizer)
-
-    def model(self) -> tuple[Any, dict[str, Any]]:
-        """Return the model, and arguments of `parallelize` for what a checkpoint does not hold: the folder of
-        weights that each rank reads its part of, or a seed. Raises ModelError, CheckpointError."""
-        if self.saved is None:
-            model, weights = initial_model(ModelConfig(path=self.path, pretrained=True))
-            return model, {"weights": weights}
-        on_meta = causal_lm_on_meta(recorded_config(self.saved))
-        if not (configs := adapter_configs(self.saved)):
-            return on_meta, {}
-        name, base = choose_adapter(self.saved, None), self.saved.facts.get("base") or {}
-        return attach(on_meta, configs[name], adapter=name), (
-            {"weights": base["path"]} if "path" in base else {"seed": base.get("seed", 0)}
-        )
+    def table(self, request: EvaluationRequest) -> Table:
+        facts = {} if self.documents is None else _document_facts(request, self.documents)
+        facts |= {name: task_text(scores) for name, scores in self.tasks.items()}
+        return facts_table(f"evaluation of {request.model}", facts.items())
 
 
-def scores_table(request: EvaluationRequest, scores: Scores) -> Table:
-    """Return the scores as a table."""
+def _document_facts(request: EvaluationRequest, scores: Scores) -> dict[str, str]:
     values = scores.to_values()
-    facts = {
+    return {
         "data": f"{request.data}: {counted(scores.documents, 'document')}, "
         f"{counted(scores.words, 'word')}, {counted(scores.tokens, 'token')}",
         "loss": f"{values['loss']:.6f} per token",
@@ -169,53 +121,77 @@ def scores_table(request: EvaluationRequest, scores: Scores) -> Table:
         "last words": f"{values['last_word_accuracy']:.2%} correct, "
         f"{scores.correct:,} of {scores.last_words:,}",
     }
-    return facts_table(f"evaluation of {request.model}", facts.items())
 
 
-def evaluate(request: EvaluationRequest, world: World) -> Scores:
+@dataclass(frozen=True)
+class Documents:
+    """Texts, and the tokens of each with the indices of its last word's."""
+
+    texts: Sequence[str]
+    encoded: Sequence[tuple[list[int], range]]
+
+    @classmethod
+    def read(cls, source: str, text_key: str, tokenizer: PreTrainedTokenizerBase) -> "Documents":
+        """Raises DataError, also for documents without text."""
+        texts = [*read_documents(source, text_key)]
+        found = cls(texts, [encode(tokenizer, text) for text in texts])
+        if found.longest < 2:
+            raise DataError(
+                "the documents have no text",
+                given=f"{source}: {counted(len(texts), 'document')}",
+                expected="a document of at least two tokens",
+                hint="other files, or --text-key KEY for the text in JSON lines",
+            )
+        return found
+
+    @property
+    def longest(self) -> int:
+        return max((len(ids) for ids, _ in self.encoded), default=1)
+
+    def rows(self, windows: str, context: int, stride: int) -> list[Row]:
+        if windows == "rolling":
+            return [row for document in self.encoded for row in rolling_rows(*document, context)]
+        return [row for document in self.encoded for row in strided_rows(*document, context, stride)]
+
+    def scores(self, found: Sequence[RowScore], words: int | None) -> Scores:
+        """`found`: of all rows. `words`: of the original text."""
+        return Scores(
+            documents=len(self.texts),
+            tokens=sum(len(ids) - 1 for ids, _ in self.encoded),
+            words=sum(len(text.split()) for text in self.texts) if words is None else words,
+            num_bytes=sum(len(text.encode()) for text in self.texts),
+            loss_sum=-math.fsum(score.log_prob for score in found),
+            last_words=sum(bool(last_word) for _, last_word in self.encoded),
+            correct=sum(score.is_greedy for score in found),
+        )
+
+
+def evaluate(request: EvaluationRequest, world: World) -> Evaluation:
     """Return the scores, on every rank. Every rank makes the call. Raises a PlaitError."""
     found = ModelFiles.find(request.model, request.tokenizer)
     tokenizer = read_tokenizer(found.tokenizer)
     model, arguments = found.model()
     check_attends_backwards(model)
-    texts = list(read_documents(request.data, request.text_key))
-    encoded = [encode(tokenizer, text) for text in texts]
-    longest = max((len(ids) for ids, _ in encoded), default=1)
-    if longest < 2:
-        raise DataError(
-            "the documents have no text",
-            given=f"{request.data}: {counted(len(texts), 'document')}",
-            expected="a document of at least two tokens",
-            hint="other files, or --text-key KEY for the text in JSON lines",
-        )
+    documents = None if request.data is None else Documents.read(request.data, request.text_key, tokenizer)
+    tasks = encode_tasks(request.tasks, request.shots, tokenizer)
+    longest = max([task.longest for task in tasks] + ([documents.longest] if documents else []))
     context, stride = _spans(request, getattr(model.config, "max_position_embeddings", None), longest)
-    model.requires_grad_(False)
-    plan = Plan.parse(request.plan).resolved(world.size)
-    if (
-        found.saved is not None and plan.base == "none"
-    ):  # an adapter is evaluated on the base it was trained on
-        plan = replace(plan, base=(found.saved.facts.get("base") or {}).get("format", "none"))
-    engine = parallelize(
-        model,
-        plan,
-        optimizer=torch.optim.SGD,
-        loss=_score,
-        **arguments,
-        world=world,
+    rows = [] if documents is None else documents.rows(request.windows, context, stride)
+    tasks = [task.fitting(context) for task in tasks]
+    engine = found.engine(model, arguments, request.plan, world)
+    shown, of_documents = _shown(engine), None
+    if documents is not None:
+        scores = score_rows(engine, rows, batch=request.batch, shown=shown)
+        of_documents = documents.scores(scores, request.words)
+    return Evaluation(
+        of_documents, {task.name: task.scores(engine, tokenizer, request.batch, shown) for task in tasks}
     )
-    if found.saved is not None:
-        engine.load(found.saved.path, weights_only=True)
-    windows = [w for ids, last_word in encoded for w in windows_of(ids, last_word, context, stride)]
-    loss_sum, correct = _run(engine, windows, request.batch)
-    return Scores(
-        documents=len(texts),
-        tokens=sum(len(ids) - 1 for ids, _ in encoded),
-        words=sum(len(text.split()) for text in texts),
-        num_bytes=sum(len(text.encode()) for text in texts),
-        loss_sum=loss_sum,
-        last_words=sum(bool(last_word) for _, last_word in encoded),
-        correct=correct,
-    )
+
+
+def _shown(engine: Engine) -> Callable[[Sequence[Any]], Iterable[Any]]:
+    console = Console(stderr=True)
+    is_shown = engine.world.rank == 0 and console.is_terminal
+    return lambda calls: track(calls, "evaluating", console=console, disable=not is_shown)
 
 
 def _spans(request: EvaluationRequest, positions: int | None, longest: int) -> tuple[int, int]:
@@ -227,6 +203,13 @@ def _spans(request: EvaluationRequest, positions: int | None, longest: int) -> t
             given=f"--context {context}",
             expected=f"2 to {positions} tokens" if positions else "2 tokens or more",
             hint=f"--context {positions or max(2, longest)}",
+        )
+    if request.windows == "rolling" and request.stride is not None:
+        raise ConfigError(
+            "rolling windows have no stride",
+            given=f"--windows rolling --stride {request.stride}",
+            expected="windows that follow one another",
+            hint="--windows strided",
         )
     stride = context - 1 if request.stride is None else request.stride
     if not 1 <= stride < context:
@@ -250,55 +233,3 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], ra
     before = len(parts[0]) if len(parts) > 1 else 0  # end of the text before the last word
     inside = [index for index, (begin, end) in enumerate(spans, start=1) if end > before and begin < stop]
     return ids, range(inside[0], inside[-1] + 1) if inside else range(0)
-
-
-def windows_of(ids: Sequence[int], last_word: range, context: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of a document. See [Note: windows]."""
-    first, stop = 1, min(len(ids), context)
-    while first < len(ids):
-        begin = max(0, stop - context)
-        inside = range(last_word.start - begin, last_word.stop - begin)
-        is_last = stop == len(ids) and last_word and inside.start >= 1
-        yield Window(tuple(ids[begin:stop]), first - begin, inside if is_last else range(0))
-        first, stop = stop, min(len(ids), stop + stride)
-
-
-def _run(engine: Engine, windows: Sequence[Window], size: int) -> tuple[float, int]:
-    """Return the summed loss, and the number of last words that are predicted correctly."""
-    by_length = sorted(windows, key=lambda window: len(window.ids), reverse=True)  # little padding
-    share = size * engine.plan.micro
-    starts = range(0, len(by_length), share * engine.data_ranks)
-    is_shown = engine.world.rank == 0 and Console(stderr=True).is_terminal
-    loss_sum, correct = 0.0, 0
-    for start in track(starts, "evaluating", console=Console(stderr=True), disable=not is_shown):
-        own = by_length[start + engine.data_rank * share :][:share]
-        no_targets = Window(by_length[0].ids[:2], first=2)  # for ranks without windows in the last batch
-        result = engine.evaluate(_batch(own or [no_targets]))
-        loss_sum, correct = loss_sum + result.loss_sum, correct + int(result.num_tokens)
-    return loss_sum, correct
-
-
-def _batch(windows: Sequence[Window]) -> dict[str, Tensor]:
-    """Return the windows, padded. Labels (B, S, 2): for the loss, and for last words."""
-
-    def masked(window: Window, indices: range) -> list[int]:
-        return [token if index in indices else IGNORED_LABEL for index, token in enumerate(window.ids)]
-
-    collate = PaddingCollator()
-    batch = collate([{"input_ids": w.ids, "labels": masked(w, range(w.first, len(w.ids)))} for w in windows])
-    of_words = collate([{"input_ids": w.ids, "labels": masked(w, w.last_word)} for w in windows])
-    return batch | {"labels": torch.stack([batch["labels"], of_words["labels"]], dim=-1)}
-
-
-def _score(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """(summed loss, number of windows whose last word is predicted correctly), for `Engine.evaluate`."""
-    loss_sum = torch.zeros((), dtype=torch.float64, device=outputs.logits.device)
-    correct = torch.zeros((), dtype=torch.long, device=outputs.logits.device)
-    for logits_SV, labels_S2 in zip(outputs.logits[:, :-1], batch["labels"][:, 1:], strict=True):
-        wide_SV = logits_SV if logits_SV.dtype == torch.float64 else logits_SV.float()
-        losses = F.cross_entropy(wide_SV, labels_S2[:, 0], ignore_index=IGNORED_LABEL, reduction="none")
-        loss_sum = loss_sum + losses.double().sum()
-        is_word = labels_S2[:, 1] != IGNORED_LABEL
-        is_wrong = (logits_SV.argmax(-1) != labels_S2[:, 1]) & is_word
-        correct = correct + (is_word.any() & ~is_wrong.any())
-    return loss_sum, correct

@@ -373,6 +373,7 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
         param_groups=param_groups(recipe.optimizer, model),
         router_z_loss=recipe.optimizer.router_z_loss,
         tensor_plan=recipe.model.tensor_plan,
+        keep_zeros=recipe.model.keep_zeros,
     )
     return explain(given, token_batch(*batch_shape), cluster)
 

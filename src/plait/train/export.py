@@ -1,28 +1,30 @@
-"""Use the trained model outside of plait: export it to Hugging Face format, or generate text."""
+"""Export the trained model to Hugging Face format, or its adapter to PEFT's."""
 
 import copy
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
 from plait import checkpoint
-from plait.checkpoint import Checkpoint, checkpoint_weights, write_hugging_face
+from plait.checkpoint import Checkpoint, HuggingFaceFiles, checkpoint_weights, write_hugging_face
 from plait.checkpoint.adapter_files import check_new_adapter, write_adapter
 from plait.checkpoint.base import MergedWeights, adapter_configs, adapter_tensors, choose_adapter
-from plait.data.tokenizer import read_tokenizer
+from plait.checkpoint.compress import Compression
+from plait.data.tokenizer import CHAT_TEMPLATE, FILES
 from plait.errors import CheckpointError
 from plait.fileio import copy_regular, writing
-from plait.models import StateNames, causal_lm_on_meta
+from plait.models import StateNames, causal_lm_on_meta, read_config
 from plait.plan import Plan
-from plait.train.model import check_prompt, model_on_meta, prompt_ids
+from plait.train.model import generation_of, initial_model, model_on_meta
 from plait.train.run_dir import RunDir
+from plait.train.sections import ModelConfig
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = dict(
@@ -30,41 +32,14 @@ DTYPES: dict[str, torch.dtype] = dict(
 )
 
 
-def load_trained(run: RunDir, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the run's newest checkpoint as a plain Hugging Face model and tokenizer, in the run's precision.
-    Raises RunError, CheckpointError."""
-    recipe, tokenizer = run.read_recipe(), read_tokenizer(run.checked_tokenizer())
-    saved = newest_checkpoint(run)
-    on_meta = model_on_meta(recipe.model)
-    if adapter_configs(saved):
-        with _weights(saved, on_meta) as read:
-            tensors = {name: read(name) for name in StateNames.from_model(on_meta).tensors}
-    else:  # `weights/` and the persistent buffers: together a state_dict
-        found = saved.read(("weights/", "buffers/")).items()
-        tensors = {name.partition("/")[2]: tensor for name, tensor in found}
-    transformers_logging.disable_progress_bar()
-    build: Any = type(on_meta).from_pretrained
-    model, report = build(
-        None,
-        config=on_meta.config,
-        state_dict=tensors,
-        dtype=DTYPES[Plan.parse(recipe.plan).dtype],
-        output_loading_info=True,
-    )
-    mismatched = [*report["missing_keys"], *report["unexpected_keys"]]
-    if mismatched:
-        raise CheckpointError(
-            "the checkpoint is of another model",
-            given=f"{saved.path}: {mismatched[0]}",
-            expected="the tensors of the model in the run's recipe.json",
-            hint="plait checkpoint show PATH --tensors lists those of a checkpoint",
-        )
-    trained: PreTrainedModel = model.to(device).eval()
-    return trained, tokenizer
-
-
 def export(
-    run: RunDir, out: Path, dtype: str | None = None, *, base: Path | None = None, exact: bool = False
+    run: RunDir,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    base: Path | None = None,
+    exact: bool = False,
+    compression: Compression | None = None,
 ) -> None:
     """Export the newest checkpoint for `from_pretrained` of `AutoModelForCausalLM` and `AutoTokenizer`; with
     an adapter merged into its base (`base` and `exact`: see `convert`).
@@ -72,7 +47,50 @@ def export(
     Atomic. Raises RunError if `out` exists or cannot be written.
     """
     run.read_recipe()  # raises unless it is a run directory
-    convert(newest_checkpoint(run), out, dtype, run=run, base=base, exact=exact)
+    convert(newest_checkpoint(run), out, dtype, run=run, base=base, exact=exact, compression=compression)
+
+
+def export_folder(
+    folder: Path, out: Path, dtype: str | None = None, compression: Compression | None = None
+) -> None:
+    """Export the model of a Hugging Face folder, in another dtype or compressed, with its tokenizer.
+
+    dtype  a key of DTYPES; None for that of the folder
+
+    Weights that are quantized in the folder are dequantized. Raises RunError, ModelError, CheckpointError.
+    """
+    given = ModelConfig(path=folder, pretrained=True)
+    trained, weights = initial_model(given)
+    values, model = read_config(folder), model_on_meta(given)
+    names = StateNames.from_model(model)
+    read: AbstractContextManager[Callable[[str], Tensor]]
+    if weights is None:  # transformers has converted them
+        tensors = {**dict(trained.named_parameters()), **dict(trained.named_buffers())}
+        read = nullcontext(tensors.__getitem__)
+    else:
+        read = _file_weights(weights, model, names)
+    recorded = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    with tempfile.TemporaryDirectory() as tokenizer:
+        for name in (*FILES, CHAT_TEMPLATE):
+            if (folder / name).is_file():
+                copy_regular(str(folder / name), str(Path(tokenizer) / name))
+        write_hugging_face(
+            read,
+            model,
+            out,
+            dtype=DTYPES[dtype] if dtype is not None else getattr(torch, recorded),
+            tokenizer=Path(tokenizer),
+            generation=generation_of(given),
+            compression=compression,
+        )
+
+
+@contextmanager
+def _file_weights(
+    folder: Path, model: PreTrainedModel, names: StateNames
+) -> Iterator[Callable[[str], Tensor]]:
+    with HuggingFaceFiles.open(folder).reader(model) as reader:
+        yield lambda first: reader.read_full(names.checkpoint_key(first))
 
 
 def export_adapter(run: RunDir, out: Path) -> None:
@@ -116,6 +134,7 @@ def convert(
     adapter: str | None = None,
     base: Path | None = None,
     exact: bool = False,
+    compression: Compression | None = None,
 ) -> None:
     """Convert a checkpoint to a Hugging Face directory, with its run's tokenizer if there is one.
 
@@ -124,6 +143,7 @@ def convert(
     adapter  the one to merge, if the checkpoint has several
     base     the folder of the adapter's base, if it is not where it was in training
     exact    merge into a quantized base as its files have it, not as the adapter was trained on it
+    compression  see `Compression`
 
     Raises RunError, ModelError, CheckpointError.
     """
@@ -138,6 +158,7 @@ def convert(
         shard_bytes=shard_bytes,
         tokenizer=run.checked_tokenizer() if run is not None else None,
         generation=generation if isinstance(generation, dict) else None,
+        compression=compression,
     )
 
 
@@ -154,39 +175,6 @@ def _weights(
         return checkpoint_weights(saved, model)
     to_wrap = copy.deepcopy(model)  # on meta
     return MergedWeights(saved, to_wrap, choose_adapter(saved, adapter), base, exact=exact)
-
-
-def generate(
-    run: RunDir,
-    prompt: str,
-    *,
-    tokens: int,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-    device: str = "cpu",
-) -> str:
-    """Generate text: the prompt and at most `tokens` new tokens, up to the end of a document.
-
-    Temperature 0 takes the most likely token each time; otherwise one of the `top_k` most likely is sampled.
-    The model is the newest checkpoint.
-    """
-    model, tokenizer = load_trained(run, device=device)
-    generate_tokens: Any = model.generate
-    prompt_tokens = prompt_ids(tokenizer, prompt)
-    max_tokens = check_prompt(prompt_tokens, model.config)
-    ids = torch.tensor([prompt_tokens], device=device)
-    sampling = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "top_k": top_k}
-    with torch.random.fork_rng(devices=[device] if device != "cpu" else []):
-        torch.manual_seed(seed)
-        output = generate_tokens(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens if max_tokens is None else min(tokens, max_tokens),
-            pad_token_id=tokenizer.eos_token_id,
-            **({"do_sample": True} | sampling),
-        )
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
 def recorded_config(saved: Checkpoint) -> dict[str, Any] | Path:

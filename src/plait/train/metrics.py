@@ -1,10 +1,11 @@
 """The metrics of a run: progress line, metrics.jsonl and boards (train/boards.py). Written on rank 0 only.
 
 metrics.jsonl has one object per line: for a step all of `StepMetrics` that are not None, for an evaluation
-`step`, `validation_loss` and `validation_perplexity`, for an exchange of islands `step`, `exchanged_part` and
-`island_drift`, for every `log_every`-th step with parameter servers `step` and the values of `ServerMetrics`,
-and of a mixture `step` and `expert_loads` (by layer), for a save `step` and `save_pause_s`, for a warning
-`step` and `warning`, for a start from a checkpoint `step` and `resumed`.
+`step`, `validation_loss` and `validation_perplexity`, for tasks `step` and `tasks` (scores by name), for an
+exchange of islands `step`, `exchanged_part` and `island_drift`, for every `log_every`-th step with parameter
+servers `step` and the values of `ServerMetrics`, and of a mixture `step` and `expert_loads` (by layer), for a
+save `step` and `save_pause_s`, for a warning `step` and `warning`, for a start from a checkpoint `step` and
+`resumed`.
 Non-finite numbers are written as null. A resumed run truncates the file to the step that it resumes from, so
 that no step is recorded twice.
 
@@ -254,6 +255,13 @@ class Metrics:
         self._record({"step": step} | {f"validation_{name}": value for name, value in values.items()})
         self._show("validation", values, step)
         self.log(f"step {step}/{self._steps}  validation loss {loss:.4f}  {of_task}")
+
+    def tasks(self, step: int, scores: Mapping[str, Mapping[str, float]], texts: Mapping[str, str]) -> None:
+        """Record the scores of tasks after `step` steps; `texts`: as they are printed."""
+        self._record({"step": step, "tasks": scores})
+        for task, values in scores.items():
+            self._show(f"tasks/{task}", values, step)
+            self.log(f"step {step}/{self._steps}  {task} {texts[task]}")
 
     def exchange(self, step: int, result: ExchangeResult) -> None:
         """Record an exchange of weights between islands after `step` steps."""

@@ -97,7 +97,7 @@ def check_config(
     check_attends_backwards(on_meta)
     check_sequence(sequence, getattr(on_meta.config, "max_position_embeddings", None))
     trained = with_adapter(on_meta, adapter)
-    validate(Arguments(trained, plan, tensor_plan=model.tensor_plan))
+    validate(Arguments(trained, plan, tensor_plan=model.tensor_plan, keep_zeros=model.keep_zeros))
     check_forward(values)
     return trained
 

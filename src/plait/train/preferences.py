@@ -1,4 +1,5 @@
-"""The batches of a run; of pairs, with log-probabilities by the model before training, their reference.
+"""The batches of a run; of pairs, with log-probabilities by the model before training, their reference; of a
+distillation, with tokens of the teacher.
 
 [Note: precomputed references]
 They are computed for the batches that the run will read, in their order, so that a pair's first values are
@@ -10,7 +11,7 @@ more steps, of a resumed run, add what they need.
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,15 @@ from plait.checkpoint.base import identity_of_files
 from plait.comm import World, all_reduce, broadcast
 from plait.data.documents import Pairs
 from plait.data.loader import Batch
+from plait.data.tokenizer import read_tokenizer
+from plait.engine.distillation import with_teacher
 from plait.engine.engine import Engine
 from plait.engine.preferences import with_reference
+from plait.errors import ConfigError
 from plait.fileio import temp_path, writing
+from plait.models.reward import text_config
 from plait.models.task import REFERENCE
+from plait.train.metrics import mean_loss
 from plait.train.model import initial_model
 from plait.train.prepare import ResolvedRun
 
@@ -35,14 +41,15 @@ Batched = Batch | list[Batch]
 
 
 class RunBatches:
-    """Loads this rank's share of a run's batches, with log-probabilities of the reference if the recipe's
-    loss needs them: then all ranks iterate together."""
+    """Loads this rank's share of a run's batches, with log-probabilities of the reference, or tokens of the
+    teacher, if the recipe's loss needs them: then all ranks iterate together."""
 
     def __init__(self, run: ResolvedRun, engine: Engine, world: World) -> None:
-        """Collective: builds the reference's engine, or precomputes."""
+        """Collective: builds the engine of the reference or teacher, or precomputes."""
         self._run, self._given, self._model = run, run.recipe.preference, engine
         self._engine: Any = engine
         self._stored: dict[bool, StoredLogProbs] = {}
+        self._teacher = None if run.recipe.distillation is None else teacher_engine(run, engine, world)
         if not self._is_needed or self._given is None or self._given.reference == "adapters_off":
             return
         self._model = reference_engine(run, world)
@@ -63,6 +70,16 @@ class RunBatches:
         batches = self._run.train_batches(numbers, *ranks, pin_memory=pin_memory)
         return self._added(batches, numbers, trains=True)
 
+    def evaluate(self, beat: Callable[..., None]) -> float:
+        """Return the mean loss per target token over the validation batches, the same ones each time. `beat`:
+        called before each, `slow=True` before the first."""
+        pin_memory, results = self._engine.device.type == "cuda", []
+        for number, batch in enumerate(self.validation(pin_memory=pin_memory)):
+            beat(slow=number == 0)
+            for part in [batch] if isinstance(batch, dict) else batch:
+                results.append(self._engine.evaluate(part))
+        return mean_loss(results)
+
     def validation(self, *, pin_memory: bool) -> Iterator[Batched]:
         """Yield the batches of an evaluation."""
         ranks = self._engine.data_group  # with servers, worker 0 evaluates by itself
@@ -72,18 +89,23 @@ class RunBatches:
     def _added(
         self, batches: Iterable[Batched], numbers: Iterable[int], *, trains: bool
     ) -> Iterator[Batched]:
+        given = self._run.recipe.distillation
         for number, batch in zip(numbers, batches, strict=False):
-            yield self._of_batch(number, batch, trains) if self._is_needed else batch
+            if given is not None and trains:
+                yield with_teacher(self._teacher, batch, given.options())
+            else:
+                yield self._of_batch(number, batch, trains) if self._is_needed else batch
 
     def _of_batch(self, number: int, batch: Batched, trains: bool) -> Batched:
         if stored := self._stored.get(trains):
             return stored.added(number, batch)
-        found: Batched
-        if self._given is not None and self._given.reference == "adapters_off":
+        assert self._given is not None, "a reference without [preference]"
+        given, found = self._given.options(), batch
+        if self._given.reference == "adapters_off":
             with self._engine.adapters_off():
-                found = with_reference(self._engine, batch)
+                found = with_reference(self._engine, batch, given)
         else:
-            found = with_reference(self._model, batch)
+            found = with_reference(self._model, batch, given)
         return found
 
 
@@ -96,11 +118,36 @@ def reference_folder(run: ResolvedRun) -> Path:
 
 
 def reference_engine(run: ResolvedRun, world: World) -> Engine:
-    """The engine of the frozen model, under the run's plan."""
-    of_model = {"path": reference_folder(run), "pretrained": True}
+    """The engine of the frozen reference."""
+    return _frozen_engine(run, reference_folder(run), world, run.recipe.model.tensor_plan)
+
+
+def teacher_engine(run: ResolvedRun, student: Engine, world: World) -> Engine:
+    """The engine of the frozen teacher. Raises ConfigError for other tokens than the student's."""
+    given = run.recipe.distillation
+    assert given is not None, "a teacher without [distillation]"
+    teacher = _frozen_engine(run, given.teacher, world)
+    sizes = [text_config(engine.model).vocab_size for engine in (teacher, student)]
+    has_tokenizer = (given.teacher / "tokenizer.json").is_file()
+    folders = (given.teacher, run.store.tokenizer_dir) if has_tokenizer else ()
+    vocabularies = [read_tokenizer(folder).get_vocab() for folder in folders]
+    if sizes[0] > sizes[1] or vocabularies[1:] != vocabularies[:-1]:
+        raise ConfigError(
+            "the teacher has other tokens than the student",
+            given=f"{given.teacher}: {sizes[0]:,} tokens, and {sizes[1]:,} in the model",
+            expected="two models of one tokenizer",
+            hint="--set distillation.teacher=FOLDER",
+        )
+    return teacher
+
+
+def _frozen_engine(
+    run: ResolvedRun, folder: Path, world: World, tensor_plan: dict[str, str] | None = None
+) -> Engine:
+    """The engine of a frozen model, under the run's plan."""
+    of_model = {"path": folder, "pretrained": True}
     model, weights = initial_model(run.recipe.model.model_copy(update=of_model))
     model.requires_grad_(False)
-    tensor_plan = run.recipe.model.tensor_plan
     return parallelize(
         model, run.plan, optimizer=torch.optim.SGD, tensor_plan=tensor_plan, weights=weights, world=world
     )

@@ -32,6 +32,7 @@ from plait.engine.spec import Arguments, validate
 from plait.errors import ConfigError, DataError, RunError
 from plait.fileio import check_output_paths
 from plait.models import numbering_of
+from plait.models.caches import check_generates
 from plait.optim.disk_tensors import MappedFile
 from plait.plan import Plan
 from plait.train.boards import check_boards
@@ -56,6 +57,7 @@ from plait.train.optimizer import check_optimizer_args, optimizer_class, param_g
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
 from plait.train.sections import LossScaleConfig, RunConfig
+from plait.train.tasks import tasks_of_run
 
 _MAX_LOCAL_RANKS = 1024  # each is a process
 
@@ -99,10 +101,11 @@ class ResolvedRun:
             label_smoothing=optimizer.label_smoothing,
             z_loss=optimizer.z_loss,
             router_z_loss=optimizer.router_z_loss,
-            loss=None if recipe.preference is None else recipe.preference.options(),
+            loss=recipe.loss_options(),
             loss_scaling=recipe.loss_scale.scaling() if self.plan.precision == "fp16" else None,
             offload_dir=recipe.run.offload_dir if self.plan.offload == "disk" else None,
             tensor_plan=recipe.model.tensor_plan,
+            keep_zeros=recipe.model.keep_zeros,
             probe=recipe.run.probe,
             seed=recipe.run.seed,
             weights=weights,
@@ -506,6 +509,8 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
     validate(Arguments(with_adapter(model, recipe.adapter), plan, tensor_plan=recipe.model.tensor_plan))
     if recipe.sample.tokens:  # otherwise found only at the end of the run
         check_prompt(prompt_ids(tokenizer, recipe.sample.prompt), model.config)
+        check_generates(model)
+    tasks_of_run(recipe.eval, tokenizer, model)
     path = recipe.model.path if recipe.model.pretrained else None
     of_model = {"config": config, "generation": generation_of(recipe.model), "path": path}
     sections: dict[str, dict[str, Any]] = {

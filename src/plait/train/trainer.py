@@ -28,6 +28,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,11 +51,12 @@ from plait.tables import counted, plain
 from plait.train.callbacks import CallbackRun, load_callbacks
 from plait.train.checkpointing import Checkpointing
 from plait.train.config import Recipe
-from plait.train.export import DTYPES, export, export_adapter, generate
+from plait.train.export import DTYPES, export, export_adapter
+from plait.train.generate import sample_text
 from plait.train.heartbeat import Heartbeat
 from plait.train.loss_spikes import LossSpikeGuard
 from plait.train.measurements import StepRecorder, write_measured
-from plait.train.metrics import Metrics, PeakFlops, StepMetrics, expert_facts, mean_loss, read_metrics
+from plait.train.metrics import Metrics, PeakFlops, StepMetrics, expert_facts, read_metrics
 from plait.train.optimizer import lr_lambda
 from plait.train.preferences import RunBatches
 from plait.train.prepare import ResolvedRun
@@ -70,6 +72,7 @@ from plait.train.run_report import (
 )
 from plait.train.servers import RESUMED, ServerMetrics, run_worker
 from plait.train.stragglers import Stragglers
+from plait.train.tasks import RunTasks
 
 MAX_STEPS_BETWEEN_FLAGS = 10
 _SAVE = signal.SIGUSR1
@@ -201,6 +204,7 @@ class Trainer:
         resuming = world.any_flag(world.rank == 0 and bool(checkpoint.steps(run.dir.checkpoints)))
         self._engine = run.build_engine(world, loads=resuming)
         self._batches = RunBatches(run, self._engine, world)
+        self._tasks = RunTasks(run.recipe.eval, run.store.tokenizer_dir, self._engine)
         self._base_lrs = [group["lr"] for group in self._engine.optimizer.param_groups]
         self._console = rich.get_console() if world.rank == 0 else None
         self._recorder = StepRecorder(self._engine, self._config.trace)
@@ -329,6 +333,8 @@ class Trainer:
             score = None
             if _due(before, self._step, config.evaluate_every, config.steps):
                 score = self._score(parts, signals)
+            if _due(before, self._step, self._recipe.eval.every or config.steps, config.steps):
+                self._tasks.record(metrics, self._step, partial(heartbeat.beat, self._step, "tasks"))
             if self._step == parts.first_step + 5:  # the first steps are slower than later ones
                 flags_every = self._flags_every(step_metrics.seconds)
             stop_signal, to_save = None, False
@@ -463,7 +469,7 @@ class Trainer:
 
     def _score(self, parts: _LoopParts, signals: SignalHandler) -> float:
         """Evaluate, record and return the loss, and count evaluations since the lowest one."""
-        score = self._evaluate(parts.heartbeat)
+        score = self._batches.evaluate(partial(parts.heartbeat.beat, self._step, "evaluation"))
         pairs = None if self._engine.pairs is None else self._engine.pairs.take()
         parts.metrics.validation(self._step, score, pairs)
         self._since_best = 0 if score < self._best_score else self._since_best + 1
@@ -475,15 +481,6 @@ class Trainer:
             )
         self.call("on_evaluate", signals, score)
         return score
-
-    def _evaluate(self, heartbeat: Heartbeat) -> float:
-        """Return the mean loss per target token over the validation batches, the same ones each time."""
-        pin_memory, results = self._engine.device.type == "cuda", []
-        for number, batch in enumerate(self._batches.validation(pin_memory=pin_memory)):
-            heartbeat.beat(self._step, "evaluation", slow=number == 0)
-            for part in [batch] if isinstance(batch, dict) else batch:
-                results.append(self._engine.evaluate(part))
-        return mean_loss(results)
 
     def rollback(self, path: Path) -> None:
         """Load a checkpoint from before a spike; save it again with the batches that are to be skipped."""
@@ -550,13 +547,17 @@ class Trainer:
 
     def finish(self) -> None:
         """Write loss.png, the export and the measurements, and print the results. Raises a PlaitError."""
+        options = self._recipe.sample
+        sample = (
+            sample_text(self._engine, self._run.dir, options, self._config.seed) if options.tokens else ""
+        )
         if self._console is not None:
-            self._write_outputs(self._console)
+            self._write_outputs(self._console, sample)
             self._world.store.set(_FINISHED)
         self._world.store.wait_for(_FINISHED)  # a rank that exits would end rank 0's export
         write_measured(self._run.dir.measured, self._engine, self._recorder)
 
-    def _write_outputs(self, console: Console) -> None:
+    def _write_outputs(self, console: Console, sample: str) -> None:
         """Write loss.png and the export; print memory, paths and a sample. On rank 0."""
         run, engine = self._run.dir, self._engine
         ranks = "per rank" if engine.plan.pp == 1 else f"of rank {engine.world.rank}"
@@ -583,10 +584,8 @@ class Trainer:
         }
         for name, path in outputs.items():
             console.print(plain(f"{name:<19} : {path}"), highlight=False, soft_wrap=True)
-        if self._recipe.sample.tokens:
-            options = self._recipe.sample.model_dump()
+        if sample:
             console.print("sample of generated text:", style="bold")
-            sample = generate(run, **options, seed=self._config.seed)
             with writing("cannot write the sample", run.sample):
                 write_text(run.sample, sample)
             console.print(plain(sample), highlight=False)

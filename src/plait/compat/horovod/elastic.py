@@ -23,7 +23,8 @@ from torch import Tensor
 
 from plait.comm import all_gather
 from plait.compat.horovod.job import init, job, shutdown
-from plait.compat.horovod.objects import broadcast_value, decode, encode
+from plait.compat.horovod.objects import broadcast_value
+from plait.compat.values import decode, encode
 from plait.launchers import make_private, private_folder, process_identity
 
 __all__ = ["ElasticSampler", "TorchState", "init", "reset", "run", "shutdown"]

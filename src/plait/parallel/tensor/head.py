@@ -45,11 +45,11 @@ from torch.utils._pytree import tree_map_only
 from plait.comm import Group
 from plait.parallel.tensor.cross_entropy import (
     LossBuffers,
+    SoftTargets,
     TokenLoss,
     new_wide,
     refuse_second_derivative,
     summed_loss,
-    token_statistics,
     write_gradient,
 )
 from plait.parallel.tensor.functional import all_reduce_in_place
@@ -151,11 +151,24 @@ class Targets(NamedTuple):
     targets_n: Tensor
     weights_n: Tensor | None
     rows_n: Tensor | None
+    soft: SoftTargets | None = None
+
+    def of(self, rows: slice | Tensor) -> "Targets":
+        """Return those of some tokens, without positions."""
+        weights_n, soft = self.weights_n, self.soft
+        return Targets(
+            self.targets_n[rows],
+            None if weights_n is None else weights_n[rows],
+            None,
+            None if soft is None else soft.of(rows),
+        )
 
 
 def head_loss(logits: DeferredLogits, targets: Targets, loss: TokenLoss) -> Tensor:
     """`cross_entropy` of deferred logits."""
     loss.check_targets(targets.targets_n)
+    if targets.soft is not None:
+        loss.check_targets(targets.soft.ids_TK)
 
     def operator(x: Tensor, weight: Tensor, bias: Tensor | None, summed: Group, summed_grad: Group) -> Tensor:
         total: Tensor = _HeadLoss.apply(
@@ -167,15 +180,21 @@ def head_loss(logits: DeferredLogits, targets: Targets, loss: TokenLoss) -> Tens
     return result
 
 
-def head_statistics(logits: DeferredLogits, targets: Targets, loss: TokenLoss) -> Tensor:
-    """`token_statistics` of deferred logits."""
+# (logits (T, v), targets_T, loss) -> (values, T)
+Statistic = Callable[[Tensor, Tensor, TokenLoss], Tensor]
+
+
+def head_statistics(
+    logits: DeferredLogits, targets: Targets, loss: TokenLoss, statistic: Statistic, width: int
+) -> Tensor:
+    """A statistic of `width` values of deferred logits."""
 
     def operator(x: Tensor, weight: Tensor, bias: Tensor | None, summed: Group, _: Group) -> Tensor:
         parts = [
-            token_statistics(_product(x_ci, weight, bias, summed), own.targets_n, loss)
+            statistic(_product(x_ci, weight, bias, summed), own.targets_n, loss)
             for _, x_ci, own in _chunks(x.flatten(0, -2), len(weight), targets, 0)
         ]
-        return torch.cat([new_wide(x, 2, 0), *parts], 1)
+        return torch.cat([new_wide(x, width, 0), *parts], 1)
 
     result: Tensor = logits.module(logits.hidden, operator)
     return result
@@ -212,10 +231,11 @@ class _HeadLoss(Function):
                 wide_bytes = weight_vi.numel() * 4 if needs_weight and is_narrow else 0
                 copied = 0 if targets.rows_n is None else x_ci.nbytes
                 loss.buffers.held_bytes = z_cv.nbytes + copied + wide_bytes
-            of_chunk, factor_c = summed_loss(z_cv, own.targets_n, own.weights_n, loss)
+            of_chunk, factor_c = summed_loss(z_cv, own.targets_n, own.weights_n, loss, own.soft)
             total += of_chunk
             if needs_x or needs_weight or needs_bias:
-                write_gradient(z_cv, own.targets_n, own.weights_n, factor_c, ctx.unit, loss, z_cv)
+                of_tokens = own.targets_n, own.weights_n, factor_c, ctx.unit
+                write_gradient(z_cv, *of_tokens, loss, z_cv, own.soft)
             if dx_ni is not None:
                 torch.mm(z_cv, weight_vi, out=dx_ni[rows])
             if needs_weight:
@@ -287,9 +307,9 @@ def _chunks(
     """Yield for each chunk of tokens with a target: their range among these, hidden states, targets.
     `sum_features`: of `head_chunk`."""
     device_type = buffers.device_type if buffers is not None and x_Ti.is_meta else x_Ti.device.type
-    num_kept, (targets_n, weights_n, rows_n) = len(targets.targets_n), targets
+    num_kept, rows_n = len(targets.targets_n), targets.rows_n
     size = head_chunk(num_kept, num_columns, on_gpu=device_type != "cpu", sum_features=sum_features)
     for start in range(0, num_kept, size or 1):
         rows = slice(start, min(start + size, num_kept))
         x_ci = x_Ti[rows] if rows_n is None else x_Ti.index_select(0, rows_n[rows])
-        yield rows, x_ci, Targets(targets_n[rows], None if weights_n is None else weights_n[rows], None)
+        yield rows, x_ci, targets.of(rows)

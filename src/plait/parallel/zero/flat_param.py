@@ -53,7 +53,7 @@ gradients and accumulated together with them.
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import Enum, auto
 from typing import Protocol
 
@@ -195,6 +195,11 @@ class FlatParam:
             if overlap.shard.name == name:
                 boxes = slice_boxes(values.detach(), overlap.shard.boxes)
                 self.store(overlap, boxes.reshape(-1)[overlap.start : overlap.stop])
+
+    def zeros(self, names: Set[str]) -> list[tuple[slice, Tensor]]:
+        """The places of these parameters in this rank's range of `master`, and where they are zero."""
+        places = [overlap.place for overlap in self.overlaps() if overlap.shard.name in names]
+        return [(place, self.master[place] == 0) for place in places]
 
     def store(self, overlap: Overlap, values: Tensor) -> None:
         """Write the elements of a parameter that overlap this rank's range into `master`."""

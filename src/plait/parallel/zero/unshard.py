@@ -383,6 +383,29 @@ class Unsharder:
         finally:
             self._is_paused = False
 
+    @property
+    def sharded_bytes(self) -> int:
+        """Bytes that `unsharded` would allocate now."""
+        sharded = (unit for unit in self._group_of if unit.state is UnshardState.SHARDED)
+        return sum(unit.storage.numel() * unit.storage.element_size() for unit in sharded)
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Gather all units once, and keep them for the forwards in this context. Collective. Afterwards they
+        are resharded, unless the plan keeps them for the step."""
+        before, self._unshards_once = self._unshards_once, True
+        try:
+            for unit in self._group_of if self._reshards else ():
+                if unit.state is UnshardState.SHARDED:
+                    self._start_use(unit)
+                unit.wait_for_unshard()
+                self._kept_between_passes.add(self._group_of[unit])
+            yield
+        finally:
+            self._unshards_once = before
+            if not before:
+                self.reshard_all()
+
     # --- all-gathers
 
     def _in_layout_order(self, unit_groups: Iterable[UnitGroup]) -> list[UnitGroup]:

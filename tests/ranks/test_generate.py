@@ -1,0 +1,243 @@
+"""`Engine.generate` continues prompts as transformers does, under every plan, and training goes on."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import plait
+from plait.engine import generation as engine_generation
+from plait.errors import PlaitError
+from plait.models.caches import StageCache
+from plait.plan import subtract_traffic
+from support import generation, programs
+from support.pool import Pool, RankError
+
+PLANS = {  # and the number of ranks
+    "dp=2": 2,
+    "dp=2 zero=1": 2,
+    "dp=2 zero=2 micro=2": 2,
+    "dp=2 zero=3": 2,
+    "dp=2 zero=3 reshard=step": 2,
+    "dp=3 zero=3": 3,
+    "tp=2": 2,
+    "tp=2 sp=true": 2,
+    "tp=2x1": 2,
+    "tp=2x2": 4,
+    "pp=2": 2,
+    "pp=2 dp=2 zero=3 micro=2": 4,
+    "pp=2 tp=2 sp=true": 4,
+    "cp=2": 2,
+}
+FAMILIES = (
+    *(
+        "bloom",
+        "cohere",
+        "deepseek_v3",
+        "falcon",
+        "gemma3_text",
+        "gpt2",
+        "gpt_oss",
+        "granite",
+        "jamba",
+        "lfm2",
+    ),
+    *("mamba2", "mixtral", "phi3", "qwen3_moe", "qwen3_next", "zamba2"),
+)
+WITH_EXPERTS = ("deepseek_v3", "gpt_oss", "jamba", "mixtral", "qwen3_moe", "qwen3_next")
+SAMPLED = {"max_new_tokens": 8, "stop_tokens": (), "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 5}
+
+
+def check_greedy(pool: Pool, family: str, plan: str) -> None:
+    expected = generation.plain_greedy(family, "fp64")
+    assert len({token for ids in expected for token in ids}) > 3, expected
+    found = pool.run(
+        generation.on_ranks, PLANS.get(plan, 2), family, f"{plan} precision=fp64", generation.GREEDY
+    )
+    data_ranks = 1 + max(rank for rank, _ in found)
+    for rank, texts in found:
+        assert [ids for ids, _, _ in texts] == expected[rank::data_ranks]
+        assert all(len(ids) == len(log_probs) for ids, _, log_probs in texts)
+        ends = ["length" if len(ids) == generation.TOKENS else "stop" for ids, _, _ in texts]
+        assert [finish for _, finish, _ in texts] == ends
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param(p, marks=[pytest.mark.quick] if p == "pp=2 tp=2 sp=true" else []) for p in PLANS]
+)
+def test_greedy_tokens_are_those_of_transformers_under_every_plan(pool: Pool, plan: str) -> None:
+    check_greedy(pool, "llama", plan)
+
+
+CASES = [
+    (family, plan)
+    for family in FAMILIES
+    for plan in ("dp=2 zero=3", "tp=2", "pp=2", "dp=2 ep=2")
+    if "ep" not in plan or family in WITH_EXPERTS
+]
+
+
+@pytest.mark.parametrize(("family", "plan"), CASES)
+def test_greedy_tokens_of_other_architectures(pool: Pool, family: str, plan: str) -> None:
+    check_greedy(pool, family, plan)
+
+
+ROWS, SEQUENCE = ("tp=2x1", "tp=2x2"), ("tp=2 sp=true", "pp=2 tp=2 sp=true")
+REFUSED = {  # by the plan: no engine trains them either
+    **dict.fromkeys(("bloom", "falcon", "lfm2"), ("cp=2",)),
+    **dict.fromkeys(("deepseek_v3", "mixtral", "qwen3_moe"), ROWS),
+    "gpt_oss": (*ROWS, *SEQUENCE),
+    **dict.fromkeys(("jamba", "qwen3_next"), (*ROWS, "cp=2")),
+    "mamba2": ("tp=2x2", "cp=2"),
+    "zamba2": (*ROWS, *SEQUENCE, "cp=2"),
+}
+REST = [(family, plan) for family in FAMILIES for plan in PLANS if (family, plan) not in CASES]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("family", "plan"), REST)
+def test_greedy_tokens_of_other_architectures_under_other_plans(pool: Pool, family: str, plan: str) -> None:
+    if plan in REFUSED.get(family, ()):
+        with pytest.raises(RankError, match="ModelError"):
+            check_greedy(pool, family, plan)
+    else:
+        check_greedy(pool, family, plan)
+
+
+def test_greedy_tokens_in_float32_are_those_of_transformers(pool: Pool) -> None:
+    expected = generation.plain_greedy("llama", "fp32")
+    for _, texts in pool.run(generation.on_ranks, 2, "llama", "tp=2 precision=fp32", generation.GREEDY):
+        assert [ids for ids, _, _ in texts] == expected
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=3", "dp=3", "tp=2", "pp=2", "cp=2"])
+def test_sampled_tokens_depend_on_neither_plan_nor_batch(pool: Pool, plan: str) -> None:
+    """A row's draws depend on its index in the global batch: here data ranks have consecutive rows."""
+    expected = alone("dp=1 precision=fp64")
+    found = pool.run(alone, PLANS.get(plan, 3), f"{plan} precision=fp64")
+    by_rank = dict(found)
+    assert [ids for rank in sorted(by_rank) for ids in by_rank[rank]] == expected[1]
+
+
+def alone(plan: str) -> tuple[int, list[list[int]]]:
+    engine = generation.engine_of("llama", plan)
+    share = -(-len(generation.PROMPTS) // engine.data_ranks)
+    own = generation.PROMPTS[engine.data_rank * share :][:share]
+    return engine.data_rank, [ids for ids, _, _ in generation.texts(engine, own, SAMPLED)]
+
+
+def uneven(plan: str) -> tuple[int, int, list[list[int]]]:
+    """Data rank 0 has all prompts; the others have none."""
+    engine = generation.engine_of("mixtral", plan)
+    prompts = generation.PROMPTS if engine.data_rank == 0 else []
+    steps: list[list[tuple[int, int]]] = []
+    found = engine.generate(prompts, plait.Sampling(**generation.GREEDY), on_tokens=steps.append)
+    streamed = [[token for step in steps for row, token in step if row == n] for n in range(len(prompts))]
+    assert streamed == ([each.ids for each in found] if engine.world.rank == 0 else streamed)
+    return engine.data_rank, len(steps), [each.ids for each in found]
+
+
+@pytest.mark.parametrize("plan", ["dp=2 ep=2", "dp=2 zero=3"])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_data_rank_without_prompts_joins_the_others(pool: Pool, plan: str, fits: bool) -> None:
+    expected = generation.plain_greedy("mixtral", "fp64")
+    found = pool.run(uneven if fits else uneven_without_memory, 2, f"{plan} precision=fp64")
+    assert [ids for _, _, ids in found] == [expected, []]
+    assert [steps > 0 for _, steps, _ in found] == [True, False]
+
+
+def uneven_without_memory(plan: str) -> tuple[int, int, list[list[int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_generation, "free_bytes", lambda _: 0)
+        return uneven(plan)
+
+
+def gathers(plan: str, free: int | None) -> tuple[bool, int, int, list[list[int]]]:
+    """Return whether weights are gathered once, the number of units, of all-gathers, and the tokens."""
+    engine = generation.engine_of("llama", plan)
+    with pytest.MonkeyPatch.context() as patch:
+        if free is not None:
+            patch.setattr(engine_generation, "free_bytes", lambda _: free)
+        memory = engine.generation_memory(2, 18)
+        before = engine.world.comm_log.read()
+        texts = generation.texts(engine, generation.own_prompts(engine), generation.GREEDY)
+        sent = subtract_traffic(before, engine.world.comm_log.read())
+    units = len({unit.block for unit in engine.layout.units})
+    large = sum(c.count for key, c in sent.items() if key.op == "all-gather" and c.num_bytes / c.count > 64)
+    assert memory.weights > 0
+    return memory.gathers_once, units, large, [ids for ids, _, _ in texts]
+
+
+def test_weights_of_zero_3_are_gathered_once_for_a_generation_if_they_fit(pool: Pool) -> None:
+    expected = generation.plain_greedy("llama", "fp64")
+    plan = "dp=2 zero=3 precision=fp64"
+    for free in (None, 0):
+        for rank, (once, units, count, ids) in enumerate(pool.over("gloo").run(gathers, 2, plan, free)):
+            assert (once, count) == ((True, units) if free is None else (False, units * generation.TOKENS))
+            assert ids == expected[rank::2]
+
+
+def trained(plan: str, *, generates: bool) -> list[Tensor]:
+    """Losses and norms of two steps with dropout, and the weights."""
+    engine = generation.engine_of("gpt2", plan, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    batches, found = programs.batches(2), list[Tensor]()
+    state = torch.get_rng_state()
+    for batch in batches:
+        result = engine.step(engine.shard(batch))
+        found.append(torch.tensor([result.loss, result.grad_norm], dtype=torch.float64))
+        if generates:
+            generation.texts(engine, generation.own_prompts(engine), SAMPLED)
+        assert engine.model.training
+        assert torch.equal(torch.get_rng_state(), state)
+    return [*found, *engine.full_parameters().values()]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "dp=2 zero=3 reshard=step", "tp=2", "pp=2"])
+def test_training_goes_on_after_a_generation_with_the_same_bits(pool: Pool, plan: str) -> None:
+    (expected, *_), (actual, *_) = (pool.run(trained, 2, plan, generates=g) for g in (False, True))
+    assert len(actual) == len(expected) > 2
+    assert all(map(torch.equal, actual, expected))
+
+
+def caches(family: str, plan: str) -> tuple[int | None, int]:
+    """Estimated and measured bytes of caches."""
+    engine = generation.engine_of(family, plan)
+    made: list[StageCache] = []
+    init = StageCache.__init__
+
+    def keep(self: StageCache, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageCache, "__init__", keep)
+        prompts = 4 * generation.PROMPTS[:1]
+        generation.texts(engine, prompts, {"max_new_tokens": 21, "stop_tokens": ()})
+    measured = sum(tensor.nbytes for cache in made for tensor in cache.tensors())
+    tokens = len(prompts[0]) + 20  # the last new one is in no cache
+    return engine.generation_memory(len(prompts), tokens).caches, measured
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"])
+def test_bytes_of_caches_are_as_estimated(pool: Pool, family: str, plan: str) -> None:
+    for estimated, measured in pool.run(caches, 2, family, plan):
+        assert estimated is not None
+        assert measured > 1000
+        assert abs(estimated - measured) <= 0.03 * measured
+
+
+def refused(plan: str, prompts: list[list[int]]) -> str:
+    engine = generation.engine_of("llama", plan)
+    try:
+        engine.generate(prompts if engine.data_rank == 0 else [[1]])
+    except PlaitError as error:
+        return str(error)
+    return ""
+
+
+def test_an_invalid_prompt_is_an_error_on_all_ranks(pool: Pool) -> None:
+    for error in pool.run(refused, 2, "dp=2", [[1], [1, 61]]):
+        assert "the model cannot continue a prompt" in error
+        assert "prompt 1" in error

@@ -1,0 +1,96 @@
+"""`plait generate` and `plait chat`: texts of a folder's model, under any plan."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from plait.comm import connect
+from plait.data.tokenizer import save_tokenizer, train_tokenizer
+from plait.errors import DataError
+from plait.train.generate import GenerationRequest, chat, generate
+from support.pool import Pool
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "the ships"},
+    {"messages": [{"role": "user", "content": "a harbour"}], "id": 7},
+    {"prompt": "of the sea, and the harbour"},
+    {"prompt": ""},
+    {"prompt": "ünï ✓"},
+]
+SAMPLING = {"max_new_tokens": 9, "temperature": 0.7, "seed": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(iter(["the ships of the harbour, and the sea. ünï ✓ \n"] * 9), 300, None)
+    tokenizer.chat_template = TEMPLATE
+    save_tokenizer(tokenizer, folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=300, initializer_range=0.3, **sizes)).save_pretrained(folder)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def texts(folder: str, plan: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    request = GenerationRequest(folder, plan, **{"prompts": f"{folder}/prompts.jsonl", **options})
+    return list(generate(request, connect()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "batch"), [("dp=1", 2), ("dp=2", 1), ("dp=3 zero=3", 1), ("tp=2", 3), ("pp=2 dp=2", 8)]
+)
+def test_texts_depend_on_neither_plan_nor_batch(pool: Pool, folder: Path, plan: str, batch: int) -> None:
+    expected = texts(str(folder), "dp=1", {"sampling": SAMPLING})
+    assert [row.items() <= found.items() for row, found in zip(ROWS, expected, strict=True)] == [True] * 5
+    assert expected[0]["text"].startswith("the ships")
+    ranks = {"dp=1": 1, "dp=3 zero=3": 3, "pp=2 dp=2": 4}.get(plan, 2)
+    for found in pool.run(texts, ranks, str(folder), plan, {"sampling": SAMPLING, "batch": batch}):
+        assert found == expected
+
+
+def talked(folder: str, plan: str, said: list[str]) -> list[str]:
+    """The parts of the answers, on rank 0."""
+    world, lines, shown = connect(), iter(said), list[str]()
+    request = GenerationRequest(folder, plan, prompt="a system", sampling={"max_new_tokens": 8})
+    chat(request, world, lambda: next(lines, None), shown.append)
+    return shown
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_a_chat_goes_on_in_turns(pool: Pool, folder: Path, plan: str) -> None:
+    shown, other = pool.run(talked, 2, str(folder), plan, ["the sea", "and the ships"])
+    assert other == []
+    assert shown.count("") == 2
+    first = shown.index("")
+    assert first > 1  # parts, as they come
+    answers = ["".join(shown[:first]), "".join(shown[first:])]
+    model, tokenizer = LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": "a system"}]
+    for said, answer in zip(["the sea", "and the ships"], answers, strict=True):
+        messages.append({"role": "user", "content": said})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        ends = {"eos_token_id": [2, tokenizer.eos_token_id], "pad_token_id": 0}
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, **ends
+        )
+        expected = tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+        assert answer == expected
+        messages.append({"role": "assistant", "content": expected})
+
+
+def test_lines_that_are_no_prompts_are_errors(folder: Path, tmp_path: Path) -> None:
+    for line, message in (("[1]", "not a JSON object"), ("{}", "neither a text nor messages")):
+        (tmp_path / "prompts.jsonl").write_text(line)
+        with pytest.raises(DataError, match=message):
+            texts(str(folder), "dp=1", {"prompts": str(tmp_path / "prompts.jsonl")})
