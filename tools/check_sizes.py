@@ -3,12 +3,14 @@
 A file, of Python or of C, has at most 600 lines; a Python function at most 60, counted from its `def`, and
 nine in ten at most 40. A line of prose in README.md, CHANGELOG.md and docs/*.md has at most 100 columns,
 unless it is one link; headings, tables, code blocks and the diary (docs/decisions/) have no limit. The tree
-in docs/architecture.md names every folder under src/plait.
+in docs/architecture.md names every folder under src/plait. Two test modules have different names, as one
+process imports them.
 """
 
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +49,7 @@ def main(root: Path) -> int:
     for page in (root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))):
         offenders += long_lines(page, str(page.relative_to(root)))
     offenders += missing_from_tree(root)
+    offenders += modules_of_one_name(root)
     print("\n".join(offenders), end="\n" if offenders else "")
     return 1 if offenders else 0
 
@@ -65,6 +68,13 @@ def long_lines(page: Path, name: str) -> Iterator[str]:
         is_code ^= bool(_FENCE.match(line))
         if not is_code and len(line) > PROSE_COLUMNS and not _NO_PROSE.match(line):
             yield f"{name}:{number}: {len(line)} columns, at most {PROSE_COLUMNS}"
+
+
+def modules_of_one_name(root: Path) -> list[str]:
+    """Test modules with the name of another one."""
+    found = sorted((root / "tests").glob("*/test_*.py"))
+    modules = Counter(path.stem for path in found)
+    return [f"{path.relative_to(root)}: also in another folder" for path in found if modules[path.stem] > 1]
 
 
 def missing_from_tree(root: Path) -> list[str]:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -76,9 +75,6 @@ def file_names() -> tuple[list[str], list[str], list[str]]:
     """The files of ranks, of jobs, and all others, each in the order in which they are begun."""
     found = sorted(str(path.relative_to(TESTS)) for path in TESTS.glob("*/test_*.py"))
     assert set(LONG) <= set(found), f"no such tests: {set(LONG) - set(found)}"
-    modules = Counter(Path(name).stem for name in found)
-    twice = [name for name in found if modules[Path(name).stem] > 1]
-    assert not twice, f"one process cannot import two modules of one name: {twice}"
     ordered = [*LONG, *(name for name in found if name not in LONG)]
     ranks = [name for name in ordered if name.startswith("ranks/")]
     jobs = [name for name in ordered if name.startswith(JOBS)]

@@ -4,24 +4,18 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from plait.checkpoint import open_checkpoint
-from plait.comm import connect
 from plait.data.documents import Pairs
 from plait.errors import ConfigError
 from plait.train.config import read_recipe
-from plait.train.metrics import read_metrics
-from plait.train.prepare import ResolvedRun, prepare
-from plait.train.run_dir import RunDir
-from plait.train.trainer import train
-from support.chats import answer, tokenizer, user
-from support.cli_runs import ROOT
+from plait.train.prepare import ResolvedRun
+from support.chats import answer, user
 from support.pool import Pool
+from support.tuned_runs import check_resumed, recipe_of, records, run_of
 
 RECIPE = """
 plan = "dp=2 zero=3 micro=2 precision=fp32"
@@ -38,7 +32,7 @@ keep_last = 2
 path = "{here}/model"
 [data]
 dir = "{here}/data"
-sources = ["{here}/pairs.jsonl"]
+sources = ["{here}/rows.jsonl"]
 sequence = 64
 validation = 0.1
 workers = 0
@@ -53,44 +47,16 @@ beta = 0.5
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    here = tmp_path_factory.mktemp("pairs")
-    made = tokenizer(None)
-    made.save_pretrained(here / "model")
-    config = LlamaConfig(
-        vocab_size=len(made), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=64, eos_token_id=made.eos_token_id,
-        bos_token_id=made.bos_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(here / "model")
     rows = [
         {"prompt": [user(f"{n}?")], "chosen": [answer("yes " * (1 + n % 5))], "rejected": [answer("no")]}
         for n in range(60)
     ]
-    (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = here / "recipe.toml"
-    path.write_text(RECIPE.format(here=here, chat=ROOT / "recipes/chat.jinja"))
-    return path
-
-
-def _train(run: Path) -> None:
-    train(RunDir(run).read_recipe(), connect())
-
-
-def run_of(pool: Pool, recipe: Path, folder: Path, *sets: str, **options: Any) -> ResolvedRun:
-    run = prepare(recipe, sets=[f"run.dir={folder}", *sets], **options)
-    pool.run(_train, 2, run.dir.path)
-    return run
-
-
-def records(run: ResolvedRun, key: str = "loss") -> dict[int, Any]:
-    return {record["step"]: record[key] for record in read_metrics(run.dir.metrics) if key in record}
+    return recipe_of(tmp_path_factory.mktemp("pairs"), RECIPE, rows)
 
 
 @pytest.fixture(scope="module")
 def trained(pool: Pool, recipe: Path) -> ResolvedRun:
-    run = prepare(recipe)
-    pool.run(_train, 2, run.dir.path)
-    return run
+    return run_of(pool, recipe)
 
 
 def test_a_run_on_pairs_begins_at_log_2_and_learns_to_prefer(trained: ResolvedRun) -> None:
@@ -110,18 +76,14 @@ def test_a_run_on_pairs_begins_at_log_2_and_learns_to_prefer(trained: ResolvedRu
 def test_a_run_on_pairs_that_resumes_equals_one_that_never_stopped(
     pool: Pool, recipe: Path, trained: ResolvedRun, tmp_path: Path
 ) -> None:
-    again = run_of(pool, recipe, tmp_path / "again", start=trained.dir.checkpoints / "step-00000010")
-    weights, found = (
-        open_checkpoint(run.dir.checkpoints / "step-00000020").read() for run in (trained, again)
-    )
-    assert all(weights[key].equal(found[key]) for key in weights)
+    check_resumed(pool, recipe, trained, tmp_path / "again")
 
 
 def test_precomputed_references_are_those_of_the_model(
     pool: Pool, recipe: Path, trained: ResolvedRun, tmp_path: Path
 ) -> None:
     """Equal bits in the first epoch. Batches of 8 of 54 pairs repeat pairs from the seventh on."""
-    run = run_of(pool, recipe, tmp_path / "run", "preference.reference=precomputed")
+    run = run_of(pool, recipe, f"run.dir={tmp_path}/run", "preference.reference=precomputed")
     losses, expected = records(run), records(trained)
     assert [losses[step] for step in range(1, 7)] == [expected[step] for step in range(1, 7)]
     assert losses == pytest.approx(expected, rel=1e-3)
@@ -130,7 +92,7 @@ def test_precomputed_references_are_those_of_the_model(
 
 
 def test_orpo_has_no_reference_and_a_loss_of_tokens(pool: Pool, recipe: Path, tmp_path: Path) -> None:
-    run = run_of(pool, recipe, tmp_path / "run", "preference.loss=orpo", "run.steps=10")
+    run = run_of(pool, recipe, f"run.dir={tmp_path}/run", "preference.loss=orpo", "run.steps=10")
     assert records(run)[10] < records(run)[1] - 0.5
 
 
@@ -175,11 +137,11 @@ def _stored(recipe: Path) -> list[float]:
 
 def test_a_pair_that_a_batch_repeats_is_counted_once(pool: Pool, recipe: Path, tmp_path: Path) -> None:
     """Batches of 4 of 5 pairs: those at the end of an epoch have pairs of the next one, perhaps the same."""
-    rows = (recipe.parent / "pairs.jsonl").read_text().splitlines(keepends=True)[:5]
+    rows = (recipe.parent / "rows.jsonl").read_text().splitlines(keepends=True)[:5]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     sets = [f'data.sources=["{tmp_path}/rows.jsonl"]', f"data.dir={tmp_path}/data", "data.validation=0"]
     sets += ["run.evaluate_every=0", "run.batch=4", "run.steps=6", "preference.reference=precomputed"]
-    run = run_of(pool, recipe, tmp_path / "run", *sets)
+    run = run_of(pool, recipe, f"run.dir={tmp_path}/run", *sets)
     model = LlamaForCausalLM.from_pretrained(recipe.parent / "model").double()
     samples, order = run.train_samples
     assert isinstance(samples, Pairs)
@@ -198,5 +160,5 @@ def test_a_run_on_pairs_is_scored_on_tasks(pool: Pool, recipe: Path, tmp_path: P
     rows = [{"context": f"{n}?", "choices": ["yes", "no", "yes yes"], "answer": 0} for n in range(7)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = json.dumps([f"choice={tmp_path}/rows.jsonl"])
-    run = run_of(pool, recipe, tmp_path / "scored", "run.steps=2", f"eval.tasks={tasks}")
+    run = run_of(pool, recipe, f"run.dir={tmp_path}/scored", "run.steps=2", f"eval.tasks={tasks}")
     assert records(run, "tasks")[2]["choice/rows"]["examples"] == 7

@@ -1,25 +1,17 @@
 """Runs of reward models learn the order of pairs, resume exactly, and export what transformers loads."""
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from plait.checkpoint import open_checkpoint
-from plait.comm import connect
 from plait.errors import ConfigError
 from plait.train.config import read_recipe
-from plait.train.metrics import read_metrics
-from plait.train.prepare import ResolvedRun, prepare
-from plait.train.run_dir import RunDir
-from plait.train.trainer import train
-from support.chats import answer, tokenizer, user
-from support.cli_runs import ROOT
+from plait.train.prepare import ResolvedRun
+from support.chats import answer, user
 from support.pool import Pool
+from support.tuned_runs import check_plans, check_resumed, recipe_of, records, run_of
 
 RECIPE = """
 plan = "dp=2 zero=3 micro=2 precision=fp32"
@@ -36,7 +28,7 @@ keep_last = 2
 path = "{here}/model"
 [data]
 dir = "{here}/data"
-sources = ["{here}/pairs.jsonl"]
+sources = ["{here}/rows.jsonl"]
 sequence = 64
 validation = 0.1
 workers = 0
@@ -49,38 +41,11 @@ lr = 1e-2
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    here = tmp_path_factory.mktemp("pairs")
-    made = tokenizer(None)
-    made.save_pretrained(here / "model")
-    config = LlamaConfig(
-        vocab_size=len(made), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=64, eos_token_id=made.eos_token_id,
-        bos_token_id=made.bos_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(here / "model")
     rows = [
         {"prompt": [user(f"{n}?")], "chosen": [answer("yes " * (1 + n % 5))], "rejected": [answer("no")]}
         for n in range(60)
     ]
-    (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = here / "recipe.toml"
-    path.write_text(RECIPE.format(here=here, chat=ROOT / "recipes/chat.jinja"))
-    return path
-
-
-def _train(run: Path) -> None:
-    train(RunDir(run).read_recipe(), connect())
-
-
-def run_of(pool: Pool, recipe: Path, *sets: str, **options: Any) -> ResolvedRun:
-    run = prepare(recipe, sets=sets, **options)
-    pool.run(_train, 2, run.dir.path)
-    return run
-
-
-def records(run: ResolvedRun, key: str = "loss") -> dict[int, Any]:
-    return {record["step"]: record[key] for record in read_metrics(run.dir.metrics) if key in record}
+    return recipe_of(tmp_path_factory.mktemp("pairs"), RECIPE, rows)
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +65,12 @@ def test_a_run_learns_the_order_of_pairs(trained: ResolvedRun) -> None:
 def test_a_run_that_resumes_equals_one_that_never_stopped(
     pool: Pool, recipe: Path, trained: ResolvedRun, tmp_path: Path
 ) -> None:
-    start = trained.dir.checkpoints / "step-00000010"
-    again = run_of(pool, recipe, f"run.dir={tmp_path / 'again'}", start=start)
-    weights, found = (
-        open_checkpoint(run.dir.checkpoints / "step-00000020").read() for run in (trained, again)
-    )
-    assert all(weights[key].equal(found[key]) for key in weights)
+    check_resumed(pool, recipe, trained, tmp_path / "again")
 
 
 def test_plans_agree(pool: Pool, recipe: Path, tmp_path: Path) -> None:
     """The initial score, which is not in the files, is the same on all ranks and under any plan."""
-    plans = ("dp=2 zero=3 micro=2", "tp=2 micro=4")
-    found = []
-    for number, plan in enumerate(plans):
-        sets = [f"run.dir={tmp_path}/{number}", "run.steps=3", f"plan={plan} precision=fp64"]
-        found.append(records(run_of(pool, recipe, *sets, "run.evaluate_every=0")))
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    check_plans(pool, recipe, tmp_path, "dp=2 zero=3 micro=2", "tp=2 micro=4")
 
 
 def test_the_export_scores_as_the_run_does(recipe: Path, trained: ResolvedRun) -> None:
