@@ -108,7 +108,7 @@ def shift_labels(batch: Batch) -> Batch:
     fills = {"labels": IGNORED_LABEL, **dict.fromkeys((LOSS_WEIGHTS, REFERENCE, TEACHER_IDS, TEACHER), 0)}
     entries = {key: batch[key] for key in fills if key in batch and batch[key].ndim >= 2}
     if "labels" in batch and batch["labels"].ndim != 2:
-        entries.pop("labels")
+        entries.pop("labels", None)
     return {**batch, **{key: _shifted(each, fills[key]) for key, each in entries.items()}}
 
 
