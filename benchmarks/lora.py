@@ -107,6 +107,7 @@ def trainer(folder: Path, arguments: argparse.Namespace) -> tuple[list[float], l
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in rows]
     done = Trainer(of_peft(folder), options, train_dataset=data, callbacks=[Clock()]).train()
+    torch.distributed.destroy_process_group()  # else Gloo's threads abort the process, at times
     return ends, [done.training_loss]
 
 
