@@ -127,7 +127,7 @@ def test_a_row_ends_at_the_last_position_of_the_model() -> None:
     assert [(len(each.ids), each.finish) for each in found] == [(2, "length"), (9, "length")]
     for prompt in ([1] * 64, [], [61], [-1], "text"):
         with pytest.raises(ConfigError, match="the model cannot continue a prompt"):
-            engine.generate([prompt])  # type: ignore[list-item]
+            engine.generate([prompt])  # type: ignore[list-item]  # a text is a mistake on purpose
 
 
 def test_padding_on_the_left_changes_no_row() -> None:

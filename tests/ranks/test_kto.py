@@ -14,7 +14,7 @@ from plait.engine import preferences
 from plait.errors import ConfigError, PlanError
 from plait.plan import Plan
 from support import hf_models
-from support.pairs import PAIRS, pairs, row_log_probs
+from support.pairs import PAIRS, check_steps, pairs, row_log_probs
 from support.pool import Pool
 
 OPTIONS: dict[str, Any] = {"beta": 0.3, "good_weight": 1.5, "bad_weight": 0.5}
@@ -97,16 +97,7 @@ def trained(family: str, plan: str, mutation: str = "") -> Any:
 
 @pytest.mark.parametrize(("family", "plan"), SELECTED)
 def test_a_loss_of_answers_is_its_formula(pool: Pool, family: str, plan: str) -> None:
-    loss, gradients, facts = by_hand(family)
-    for step, found, evaluated, before, during in pool.run(trained, _num_ranks(plan), family, plan):
-        assert step.loss == pytest.approx(loss, rel=1e-9)
-        assert step.num_tokens == evaluated.num_tokens == facts["pairs"]
-        assert evaluated.loss_sum / evaluated.num_tokens == pytest.approx(loss, rel=1e-9)
-        for key, value in facts.items():
-            assert getattr(during, key) == pytest.approx(value, rel=1e-9), key
-            assert getattr(before, key) == pytest.approx(value, rel=1e-9), key
-        assert found.keys() in (gradients.keys(), {}.keys())  # rank 0 has them all
-        assert all(torch.allclose(found[key], gradients[key], rtol=1e-9, atol=1e-12) for key in found)
+    check_steps(pool.run(trained, _num_ranks(plan), family, plan), *by_hand(family))
 
 
 def _of_own_answers() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from plait.engine import preferences
 from plait.errors import ConfigError
 from plait.plan import Plan
 from support import hf_models
-from support.pairs import LENGTH, PAIRS, pairs, row_log_probs
+from support.pairs import LENGTH, PAIRS, check_steps, pairs, row_log_probs
 from support.pool import Pool
 
 BETA = 0.3
@@ -133,16 +133,7 @@ def _num_ranks(plan: str) -> int:
 
 @pytest.mark.parametrize(("family", "name", "plan"), [*SELECTED, *_OTHERS])
 def test_a_loss_of_pairs_is_its_formula(pool: Pool, family: str, name: str, plan: str) -> None:
-    loss, gradients, facts = by_hand(family, name)
-    for step, found, evaluated, before, during in pool.run(trained, _num_ranks(plan), family, name, plan):
-        assert step.loss == pytest.approx(loss, rel=1e-9)
-        assert step.num_tokens == evaluated.num_tokens == PAIRS - 1
-        assert evaluated.loss_sum / evaluated.num_tokens == pytest.approx(loss, rel=1e-9)
-        for key, value in facts.items():
-            assert getattr(during, key) == pytest.approx(value, rel=1e-9), key
-            assert getattr(before, key) == pytest.approx(value, rel=1e-9), key
-        assert found.keys() in (gradients.keys(), {}.keys())  # rank 0 has them all
-        assert all(torch.allclose(found[key], gradients[key], rtol=1e-9, atol=1e-12) for key in found)
+    check_steps(pool.run(trained, _num_ranks(plan), family, name, plan), *by_hand(family, name))
 
 
 def _mean_of_tokens() -> AbstractContextManager[Any]:

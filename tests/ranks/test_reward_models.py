@@ -17,7 +17,7 @@ from plait.errors import ConfigError, PlaitError
 from plait.models.reward import LastTokenScore
 from plait.plan import Plan
 from support import hf_models
-from support.pairs import LENGTH, PAIRS, pairs
+from support.pairs import LENGTH, PAIRS, check_steps, pairs
 from support.pool import Pool
 
 PLANS = [
@@ -115,16 +115,7 @@ def _num_ranks(plan: str) -> int:
 
 @pytest.mark.parametrize(("family", "pad", "plan"), [*SELECTED, *OTHERS])
 def test_the_loss_of_a_reward_model_is_its_formula(pool: Pool, family: str, pad: str, plan: str) -> None:
-    loss, gradients, facts = by_hand(family, pad)
-    for step, found, evaluated, before, during in pool.run(trained, _num_ranks(plan), family, pad, plan):
-        assert step.loss == pytest.approx(loss, rel=1e-9)
-        assert step.num_tokens == evaluated.num_tokens == PAIRS - 1
-        assert evaluated.loss_sum / evaluated.num_tokens == pytest.approx(loss, rel=1e-9)
-        for key, value in facts.items():
-            assert getattr(during, key) == pytest.approx(value, rel=1e-9), key
-            assert getattr(before, key) == pytest.approx(value, rel=1e-9), key
-        assert found.keys() in (gradients.keys(), {}.keys())  # rank 0 has them all
-        assert all(torch.allclose(found[key], gradients[key], rtol=1e-9, atol=1e-12) for key in found)
+    check_steps(pool.run(trained, _num_ranks(plan), family, pad, plan), *by_hand(family, pad))
 
 
 def _without_margin() -> AbstractContextManager[Any]:

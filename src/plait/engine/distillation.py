@@ -48,7 +48,7 @@ def distilled_loss(
             "the batch has no tokens of the teacher",
             given=f"a batch with {', '.join(batch)}",
             expected=f"{TEACHER_IDS} and {TEACHER}, of each position",
-            hint="plait.with_teacher(teacher_engine, batch)",
+            hint="plait.with_teacher(teacher_engine, batch, loss)",
         )
     temperature = given.temperature
     is_target_T = labels_BS.flatten() != IGNORED_LABEL
@@ -74,6 +74,6 @@ def with_teacher(teacher: Any, batch: Any, given: Distillation) -> Any:
 
 
 def _with_tokens(teacher: Any, micro: Mapping[str, Tensor], given: Distillation) -> dict[str, Tensor]:
-    (found_BSN,) = teacher.label_statistics([micro], top=given)
+    (found_BSN,) = teacher.label_statistics([micro], distillation=given)
     number = found_BSN.shape[-1] // 2
     return {**micro, TEACHER_IDS: found_BSN[..., :number].long(), TEACHER: found_BSN[..., number:]}

@@ -362,12 +362,12 @@ class Engine:
 
     @one_thread
     def label_statistics(
-        self, micros: Sequence[Batch], *, shifted: bool = False, top: Distillation | None = None
+        self, micros: Sequence[Batch], *, shifted: bool = False, distillation: Distillation | None = None
     ) -> list[Tensor]:
         """For the labels of each micro-batch, (B, S, 3): as `log_probs`, and 1 if no token is likelier, else
-        0; with `top`, (B, S, 2 K + 1): `top_tokens` of cross_entropy.py. `shifted`: labels are
+        0; with `distillation`, (B, S, 2 K + 1): `top_tokens` of cross_entropy.py. `shifted`: labels are
         those of the next tokens. All data ranks have as many micro-batches."""
-        return self._runner.label_statistics(micros, shifts=not shifted, top=top)
+        return self._runner.label_statistics(micros, shifts=not shifted, distillation=distillation)
 
     @one_thread
     def routing(self, batch: Batch) -> Tensor:

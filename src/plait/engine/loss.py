@@ -208,11 +208,11 @@ def label_statistics(
     *,
     group: Group,
     columns: Sequence[tuple[int, int]] | None,
-    top: Distillation | None = None,
+    distillation: Distillation | None = None,
 ) -> Tensor:
     """Return (B, S, 3): `token_statistics` of the labels of a prepared batch; 0 at positions without a
-    target. With `top`, (B, S, 2 K + 1): `top_tokens`. Raises ModelError for another task than language
-    models."""
+    target. With `distillation`, (B, S, 2 K + 1): `top_tokens`. Raises ModelError for another task than
+    language models."""
     tasks = (Task.CAUSAL_LM, Task.ALIGNED_LM, Task.IMAGE_LM)
     logits = outputs.logits if task_of(model) in tasks else None
     if logits is None:
@@ -226,8 +226,11 @@ def label_statistics(
     _check_shape(labels_BS, logits.shape[:-1], "one per position of the logits")
     targets_T, width = labels_BS.reshape(-1), 3
     statistic: Statistic = token_statistics
-    if top is not None:
-        number, logits = min(top.top_tokens, max(stop for _, stop in columns)), logits / top.temperature
+    if distillation is not None:
+        number, logits = (
+            min(distillation.top_tokens, max(stop for _, stop in columns)),
+            logits / distillation.temperature,
+        )
         statistic, width = lambda z, _, loss: top_tokens(z, number, loss), 2 * number + 1
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
         kept = _kept(Targets(targets_T, None, None), labels_BS)

@@ -212,7 +212,7 @@ class MicrobatchRunner:
             )
 
     def label_statistics(
-        self, batches: Sequence[Micro], *, shifts: bool, top: Distillation | None = None
+        self, batches: Sequence[Micro], *, shifts: bool, distillation: Distillation | None = None
     ) -> list[Tensor]:
         """`label_statistics` of loss.py for the labels of each micro-batch, on every rank of the pipeline;
         all data ranks have as many. `shifts`: see `Inputs.prepared`."""
@@ -227,7 +227,15 @@ class MicrobatchRunner:
         schedule = forwards_only(self._schedule, len(micros))
         prepare = partial(inputs.prepared, shifts=shifts)
         with inputs.explained(micros), self.inference():
-            self._run(schedule, micros, found.append, None, prepare=prepare, of_labels=True, top=top)
+            self._run(
+                schedule,
+                micros,
+                found.append,
+                None,
+                prepare=prepare,
+                of_labels=True,
+                distillation=distillation,
+            )
             result: list[Tensor] = self._broadcast_from_last(completed)
         return result
 
@@ -323,7 +331,7 @@ class MicrobatchRunner:
         prepare: Callable[[Micro], Micro] | None = None,
         of_outputs: bool = False,
         of_labels: bool = False,
-        top: Distillation | None = None,
+        distillation: Distillation | None = None,
         records: bool = False,
         num_counted: int | None = None,
         is_first: bool = False,
@@ -337,7 +345,7 @@ class MicrobatchRunner:
         sizes = self.sizes(micros) if sizes is None else sizes
         given = (micros, prepare or self._parts.inputs.prepared, on_loss, seeds, sizes)
         stages = {
-            number: _StagePass(stage, *given, number, of_outputs, of_labels, top, counted, is_first)
+            number: _StagePass(stage, *given, number, of_outputs, of_labels, distillation, counted, is_first)
             for number, stage in self._parts.stages.items()
         }
         trains = any(stage.module_part.module.training for stage in self._parts.stages.values())
@@ -452,7 +460,7 @@ class _StagePass:
     number: int
     of_outputs: bool
     of_labels: bool
-    top: Distillation | None
+    distillation: Distillation | None
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
     is_first: bool  # see `MicrobatchRunner._count`
     sharded: ShardedStage = field(init=False)
@@ -472,7 +480,7 @@ class _StagePass:
             if self.of_outputs:
                 return self.on_loss(stage.outputs(micro, received))
             if self.of_labels:
-                return self.on_loss(stage.label_statistics(micro, received, self.top))
+                return self.on_loss(stage.label_statistics(micro, received, self.distillation))
             return self.on_loss(*stage.summed_loss(micro, received, kind))
 
 

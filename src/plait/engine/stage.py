@@ -148,13 +148,15 @@ class StageRunner:
         return self.routers.added(total, count, kind), count
 
     def label_statistics(
-        self, micro: Mapping[str, Tensor], received: Any = None, top: Distillation | None = None
+        self, micro: Mapping[str, Tensor], received: Any = None, distillation: Distillation | None = None
     ) -> Tensor:
         """On the last stage: see `label_statistics` in loss.py."""
         module = self.module_part.module
 
         def find(outputs: Any) -> Tensor:
-            return label_statistics(module, outputs, micro, group=self._col, columns=self._columns, top=top)
+            return label_statistics(
+                module, outputs, micro, group=self._col, columns=self._columns, distillation=distillation
+            )
 
         with self.sharded.unsharder.watch_outside_uses(), self._head.calling(find):
             self.outputs(micro, received)
