@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7175,
     "compat": 1710,
     "data": 4565,
-    "engine": 6060,
+    "engine": 6070,
     "estimate": 600,
     "models": 10910,
     "optim": 1625,

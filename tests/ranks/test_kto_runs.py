@@ -11,31 +11,6 @@ from support.chats import answer, user
 from support.pool import Pool
 from support.tuned_runs import check_plans, check_resumed, recipe_of, records, run_of
 
-RECIPE = """
-plan = "dp=2 zero=3 micro=2 precision=fp32"
-task = "kto"
-[run]
-dir = "{here}/run"
-steps = 20
-batch = 8
-log_every = 5
-evaluate_every = 10
-checkpoint_every = 10
-keep_last = 2
-[model]
-path = "{here}/model"
-[data]
-dir = "{here}/data"
-sources = ["{here}/rows.jsonl"]
-sequence = 64
-validation = 0.1
-workers = 0
-[tokenizer]
-chat_template = "{chat}"
-[optimizer]
-lr = 1e-2
-"""
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -43,7 +18,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": [user(f"{n}?")], "completion": [answer("yes" if n % 3 else "no")], "label": bool(n % 3)}
         for n in range(90)
     ]
-    return recipe_of(tmp_path_factory.mktemp("answers"), RECIPE, rows)
+    return recipe_of(tmp_path_factory.mktemp("answers"), "kto", rows)
 
 
 @pytest.fixture(scope="module")

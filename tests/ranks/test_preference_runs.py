@@ -17,33 +17,6 @@ from support.chats import answer, user
 from support.pool import Pool
 from support.tuned_runs import check_resumed, recipe_of, records, run_of
 
-RECIPE = """
-plan = "dp=2 zero=3 micro=2 precision=fp32"
-task = "dpo"
-[run]
-dir = "{here}/run"
-steps = 20
-batch = 8
-log_every = 5
-evaluate_every = 10
-checkpoint_every = 10
-keep_last = 2
-[model]
-path = "{here}/model"
-[data]
-dir = "{here}/data"
-sources = ["{here}/rows.jsonl"]
-sequence = 64
-validation = 0.1
-workers = 0
-[tokenizer]
-chat_template = "{chat}"
-[optimizer]
-lr = 1e-3
-[preference]
-beta = 0.5
-"""
-
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -51,7 +24,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": [user(f"{n}?")], "chosen": [answer("yes " * (1 + n % 5))], "rejected": [answer("no")]}
         for n in range(60)
     ]
-    return recipe_of(tmp_path_factory.mktemp("pairs"), RECIPE, rows)
+    return recipe_of(tmp_path_factory.mktemp("pairs"), "dpo", rows, lr=1e-3, more="[preference]\nbeta = 0.5")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,32 @@ from support.chats import tokenizer
 from support.cli_runs import ROOT
 from support.pool import Pool
 
+RECIPE = """
+plan = "dp=2 zero=3 micro=2 precision=fp32"
+task = "{task}"
+[run]
+dir = "{here}/run"
+steps = 20
+batch = 8
+log_every = 5
+evaluate_every = 10
+checkpoint_every = 10
+keep_last = 2
+[model]
+path = "{here}/model"
+[data]
+dir = "{here}/data"
+sources = ["{here}/rows.jsonl"]
+sequence = 64
+validation = 0.1
+workers = 0
+[tokenizer]
+chat_template = "{chat}"
+[optimizer]
+lr = {lr}
+{more}
+"""
+
 
 def save_model(folder: Path, *, seed: int = 0, more_tokens: int = 0, **options: Any) -> None:
     """Save a model and its tokenizer, with so many tokens more than that has."""
@@ -32,12 +58,15 @@ def save_model(folder: Path, *, seed: int = 0, more_tokens: int = 0, **options: 
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def recipe_of(folder: Path, text: str, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write a model, `rows.jsonl` and a recipe, in which `{here}` is the folder and `{chat}` a template."""
+def recipe_of(
+    folder: Path, task: str, rows: Iterable[Mapping[str, Any]], *, lr: float = 1e-2, more: str = ""
+) -> Path:
+    """Write a model, rows and a recipe that trains the one on the others; `more`: its last lines."""
     save_model(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "recipe.toml"
-    path.write_text(text.format(here=folder, chat=ROOT / "recipes/chat.jinja"))
+    chat = ROOT / "recipes/chat.jinja"
+    path.write_text(RECIPE.format(here=folder, task=task, chat=chat, lr=lr, more=more))
     return path
 
 
