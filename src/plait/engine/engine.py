@@ -371,8 +371,8 @@ class Engine:
 
     @one_thread
     def routing(self, batch: Batch) -> Tensor:
-        """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode, for
-        a batch's entry `routing`. Every rank must call it, with its share. Only under pp=1."""
+        """The experts of each token in each layer of a mixture, (samples, tokens, layers, k), in eval mode,
+        for a batch's entry `routing`. Every rank must call it, with its share. Only under pp=1."""
         return self._inputs.ask(self._runner.routing, batch)
 
     @one_thread
