@@ -49,7 +49,7 @@ BUDGETS = {
     "cli": 3500,
     "comm": 7175,
     "compat": 1710,
-    "data": 4565,
+    "data": 4575,
     "engine": 6070,
     "estimate": 600,
     "models": 10910,

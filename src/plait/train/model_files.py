@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from plait.api import parallelize
-from plait.checkpoint import Checkpoint, open_checkpoint
+from plait.checkpoint import MANIFEST, Checkpoint, open_checkpoint, steps
 from plait.checkpoint.base import adapter_configs, choose_adapter
 from plait.comm import World
 from plait.engine.engine import Engine
@@ -39,6 +39,13 @@ class ModelFiles:
         if (path / "config.json").is_file():
             return cls(path, None, given_tokenizer or path)
         is_run = RunDir(path).recipe.is_file()
+        if not is_run and not (path / MANIFEST).exists() and not steps(path):
+            raise RunError(
+                "the directory is not that of a model",
+                given=f"{path}, without a config.json",
+                expected="a run, a checkpoint, or a Hugging Face folder",
+                hint=f"ls {path.absolute()}",
+            )
         saved = newest_checkpoint(RunDir(path)) if is_run else open_checkpoint(path)
         run = RunDir(saved.path.absolute().parent.parent)
         if tokenizer is None and not run.tokenizer.is_dir():

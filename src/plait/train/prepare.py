@@ -487,7 +487,7 @@ def check_devices(ranks: int, device: str) -> None:
             "more ranks than GPUs",
             given=f"{ranks} ranks, {gpus} GPUs",
             expected="one rank per GPU",
-            hint=f'--plan "dp={gpus}", or --set run.device=cpu' if gpus else "--set run.device=cpu",
+            hint=f'--plan "dp={gpus}", or the device cpu' if gpus else "the device cpu, or auto",
         )
 
 
