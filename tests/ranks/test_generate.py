@@ -266,6 +266,61 @@ def test_bytes_of_caches_are_as_estimated(pool: Pool, family: str, plan: str) ->
         assert abs(estimated - measured) <= 0.03 * measured
 
 
+def turns(family: str, plan: str) -> list[tuple[list[int], list[int], int, int]]:
+    """Return for each turn of a conversation, the last of which has another beginning: its tokens, those
+    without a conversation, the tokens of its first forward, and of its prompt."""
+    engine, conversation = generation.engine_of(family, f"{plan} precision=fp64"), plait.Conversation()
+    sampling, ids = plait.Sampling(**{**generation.GREEDY, "stop_tokens": ()}), [*generation.PROMPTS[0]]
+    found, lengths = [], list[int]()
+    advance = StageCache.advance
+
+    def count(self: StageCache, num_rows: int, num_tokens: int) -> None:
+        lengths.append(num_tokens)
+        advance(self, num_rows, num_tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageCache, "advance", count)
+        for added in ([], [12, 13, 14], [5], None):
+            ids = [*ids, *added] if added is not None else [7, *ids[1:]]
+            lengths.clear()
+            (kept,) = engine.generate([ids], sampling, conversation=conversation)
+            first = lengths[0]
+            lengths.clear()
+            (alone,) = engine.generate([ids], sampling)
+            assert lengths[0] == len(ids)
+            assert kept.log_probs == pytest.approx(alone.log_probs, abs=1e-9)
+            found.append((kept.ids, alone.ids, first, len(ids)))
+            ids += kept.ids
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "tp=2", "pp=2", "cp=2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_conversation_reads_only_what_is_new(pool: Pool, family: str, plan: str) -> None:
+    for found in pool.run(turns, PLANS.get(plan, 1), family, plan):
+        assert [kept for kept, *_ in found] == [alone for _, alone, *_ in found]
+        *_, whole = lengths = [length for *_, length in found]
+        # The last new token of a turn has not been read by the model.
+        assert [first for *_, first, _ in found] == [lengths[0], 3 + 1, 1 + 1, whole]
+
+
+def test_a_conversation_ends_with_a_step() -> None:
+    engine, conversation = generation.engine_of("llama", "dp=1 precision=fp64"), plait.Conversation()
+    sampling, ids = plait.Sampling(**{**generation.GREEDY, "stop_tokens": ()}), [*generation.PROMPTS[0]]
+    (before,) = engine.generate([ids], sampling, conversation=conversation)
+    engine.step(programs.batches(1)[0])
+    ids += before.ids
+    (kept,) = engine.generate([ids], sampling, conversation=conversation)
+    (alone,) = engine.generate([ids], sampling)
+    assert kept.log_probs == alone.log_probs
+
+
+def test_mixers_with_states_read_a_conversation_from_its_beginning(pool: Pool) -> None:
+    for found in pool.run(turns, 2, "qwen3_next", "pp=2"):
+        assert [first for *_, first, _ in found] == [length for *_, length in found]
+        assert [kept for kept, *_ in found] == [alone for _, alone, *_ in found]
+
+
 def in_long_texts(plan: str) -> tuple[int, list[list[int]], list[list[int]]]:
     """The data rank, the tokens of its prompts, and those of transformers for all, each prompt alone. The
     model has other frequencies from 15 tokens on, which the first prompt passes."""

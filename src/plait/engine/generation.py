@@ -91,6 +91,32 @@ class GenerationMemory:
         return self.weights + (self.caches or 0) <= self.available
 
 
+class Conversation:
+    """The caches of a prompt and its answer, for calls of `Engine.generate` with one prompt. A prompt that
+    begins with all tokens that were read is read on from there; any other from its beginning, as are all
+    after a step, and by mixers that have states. Not for weights that change otherwise (`adapters_off`)."""
+
+    def __init__(self) -> None:
+        self._ids, self._caches, self._num_steps = list[int](), dict[int, StageCache](), 0
+
+    def check_step(self, num_steps: int) -> None:
+        """Forget all if the weights are of another step."""
+        if num_steps != self._num_steps:
+            self._ids, self._caches, self._num_steps = [], {}, num_steps
+
+    def resume(self, group: "RowGroup") -> None:
+        """Give the caches to a group before its first forward, if they are of the beginning of its row."""
+        ids, caches, self._ids, self._caches = self._ids, self._caches, [], {}
+        if len(group.rows) == 1 and len(ids) < len(group.seen[0]) and group.seen[0][: len(ids)] == ids:
+            group.caches.update(caches)
+
+    def keep(self, group: "RowGroup") -> None:
+        """Take the caches of a group of one row after its last forward."""
+        cache = next(iter(group.caches.values()))
+        if len(group.rows) == 1 and all(each.reads_on for each in group.caches.values()):
+            self._ids, self._caches = group.ids_BS[0, : cache.num_seen].tolist(), group.caches
+
+
 class Generator:
     """Generates with the stages of an engine. See [Note: ranks that generate]."""
 
@@ -108,6 +134,7 @@ class Generator:
         tokenizer: Any,
         on_tokens: OnTokens | None,
         start: int,
+        conversation: Conversation,
     ) -> list[Generated]:
         """See `Engine.generate`."""
         check_generates(self._module)
@@ -121,6 +148,7 @@ class Generator:
         groups = [RowGroup(indices[own], given[own], limits[own], *of_all) for own in owns]
         for group in groups:
             check_same_batch(group.agreed, self._groups.same_samples)
+        conversation.resume(groups[0])
         shape = len(given), max(map(len, given)) + max(limits)
         eager = torch.compiler.set_stance("force_eager")  # shapes change with each token
         problem: PlaitError | None = None  # see [Note: errors in a generation]
@@ -140,6 +168,7 @@ class Generator:
                         goes_on = True
         problems = [problem, *(group.problem for group in groups)]
         raise_on_all(next((each for each in problems if each), None), self._groups.world, self._device)
+        conversation.keep(groups[0])
         return [row for group in groups for row in group.rows][: len(prompts)]
 
     @property

@@ -97,6 +97,15 @@ class StageCache:
         return DynamicCache(config=self._base.config.get_text_config(decoder=True))
 
     @property
+    def num_seen(self) -> int:
+        return self._num_seen
+
+    @property
+    def reads_on(self) -> bool:
+        """Return whether several tokens can follow those seen: mixers with states begin again."""
+        return not any(hasattr(layer, "recurrent_states") for layer in self._cache.layers)
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of forward that make it fill the cache."""
         return {self._name: self._cache, "use_cache": True}
