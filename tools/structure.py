@@ -50,9 +50,9 @@ BUDGETS = {
     "comm": 7175,
     "compat": 1710,
     "data": 4575,
-    "engine": 6070,
+    "engine": 6150,
     "estimate": 600,
-    "models": 10910,
+    "models": 10930,
     "optim": 1625,
     "pages": 275,
     "parallel": 15450,
@@ -62,7 +62,7 @@ BUDGETS = {
     "train": 6680,
     "verify": 1825,
 }
-ROOT_LINES = 1160  # of the modules next to the packages
+ROOT_LINES = 1165  # of the modules next to the packages
 REPORTS = re.compile(r"(report|figures|page|pages|explain\w*|\w*plot|\w*table)$")
 MOST_PARAMETERS = 7
 RUN = 6

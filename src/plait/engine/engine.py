@@ -32,7 +32,7 @@ from plait.checkpoint.manifest import json_facts
 from plait.comm import Group, Mesh, broadcast
 from plait.engine.adapters import EngineAdapters
 from plait.engine.build import EngineParts, build_engine_parts
-from plait.engine.generation import Generated, GenerationMemory, Generator, OnTokens
+from plait.engine.generation import Conversation, Generated, GenerationMemory, Generator, OnTokens
 from plait.engine.inputs import Batch, Shares, share_of
 from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
 from plait.engine.runner import MicrobatchRunner
@@ -384,14 +384,19 @@ class Engine:
         tokenizer: Any = None,
         on_tokens: OnTokens | None = None,
         start: int = 0,
+        conversation: Conversation | None = None,
     ) -> list[Generated]:
         """Continue prompts, lists of token ids, with a cache: one forward of all, then one for each token.
         Training goes on as without it. Every rank must call it, each data rank with any number of prompts of
         its own. `tokenizer`: for stop strings. `on_tokens`: called in each step with a list of (row, token),
-        on the first rank of a model. `start`: the index of the first prompt of all, for draws. Raises
-        ConfigError, ModelError, and PlanError for servers."""
+        on the first rank of a model. `start`: the index of the first prompt of all, for draws.
+        `conversation`: keeps the caches of one prompt for the next call. Raises ConfigError, ModelError, and
+        PlanError for servers."""
         self.plan.check_no_servers("engine.generate")
-        return self._generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens, start)
+        conversation = conversation or Conversation()
+        conversation.check_step(self.num_steps)
+        given = sampling or Sampling(), tokenizer, on_tokens, start, conversation
+        return self._generator.generate(prompts, *given)
 
     def generation_memory(self, rows: int, tokens: int) -> GenerationMemory:
         """Estimate what `generate` adds on this rank for rows of so many tokens, with the new ones."""

@@ -14,6 +14,7 @@ from plait.data.readers import read_samples
 from plait.data.template import ChatTemplate
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
+from plait.engine.generation import Conversation
 from plait.errors import ContentError, DataError, PlaitError
 from plait.models import pretrained_base
 from plait.plan import Plan
@@ -168,6 +169,7 @@ def chat(
     if request.prompt:
         messages.append({"role": "system", "content": request.prompt})
     writer.ids({"messages": [*messages, {"role": "user", "content": "Hello"}]})  # raises without a template
+    conversation = Conversation()
     while (said := _from_first(read, world)) is not None:
         messages.append({"role": "user", "content": said})
         prompts = [writer.ids({"messages": messages})] if writer.engine.data_rank == 0 else []
@@ -182,9 +184,12 @@ def chat(
                 shown = text
 
         turn = len(messages)  # each has its own draws
-        found = writer.engine.generate(
-            prompts, writer.sampling, tokenizer=writer.tokenizer, on_tokens=add, start=turn
-        )
+        options: dict[str, Any] = {
+            "tokenizer": writer.tokenizer,
+            "on_tokens": add,
+            "conversation": conversation,
+        }
+        found = writer.engine.generate(prompts, writer.sampling, start=turn, **options)
         answer = "".join(writer.decode(each.ids) for each in found)
         answer = gather_texts(answer, writer.engine.data_group, world.device)[0]
         messages.append({"role": "assistant", "content": answer, "weight": 0})  # which may be empty
