@@ -13,7 +13,7 @@ from plait.checkpoint.base import adapter_configs, choose_adapter
 from plait.comm import World
 from plait.engine.engine import Engine
 from plait.errors import RunError
-from plait.models import causal_lm_on_meta
+from plait.models import causal_lm_on_meta, check_predicts_tokens
 from plait.models.adapters import attach
 from plait.plan import Plan
 from plait.train.export import newest_checkpoint, recorded_config
@@ -54,6 +54,7 @@ class ModelFiles:
     def model(self) -> tuple[Any, dict[str, Any]]:
         """Return the model, and arguments of `parallelize` for what a checkpoint does not hold: the folder of
         weights that each rank reads its part of, or a seed. Raises ModelError, CheckpointError."""
+        check_predicts_tokens(self.path if self.saved is None else recorded_config(self.saved))
         if self.saved is None:
             model, weights = initial_model(ModelConfig(path=self.path, pretrained=True))
             return model, {"weights": weights}
