@@ -52,7 +52,7 @@ BUDGETS = {
     "data": 4575,
     "engine": 6150,
     "estimate": 600,
-    "models": 10930,
+    "models": 10935,
     "optim": 1625,
     "pages": 275,
     "parallel": 15450,
