@@ -162,7 +162,7 @@ class ShardedStage:
 
     def try_defer(self, parameter: Tensor, gradient: Tensor) -> bool:
         if self._deferred is not None:
-            self._deferred.keep(parameter, gradient)
+            self._deferred.keep(parameter, gradient.to_dense() if gradient.is_sparse else gradient)
         return self._deferred is not None
 
     # --- a step
