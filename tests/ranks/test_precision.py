@@ -208,11 +208,10 @@ def _scales_change_no_bit(initial: float) -> Any:
 
 
 def test_numbers_do_not_depend_on_the_scale_that_holds(pool: Pool) -> None:
-    """While nothing underflows much: a power of two moves exponents only. Losses are sums in fp16, whose
-    steps are 3e-4 of them."""
+    """While nothing underflows much: a power of two moves exponents only."""
     one, other = (pool.run(_scales_change_no_bit, 2, initial)[0] for initial in (2.0**14, 2.0**16))
     for mine, theirs in zip(one[0], other[0], strict=True):
-        assert mine.loss == pytest.approx(theirs.loss, rel=5e-4)
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-4)
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)
 
 

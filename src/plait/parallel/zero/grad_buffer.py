@@ -82,10 +82,10 @@ class GradBuffer:
         if not isinstance(gradient, Tensor):
             gradient(view, is_first)
             return
-        if gradient.is_sparse and gradient.sparse_dim() == 1:  # of rows, not coalesced
-            (view.zero_() if is_first else view).index_add_(
-                0, gradient._indices()[0], gradient._values().to(view.dtype)
-            )
+        if gradient.is_sparse and gradient.sparse_dim() == 1:
+            rows = gradient.coalesce()  # sums of equal rows, in a dtype that does not depend on the view's
+            view = view.zero_() if is_first else view
+            view.index_add_(0, rows.indices()[0], rows.values().to(view.dtype))
             return
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if is_first:
