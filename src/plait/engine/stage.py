@@ -38,7 +38,7 @@ from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers
 from plait.parallel.tensor.linear import HeadOutput
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.sequence_forward import map_hidden_output
-from plait.parallel.zero.parameter import has_hooks
+from plait.parallel.zero.parameter import UnitParameter, has_hooks
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan.distillation import Distillation
 
@@ -134,14 +134,7 @@ class StageRunner:
     def _sparse_gradients(self) -> Iterator[None]:
         """Let embeddings compute gradients of the rows that they read, which units add as such: a dense
         gradient has all rows of the vocabulary. Not on GPUs, where a sparse one waits for the host."""
-        changed = [
-            each
-            for each in self._embeddings
-            if not each.sparse
-            and not each.scale_grad_by_freq
-            and each.weight.is_cpu
-            and not has_hooks(each.weight)
-        ]
+        changed = [each for each in self._embeddings if _may_be_sparse(each)]
         for each in changed:
             each.sparse = True
         try:
@@ -292,6 +285,16 @@ class StageRunner:
         if self._tokens is None:
             return output
         return map_hidden_output(self._tokens.shard, block, output)
+
+
+def _may_be_sparse(embedding: nn.Embedding) -> bool:
+    """Return whether the gradient goes from the embedding to a unit, and nothing else takes it."""
+    weight = embedding._parameters.get("weight")  # None if it is computed
+    if (
+        not isinstance(weight, UnitParameter) or not weight.requires_grad
+    ):  # adapters read a frozen one's options
+        return False
+    return weight.is_cpu and not (has_hooks(weight) or embedding.sparse or embedding.scale_grad_by_freq)
 
 
 @contextlib.contextmanager
