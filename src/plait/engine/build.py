@@ -247,7 +247,8 @@ def _build_stage(
     if plan.sync_batchnorm:
         summed = Roles.from_plan(plan).gradient_sum()
         sync_batch_norms(part.module, mesh.group(*summed, channel="statistics"))
-    if spec.schedule.split:
+    adds_products = mesh.world.device.type == "cpu" and context.precision.compute == context.grad_buffer_dtype
+    if spec.schedule.split or (spec.stages.num_stages > 1 and adds_products):
         split_linears(blocks, splitter)
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)
