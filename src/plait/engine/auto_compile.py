@@ -1,10 +1,11 @@
 """`compile=auto`: rank 0 measures whether compiled blocks are faster, and all ranks do as it says.
 
 [Note: trial steps]
-The times are those of whole steps of this engine, without the update: all ranks run forward and backward
+The times are those of complete steps of this engine, without the update: all ranks run forward and backward
 passes of a step's micro-batches, with their messages and reductions, and discard the gradients. So they hold
-for any plan, and for ranks that share a host. Buffers that a forward changes get their values back. The first trial is uncompiled also where nothing
-is measured: `zero=3` finds parameters that are used outside their modules only in uncompiled code.
+for any plan, and for ranks that share a host. Buffers that a forward changes get their values back. The first
+trial is uncompiled also where the choice is known: `zero=3` finds parameters that are used outside their
+modules in uncompiled code only.
 
 [Note: choices on disk]
 Measured times are in a file for each model, plan, shape of a batch and machine, in plait's cache folder. A
@@ -29,7 +30,7 @@ from plait.engine.build import EngineParts
 from plait.engine.runner import Micro, MicrobatchRunner, OnLoss
 from plait.errors import PlanError
 from plait.fileio import json_hash, read_json, write_json
-from plait.parallel.compile import check_compiler, problems, turn
+from plait.parallel.compile import prepare_compiler, problems, turn
 from plait.plan.compile_choice import CompileChoice, CompileTimes
 from plait.plan.host_profile import cache_folder, host_name
 
@@ -77,22 +78,26 @@ class CompileTrial:
     def choose(self, num_steps: float, kept: Facts | None) -> CompileChoice:
         """The choice for so many steps, after which blocks are compiled or not. `kept`: the facts of a
         checkpoint. Collective."""
-        eager_s = min(self._timed(rounds=2))
-        times, kept_choice = self._read_times(), CompileChoice.kept(kept, self.key)
-        choice = kept_choice
-        if choice is None and times is not None:
-            choice = CompileChoice.of_times(times, num_steps, self.key, is_compiled=False)
-        elif choice is None:
-            choice = CompileChoice.of_short_run(eager_s, num_steps, self.key)
-        choice = self._of_rank_0(choice)
+        choice = self._of_rank_0(self._known(num_steps, kept))
+        if choice is None:
+            eager_s = min(self._timed(rounds=2))
+            choice = self._of_rank_0(CompileChoice.of_short_run(eager_s, num_steps, self.key))
+        elif choice.is_on:
+            self._timed()
         if choice is not None and not choice.is_on:
             return choice
         if reason := self._no_compiler():
             return CompileChoice(is_on=False, reason=reason, key=self.key)
-        return self._measured(eager_s, num_steps) if choice is None else self._on(choice)
-
-    def _on(self, choice: CompileChoice) -> CompileChoice:
+        if choice is None:
+            return self._measured(eager_s, num_steps)
         self._turn(on=True)
+        return choice
+
+    def _known(self, num_steps: float, kept: Facts | None) -> CompileChoice | None:
+        """The choice that needs no measurement."""
+        times, choice = self._read_times(), CompileChoice.kept(kept, self.key)
+        if choice is None and times is not None:
+            choice = CompileChoice.of_times(times, num_steps, self.key, is_compiled=False)
         return choice
 
     def _measured(self, eager_s: float, num_steps: float) -> CompileChoice:
@@ -133,13 +138,13 @@ class CompileTrial:
         for stage in self._stages:
             stage.sharded.unsharder.end_watch()
             stage.activation_bytes = None  # other ones are kept
-        turn(self._blocks, self._device, on=on)
+        turn(self._blocks, on=on)
 
     def _no_compiler(self) -> str:
         """Why a rank cannot compile; "" if all can. Collective."""
         problem = "" if self._blocks else "the model has no repeated blocks"
         try:
-            check_compiler(self._device.type)
+            prepare_compiler(self._device)
         except PlanError as error:
             problem = f"no compiler works here: {error.given}"
         return (problem or "no compiler works for another rank") * self._world.any_flag(bool(problem))

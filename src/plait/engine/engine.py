@@ -217,8 +217,8 @@ class Engine:
     def choose_compile(
         self, batch: Batch | Sequence[Batch], num_steps: float = math.inf, kept: Facts | None = None
     ) -> CompileChoice | None:
-        """Under `compile=auto`, decide by trial steps on this data rank's share of a batch, as the first `step`
-        does, for so many steps. `kept`: facts of an earlier choice. Every rank must call it."""
+        """Under `compile=auto`, decide by trial steps on a rank's share of a batch, as the first `step` does,
+        for so many steps. `kept`: facts of an earlier choice. Every rank must call it."""
         if self.plan.compile == "auto":
             self._check_ready()
             passes = TrialPasses(self._parts, self._runner, self._add_loss, self.discard_step)

@@ -18,6 +18,7 @@ ranks is such code, and known: its messages and blocks of keys follow from each 
 With `compile=auto` blocks run uncompiled until `turn` compiles them, and the plan's other options are applied
 to them as to compiled ones. Nothing of torch's compiler is used before. A block that cannot be compiled then
 runs uncompiled on this rank, and is reported as a reason not to compile, so that no rank waits for another.
+Blocks that are compiled in parts are not reported: their times are measured.
 """
 
 import copy
@@ -60,21 +61,18 @@ def compile_blocks(
     `later`: see [Note: compiled later]. Raises PlanError if no compiler works for `device`.
     """
     if not later:
-        _prepare_compiler(device)
+        prepare_compiler(device)
     if selective:
         recompute_blocks(blocks, "selective")
-    reported = set[str]() if warns else None
+    reported = set[str]() if warns and not later else None
     for block in blocks:
         compiled = CompiledForward(type(block).__name__, block.forward, selective, reported, later=later)
         block.compiled_forward = compiled  # type: ignore[assignment]
         block.forward = MethodType(_run_compiled, block)
 
 
-def turn(blocks: Iterable[nn.Module], device: torch.device, *, on: bool) -> None:
-    """Run the blocks of `compile_blocks` compiled or uncompiled from now on. Raises PlanError if no compiler
-    works for `device`."""
-    if on:
-        _prepare_compiler(device)
+def turn(blocks: Iterable[nn.Module], *, on: bool) -> None:
+    """Run the blocks of `compile_blocks` compiled or uncompiled from now on; after `prepare_compiler`."""
     for block in blocks:
         forward: Any = block.compiled_forward
         forward.turn(on=on)
@@ -86,7 +84,8 @@ def problems(blocks: Iterable[nn.Module]) -> set[str]:
     return {forward.problem for forward in forwards if forward.problem}
 
 
-def _prepare_compiler(device: torch.device) -> None:
+def prepare_compiler(device: torch.device) -> None:
+    """Set torch's compiler up for blocks. Raises PlanError if no compiler works for `device`."""
     for message, category in _TORCH_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
     check_compiler(device.type)

@@ -1,6 +1,6 @@
 """`compile=auto`: whether the blocks of a model are compiled, from measured times.
 
-[Note: when a compilation pays]
+[Note: cost and gain of a compilation]
 A compilation of one block takes 10 s and more where no compiled code is on disk, and a compiled step 0.85 to
 0.95 of an uncompiled one. A run whose steps take `MIN_RUN_S` together may gain about that much: times of a
 shorter one are not measured. Once they are, the compilation is done, and the run keeps what is faster. Later
@@ -39,7 +39,7 @@ class CompileTimes:
 
 @dataclass(frozen=True)
 class CompileChoice:
-    """Whether blocks are compiled, and why. `key`: of model, plan and shapes; "" if the plan decides."""
+    """The choice of a run, and its reason. `key`: of model, plan and shapes; "" if the plan decides."""
 
     is_on: bool
     reason: str

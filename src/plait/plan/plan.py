@@ -85,7 +85,7 @@ def check_choices(values: Mapping[str, object]) -> None:
 
 
 def _unknown(key: str, value: object, expected: str, similar: str | None = None) -> PlanError:
-    hint = f"{key}={similar or getattr(Plan, key)}"
+    hint = f"{key}={similar or show_value(key, getattr(Plan, key))}"
     return PlanError(f"unknown value for {key}", given=f"{key}={value}", expected=expected, hint=hint)
 
 
@@ -111,7 +111,7 @@ def check_type(key: str, kind: Any, value: object) -> None:
             f"{key} is not a boolean", given=f"{key}={value}", expected="true or false", hint=f"{key}=true"
         )
     if kind == SWITCH and type(value) is not bool and value != "auto":
-        raise _unknown(key, value, "true, false or auto")
+        raise _unknown(key, value, "true or false, or auto")
     if kind is str and not isinstance(value, str):
         given = f"{key}={shown(value)}"
         raise PlanError(f"{key} is not text", given=given, expected="a str", hint="quotes around the value")
