@@ -56,7 +56,7 @@ BUDGETS = {
     "optim": 1625,
     "pages": 275,
     "parallel": 15450,
-    "plan": 7230,
+    "plan": 7250,
     "planner": 4855,
     "server": 2250,
     "train": 6680,
