@@ -1,4 +1,4 @@
-"""What torch.compile gains in a step, and what it costs at the start: the numbers behind `compile=auto`.
+"""Gain of torch.compile in a step, and its cost at the start, which `compile=auto` compares.
 
     python benchmarks/compiled.py [--rounds 5] [--precision bf16] [--only WORD ...] [--json FILE]
 
@@ -30,13 +30,14 @@ PLANS = ("dp=2", "dp=2 zero=3", "dp=2 recompute=selective", "tp=2", "tp=2 sp=tru
 
 
 def processor_s() -> float:
-    """Of this process and of those that it has started and that have ended."""
+    """Return the seconds of this process and of those that it started and that have ended."""
     spent = os.times()
     return time.process_time() + spent.children_user + spent.children_system
 
 
 def measure(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # ranks of a grid have the same batch
     model, world, found = llama_of(arguments), connect(), []
     for plan in arguments.only or PLANS:
         words = (plan, f"{plan} compile=true")

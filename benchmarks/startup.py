@@ -61,7 +61,9 @@ PROGRAMS = {
 
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTS = "import gc; gc.set_threshold(50_000); import plait.comm.launch, plait.train.prepare, plait.train.trainer"
+IMPORTS = (
+    "import gc; gc.set_threshold(50_000); import plait.comm.launch, plait.train.prepare, plait.train.trainer"
+)
 SETS = {
     "run.dir": f"{HERE}/run",
     "run.steps": 1,

@@ -83,7 +83,7 @@ def test_blocks_that_auto_compiles_train_as_in_one_process(
 
 
 def _choice(plan: str, gains: tuple[float, float]) -> tuple[str, bool, str]:
-    """What this rank chose, and the plan that it runs. `gains`: by rank, what counts as one."""
+    """Return what this rank chose, and the plan that it runs. `gains`: by rank, what counts as one."""
     torch.manual_seed(0)
     model = programs.llama(on_meta=False, exact=False)
     engine = plait.parallelize(model, plan, optimizer_args=programs.ADAMW, seed=3)
