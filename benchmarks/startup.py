@@ -61,9 +61,12 @@ PROGRAMS = {
 
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTS = (
-    "import gc; gc.set_threshold(50_000); import plait.comm.launch, plait.train.prepare, plait.train.trainer"
-)
+IMPORTS = """
+import gc, os
+gc.set_threshold(50_000)  # as the command line
+import plait.comm.launch, plait.train.prepare
+os._exit(0)
+"""
 SETS = {
     "run.dir": f"{HERE}/run",
     "run.steps": 1,

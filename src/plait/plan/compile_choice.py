@@ -1,10 +1,11 @@
 """`compile=auto`: whether the blocks of a model are compiled, from measured times.
 
 [Note: cost and gain of a compilation]
-A compilation of one block takes 10 s and more where no compiled code is on disk, and a compiled step 0.85 to
-0.95 of an uncompiled one. A run whose steps take `MIN_RUN_S` together may gain about that much: times of a
-shorter one are not measured. Once they are, the compilation is done, and the run keeps what is faster. Later
-runs find the times of their model, plan and machine on disk, and compile if they gain more than it takes.
+Where no compiled code is on disk, a compilation of one block takes 7 to 15 s of a processor; a compiled step
+takes 0.65 to 0.85 of an uncompiled one (benchmarks/compiled.py). A run whose steps take `MIN_RUN_S` together may gain
+about that much: times of a shorter one are not measured. Once they are, the compilation is done, and the run
+keeps what is faster. Later runs find the times of their model, plan and machine on disk, and compile if they
+gain more than it takes.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 from plait.plan.plan import Plan
 
-MIN_RUN_S = 200.0
+MIN_RUN_S = 100.0
 MIN_GAIN = 0.02  # of an uncompiled step; less is within the noise of the measurement
 
 
