@@ -4,8 +4,8 @@
 Where no compiled code is on disk, a compilation of one block takes 7 to 15 s of a processor; a compiled step
 takes 0.65 to 0.85 of an uncompiled one (benchmarks/compiled.py). A run whose steps take `MIN_RUN_S` together
 may gain about that much: times of a shorter one are not measured. Once they are, the compilation is done, and
-the run keeps what is faster. Later runs find the times of their model, plan and machine on disk, and compile if
-they gain more than it takes.
+the run keeps what is faster. Later runs find the times of their model, plan and machine on disk, and compile
+if they gain more than it takes.
 """
 
 from collections.abc import Mapping
