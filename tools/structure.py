@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7175,
     "compat": 1710,
     "data": 4565,
-    "engine": 6280,
+    "engine": 6290,
     "estimate": 600,
     "models": 10910,
     "optim": 1625,

@@ -7,6 +7,9 @@ for any plan, and for ranks that share a host. Buffers that a forward changes ge
 trial is uncompiled also where the choice is known: `zero=3` finds parameters that are used outside their
 modules in uncompiled code only.
 
+Times of CPU ranks are of the processor, those of steps divided by the rank's threads: on a host that others
+use, clock times of three rounds may say the opposite. GPUs are timed by the clock.
+
 [Note: choices on disk]
 Measured times are in a file for each model, plan, shape of a batch and machine, in plait's cache folder. A
 choice is saved with a checkpoint, too: a resumed run does as before on any machine.
@@ -64,6 +67,7 @@ class CompileTrial:
         parts = passes.parts
         self._stages, self._run = [*parts.stages.values()], partial(passes.run, micros)
         self._world, self._device = parts.context.mesh.world, parts.context.device
+        self._threads = torch.get_num_threads() if self._device.type == "cpu" else 1
         self._blocks = [block for stage in self._stages for _, block in stage.module_part.blocks]
         named = [
             (
@@ -80,7 +84,7 @@ class CompileTrial:
         checkpoint. Collective."""
         choice = self._of_rank_0(self._known(num_steps, kept))
         if choice is None:
-            eager_s = min(self._timed(rounds=2))
+            eager_s = min(self._timed(rounds=2)) / self._threads
             choice = self._of_rank_0(CompileChoice.of_short_run(eager_s, num_steps, self.key))
         elif choice.is_on:
             self._timed()
@@ -89,7 +93,7 @@ class CompileTrial:
         if reason := self._no_compiler():
             return CompileChoice(is_on=False, reason=reason, key=self.key)
         if choice is None:
-            return self._measured(eager_s, num_steps)
+            return self._measured(num_steps)
         self._turn(on=True)
         return choice
 
@@ -100,7 +104,7 @@ class CompileTrial:
             choice = CompileChoice.of_times(times, num_steps, self.key, is_compiled=False)
         return choice
 
-    def _measured(self, eager_s: float, num_steps: float) -> CompileChoice:
+    def _measured(self, num_steps: float) -> CompileChoice:
         self._turn(on=True)
         (first_s,) = self._timed()
         found = sorted(problems(self._blocks))
@@ -108,13 +112,14 @@ class CompileTrial:
             self._turn(on=False)
             reason = found[0] if found else "a block of another rank cannot be compiled"
             return CompileChoice(is_on=False, reason=reason, key=self.key)
-        eager, compiled = [eager_s], list[float]()
+        eager, compiled = list[float](), list[float]()
         for _ in range(_ROUNDS):  # alternating: other programs of the host slow down both
             compiled += self._timed()
             self._turn(on=False)
             eager += self._timed()
             self._turn(on=True)
-        times = CompileTimes(min(eager), min(compiled), max(0.0, first_s - min(compiled)))
+        least = min(eager), min(compiled), max(0.0, first_s - min(compiled))
+        times = CompileTimes(least[0] / self._threads, least[1] / self._threads, least[2])
         measured = CompileChoice.of_times(times, num_steps, self.key, is_compiled=True)
         choice = self._of_rank_0(measured)
         assert choice is not None, "rank 0 has measured"
@@ -127,12 +132,17 @@ class CompileTrial:
         """Seconds of trial steps. See [Note: trial steps]."""
         found = []
         for _ in range(rounds):
-            begin_s = time.perf_counter()
+            begin_s = self._clock_s()
             self._run()
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)
-            found.append(time.perf_counter() - begin_s)
+            found.append(self._clock_s() - begin_s)
         return found
+
+    def _clock_s(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+            return time.perf_counter()
+        started = os.times()  # processes of the compiler, in ticks
+        return time.process_time() + started.children_user + started.children_system
 
     def _turn(self, *, on: bool) -> None:
         for stage in self._stages:
