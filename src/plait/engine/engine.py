@@ -31,6 +31,7 @@ from plait.checkpoint.directory import step_path
 from plait.checkpoint.manifest import json_facts
 from plait.comm import Group, Mesh, broadcast
 from plait.engine.adapters import EngineAdapters
+from plait.engine.auto_compile import CompileTrial, Facts, TrialPasses
 from plait.engine.build import EngineParts, build_engine_parts
 from plait.engine.generation import Conversation, Generated, GenerationMemory, Generator, OnTokens
 from plait.engine.inputs import Batch, Shares, share_of
@@ -69,6 +70,7 @@ from plait.optim.clip import clip_factor
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
+from plait.plan.compile_choice import CompileChoice
 from plait.plan.distillation import Distillation
 from plait.plan.sampling import Sampling
 
@@ -89,7 +91,7 @@ class Engine:
     seed        of initial weights and dropout
     layout      layout of the shards that this rank holds
     in_use      lock of the methods that one thread at a time may call
-    probed      result of the self-check, if `probe` was set
+    probed      result of the self-check, if `probe` was set; `compile_choice`: of `compile=auto`, if made
     pairs       with loss=Preference(...): `take` returns rewards of pairs since the last call, on all ranks
     """
 
@@ -106,6 +108,7 @@ class Engine:
         self.seed = spec.given.seed
         self.num_steps = 0
         self.probed: ProbeResult | None = None
+        self.compile_choice = spec.compile_choice
         self._spec = spec
         self.in_use = threading.RLock()  # see `one_thread`
         self._flops = FlopFacts.from_model(model)
@@ -191,6 +194,8 @@ class Engine:
         before the first micro-batch) the engine remains usable: the step was not taken. If a rank raises
         alone, it must exit.
         """
+        if self.plan.compile == "auto" and self.compile_choice is None:
+            self.choose_compile(batch)
         self._check_ready()
         try:
             micros, barrier_s = self._inputs.of_step(batch), 0.0
@@ -207,6 +212,18 @@ class Engine:
             self.discard_step()
             raise
         return self.update()
+
+    @one_thread
+    def choose_compile(
+        self, batch: Batch | Sequence[Batch], num_steps: float = math.inf, kept: Facts | None = None
+    ) -> CompileChoice | None:
+        """Under `compile=auto`, decide by trial steps on a rank's share of a batch, as the first `step` does,
+        for so many steps. `kept`: facts of an earlier choice. Every rank must call it."""
+        if self.plan.compile == "auto":
+            self._check_ready()
+            passes = TrialPasses(self._parts, self._runner, self._add_loss, self.discard_step)
+            self.compile_choice = CompileTrial(passes, self._inputs.of_step(batch)).choose(num_steps, kept)
+        return self.compile_choice
 
     @one_thread
     def loss(self, micro: Batch) -> tuple[Tensor, int | Tensor]:
@@ -290,18 +307,14 @@ class Engine:
         loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
         loss_sum, num_targets, square_sum = self._updater.reduce_totals((loss_sum, num_targets, square_sum))
         self._scale.unit = units / self._groups.dense.gradient_sum.size
-        loss, norm = math.nan, math.nan
-        scale = self._scale.factor
-        if num_targets:
-            # The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding.
-            of_master = torch.tensor(
-                math.sqrt(square_sum) / num_targets / scale, dtype=self._parts.context.precision.master
-            )
-            loss, norm = loss_sum / num_targets, of_master.item()
+        scale, dtype = self._scale.factor, self._parts.context.precision.master
+        loss, norm = self._scale.means(loss_sum, num_targets, square_sum, dtype)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         with self.optimizer.stepping(skipped=skipped):
             if not skipped:
-                self._apply(clip_factor(norm, self._spec.given.clip_norm) / num_targets / scale)
+                self._wait_for_copy()
+                factor = clip_factor(norm, self._spec.given.clip_norm) / num_targets / scale
+                self._updater.apply(factor, self.num_steps, self._mark_writing)
                 for routers in self._routers:
                     routers.update_biases(loads)
         if num_targets:
@@ -329,11 +342,6 @@ class Engine:
         event, self._copied = self._copied, None
         if event is not None:
             event.wait()  # the stream
-
-    def _apply(self, factor: float) -> None:
-        """The optimizer's step, with gradients multiplied by `factor`."""
-        self._wait_for_copy()
-        self._updater.apply(factor, self.num_steps, self._mark_writing)
 
     @property
     def loss_scale(self) -> float | None:

@@ -121,7 +121,7 @@ class BlockWork(NamedTuple):
             batch=batch,
             sequence=sequence,
             fused_attention=software.fused_attention,
-            compiled=plan.compile,
+            compiled=plan.compile is True,
             overlaps=overlaps,
             ranks=plan.num_ranks,
             cp=plan.cp,
