@@ -84,10 +84,16 @@ def family(source: str) -> str:
     return re.split(r"\s+§|\s+L\d+\b", source)[0].strip() or "unnamed"
 
 
+def publisher(source: str) -> str:
+    """Who published a row's document: the owner of its repository, in lower case, or what reports.toml
+    says."""
+    return _of_report(source, "publisher") or re.split(r"[/\s(]", source)[0].lower() or "unnamed"
+
+
 @cache
-def _memory_counts(source: str) -> str:
+def _of_report(source: str, key: str) -> str | None:
     reports = parse_toml(read_text(_REPORTS))
-    return next((each["counts"] for name, each in reports.items() if source.startswith(name)), "device")
+    return next((each[key] for name, each in reports.items() if source.startswith(name) and key in each), None)
 
 
 def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int:
@@ -145,7 +151,8 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
         None if ran_out else measured,
         None if memory is None else memory * 1e9,
         ran_out,
-        (row.get("memory_counts") or _memory_counts(source)) == "tensors",
+        (row.get("memory_counts") or _of_report(source, "counts")) == "tensors",
+        publisher(source),
     )
 
 
