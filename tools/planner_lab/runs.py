@@ -34,6 +34,12 @@ _MOST_BYTES = 1 << 24  # of a file of runs: a row takes some 200, and some milli
 _GBIT = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s)", re.IGNORECASE)
 _SCHEDULES = {"1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe"}
 _SCHEDULES |= {"zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-v": "zbv", "zbv": "zbv"}
+# Of a program, in the column `program` and in reports.toml; the first value is the default, if rules give none.
+_PROGRAM = {
+    "gradients": ("wide", "narrow"),  # full gradients, and what data ranks reduce: float32 or not
+    "messages": ("units", "tensors"),  # of gathers and reductions
+    "gathers": ("hidden", "exposed"),  # of updated parameters, under zero 1 and 2
+}
 _HEAD_DIM = 128  # where a row has no heads
 _VOCAB = 50304  # where it has no vocabulary: GPT-2's, padded
 _MOST = 1e12  # of any number
@@ -124,15 +130,19 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
     modern = precision == "bf16"
     zero = _int(row, "zero_stage", 0)
     fused = flash[1] is None if flash else modern
+    program = _program(row, source)
     software = Software(
         eager=False,
         fused_attention=fused,
-        overlaps_data=zero == 3 or modern,
+        overlaps_data=modern,
+        overlaps_gathers=program.get("gathers") != "exposed",
         overlaps_tensor=modern,
         gathers_rows=True,
         splits_evenly=True,
-        narrow_gradients=precision == "fp16" and zero > 0,
+        narrow_gradients=program.get("gradients", "narrow" if precision == "fp16" and zero else "") == "narrow",
+        sends_tensors=program.get("messages", "tensors" if precision == "fp16" and zero == 3 else "") == "tensors",
     )
+    reduce = "bf16" if software.narrow_gradients and modern else "fp32"
     measured = _float(row, "step_time_s")
     rate = _float(row, "tokens_per_s_per_gpu")
     ranks = _int(row, "n_gpus")
@@ -144,7 +154,7 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
         number,
         source,
         model,
-        _plans(row, precision, model.layers, ranks, work),
+        _plans(row, precision, model.layers, ranks, work, reduce),
         _cluster(row, ranks),
         work,
         software,
@@ -154,6 +164,16 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
         (row.get("memory_counts") or _of_report(source, "counts")) == "tensors",
         publisher(source),
     )
+
+
+def _program(row: Mapping[str, str], source: str) -> dict[str, str]:
+    """What the row, or the entry of its report, says of its program."""
+    text = row.get("program") or _of_report(source, "program") or ""
+    found = dict(word.partition("=")[::2] for word in text.split())
+    for key, value in found.items():
+        if value not in _PROGRAM.get(key, ()):
+            raise ValueError(f"program={text[:40]} is not known")
+    return found
 
 
 def _model(row: Mapping[str, str]) -> ModelShape:
@@ -204,7 +224,7 @@ def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
 
 
 def _plans(
-    row: Mapping[str, str], precision: str, layers: int, ranks: int, work: Workload
+    row: Mapping[str, str], precision: str, layers: int, ranks: int, work: Workload, reduce: str
 ) -> tuple[Plan, ...]:
     zero, notes = _int(row, "zero_stage", 0), row.get("notes", "").lower()
     tp, pp, cp, ep = (_int(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
@@ -217,7 +237,7 @@ def _plans(
     named = re.search(r"schedule=([\w-]+)", notes) if pp > 1 else None
     if named and named[1] not in _SCHEDULES:
         raise ValueError(f"schedule {named[1]} is not one of this product's")
-    group = re.search(r"sharding group=(\d+)", notes)
+    group = re.search(r"\bgroup=(\d+)", notes)
     shard = int(group[1]) if group and zero and dp % int(group[1]) == 0 else 0
     if work.batch % dp:
         raise ValueError(f"a batch of {work.batch} does not divide over dp={dp}")
@@ -243,7 +263,7 @@ def _plans(
                     else 0, sp=tp > 1 and row.get("seq_parallel", "").lower().startswith(("y", "true", "1")),
                     cp=cp, ep=ep, zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
                     accumulate="auto" if zero == 3 or zero < 2 else "unsharded",
-                    reduce=row.get("reduce") or "fp32",
+                    reduce=row.get("reduce") or reduce,
                 )
             )  # fmt: skip
     return tuple(plans)

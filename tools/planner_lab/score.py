@@ -78,15 +78,15 @@ def score_runs(priced: Sequence[ScoredRun], refused: Sequence[Refused]) -> dict[
     }
     measured = [one.memory_error for one in priced if one.run.memory_bytes]
     ran, ran_out = ([one for one in priced if one.run.ran_out is out] for out in (False, True))
-    means = {key: _mean([each[key] for each in publishers.values()]) for key in _MEANS}
+    means = {key: _mean(each[key] for each in publishers.values()) for key in _MEANS}
     return {
         **means,
         "p90_error": _quantile([abs(one.error) for one in timed], 0.9),
-        "rows_inside": _mean([float(one.is_inside) for one in timed]),
+        "rows_inside": _mean(float(one.is_inside) for one in timed),
         "publishers": publishers,
         "groups": _groups(timed),
         "memory": {
-            "error_mean": _mean(list(map(abs, measured))),
+            "error_mean": _mean(map(abs, measured)),
             "error_max": max(map(abs, measured), default=None),
             "rows": len(measured),
         },
@@ -110,7 +110,7 @@ def _constant_efficiency(by_publisher: Mapping[str, Sequence[ScoredRun]]) -> dic
     for name, own in shares.items():
         others = [share for other, of in shares.items() if other != name for share in of]
         # A step of the base line by the measured one: measured share by the constant one.
-        found[name] = _mean([abs(share / statistics.median(others) - 1) for share in own]) if others else None
+        found[name] = _mean(abs(share / statistics.median(others) - 1) for share in own) if others else None
     return found
 
 
@@ -174,8 +174,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(positions[value]) for value in values]
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:

@@ -490,7 +490,7 @@ def stage_gathers(
             units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, kind, plan.ep)
             forward = backward = 0.0
             for event in price.of_micros:
-                once = price.seconds(event.collective, units, one_by_one=True)
+                once = price.seconds(event.collective, units, sends_tensors=software.sends_tensors)
                 calls = event.calls / plan.micro
                 in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
                 forward += in_forward * once
@@ -525,15 +525,16 @@ def step_reductions(
         scatter = gather = 0.0
         for collective, _, during in price.events:
             if during is During.LAST_BACKWARD:
-                scatter += price.seconds(collective, layout.units)
+                scatter += price.seconds(collective, layout.units, sends_tensors=software.sends_tensors)
             elif during is During.NEXT_FORWARD:
-                gather += price.seconds(collective, layout.units)
+                gather += price.seconds(collective, layout.units, sends_tensors=software.sends_tensors)
         seconds[layout.numel, layout.expert_numel] = scatter, gather
     result = []
     for layout, own in zip(layouts, of_ranks, strict=True):
         scatter, gather = seconds[layout.numel, layout.expert_numel]
         back = overlap(sum([stages[stage].backward + stages[stage].weight for stage in own]), scatter)
-        ahead = overlap(sum([stages[stage].forward for stage in own]), gather)
+        hides = software.overlaps_data and software.overlaps_gathers
+        ahead = _overlap(sum([stages[stage].forward for stage in own]), gather, constants, overlaps=hides)
         result.append(Overlapped(back[0] + ahead[0], back[1] + ahead[1]))
     return result
 
