@@ -122,12 +122,12 @@ def _float(row: Mapping[str, str], key: str) -> float | None:
 def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
     text = row.get("precision", "").lower()
     precision = next((name for name in ("fp8", "fp4", "fp16", "bf16", "fp32") if name in text), "bf16")
-    if precision in ("fp8", "fp4"):
-        raise ValueError(f"{precision} is not priced")
+    if precision == "fp4":
+        raise ValueError("fp4 is not priced")
     model, work = _model(row), Workload(_int(row, "seq_len"), _int(row, "global_batch"))
     notes = row.get("notes", "").lower()
     flash = re.search(r"flash[ -]?attention(-free| free)?", notes)
-    modern = precision == "bf16"
+    modern = precision != "fp16"
     zero = _int(row, "zero_stage", 0)
     fused = flash[1] is None if flash else modern
     program = _program(row, source)

@@ -118,7 +118,7 @@ def rank_memory(
         rank_layouts(model, plan, software)[rank],
         own_plan,
         states_per_element=_STATES,
-        grad_itemsize=COMPUTE_BYTES[plan.precision]
+        grad_itemsize=COMPUTE_BYTES[plan.dtype]
         if software.narrow_gradients
         else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
         activation_bytes=int(activations),
@@ -141,7 +141,7 @@ without_sharding = with_defaults(*SHARDING)  # activations do not depend on it
 def _activation_bytes(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software
 ) -> float:
-    tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.precision] / 2
+    tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.dtype] / 2
     num_bytes = kept_bytes(model, plan, rank, batch, sequence, software)
     if not software.eager and _has_head(plan, rank):  # the gradient of the logits
         num_bytes += tokens * 2 * model.vocab / plan.cols
@@ -157,7 +157,7 @@ def _has_head(plan: Plan, rank: int) -> bool:
 def _loss_bytes(model: ModelShape, plan: Plan, num_tokens: int, *, on_gpu: bool) -> int:
     """Bytes of the head's operator on a GPU: a chunk's logits, their copies in float32, and the sum of the
     weight's gradient in float32 for 16 bits. On CPUs the copies fit the cache."""
-    columns, itemsize = -(-model.vocab // plan.cols), COMPUTE_BYTES[plan.precision]
+    columns, itemsize = -(-model.vocab // plan.cols), COMPUTE_BYTES[plan.dtype]
     is_bf16 = itemsize == 2 and plan.precision != "fp16"
     hidden = model.hidden // plan.rows
     tokens = head_chunk(num_tokens, columns, on_gpu=on_gpu, sum_features=hidden * is_bf16)
@@ -184,7 +184,7 @@ def _gathered_bytes(model: ModelShape, plan: Plan) -> float:
         return 0.0
     heads, kv_heads, width = model.heads_of_column(plan.cols)
     elements = gathered_kv_heads(heads, kv_heads, plan.cp) * width
-    return elements * (3.0 * COMPUTE_BYTES[plan.precision] + 2.0 * MASTER_BYTES[plan.precision])
+    return elements * (3.0 * COMPUTE_BYTES[plan.dtype] + 2.0 * MASTER_BYTES[plan.dtype])
 
 
 def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> tuple[Layout, ...]:
@@ -234,7 +234,7 @@ def micro_bytes(
     if plan.capacity != "none":  # one number of rows, for all routing
         choices, own = num_tokens * model.experts_per_token, model.expert_columns(plan.cols, plan.ep)
         software = replace(software, expert_rows=rows_of_choices(model, plan.capacity, choices, own))
-    tokens = num_tokens * COMPUTE_BYTES[plan.precision] / 2
+    tokens = num_tokens * COMPUTE_BYTES[plan.dtype] / 2
     policy, _, every = plan.recompute.partition("=")
     kinds = ("full", "none") if every else (policy, policy)
     # Deferred weight gradients need the inputs of products and the gradients of their results.

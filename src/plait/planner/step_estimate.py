@@ -10,11 +10,9 @@ from typing import NamedTuple
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from plait.plan.context import AttentionMessages, heads_degree
-from plait.plan.devices import Device
 from plait.plan.events import During
 from plait.plan.layout import Layout
 from plait.plan.memory import COMPUTE_BYTES
-from plait.plan.plan import FLOAT8, PRECISIONS
 from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import stages_by_rank, stages_of
 from plait.plan.schedule.simulate import Durations, PipelineEnds, pipeline_s
@@ -205,7 +203,7 @@ def update_s(plan: Plan, layout: Layout, blocks: int, rates: Rates, links: Links
 def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> int:
     """Bytes of a micro-batch's output that a rank of a stage sends to the next one."""
     numel = batch * tokens_of_rank(model, plan, sequence) * model.hidden // plan.rows
-    return numel * COMPUTE_BYTES[plan.precision] // (plan.cols if plan.sp else 1)
+    return numel * COMPUTE_BYTES[plan.dtype] // (plan.cols if plan.sp else 1)
 
 
 def _span_s(ends: PipelineEnds, rank: int, ranks_per_core: float) -> float:
@@ -243,7 +241,7 @@ def check(
             expected=f"at most {cluster.num_devices} ranks",
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
-    check_is_priced(plan.precision, cluster.device)
+    cluster.device.check_precision(plan.precision)
     if (error := experts_error(model, plan.ep)) is not None:
         raise error
     if plan.router_balance == "step" and not model.experts:
@@ -269,19 +267,6 @@ def check(
         )
     plan.check_batch(work.batch)
     block_counts(model, plan, software)
-
-
-def check_is_priced(precision: str, device: Device) -> None:
-    """Raise PlanError for a precision that the device does not have, and for float8: no published step shows
-    what the casts around its products take."""
-    if precision in FLOAT8:
-        raise PlanError(
-            "products in float8 are not priced",
-            given=f"precision={precision}",
-            expected=" or ".join(name for name in PRECISIONS if name not in FLOAT8),
-            hint="precision=bf16, and measure steps of both",
-        )
-    device.check_precision(precision)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -543,7 +528,7 @@ def _offload_s(plan: Plan, owned: float, links: Links) -> float:
     """Gradients to the host and parameters back."""
     if plan.offload == "none":
         return 0.0
-    return owned * (4 + COMPUTE_BYTES[plan.precision]) / links.host + owned * 28 / _HOST_MEMORY
+    return owned * (4 + COMPUTE_BYTES[plan.dtype]) / links.host + owned * 28 / _HOST_MEMORY
 
 
 _HOST_MEMORY = 2e10  # bytes per second of a CPU's Adam for one device's share of a host: DDR4, 8 devices

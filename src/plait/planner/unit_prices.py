@@ -103,6 +103,6 @@ _KINDS = {
 
 def messages_of(plan: Plan, kind: UnitKind = UnitKind.DENSE) -> UnitMessages:
     """Return the messages of the plan's units of a kind, on devices that share no memory."""
-    itemsize = MASTER_BYTES[plan.precision]
+    itemsize = MASTER_BYTES[plan.dtype]
     transport = TransportFacts(itemsize, shares=False, exchanges=False, host_size=plan.num_ranks)
     return UnitMessages(plan, Grid.from_plan(plan), transport, kind=kind)
