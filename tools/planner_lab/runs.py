@@ -37,9 +37,11 @@ _SCHEDULES |= {"zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-v": "zbv", "zbv": "zbv"}
 # Of a program, in the column `program` and in reports.toml; the first value is the default, if rules give none.
 _PROGRAM = {
     "gradients": ("wide", "narrow"),  # full gradients, and what data ranks reduce: float32 or not
+    "loss": ("logits", "fused"),  # whether float32 copies of logits exist
     "messages": ("units", "tensors"),  # of gathers and reductions
     "gathers": ("hidden", "exposed"),  # of updated parameters, under zero 1 and 2
 }
+_BUCKETS = 2 * 2 * 500_000_000  # bytes: DeepSpeed's reduce_bucket_size and allgather_bucket_size, in fp16
 _HEAD_DIM = 128  # where a row has no heads
 _VOCAB = 50304  # where it has no vocabulary: GPT-2's, padded
 _MOST = 1e12  # of any number
@@ -137,6 +139,9 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
         overlaps_data=modern,
         overlaps_gathers=program.get("gathers") != "exposed",
         overlaps_tensor=modern,
+        keeps_copies=not modern,
+        fused_loss=program.get("loss") == "fused",
+        bucket_bytes=_BUCKETS if precision == "fp16" and zero else 0,
         gathers_rows=True,
         splits_evenly=True,
         narrow_gradients=program.get("gradients", "narrow" if precision == "fp16" and zero else "") == "narrow",
@@ -249,19 +254,21 @@ def _plans(
     )
     recompute = row.get("recompute", "").lower()
     policies = [recompute] if recompute in ("full", "selective", "none") else ["none", "selective", "full"]
+    says = row.get("seq_parallel", "").lower()
+    sequence_parallel = [says.startswith(("y", "true", "1"))] if says or precision == "fp16" else [False, True]
+    sequence_parallel = sequence_parallel if tp > 1 else [False]
     plans = []
     for batch in sizes:
         # A published micro-batch that does not divide the rank's share: the last micro-batch is smaller.
         micro = max(1, round(each / batch))
         while each % micro:
             micro += 1
-        for policy, chunks in product(policies, chunk_choices):
+        for policy, chunks, sp in product(policies, chunk_choices, sequence_parallel):
             schedule = _SCHEDULES[named[1]] if named else "interleaved" if chunks > 1 else "1f1b"
             plans.append(
                 Plan(
                     dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved"
-                    else 0, sp=tp > 1 and row.get("seq_parallel", "").lower().startswith(("y", "true", "1")),
-                    cp=cp, ep=ep, zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
+                    else 0, sp=sp, cp=cp, ep=ep, zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
                     accumulate="auto" if zero == 3 or zero < 2 else "unsharded",
                     reduce=row.get("reduce") or reduce,
                 )

@@ -80,14 +80,14 @@ def peak_memory(
     on_gpu = "cpu" not in cluster.device.name.lower()
     ranks = {0} if only_first else {0, min(1, plan.pp - 1), plan.pp - 1}
 
-    def fullest(program: Software) -> MemoryUse:
-        uses = [rank_memory(model, plan, rank, batch, work.sequence, program, on_gpu) for rank in ranks]
-        return max(uses, key=lambda use: use.total)
+    uses = [rank_memory(model, plan, rank, batch, work.sequence, software, on_gpu) for rank in ranks]
+    use = max(uses, key=lambda use: use.total)
+    return use, upper_bytes(use)
 
-    # The upper end is for wide gradients, whatever the report says of the program.
-    wide = fullest(replace(software, narrow_gradients=False) if software.narrow_gradients else software)
-    use = fullest(software) if software.narrow_gradients else wide
-    return use, wide.total * (1 + _UNCERTAINTY)
+
+def upper_bytes(use: MemoryUse) -> float:
+    """Return the upper end of the interval of a rank's memory: states and gradients are exact."""
+    return use.total + _UNCERTAINTY * (use.temporary + use.allocator + use.runtime)
 
 
 _STATES = 2  # of Adam, per element
@@ -114,7 +114,7 @@ def rank_memory(
     ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
     own_plan = plan.of_worker
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
-    return model_state_bytes(
+    use = model_state_bytes(
         rank_layouts(model, plan, software)[rank],
         own_plan,
         states_per_element=_STATES,
@@ -127,6 +127,9 @@ def rank_memory(
         else 0,
         num_communicators=_num_communicators(plan, ranks) if on_gpu else None,
     )
+    if plan.zero == 3 and not software.keeps_copies:
+        use = replace(use, parameters=0)
+    return replace(use, buffers=use.buffers + software.bucket_bytes) if software.bucket_bytes else use
 
 
 @lru_cache(maxsize=1 << 10)  # the same for the ranks of a plan
@@ -144,7 +147,7 @@ def _activation_bytes(
     tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.dtype] / 2
     num_bytes = kept_bytes(model, plan, rank, batch, sequence, software)
     if not software.eager and _has_head(plan, rank):  # the gradient of the logits
-        num_bytes += tokens * 2 * model.vocab / plan.cols
+        num_bytes += 0 if software.fused_loss else tokens * 2 * model.vocab / plan.cols
     # One recomputed block, or its largest gradients.
     num_bytes += tokens * block_activation_bytes(model, plan, "none", sequence, software)
     return num_bytes + batch * sequence * _gathered_bytes(model, plan)
@@ -388,7 +391,7 @@ def _head_bytes(model: ModelShape, plan: Plan, software: Software, num_tokens: i
     result, that of the result's gradient; and its share of the weight's gradient, which is wide in fp16.
     Other programs keep logits, in float32 too."""
     if not software.eager:
-        return 6 * model.vocab / plan.cols
+        return (2 if software.fused_loss else 6) * model.vocab / plan.cols
     hidden = model.hidden / plan.rows
     weight = (4 if plan.precision == "fp16" else 2) * model.vocab / plan.cols * hidden
     return weight / num_tokens + _NORMS[model.mlp_matrices == 3] / 2 * hidden

@@ -29,6 +29,9 @@ class Software:
     splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
                        head's cost is balanced
     narrow_gradients   full gradients are summed in the computation's precision
+    keeps_copies       under zero=3, shards in the computation's precision are stored beside master weights
+    fused_loss         the gradient of logits takes their place, and nothing copies them to float32
+    bucket_bytes       of buffers that gradients are copied to before they are reduced
     gathers_rows       columns have parts of every expert, and with sp they send shares of the rows and gather
                        them where the experts are (Megatron-LM)
     sends_tensors      every tensor is gathered and reduced by calls of its own, else every unit is
@@ -43,6 +46,9 @@ class Software:
     overlaps_tensor: bool = True
     splits_evenly: bool = False
     narrow_gradients: bool = False
+    keeps_copies: bool = True
+    fused_loss: bool = False
+    bucket_bytes: int = 0
     gathers_rows: bool = False
     sends_tensors: bool = False
     expert_rows: float = 1
