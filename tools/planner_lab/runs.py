@@ -37,11 +37,14 @@ _SCHEDULES |= {"zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-v": "zbv", "zbv": "zbv"}
 # Of a program, in the column `program` and in reports.toml; the first value is the default, if rules give none.
 _PROGRAM = {
     "gradients": ("wide", "narrow"),  # full gradients, and what data ranks reduce: float32 or not
+    "kernels": ("general", "device"),  # of attention, and of casts to float8
+    "selective": ("attention", "elementwise", "products"),  # what it computes again
     "loss": ("logits", "fused"),  # whether float32 copies of logits exist
     "messages": ("units", "tensors"),  # of gathers and reductions
     "gathers": ("hidden", "exposed"),  # of updated parameters, under zero 1 and 2
 }
 _BUCKETS = 2 * 2 * 500_000_000  # bytes: DeepSpeed's reduce_bucket_size and allgather_bucket_size, in fp16
+_RECOMPUTED = ("none", "selective", "every=4", "every=2", "full")  # best price first
 _HEAD_DIM = 128  # where a row has no heads
 _VOCAB = 50304  # where it has no vocabulary: GPT-2's, padded
 _MOST = 1e12  # of any number
@@ -136,6 +139,8 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
     software = Software(
         eager=False,
         fused_attention=fused,
+        device_kernels=program.get("kernels") == "device",
+        selective=program.get("selective") or ("attention" if row.get("recompute") else "elementwise"),
         overlaps_data=modern,
         overlaps_gathers=program.get("gathers") != "exposed",
         overlaps_tensor=modern,
@@ -253,7 +258,8 @@ def _plans(
         else [b for b in (1, 2, 4, 8, 16) if each % b == 0]
     )
     recompute = row.get("recompute", "").lower()
-    policies = [recompute] if recompute in ("full", "selective", "none") else ["none", "selective", "full"]
+    known = recompute in _RECOMPUTED or re.fullmatch(r"every=\d+", recompute)
+    policies = [recompute] if known else list(_RECOMPUTED)
     says = row.get("seq_parallel", "").lower()
     sequence_parallel = [says.startswith(("y", "true", "1"))] if says or precision == "fp16" else [False, True]
     sequence_parallel = sequence_parallel if tp > 1 else [False]

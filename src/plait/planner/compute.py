@@ -113,6 +113,8 @@ class BlockWork(NamedTuple):
     capacity: str
     gathers_rows: bool
     eager: bool  # this product's program
+    device_kernels: bool
+    selective: str
 
     @classmethod
     def of(
@@ -135,6 +137,8 @@ class BlockWork(NamedTuple):
             capacity=plan.capacity,
             gathers_rows=software.gathers_rows,
             eager=software.eager,
+            device_kernels=software.device_kernels,
+            selective=software.selective,
         )
 
     @property
@@ -202,11 +206,21 @@ def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
 
 
 def _linear(
-    rates: Rates, constants: Constants, m: int, n: int, k: int, groups: int = 1, *, narrow: bool = False
+    rates: Rates,
+    constants: Constants,
+    m: int,
+    n: int,
+    k: int,
+    groups: int = 1,
+    *,
+    narrow: bool = False,
+    fuses_casts: bool = False,
 ) -> tuple[float, float, float]:
     """Forward, gradient of the input, gradient of the weight. `narrow`: in float8, if the plan has it."""
     speed, cast = (rates.linear_speed, rates.cast_bytes) if narrow else (1.0, 0.0)
-    cast_s, copy_s = (groups * each / rates.memory_bytes_per_s for each in (cast, cast and _COPY_BYTES))
+    # Fused casts write a value, and a transposed one.
+    bytes_of = (_COPY_BYTES, 0.0) if cast and fuses_casts else (cast, cast and _COPY_BYTES)
+    cast_s, copy_s = (groups * each / rates.memory_bytes_per_s for each in bytes_of)
     accumulate = groups * rates.operator_s("accumulate", n * k)
     return (
         product_s(rates, constants, m, n, k, groups, speed) + cast_s * (m * k + k * n),
@@ -242,7 +256,7 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     heads, d = -(-model.heads // part.cols), model.attention_width // model.heads
     kv_heads = -(-model.kv_heads // part.cols)
     ffn, ups = -(-model.ffn // part.cols), model.mlp_matrices - 1
-    linear = partial(_linear, rates, constants, narrow=True)
+    linear = partial(_linear, rates, constants, narrow=True, fuses_casts=part.device_kernels)
     # Rows of an expert, and experts of a rank: the choices of all tokens are spread evenly.
     own = expert_columns(model, part)
     experts, expert_ffn = max(1, model.experts // (part.ep * own)), ffn * own
@@ -270,9 +284,8 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     device_backward = backward + attention_back + vector_back
     gathered = products[:1] if model.experts else products[::2]  # the others' messages are not hidden
     shared_input, shared_weight = (sum(times[i] * count for times, count in gathered) for i in (1, 2))
-    return Seconds(
-        device_forward, device_backward, weight, shared_weight, shared_input, attention + vector, host
-    )
+    again = attention * (part.selective != "elementwise") + vector * (part.selective != "attention")
+    return Seconds(device_forward, device_backward, weight, shared_weight, shared_input, again, host)
 
 
 COLLECTIVE_OPERATORS = 2  # host time of a collective, in operators: the call and its wait
@@ -294,7 +307,8 @@ def _attention(
         return forward, backward
     if part.fused_attention:
         scores /= 2  # causal
-        products = 4.0 * scores * d / (rates.warp_flops * constants.attention_fraction)
+        flops = rates.flops if part.device_kernels else rates.warp_flops
+        products = 4.0 * scores * d / (flops * constants.attention_fraction)
         vector = scores * constants.softmax_sm_s / rates.num_sms
         return products + vector, 2.5 * products + 2 * vector
     slowdown = constants.unaligned_slowdown if d % 8 else 1.0

@@ -373,8 +373,12 @@ def block_activation_bytes(
             heads += 2 * model.heads * (2 * model.head_dim - model.latent[2])
         inside = (heads + kv + _ACTIVATIONS[gated] * width) / cols
         return _NORMS[gated] * h / across + routed + inside
-    residual = (8 if software.fused_attention else 10) * h / across + 4 * rows * h / own + gathered
-    inside = 4.0 * model.attention_width + kv + 2.0 * model.mlp_matrices * width
+    # Inputs of products, which norms, attention and activations computed: not kept, or in float8.
+    repeats = recompute == "selective" and software.selective == "elementwise"
+    size = 0.0 if repeats else 1.0 if plan.is_float8 and software.device_kernels else 2.0
+    residual = (4 + 2 * size if software.fused_attention else 10) * h / across + 4 * rows * h / own + gathered
+    kept = 1.0 if plan.is_float8 and software.device_kernels else 2.0  # of attention
+    inside = (2.0 + kept) * model.attention_width + kv + (2.0 * (model.mlp_matrices - 1) + size) * width
     inside += _exchanged_bytes(model, plan)
     if not software.fused_attention and recompute != "selective":
         inside += 5.0 * model.heads * sequence

@@ -23,6 +23,10 @@ class Software:
 
     eager              every operator of a block keeps what its backward needs, as in Hugging Face's models
     fused_attention    flash attention: scores are not stored
+    device_kernels     attention has the device's own instructions (of groups of warps on Hopper), casts to float8
+                       are parts of the operators before them, and its values are kept (cuDNN, TransformerEngine)
+    selective          what recompute=selective repeats: all but `products`; `attention` (Megatron-LM); or
+                       `elementwise`: norms and activations
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
     overlaps_gathers   so are the gathers of updated parameters, once a step
     overlaps_tensor    input gradients are reduced during the computation of weight gradients
@@ -41,6 +45,8 @@ class Software:
 
     eager: bool = True
     fused_attention: bool = True
+    device_kernels: bool = False
+    selective: str = "products"
     overlaps_data: bool = True
     overlaps_gathers: bool = True
     overlaps_tensor: bool = True
