@@ -13,8 +13,9 @@ the products of linear layers have the peak of float8, and their operands are ca
 A fused kernel computes products at a fraction of the peak, and for every score an exponential, a maximum, a
 sum and conversions on the vector units, which grow with the number of SMs, not with the peak of the matrix
 unit: so newer devices reach a smaller fraction of their peak (Shah et al. 2407.08608, section 3). Its
-products use instructions of single warps, which on some devices are slower than others. The backward
-computes five products for the forward's two.
+products use instructions of single warps, which on some devices are slower than others. Kernels made for
+such a device run both at once, one group of warps its products and another its softmax (the same, section
+3.1), so the longer of the two counts. The backward computes five products for the forward's two.
 
 [Note: launch-bound blocks]
 Operators are started one by one by the host. A block takes the longer of the device's time and of the host's.
@@ -307,9 +308,11 @@ def _attention(
         return forward, backward
     if part.fused_attention:
         scores /= 2  # causal
-        flops = rates.flops if part.device_kernels else rates.warp_flops
-        products = 4.0 * scores * d / (flops * constants.attention_fraction)
         vector = scores * constants.softmax_sm_s / rates.num_sms
+        if part.device_kernels:
+            products = 4.0 * scores * d / (rates.flops * constants.product_fraction)
+            return max(products, vector), max(2.5 * products, 2 * vector)
+        products = 4.0 * scores * d / (rates.warp_flops * constants.attention_fraction)
         return products + vector, 2.5 * products + 2 * vector
     slowdown = constants.unaligned_slowdown if d % 8 else 1.0
     queries, s = part.tokens * heads, part.sequence
