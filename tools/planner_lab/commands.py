@@ -233,7 +233,9 @@ def score(
 
     runs = [run for path in files for run in read_runs(path)]
     learned = [run for path in calibrate or () for run in read_runs(path) if isinstance(run, Run)]
-    constants = fit_without(learned, {run.publisher for run in runs if isinstance(run, Run)}) if learned else {}
+    constants = (
+        fit_without(learned, {run.publisher for run in runs if isinstance(run, Run)}) if learned else {}
+    )
     priced, refused = estimate_all(runs, lambda publisher: constants.get(publisher, DEFAULT))
     result = score_runs(priced, refused)
     result["refused"] = [{"row": one.row, "source": one.source, "reason": one.reason} for one in refused]

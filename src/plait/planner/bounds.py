@@ -22,7 +22,7 @@ from plait.plan.schedule.simulate import PipelineEnds
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
-from plait.planner.memory import peak_memory, upper_bytes, rank_layouts, without_sharding
+from plait.planner.memory import peak_memory, rank_layouts, upper_bytes, without_sharding
 from plait.planner.model_shape import ModelShape
 from plait.planner.space import SEARCHED, Decided
 from plait.planner.step_estimate import (

@@ -2,8 +2,8 @@
 
 [Note: fit]
 The residual of a run is the logarithm of predicted over measured time; the unknowns are the logarithms of
-the constants, so that all stay positive. Every publisher weighs the same, however many rows it has. The sum of
-absolute residuals is minimised by reweighted least squares (Gauss-Newton with a numerical Jacobian), which
+the constants, so that all stay positive. Every publisher weighs the same, however many rows it has. The sum
+of absolute residuals is minimised by reweighted least squares (Gauss-Newton with a numerical Jacobian), which
 outliers do not distort. A weak pull to physical first values, a factor of e weighing as much as an error of
 `_PULL`, decides what the runs do not.
 
@@ -86,12 +86,15 @@ def fit(
     at = list(prior)
     best, best_loss = at, math.inf
     for _ in range(_ITERATIONS + 1):
-        residuals = _residuals(chosen, _constants(start, names, at))
+        constants = _constants(start, names, at)
+        # The plans of open rows that are the best ones at these constants.
+        decided = [replace(run, plans=(run.estimate(constants).plan,)) for run in chosen]
+        residuals = _residuals(decided, constants)
         loss = sum(share * abs(r) for share, r in zip(shares, residuals, strict=True))
         if loss < best_loss:
             best, best_loss = at, loss
         weights = [share / max(abs(r), 0.02) for share, r in zip(shares, residuals, strict=True)]
-        columns = _jacobian(chosen, _constants(start, names, at), names, residuals)
+        columns = _jacobian(decided, constants, names, residuals)
         pull = _PULL**2 * sum(weights)
         matrix = [
             [

@@ -39,6 +39,7 @@ from plait.plan.grid import expert_rows
 from plait.plan.host_profile import OPERATORS
 from plait.plan.memory import COMPUTE_BYTES
 from plait.plan.plan import FLOAT8
+from plait.plan.schedule.generators import GENERATORS
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape, attention_method
 from plait.planner.workload import Software
@@ -107,6 +108,7 @@ class BlockWork(NamedTuple):
     fused_attention: bool
     compiled: bool
     overlaps: bool  # collectives of the backward run during products
+    splits: bool  # weight gradients are computed apart
     ranks: int  # of the job
     cp: int
     cp_method: str  # not `auto`
@@ -118,9 +120,9 @@ class BlockWork(NamedTuple):
     selective: str
 
     @classmethod
-    def of(
-        cls, model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software, *, overlaps: bool
-    ) -> "BlockWork":
+    def of(cls, model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software) -> "BlockWork":
+        generator = GENERATORS.get(plan.schedule)
+        splits = generator is not None and generator.splits
         method = attention_method(model, plan.cols, plan.cp, plan.cp_method) if plan.cp > 1 else ""
         return cls(
             rows=plan.rows,
@@ -130,7 +132,8 @@ class BlockWork(NamedTuple):
             sequence=sequence,
             fused_attention=software.fused_attention,
             compiled=plan.compile,
-            overlaps=overlaps,
+            overlaps=software.overlaps_tensor and not splits,
+            splits=splits,
             ranks=plan.num_ranks,
             cp=plan.cp,
             cp_method=method,

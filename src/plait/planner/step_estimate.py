@@ -13,7 +13,6 @@ from plait.plan.context import AttentionMessages, heads_degree
 from plait.plan.events import During
 from plait.plan.layout import Layout
 from plait.plan.memory import COMPUTE_BYTES
-from plait.plan.schedule.generators import GENERATORS
 from plait.plan.schedule.load import stages_by_rank, stages_of
 from plait.plan.schedule.simulate import Durations, PipelineEnds, pipeline_s
 from plait.planner.block_messages import attention_of, block_collectives, sends_rows, tensor_groups
@@ -318,10 +317,15 @@ def _block_seconds(
     across_back = tensor.backward + share * tensor.again + attention_back + experts_back
     collectives = sum(each.forward for each in block_collectives(model, part, rates.itemsize))
     host = block.host + COLLECTIVE_OPERATORS * rates.launch_s * collectives
-    weight = block.weight
+    weight = max(block.weight, host) if part.splits else block.weight
+    halves = block.backward + across_back + again
+    if part.splits:  # the host starts both halves
+        backward = max(halves, (1 + share) * host)
+    else:
+        backward = max(halves + weight, (2 + share) * host) - weight
     return StageSeconds(
         max(block.forward + across, host),
-        max(block.backward + weight + across_back + again, (2 + share) * host) - weight,
+        backward,
         weight,
         again,
         across + across_back,
@@ -348,9 +352,7 @@ def stage_seconds(
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     counts = block_counts(model, plan, software)
-    generator = GENERATORS.get(plan.schedule)
-    overlaps = software.overlaps_tensor and not (generator is not None and generator.splits)
-    part = BlockWork.of(model, plan, batch, work.sequence, software, overlaps=overlaps)
+    part = BlockWork.of(model, plan, batch, work.sequence, software)
     return _stage_seconds(model, counts, part, plan.recompute, rates, links, constants)
 
 

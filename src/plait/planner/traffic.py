@@ -92,7 +92,7 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
     grid, batch = Grid.from_plan(plan), work.batch // (plan.data_ranks * plan.micro)
     counts = block_counts(model, plan, PLAIT)
     message = (message_bytes(model, plan, batch, work.sequence),)
-    part = BlockWork.of(model, plan, batch, work.sequence, PLAIT, overlaps=True)
+    part = BlockWork.of(model, plan, batch, work.sequence, PLAIT)
     share, of_attention = recomputed_share(plan.recompute), recomputed_attentions(plan.recompute)
     shapes = [model, model.dense_block] if model.dense_layers else [model]
     collectives = [block_collectives(shape, part, COMPUTE_BYTES[plan.dtype]) for shape in shapes]

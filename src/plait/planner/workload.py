@@ -23,8 +23,9 @@ class Software:
 
     eager              every operator of a block keeps what its backward needs, as in Hugging Face's models
     fused_attention    flash attention: scores are not stored
-    device_kernels     attention has the device's own instructions (of groups of warps on Hopper), casts to float8
-                       are parts of the operators before them, and its values are kept (cuDNN, TransformerEngine)
+    device_kernels     attention has the device's own instructions (of groups of warps on Hopper); casts to
+                       float8 are parts of the operators before them, and their results are kept (cuDNN,
+                       TransformerEngine)
     selective          what recompute=selective repeats: all but `products`; `attention` (Megatron-LM); or
                        `elementwise`: norms and activations
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
