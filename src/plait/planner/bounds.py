@@ -184,9 +184,8 @@ class EstimateCache:
             full = plan.keeps_full_grads if decided is Decided.ALL else plan.zero < 2
             states += int(use.gradients * (1 if full else share))
             states += int((use.master + use.optimizer) * share)
-        activations = use.activations or 0
-        allocator = int(activations * use.allocator / use.temporary) if use.temporary else 0
-        return upper_bytes(MemoryUse(states, 0, 0, 0, 0, activations, allocator=allocator))
+        others = {"allocator": use.allocator, "runtime": use.runtime, "loss": use.loss}
+        return upper_bytes(MemoryUse(states, 0, 0, 0, 0, use.activations, **others))
 
     def first_rank_bytes(self, plan: Plan) -> float:
         """Return a lower bound of `memory_bytes`, in a third of its time."""
