@@ -125,11 +125,15 @@ def rank_memory(
         loss_bytes=_loss_bytes(model, plan, batch * tokens_of_rank(model, plan, sequence), on_gpu=on_gpu)
         if software.eager and _has_head(plan, rank)
         else 0,
-        num_communicators=_num_communicators(plan, ranks) if on_gpu else None,
+        num_communicators=_num_communicators(_of_groups(plan), ranks) if on_gpu else None,
     )
     if plan.zero == 3 and not software.keeps_copies:
         use = replace(use, parameters=0)
     return replace(use, buffers=use.buffers + software.bucket_bytes) if software.bucket_bytes else use
+
+
+# Communicators do not depend on what is computed.
+_of_groups = with_defaults("micro", "sp", "cp_method", "recompute", "schedule", "chunks", "stages", "compile")
 
 
 @lru_cache(maxsize=1 << 10)  # the same for the ranks of a plan
