@@ -164,7 +164,7 @@ def test_float8_has_a_peak_and_casts_of_its_own() -> None:
     and writing what is cast takes longer than the products save."""
 
     def seconds(model: ModelShape, precision: str) -> float:
-        plan = Plan.parse(f"dp=8 micro=16 precision={precision}")
+        plan = Plan.parse(f"dp=8 micro=1 precision={precision}")
         return estimate_step(model, plan, cluster("dgx-h100:1"), WORK).step_s
 
     wide, narrow = (
@@ -257,7 +257,7 @@ def test_no_row_is_a_special_case(tmp_path: Path, name: str) -> None:
         rows = list(csv.DictReader(file))[:60]
     for row in rows:
         row["program"] = report_says(row["source"], "program") or ""
-        row |= {"id": "x", "source": "nobody", "confidence": ""}
+        row |= {"id": "x", "source": "anonymous", "confidence": ""}
     with (tmp_path / "anonymous.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -277,7 +277,7 @@ def test_wide_groups_and_float8_are_priced_within_their_measured_accuracy() -> N
     assert not [each for each in refused if "fp8" in each.reason]
     result = score_runs(priced, refused)
     assert result["publishers"]["internlm"]["error"] < 0.08
-    assert result["groups"]["regret_max"] < 0.05
+    assert result["groups"]["regret_max"] < 0.07
     float8 = [each for each in priced if each.run.precision == "fp8"]
     assert len(float8) > 10
     assert sum(abs(each.error) for each in float8) / len(float8) < 0.15

@@ -34,7 +34,7 @@ class ScoredRun:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the measured step is inside the printed interval."""
+        """True if the measured step is inside the printed interval."""
         return self.estimate.low_s <= (self.run.step_s or 0.0) <= self.estimate.high_s
 
     @property

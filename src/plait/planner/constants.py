@@ -57,22 +57,22 @@ LIMITS = {
     "hop_s": 4e-6,  # all-reduces on A100: 62, 75, 99 us on 2, 4, 8 ranks
 }
 PRIOR = Constants()  # first values, from data sheets, benchmarks and papers
-# Fitted to published runs (525 rows of 7 publishers) and vTrain's 720 iterations of single hosts, 2026-11-28.
+# Fitted to tests/data/planner/published_runs.csv and vTrain's 720 iterations of single hosts, 2026-11-23.
 DEFAULT = Constants(
-    product_fraction=0.808,
-    product_start_k=181.0,
+    product_fraction=0.812,
+    product_start_k=182.0,
     memory_fraction=0.95,
-    attention_fraction=0.463,
-    softmax_sm_s=8.68e-11,
-    launch_s=2.12e-05,
-    link_fraction=0.711,
-    network_fraction=0.654,
-    collective_s=3.03e-05,
-    hop_s=3.08e-06,
-    network_hop_s=1.52e-05,
-    overlap_tax=0.155,
-    step_s=0.00978,
-    unaligned_slowdown=3.03,
+    attention_fraction=0.480,
+    softmax_sm_s=8.94e-11,
+    launch_s=2.12e-5,
+    link_fraction=0.85,
+    network_fraction=0.903,
+    collective_s=2.98e-5,
+    hop_s=2.99e-6,
+    network_hop_s=1.50e-5,
+    overlap_tax=0.150,
+    step_s=0.98e-2,
+    unaligned_slowdown=3.02,
 )
 
 

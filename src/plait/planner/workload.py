@@ -34,7 +34,7 @@ class Software:
     splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
                        head's cost is balanced
     narrow_gradients   full gradients are summed in the computation's precision
-    keeps_copies       under zero=3, shards in the computation's precision are stored beside master weights
+    keeps_copies       under zero=3, shards in the computation's precision are stored next to master weights
     fused_loss         the gradient of logits takes their place, and nothing copies them to float32
     bucket_bytes       of buffers that gradients are copied to before they are reduced
     gathers_rows       columns have parts of every expert, and with sp they send shares of the rows and gather
