@@ -179,8 +179,8 @@ def test_the_best_plans_of_published_mixtures_have_ep(name: str, hosts: int) -> 
     assert "ep=1" in {family.name for family in found.families}
 
 
-# Predicted by measured steps. The last Grok row is from a later release, 1.3 times as fast for the same work. The
-# rows of gpt-oss reach 15 to 16 % of the peak: what its program does besides products is not modelled.
+# Predicted by measured steps. The last Grok row is from a later release, 1.3 times as fast for the same work.
+# The rows of gpt-oss reach 15 to 16 % of the peak: what its program does besides products is not modelled.
 RATIOS = {
     "dgxc-grok-bf16-H100--8": 0.88,
     "dgxc-grok-bf16-H100--16": 0.92,

@@ -24,7 +24,7 @@ from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import Software, StepEstimate, Workload, estimate_step, stage_seconds
 from plait.planner.workload import PLAIT
 from planner_lab.programs import report_says
-from planner_lab.runs import read_runs
+from planner_lab.runs import Refused, read_runs
 from planner_lab.score import ScoredRun, estimate_all, fit_without, score_runs
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
@@ -234,6 +234,27 @@ def test_neither_half_of_a_split_backward_is_faster_than_the_host(schedule: str)
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.parametrize(("layers", "pp"), [(8, 8), (8, 4), (8, 2), (32, 1)])
+def test_zero_2_needs_at_most_the_own_range_more_than_zero_1(layers: int, pp: int) -> None:
+    """With no more units on a stage than reductions in flight, all full gradients exist at once, next to the
+    rank's range; zero=3 is the least from three units on."""
+    model = ModelShape.parse(f"layers={layers} hidden=2048 heads=16 ffn=8192 vocab=32000")
+    uses = [
+        estimate_step(
+            model,
+            Plan.parse(f"dp={64 // pp} pp={pp} micro={pp} zero={zero} precision=bf16"),
+            cluster("dgx-h100:8"),
+            WORK,
+        ).memory
+        for zero in range(4)
+    ]
+    own = uses[2].gradients
+    assert uses[1].total <= uses[0].total
+    assert uses[2].total - uses[2].allocator <= uses[1].total - uses[1].allocator + own
+    if layers // pp > 4:
+        assert uses[3].total < uses[2].total < uses[1].total
+
+
 def runs() -> list[Run]:
     return [run for run in read_runs(DATA / "published_runs.csv") if isinstance(run, Run)]
 
@@ -269,6 +290,30 @@ def test_no_row_is_a_special_case(tmp_path: Path, name: str) -> None:
     assert [each.step_s for each in anonymous] == [each.step_s for each in named[: len(anonymous)]]
     memory = [each.memory for each in anonymous]
     assert memory == [each.memory for each in named[: len(anonymous)]]
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes_per_s"),
+    [
+        ("8x200Gb/s HDR IB/node", 200),
+        ("400Gb/s per GPU", 400),
+        ("1.6Tb/s per node", 200),
+        ("not stated", 200),
+    ],
+)
+def test_the_network_of_a_row_is_that_of_its_hosts(tmp_path: Path, text: str, gigabytes_per_s: int) -> None:
+    (tmp_path / "one.csv").write_text(
+        "source,layers,hidden,seq_len,gpu,n_gpus,global_batch,step_time_s,inter_bw,program\n"
+        f"one,8,1024,1024,A100-SXM-80GB,16,16,1,{text},messages=tensors\n"
+        f"one,8,1024,1024,A100-SXM-80GB,16,16,1,{text},messages=letters\n",
+        encoding="utf-8",
+    )
+    run, refused = read_runs(tmp_path / "one.csv")
+    assert isinstance(run, Run)
+    assert run.software.sends_tensors
+    assert run.cluster.network_bytes_per_s == gigabytes_per_s * 1e9
+    assert isinstance(refused, Refused)
+    assert refused.reason == "messages=letters is not a property of a program"
 
 
 def test_wide_groups_and_float8_are_priced_within_their_measured_accuracy() -> None:
