@@ -1,27 +1,18 @@
 """Local steps over a slow link: two hosts of one rank each, connected by 100 Mbit/s.
 
-The hosts are network namespaces of this machine, the link a pair of virtual interfaces whose rate `tc`
-limits in both directions. Where namespaces cannot be made (they need root), the ranks use the loopback
-interface, and the link is not limited. `exchange_ms` is a step with an exchange less the median step without
+The hosts are those of `two_hosts.py`. `exchange_ms` is a step with an exchange less the median step without
 one; `link_ms` is what the bytes that a rank sends take on the link. `step_ms` is a mean over whole rounds.
 """
 
 import argparse
-import contextlib
-import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import common
 import plait
+import two_hosts
 from llama import Llama
 from plait.bench.report import machine
 from plait.comm import connect
@@ -29,8 +20,6 @@ from plait.plan import Plan, subtract_traffic
 from plait.plan.events import ring_bytes
 from plait.plan.grid import Grid
 
-ADDRESS = "10.213.78.{}"
-PORT = 29631
 LLAMA = Llama(
     {
         "model_type": "llama",
@@ -57,75 +46,9 @@ def main() -> None:
     if "RANK" in os.environ:
         measure(arguments)
         return
-    with tempfile.TemporaryDirectory() as folder, hosts(arguments.mbit) as prefixes:
-        found = run_ranks(prefixes, Path(folder))
-    is_limited = any(prefixes)
-    rows = table(found, arguments.mbit if is_limited else None)
-    link = f"{arguments.mbit} Mbit/s" if is_limited else "loopback, not limited"
-    common.report("plain data parallelism and local steps", rows, machine() | {"link": link}, arguments.json)
-
-
-# --- hosts
-
-
-def ip(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def hosts(mbit: int) -> Iterator[list[list[str]]]:
-    """The words before a command that runs it on a host, for two; none where hosts cannot be made."""
-    names = [f"plait-{os.getpid()}-{number}" for number in (1, 2)]
-    links = [f"pl{os.getpid() % 10**7}{number}" for number in (1, 2)]
-    made = shutil.which("ip") is not None and shutil.which("tc") is not None
-    try:
-        try:
-            for name in names if made else ():
-                ip("ip", "netns", "add", name)
-            if made:
-                ip("ip", "link", "add", links[0], "type", "veth", "peer", "name", links[1])
-            for number, (name, link) in enumerate(zip(names, links, strict=True), 1) if made else ():
-                address = f"{ADDRESS.format(number)}/24"
-                inside = ("ip", "-n", name)
-                ip("ip", "link", "set", link, "netns", name)
-                ip(*inside, "address", "add", address, "dev", link)
-                ip(*inside, "link", "set", link, "up")
-                ip(*inside, "link", "set", "lo", "up")
-                rate = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "200ms")
-                ip("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *rate)
-        except subprocess.CalledProcessError as error:
-            print(f"hosts cannot be made here: {error.stderr.strip()}", file=sys.stderr)
-            made = False
-        at = [f"GLOO_SOCKET_IFNAME={link}" for link in links] if made else ["GLOO_SOCKET_IFNAME=lo"] * 2
-        master = f"MASTER_ADDR={ADDRESS.format(1) if made else '127.0.0.1'}"
-        runs_in = [("ip", "netns", "exec", name) if made else () for name in names]
-        yield [[*prefix, "env", master, own] for prefix, own in zip(runs_in, at, strict=True)]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-def run_ranks(prefixes: Sequence[Sequence[str]], folder: Path) -> dict[str, Any]:
-    """Run one rank on each host; return what rank 0 has measured."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": str(PORT)}
-    results = folder / "results.json"
-    ranks = [
-        subprocess.Popen(
-            [*prefix, sys.executable, __file__, *sys.argv[1:]],
-            env=os.environ | shared | {"RANK": str(rank), "RESULTS": str(results), "OMP_NUM_THREADS": "1"},
-        )
-        for rank, prefix in enumerate(prefixes)
-    ]
-    try:
-        for rank in ranks:
-            if rank.wait(900):
-                raise SystemExit("a rank failed: see above")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    found: dict[str, Any] = json.loads(results.read_text())
-    return found
+    found = two_hosts.run(__file__, arguments.mbit)
+    rows, facts = table(found.results, found.mbit), machine() | {"link": found.link}
+    common.report("plain data parallelism and local steps", rows, facts, arguments.json)
 
 
 # --- ranks
@@ -138,8 +61,7 @@ def measure(arguments: argparse.Namespace) -> None:
     plans.append(f"{plans[1]} exchange_parts=2")
     found = {plan: steps_of(plan, arguments.layers, 2 * steps) for plan in plans}
     found["dp=2"] = steps_of("dp=2", arguments.layers, arguments.dp_steps)
-    if world.rank == 0:
-        Path(os.environ["RESULTS"]).write_text(json.dumps(found))
+    two_hosts.write_first(world, found)
 
 
 def steps_of(words: str, layers: int, num_steps: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ BUDGETS = {
     "optim": 1625,
     "pages": 275,
     "parallel": 15450,
-    "plan": 7235,
+    "plan": 7255,
     "planner": 4945,
     "server": 2250,
     "train": 6680,

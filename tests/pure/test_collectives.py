@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from plait.plan.collectives import (
     ALGORITHMS,
+    SEGMENT_NUMEL,
     Hosts,
     Receive,
     Send,
@@ -30,6 +31,7 @@ from plait.plan.collectives import (
     scratch_numel,
     sent,
     tree_reduce,
+    two_level_all_reduce,
 )
 from plait.plan.cost_model import Link, best_segments, chain_broadcast_s, chain_segments, gloo_broadcast_s
 from support.collective_cost import cost_s, tree_broadcast_s, two_level_cost_s
@@ -141,6 +143,22 @@ def test_two_levels_sum_over_hosts_of_any_sizes(cut: tuple[int, Hosts], numel: i
     values = contributions(num_ranks, numel)
     simulate([all_reduce_steps("two-level", r, num_ranks, numel, hosts) for r in range(num_ranks)], values)
     assert values == [[total(num_ranks)] * numel] * num_ranks
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), NUMELS, st.integers(1, 6))
+def test_two_levels_in_segments_sum_with_as_many_bytes(n: int, g: int, numel: int, segments: int) -> None:
+    numel += segments * n * g  # no rank's range of a segment is empty
+    hosts = [range(h * g, h * g + g) for h in range(n)]
+    values = contributions(n * g, numel)
+    programs = [two_level_all_reduce(r, hosts, numel, segments) for r in range(n * g)]
+    simulate(programs, values)
+    assert values == [[total(n * g)] * numel] * (n * g)
+    one = [two_level_all_reduce(r, hosts, numel, 1) for r in range(n * g)]
+    assert sum(sent(p)[1] for p in programs) == sum(sent(p)[1] for p in one)
+    assert all(sent(p)[0] == segments * sent(o)[0] for p, o in zip(programs, one, strict=True))
+    if n > 1 and g > 1:
+        assert len(two_level_all_reduce(0, hosts, 2 * SEGMENT_NUMEL)) == len(one[0]) + 1
 
 
 @settings(deadline=None)

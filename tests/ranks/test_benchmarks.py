@@ -30,6 +30,7 @@ HELPERS = {
     "server_peers",
     "tensor_peers",
     "trl_peer",
+    "two_hosts",
 }
 RANKS = {
     "broadcast": 3,

@@ -37,6 +37,8 @@ from plait.plan.schedule import Schedule, Span, forwards_only, one_micro_batch, 
 Micro = Mapping[str, Tensor]
 OnLoss = Callable[[Tensor, int | Tensor], Any]  # (summed loss, targets) -> root of backward
 Seeds = Callable[[int, int], Any]  # (stage, micro-batch) -> context of a pass
+# (last stage, micro-batch, what the stage received, kind of its pass) -> root of backward, or anything
+AtEnd = Callable[[StageRunner, Micro, Any, Pass], Any]
 
 
 class MicrobatchRunner:
@@ -108,13 +110,13 @@ class MicrobatchRunner:
         sizes = self.sizes(micros)
         if self._parts.context.plan.counts_first:
             self._count(micros, seeds, sizes)
-        return self._run(self._schedule, micros, on_loss, seeds, sizes=sizes, records=records)
+        return self._run(self._schedule, micros, _loss_to(on_loss), seeds, sizes=sizes, records=records)
 
     def _count(self, micros: Sequence[Micro], seeds: Seeds, sizes: Sequence[MicroSizes | None]) -> None:
         """Forwards that count for losses of routers: see routers.py [Note: counts of the step]."""
         with self._first_pass():
             schedule = forwards_only(self._schedule, len(micros))
-            self._run(schedule, micros, lambda *_: None, seeds, sizes=sizes, is_first=True)
+            self._run(schedule, micros, _loss_to(_nothing), seeds, sizes=sizes, is_first=True)
         for stage in self._parts.stages.values():
             stage.routers.end_first_pass()
 
@@ -140,7 +142,7 @@ class MicrobatchRunner:
         own, others = ([{k: v[row::ROWS] for k, v in micro.items()} for micro in micros] for row in (0, 1))
         with self._first_pass(), pairs.of_others(ranks):
             schedule = forwards_only(self._schedule, len(others))
-            self._run(schedule, others, lambda *_: None, seeds, num_counted=num_counted)
+            self._run(schedule, others, _loss_to(_nothing), seeds, num_counted=num_counted)
         return own
 
     def seeded(self, seed: tuple[int, int, int], stage: int, micro: int) -> AbstractContextManager[None]:
@@ -169,7 +171,7 @@ class MicrobatchRunner:
             return loss * (scale / float(targets))
 
         with self.eval_mode():
-            self._run(one_micro_batch(self._schedule), [micro], mean, None)
+            self._run(one_micro_batch(self._schedule), [micro], _loss_to(mean), None)
 
     def evaluate(self, batch: Micro) -> EvalResult:
         """Forwards only, in eval mode, and their loss over all data ranks. If ranks communicate in forwards,
@@ -197,7 +199,7 @@ class MicrobatchRunner:
         with inputs.explained(micros), self.inference():
             micros = self._answers([*micros, *padding], None, context.groups.tokens, counted)
             schedule = forwards_only(self._schedule, len(micros))
-            self._run(schedule, micros, add, None, num_counted=counted)
+            self._run(schedule, micros, _loss_to(add), None, num_counted=counted)
         all_reduce(totals, context.groups.tokens)
         broadcast(totals, context.groups.pp, self.last_rank)
         return EvalResult.of(*totals.tolist())
@@ -206,7 +208,7 @@ class MicrobatchRunner:
         """The result of `pick` on the model's outputs (None: all of them), on every rank of the pipeline."""
         collected: list[Any] = []
         with self.inference():
-            self._run(forwards_only(self._schedule, 1), [micro], collected.append, None, of_outputs=True)
+            self._run(forwards_only(self._schedule, 1), [micro], _outputs_to(collected.append), None)
             return self._broadcast_from_last(
                 lambda: self._picked(self._parts.inputs.complete(collected[0], micro), pick)
             )
@@ -220,6 +222,9 @@ class MicrobatchRunner:
         inputs = self._parts.inputs
         micros = [inputs.single(batch, trains=False) for batch in batches]
 
+        def find(stage: StageRunner, micro: Micro, received: Any, _kind: Pass) -> None:
+            found.append(stage.label_statistics(micro, received, distillation))
+
         def completed() -> list[Tensor]:
             values = [inputs.complete(*pair) for pair in zip(found, micros, strict=True)]
             return [inputs.of_labels(value) for value in values] if shifts else values
@@ -227,15 +232,7 @@ class MicrobatchRunner:
         schedule = forwards_only(self._schedule, len(micros))
         prepare = partial(inputs.prepared, shifts=shifts)
         with inputs.explained(micros), self.inference():
-            self._run(
-                schedule,
-                micros,
-                found.append,
-                None,
-                prepare=prepare,
-                of_labels=True,
-                distillation=distillation,
-            )
+            self._run(schedule, micros, find, None, prepare=prepare)
             result: list[Tensor] = self._broadcast_from_last(completed)
         return result
 
@@ -243,7 +240,7 @@ class MicrobatchRunner:
         """See `Engine.routing`."""
         routers = self.only_stage("engine.routing").routers
         with self.inference(), routers.recording() as recorded:
-            self._run(forwards_only(self._schedule, 1), [micro], lambda _: None, None, of_outputs=True)
+            self._run(forwards_only(self._schedule, 1), [micro], _outputs_to(_nothing), None)
         samples, shapes = max(len(value) for value in micro.values()), {each.shape for each in recorded}
         compiles, layers = self._parts.context.plan.compile, routers.layers
         if compiles or len(shapes) != 1 or len(recorded) != len(layers) or len(recorded[0]) % samples:
@@ -324,14 +321,11 @@ class MicrobatchRunner:
         self,
         schedule: Schedule,
         micros: Sequence[Micro],
-        on_loss: Callable[..., Any],
+        at_end: AtEnd,
         seeds: Seeds | None,
         *,
         sizes: Sequence[MicroSizes | None] | None = None,
         prepare: Callable[[Micro], Micro] | None = None,
-        of_outputs: bool = False,
-        of_labels: bool = False,
-        distillation: Distillation | None = None,
         records: bool = False,
         num_counted: int | None = None,
         is_first: bool = False,
@@ -343,9 +337,9 @@ class MicrobatchRunner:
                 self._parts.dataflow.check(routers.without_choices(micro), self._parts.loss)
         counted = len(micros) if num_counted is None else num_counted
         sizes = self.sizes(micros) if sizes is None else sizes
-        given = (micros, prepare or self._parts.inputs.prepared, on_loss, seeds, sizes)
+        given = (micros, prepare or self._parts.inputs.prepared, at_end, seeds, sizes)
         stages = {
-            number: _StagePass(stage, *given, number, of_outputs, of_labels, distillation, counted, is_first)
+            number: _StagePass(stage, *given, number, counted, is_first)
             for number, stage in self._parts.stages.items()
         }
         trains = any(stage.module_part.module.training for stage in self._parts.stages.values())
@@ -454,13 +448,10 @@ class _StagePass:
     stage: StageRunner
     micros: Sequence[Micro]
     prepare: Callable[[Micro], Micro]
-    on_loss: Callable[..., Any]
+    at_end: AtEnd
     seeds: Seeds | None
     sizes: Sequence[MicroSizes | None]
     number: int
-    of_outputs: bool
-    of_labels: bool
-    distillation: Distillation | None
     num_counted: int  # of the micro-batches; in the others this rank joins the forwards of other ranks
     is_first: bool  # see `MicrobatchRunner._count`
     sharded: ShardedStage = field(init=False)
@@ -477,11 +468,19 @@ class _StagePass:
             kind = Pass(number < self.num_counted, trains, self.is_first)
             if not stage.is_last:
                 return stage.outputs(micro, received, kind)
-            if self.of_outputs:
-                return self.on_loss(stage.outputs(micro, received))
-            if self.of_labels:
-                return self.on_loss(stage.label_statistics(micro, received, self.distillation))
-            return self.on_loss(*stage.summed_loss(micro, received, kind))
+            return self.at_end(stage, micro, received, kind)
+
+
+def _loss_to(on_loss: Callable[..., Any]) -> AtEnd:
+    return lambda stage, micro, received, kind: on_loss(*stage.summed_loss(micro, received, kind))
+
+
+def _outputs_to(on_outputs: Callable[[Any], Any]) -> AtEnd:
+    return lambda stage, micro, received, _kind: on_outputs(stage.outputs(micro, received))
+
+
+def _nothing(*_: Any) -> None:
+    """Ignore a loss or outputs: of forwards whose side effects count."""
 
 
 def _key_of(micro: Micro) -> Hashable:

@@ -23,6 +23,9 @@ from itertools import chain, pairwise
 
 ALGORITHMS = ("naive", "ring", "halving", "tree", "two-level")
 
+SEGMENT_NUMEL = 1 << 18  # of a sum in two levels; shorter ones gain less than their messages' latencies
+MOST_SEGMENTS = 16
+
 Hosts = Sequence[Sequence[int]]  # per host, the indices of its ranks
 
 
@@ -182,6 +185,25 @@ def two_level_reduce(rank: int, hosts: Hosts, numel: int) -> Steps:
     return _ordered(rank, steps)
 
 
+def two_level_all_reduce(rank: int, hosts: Hosts, numel: int, segments: int | None = None) -> Steps:
+    """Both halves in two levels, in `segments` that start one step apart, so that a segment is between hosts
+    while others are inside them. For hosts of unequal size: 1.
+
+    S segments: messages S times as many, of the same bytes; the time is that of the slower level and 1/S of
+    the other's, and alpha of each message. None: segments of SEGMENT_NUMEL, at most MOST_SEGMENTS.
+    """
+    if segments is None:
+        is_even = len(hosts) > 1 and {len(ranks) for ranks in hosts} == {max(2, len(hosts[0]))}
+        segments = max(1, min(MOST_SEGMENTS, numel // SEGMENT_NUMEL)) if is_even else 1
+    merged: dict[int, Step] = {}
+    for number, (start, stop) in enumerate(ranges(numel, segments)):
+        reduce = two_level_reduce(rank, hosts, stop - start)
+        steps = reduce + mirrored(rank, reduce)
+        for slot, step in enumerate(_embedded(steps, range(sum(map(len, hosts))), start), number):
+            merged[slot] = merged.get(slot, ()) + step
+    return _ordered(rank, [merged[slot] for slot in sorted(merged)])
+
+
 # --- complete collectives
 
 
@@ -198,9 +220,8 @@ def all_reduce_steps(
     if algorithm == "two-level":
         assert hosts is not None, "two-level without hosts"
         assert sorted(chain.from_iterable(hosts)) == [*range(num_ranks)], f"{hosts} of {num_ranks} ranks"
-        steps = two_level_reduce(rank, hosts, numel)
-    else:
-        steps = _REDUCE[algorithm](rank, num_ranks, numel)
+        return two_level_all_reduce(rank, hosts, numel)
+    steps = _REDUCE[algorithm](rank, num_ranks, numel)
     return steps + mirrored(rank, steps)
 
 
