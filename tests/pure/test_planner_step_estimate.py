@@ -305,7 +305,7 @@ def test_the_network_of_a_row_is_that_of_its_hosts(tmp_path: Path, text: str, gi
     (tmp_path / "one.csv").write_text(
         "source,layers,hidden,seq_len,gpu,n_gpus,global_batch,step_time_s,inter_bw,program\n"
         f"one,8,1024,1024,A100-SXM-80GB,16,16,1,{text},messages=tensors\n"
-        f"one,8,1024,1024,A100-SXM-80GB,16,16,1,{text},messages=letters\n",
+        f"one,8,1024,1024,A100-SXM-80GB,16,16,1,{text},messages=pages\n",
         encoding="utf-8",
     )
     run, refused = read_runs(tmp_path / "one.csv")
@@ -313,7 +313,7 @@ def test_the_network_of_a_row_is_that_of_its_hosts(tmp_path: Path, text: str, gi
     assert run.software.sends_tensors
     assert run.cluster.network_bytes_per_s == gigabytes_per_s * 1e9
     assert isinstance(refused, Refused)
-    assert refused.reason == "messages=letters is not a property of a program"
+    assert refused.reason == "messages=pages is not a property of a program"
 
 
 def test_wide_groups_and_float8_are_priced_within_their_measured_accuracy() -> None:
