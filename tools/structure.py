@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 15525,
     "plan": 7365,
-    "planner": 4855,
+    "planner": 4945,
     "server": 2250,
     "train": 6690,
     "verify": 1825,

@@ -17,7 +17,7 @@ from plait.planner.model_shape import ModelShape
 from plait.planner.plan_families import PlanFamily, rejected_families
 from plait.planner.ranked_plan import SECONDS_PER_DAY, RankedPlan
 from plait.planner.space import DEFAULT_PRECISION, Space, experts_error, no_plan_error, read_pins
-from plait.planner.step_estimate import Software, StepEstimate, Workload, check_is_priced
+from plait.planner.step_estimate import Software, StepEstimate, Workload
 from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
@@ -115,7 +115,7 @@ def _checked_pins(text: str, model: ModelShape, cluster: Cluster) -> dict[str, A
     pins = read_pins(text)
     if (error := experts_error(model, pins.get("ep", 1))) is not None:
         raise error
-    check_is_priced(pins.get("precision", DEFAULT_PRECISION), cluster.device)
+    cluster.device.check_precision(pins.get("precision", DEFAULT_PRECISION))
     return pins
 
 
