@@ -103,9 +103,8 @@ class Engine:
         make_updater: Callable[[EngineParts], Updater] | None = None,
     ) -> None:
         """Use `parallelize`. `make_updater`: None for a `LocalUpdater`."""
-        self.plan, self.model = spec.job, model
+        self.plan, self.model, self.seed = spec.job, model, spec.given.seed
         self.world, self.device = mesh.world, mesh.world.device
-        self.seed = spec.given.seed
         self.num_steps = 0
         self.probed: ProbeResult | None = None
         self.compile_choice = spec.compile_choice
@@ -119,8 +118,7 @@ class Engine:
         make_local = partial(LocalUpdater, clip_value=spec.given.clip_value, kept_zeros=spec.kept_zeros)
         self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups, self._inputs = self._parts.context.groups, self._parts.inputs
-        self.pairs = [*self._parts.stages.values()][-1].pairs
-        self.layout = self._parts.layout
+        self.layout, self.pairs = self._parts.layout, [*self._parts.stages.values()][-1].pairs
         self.optimizer = EngineOptimizer(self._parts, self.plan, self.world.rank, self._drop_gradients)
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = self._groups.islands.rank > 0
@@ -189,10 +187,9 @@ class Engine:
         """Run one optimizer step on this data rank's share of the batch.
 
         Dim 0 of every tensor counts samples and is split into `plan.micro` micro-batches; a list of
-        `plan.micro` dicts is used as it is, and its micro-batches may differ in size. Raises PlanError if the
-        batch does not divide. After an exception that every rank raises at the same point (under pp > 1:
-        before the first micro-batch) the engine remains usable: the step was not taken. If a rank raises
-        alone, it must exit.
+        `plan.micro` dicts, of any sizes, is used as it is. Raises PlanError if the batch does not divide.
+        After an exception that every rank raises at the same point (under pp > 1: before the first
+        micro-batch) the engine remains usable, without the step. If a rank raises alone, it must exit.
         """
         if self.plan.compile == "auto" and self.compile_choice is None:
             self.choose_compile(batch)
@@ -219,10 +216,11 @@ class Engine:
     ) -> CompileChoice | None:
         """Under `compile=auto`, decide by trial steps on a rank's share of a batch, as the first `step` does,
         for so many steps. `kept`: facts of an earlier choice. Every rank must call it."""
-        if self.plan.compile == "auto":
-            self._check_ready()
-            passes = TrialPasses(self._parts, self._runner, self._add_loss, self.discard_step)
-            self.compile_choice = CompileTrial(passes, self._inputs.of_step(batch)).choose(num_steps, kept)
+        if self.plan.compile != "auto":
+            return None
+        self._check_ready()
+        passes = TrialPasses(self._parts, self._runner, self._add_loss, self.discard_step)
+        self.compile_choice = CompileTrial(passes, self._inputs.of_step(batch)).choose(num_steps, kept)
         return self.compile_choice
 
     @one_thread
@@ -339,9 +337,9 @@ class Engine:
         self._copied = event
 
     def _wait_for_copy(self) -> None:
-        event, self._copied = self._copied, None
-        if event is not None:
-            event.wait()  # the stream
+        if self._copied is not None:
+            self._copied.wait()  # the stream
+            self._copied = None
 
     @property
     def loss_scale(self) -> float | None:
@@ -365,8 +363,8 @@ class Engine:
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Each label's log-probability, and the entropy of its distribution, in nats: (B, S) as the batch's
         labels, 0 where there is no target. In eval mode. Every rank must call it, with its share."""
-        log_probs_BS, entropies_BS, _ = self.label_statistics([batch])[0].unbind(-1)
-        return log_probs_BS, entropies_BS
+        found_BSN = self.label_statistics([batch])[0]
+        return found_BSN[..., 0], found_BSN[..., 1]
 
     @one_thread
     def label_statistics(
@@ -398,11 +396,9 @@ class Engine:
         Training goes on as without it. Every rank must call it, each data rank with any number of prompts of
         its own. `tokenizer`: for stop strings. `on_tokens`: called in each step with a list of (row, token),
         on the first rank of a model. `start`: the index of the first prompt of all, for draws.
-        `conversation`: keeps the caches of one prompt for the next call. Raises ConfigError, ModelError, and
-        PlanError for servers."""
+        `conversation`: keeps the caches of one prompt. Raises ConfigError, ModelError, PlanError."""
         self.plan.check_no_servers("engine.generate")
-        conversation = conversation or Conversation()
-        conversation.check_step(self.num_steps)
+        conversation = (conversation or Conversation()).checked(self.num_steps)
         given = sampling or Sampling(), tokenizer, on_tokens, start, conversation
         return self._generator.generate(prompts, *given)
 
@@ -576,8 +572,7 @@ class Engine:
         return self._updater.memory(self._parts.memory(self._runner.activation_bytes()))
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
-        """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape. Activations are
-        None for a model that cannot run on the meta device."""
+        """`memory` of micro-batches of token ids of this shape. Activations: None if unknown."""
         check_batch_shape(batch_shape)
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
         return self._updater.memory(self._parts.estimated_memory(self._spec, activation_bytes))
@@ -587,7 +582,7 @@ class Engine:
         return self._flops.per_token(sequence, causal=causal)
 
     def server_counts(self) -> dict[str, Any]:
-        """Numbers of events on parameter servers, see `ServerUpdater.counts`; {} without servers."""
+        """`ServerUpdater.counts`; {} without servers."""
         return self._updater.counts()
 
     def _drop_gradients(self) -> None:

@@ -33,7 +33,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -99,10 +99,11 @@ class Conversation:
     def __init__(self) -> None:
         self._ids, self._caches, self._num_steps = list[int](), dict[int, StageCache](), 0
 
-    def check_step(self, num_steps: int) -> None:
-        """Forget all if the weights are of another step."""
+    def checked(self, num_steps: int) -> Self:
+        """Return itself; without caches if the weights are of another step."""
         if num_steps != self._num_steps:
             self._ids, self._caches, self._num_steps = [], {}, num_steps
+        return self
 
     def resume(self, group: "RowGroup") -> None:
         """Give the caches to a group before its first forward, if they are of the beginning of its row."""
