@@ -49,7 +49,7 @@ BUDGETS = {
     "cli": 3500,
     "comm": 7190,
     "compat": 1710,
-    "data": 4575,
+    "data": 4580,
     "engine": 6400,
     "estimate": 600,
     "models": 10960,
