@@ -51,8 +51,10 @@ class PeakBytes(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> list[StorageWeakRef]:
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
-    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    """Those of dense tensors: the values of a sparse one, a gradient, are another tensor's."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    counted = [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_sparse)]
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in counted]
 
 
 def full_loss(outputs: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
