@@ -281,7 +281,7 @@ def test_a_run_saved_half_is_resumed_from_the_last_whole_checkpoint(here: Path) 
 
 
 def test_export_and_generate_refuse_missing_runs_and_existing_files(here: Path) -> None:
-    assert "CheckpointError" in message("generate", here / "data", "--prompt", "a")
+    assert "RunError: the directory is not that" in message("generate", here / "data", "--prompt", "a")
     assert "RunError" in message("export", here / "none", here / "out")
     assert "RunError: the export's directory exists" in message("export", here / "run", here / "data")
     shutil.rmtree(here / "run" / "checkpoints")
