@@ -338,6 +338,7 @@ def test_an_exception_in_the_optimizer_leaves_the_engine_usable(monkeypatch: pyt
 
 
 def test_an_update_that_is_interrupted_half_way_is_not_built_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_model, "_UPDATED_TOGETHER", 0)  # a call for each unit
     engine = engine_of("dp=1 micro=3")
     engine.step(BATCH)
     saved, step, calls = engine.state(), real_optimizer(engine).step, []
@@ -350,7 +351,6 @@ def test_an_update_that_is_interrupted_half_way_is_not_built_on(monkeypatch: pyt
 
     with monkeypatch.context() as broken:
         broken.setattr(real_optimizer(engine), "step", interrupted)
-        broken.setattr(sharded_model, "_UPDATED_TOGETHER", 0)  # a call for each unit
         with pytest.raises(KeyboardInterrupt):
             engine.step(BATCH)
     with pytest.raises(ModelError, match="interrupted"):
