@@ -79,7 +79,12 @@ def test_the_best_plans_are_those_of_an_exhaustive_search(
 
 @pytest.mark.parametrize("work", [Workload(2048, 128), Workload(65536, 16)])
 @pytest.mark.parametrize(
-    "model", [SEVEN_B, replace(SEVEN_B, experts=8, experts_per_token=2, dense_layers=2, dense_ffn=28672)]
+    "model",
+    [
+        SEVEN_B,
+        SEVEN_B.with_adapter(16),
+        replace(SEVEN_B, experts=8, experts_per_token=2, dense_layers=2, dense_ffn=28672),
+    ],
 )
 def test_bounds_are_below_prices(model: ModelShape, work: Workload) -> None:
     machine = cluster("dgx-h100:8")

@@ -21,7 +21,7 @@ from plait.cli.common import (
     write_json_output,
     write_page_output,
 )
-from plait.errors import ConfigError, PlanError
+from plait.errors import ConfigError, PlanError, shown
 from plait.fileio import parse_json, read_text
 from plait.plan import Plan
 from plait.tables import counted
@@ -67,6 +67,15 @@ Headroom = Annotated[
 Seconds = Annotated[
     float, typer.Option(min=0, help="Processor time after which the search gives what it has found.")
 ]
+Adapter = Annotated[
+    str,
+    typer.Option(
+        metavar="r=RANK",
+        help="LoRA of this rank on all linear layers of the blocks, over frozen weights (base=nf4 in --pin).",
+        show_default=False,
+    ),
+]
+Optimizer = Annotated[Literal["AdamW", "AdamW8bit"], typer.Option(help="AdamW8bit: states in 8 bits.")]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(metavar="A B", help="Compare two plans, part by part.", show_default=False),
@@ -87,6 +96,8 @@ def find(
     plan: Annotated[str | None, typer.Option(help="Price this plan instead of searching.")] = None,
     compare: Compare = None,
     measure: Measure = 0,
+    adapter: Adapter = "",
+    optimizer: Optimizer = "AdamW",
     headroom: Headroom = 0.05,
     seconds: Seconds = 60.0,
     json: Json = None,
@@ -96,12 +107,21 @@ def find(
     """Find the best plan for a model on a cluster, without running anything."""
     check_outputs({"--json": json, "--html": html})
     shape, machine, work = _subject(model, cluster, batch_tokens, seq)
+    shape = shape.with_adapter(_adapter_rank(adapter)) if adapter else shape
+    if measure and (adapter or optimizer != "AdamW"):
+        raise ConfigError(
+            "adapters and other optimizers cannot be measured",
+            given=f"--measure {measure} "
+            + (f"--adapter {adapter}" if adapter else f"--optimizer {optimizer}"),
+            expected="a model of which all weights train, with AdamW",
+            hint="no --measure",
+        )
     total = None if tokens is None else read_count("--tokens", tokens)
     if plan is not None and compare is not None:
         raise _not_both(plan, compare[0])
     texts = compare or ((plan,) if plan is not None else ())
     if texts:
-        ranked_plans = [_price(text, shape, machine, work, total) for text in texts]
+        ranked_plans = [_price(text, shape, machine, work, total, optimizer) for text in texts]
         _show_prices(ranked_plans, json)
         _write_page(html, ranked_plans, {}, quiet=json == STDOUT)
         return
@@ -109,6 +129,7 @@ def find(
 
     from plait.planner import plan_report, search
     from plait.planner.frontier import alternatives
+    from plait.planner.workload import Software
 
     with _progress() as show:
         found = search(
@@ -120,6 +141,7 @@ def find(
             pins=pin,
             tokens=total,
             deadline_days=None if deadline is None else _days(deadline),
+            software=Software(optimizer=optimizer),
             headroom=headroom,
             seconds=seconds,
             report=show,
@@ -277,10 +299,16 @@ def _subject(
 
 
 def _price(
-    text: str, model: "ModelShape", cluster: "Cluster", work: "Workload", tokens: float | None
+    text: str,
+    model: "ModelShape",
+    cluster: "Cluster",
+    work: "Workload",
+    tokens: float | None,
+    optimizer: Literal["AdamW", "AdamW8bit"],
 ) -> "RankedPlan":
     from plait.planner import RankedPlan, estimate_step
     from plait.planner.space import DEFAULT_PRECISION
+    from plait.planner.workload import Software
 
     values = {"precision": DEFAULT_PRECISION} | Plan.read_values(text)
     plan = Plan(**values).resolved(cluster.num_devices)
@@ -289,7 +317,22 @@ def _price(
             cluster, num_hosts=plan.num_ranks // cluster.host_size
         )  # the other hosts are not used
     plan.check_ranks(cluster.num_devices)
-    return RankedPlan(estimate_step(model, plan, cluster, work), model, cluster, work, tokens)
+    software = Software(optimizer=optimizer)
+    estimate = estimate_step(model, plan, cluster, work, software)
+    return RankedPlan(estimate, model, cluster, work, tokens, software)
+
+
+def _adapter_rank(text: str) -> int:
+    """Read `r=16`. Raises ConfigError: other keys of an adapter are not priced."""
+    match = re.fullmatch(r"r=([1-9][0-9]{0,4})", text.strip())
+    if match is None:
+        raise ConfigError(
+            "not the rank of an adapter",
+            given=f"--adapter {shown(text)}",
+            expected="r=RANK: LoRA of one rank on all linear layers of the blocks",
+            hint="--adapter r=16; plait explain RECIPE knows all keys of [adapter]",
+        )
+    return int(match[1])
 
 
 def _batch_tokens(text: str) -> int:

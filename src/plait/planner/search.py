@@ -9,14 +9,21 @@ from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from plait.errors import ConfigError, PlanError
-from plait.plan import format_bytes
+from plait.plan import Plan, format_bytes
 from plait.planner.best_first import Field, Search, SearchCounts
 from plait.planner.bounds import EstimateCache
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
 from plait.planner.plan_families import PlanFamily, rejected_families
 from plait.planner.ranked_plan import SECONDS_PER_DAY, RankedPlan
-from plait.planner.space import DEFAULT_PRECISION, Space, experts_error, no_plan_error, read_pins
+from plait.planner.space import (
+    DEFAULT_PRECISION,
+    Space,
+    adapter_error,
+    experts_error,
+    no_plan_error,
+    read_pins,
+)
 from plait.planner.step_estimate import Software, StepEstimate, Workload, check_is_priced
 from plait.planner.workload import PLAIT
 
@@ -107,14 +114,17 @@ def search(
             raise _no_time(seconds, counts)
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
-    best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens) for at, estimate in ranked)
+    best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens, software) for at, estimate in ranked)
     return SearchResult(best, tuple(families), counts, is_complete=not found.gave_up)
 
 
 def _checked_pins(text: str, model: ModelShape, cluster: Cluster) -> dict[str, Any]:
     pins = read_pins(text)
-    if (error := experts_error(model, pins.get("ep", 1))) is not None:
-        raise error
+    grid = Plan(tp=pins.get("tp", "1"))
+    base = pins.get("base", "none")
+    for error in (experts_error(model, pins.get("ep", 1)), adapter_error(model, grid.rows, grid.cols, base)):
+        if error is not None:
+            raise error
     check_is_priced(pins.get("precision", DEFAULT_PRECISION), cluster.device)
     return pins
 

@@ -25,6 +25,7 @@ from typing import Any
 from plait.errors import PlanError, ScheduleError
 from plait.plan import Plan
 from plait.plan.plan import MAX_NUMBER, canonical_tp, check_choices, check_type, show_value
+from plait.plan.quantized import BLOCK
 from plait.plan.schedule.action import MAX_ACTIONS, too_large
 from plait.plan.schedule.generators import GENERATORS, Generator
 from plait.plan.sharding import split_heads, split_width
@@ -76,13 +77,6 @@ def read_pins(text: str) -> dict[str, Any]:
     check_choices({key: pins.get(key, getattr(defaults, key)) for key in asdict(defaults)})
     for key in ("zero", "schedule"):
         Plan(**{key: pins.get(key, getattr(defaults, key))})
-    if pins.get("base", "none") != "none":
-        raise PlanError(
-            "a search for plans knows of no frozen weights, which base is for",
-            given=f"base={pins['base']}",
-            expected="a model of which all parameters train",
-            hint="plait explain, or parallelize, with a model that has frozen weights",
-        )
     if "tp" in pins:
         pins["tp"] = canonical_tp(pins["tp"])
     if pins.get("dp") == 0:  # auto
@@ -207,6 +201,10 @@ class Space:
         error = grid_error(self.model, grid.rows, grid.cols)
         if error is not None:
             self.refusals.add(error, by=f"tp {error.fact.partition(' into ')[0].partition(' over ')[0]}")
+            return 0
+        error = adapter_error(self.model, grid.rows, grid.cols, self.pins.get("base", "none"))
+        if error is not None:
+            self.refusals.add(error, by=error.fact)
             return 0
         error = context_error(self.model, grid.cols, cp, self.pins.get("cp_method", "auto"))
         if error is not None:
@@ -347,6 +345,33 @@ def experts_error(model: ModelShape, ep: int) -> PlanError | None:
         expected="a divisor of the number of experts" if model.experts else "a mixture of experts",
         hint=" or ".join([*(f"ep={d}" for d in divisors(shared) if d > 1), "no ep"]),
     )
+
+
+@cache
+def adapter_error(model: ModelShape, rows: int, cols: int, base: str) -> PlanError | None:
+    """The reason why adapters, or a quantized base below them, cannot be sharded over a tp grid, or None."""
+    if base != "none" and not model.adapter_rank:
+        return PlanError(
+            "base is for frozen weights, and all of this model's train",
+            given=f"base={base}",
+            expected="a model with an adapter",
+            hint="--adapter r=16, or no base",
+        )
+    if model.adapter_rank and rows > 1:
+        return PlanError(
+            "adapters need a tp grid of one row",
+            given=f"tp={rows}x{cols}",
+            expected="tp=C",
+            hint=f"tp={cols}",
+        )
+    if base != "none" and any(inputs % BLOCK for _, inputs in model.linear_layers(cols)):
+        return PlanError(
+            f"columns of tp would split blocks of {BLOCK} elements of the quantized base",
+            given=f"tp={cols} base={base}",
+            expected=f"inputs of layers that divide into multiples of {BLOCK}",
+            hint="a smaller tp, or no base",
+        )
+    return None
 
 
 @cache
