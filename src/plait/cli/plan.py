@@ -64,6 +64,10 @@ Measure = Annotated[
 Headroom = Annotated[
     float, typer.Option(min=0, max=0.9, help="Part of the devices' memory that plans leave free.")
 ]
+Wide = Annotated[
+    bool,
+    typer.Option("--wide", help="Search up to 16 chunks, and recompute=every=2 and 4 too: twice the time."),
+]
 Seconds = Annotated[
     float, typer.Option(min=0, help="Processor time after which the search gives what it has found.")
 ]
@@ -99,6 +103,7 @@ def find(
     adapter: Adapter = "",
     optimizer: Optimizer = "AdamW",
     headroom: Headroom = 0.05,
+    wide: Wide = False,
     seconds: Seconds = 60.0,
     json: Json = None,
     html: Html = None,
@@ -128,6 +133,7 @@ def find(
     from rich.console import Console
 
     from plait.planner import plan_report, search
+    from plait.planner.advice import advice
     from plait.planner.frontier import alternatives
     from plait.planner.workload import Software
 
@@ -143,6 +149,7 @@ def find(
             deadline_days=None if deadline is None else _days(deadline),
             software=Software(optimizer=optimizer),
             headroom=headroom,
+            wide=wide,
             seconds=seconds,
             report=show,
         )
@@ -150,6 +157,8 @@ def find(
     write_json_output(json, plan_report.search_json(found))
     if json != STDOUT:
         Console().print(*plan_report.search_tables(found, choices), sep="\n")
+        for sentence in advice(found, machine, pin, headroom=headroom, objective=objective):
+            print_line(sentence)
     _write_page(html, choices, plan_report.search_json(found), quiet=json == STDOUT)
     if measure:
         _measure(model, found, machine, work, measure)

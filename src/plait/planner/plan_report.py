@@ -47,9 +47,10 @@ _TOTALS = "dollars: device-hours at the device's price. energy: devices at full 
 
 
 def search_tables(found: SearchResult, choices: list[RankedPlan]) -> Iterator[RenderableType]:
-    """Yield what a search found: the ranked plans, plans of less memory among the `choices`, and a line for
-    each rejected family."""
+    """Yield what a search found: the best plan, the ranked ones, plans of less memory among the `choices`,
+    and a line for each rejected family."""
     first = found.best[0]
+    yield plain(f"{_plan(first)}\n")
     ranks = [
         f"{'~' if rank > 1 and found.is_near_tie(ranked) else ''}{rank}"
         for rank, ranked in enumerate(found.best, 1)

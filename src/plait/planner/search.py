@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
@@ -21,6 +21,7 @@ from plait.planner.space import (
     Space,
     adapter_error,
     experts_error,
+    nearest_batch,
     no_plan_error,
     read_pins,
 )
@@ -29,7 +30,7 @@ from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
 HEADROOM = 0.05
-_kind = attrgetter("pp", "tp", "cp", "ep", "sp", "recompute", "schedule")
+_degrees = attrgetter("pp", "tp", "cp", "ep")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
@@ -69,17 +70,20 @@ def search(
     deadline_days: float | None = None,
     software: Software = PLAIT,
     headroom: float = HEADROOM,
+    wide: bool = False,
     seconds: float = 60.0,
     report: Callable[[SearchCounts], None] = lambda _: None,
 ) -> SearchResult:
-    """Find the `top` best plans for all devices of a cluster.
+    """Find the `top` best plans for a cluster: of those with the same pp, tp, cp and ep, the best.
 
     objective      `time` of a step on all devices; or `cost` (dollars) or `energy` of the training, for which
-                   parts of the cluster are considered too: 1, 2, 3, 4, 6, 8, 12, ... hosts
+                   parts of the cluster are considered too: 1, 2, 3, 4, 6, 8, 12, ... hosts. For `time` they
+                   are if no plan of all devices divides the batch
     pins           values that all plans have, such as `tp=8 zero=3`
     tokens         of the complete training
     deadline_days  longest training. With `objective="time"`, the fewest hosts that meet it are chosen
     headroom       part of a device's memory that the plans leave free
+    wide           more chunks and policies of recomputation, see space.py [Note: searched keys]
     seconds        of processor time, after which the search gives what it has found
     report         called now and then during the search
 
@@ -97,22 +101,27 @@ def search(
     end_s = time.process_time() + seconds
 
     def field(of: Cluster) -> Field:
-        space = Space(model, of.num_devices, work.batch, pinned, sequence=work.sequence)
+        space = Space(model, of.num_devices, work.batch, pinned, sequence=work.sequence, is_wide=wide)
         cache = EstimateCache(model, of, work, software)
         return Field(of, space, cache, _weight(objective, of), limit_s, headroom)
 
-    by_size = objective == "time" and deadline_days is not None
-    fields = [field(of) for of in (parts(cluster) if by_size or objective != "time" else [cluster])]
+    fields = [field(of) for of in parts(cluster)]
+    all_devices, groups = fields[-1], [fields]
+    if objective == "time" and deadline_days is not None:
+        groups = [[each] for each in fields]
+    elif objective == "time":  # parts only if no plan of all devices divides the batch
+        is_divided = nearest_batch(all_devices.space) is None
+        groups = [[each] for each in (fields[-1:] if is_divided else reversed(fields))]
     counts, found, ranked = SearchCounts(), Search(), list[tuple[Field, StepEstimate]]()
-    for group in [[each] for each in fields] if by_size else [fields]:
-        found = Search(counts, report, end_s=end_s)
-        ranked = list(islice(_distinct(found.fastest(group)), top))
+    for group in groups:
+        found = Search(counts, report, end_s=end_s, fold=_degrees)
+        ranked = list(islice(found.fastest(group), top))
         if ranked or found.gave_up:
             break
     if not ranked:
         if found.gave_up:
             raise _no_time(seconds, counts)
-        raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
+        raise _nothing(replace(all_devices, limit_s=math.inf), work, tokens, deadline_days, software)
     families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
     best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens, software) for at, estimate in ranked)
     return SearchResult(best, tuple(families), counts, is_complete=not found.gave_up)
@@ -136,16 +145,6 @@ def _no_time(seconds: float, counts: SearchCounts) -> PlanError:
         expected="fewer plans, or more time",
         hint=f'--pin "tp=8 pp=8", or --seconds {10 * seconds:g}',
     )
-
-
-def _distinct(found: Iterator[tuple[Field, StepEstimate]]) -> Iterator[tuple[Field, StepEstimate]]:
-    """Yield the first of plans that differ only in how they shard, in micro-batches and in chunks."""
-    seen = set()
-    for at, estimate in found:
-        key = (at.cluster.num_hosts, _kind(estimate.plan))
-        if key not in seen:
-            seen.add(key)
-            yield at, estimate
 
 
 def parts(cluster: Cluster) -> list[Cluster]:

@@ -9,7 +9,9 @@ stays within hosts. `ep` is a divisor of the experts, of dp and of `shard`.
 A rank of `cp` has at least LEAST_TOKENS of a sequence: with half of it, plans of an 8B model for sequences of
 16,384 tokens and more are at most 1 % faster.
 
-Not searched, but can be pinned: `recompute=every=k`, `offload=disk`, more than MAX_CHUNKS chunks, and
+A wide space has more chunks, and `recompute=every=2` and `every=4`: about twice the time.
+
+Not searched, but can be pinned: other `recompute=every=k`, `offload=disk`, more than MAX_CHUNKS chunks, and
 `gpipe` and `bfs` without zero=3, which take the time of `1f1b` and `interleaved` and keep the activations
 of all micro-batches."""
 
@@ -31,7 +33,8 @@ from plait.plan.schedule.generators import GENERATORS, Generator
 from plait.plan.sharding import split_heads, split_width
 from plait.planner.model_shape import ModelShape, attention_method
 
-MAX_CHUNKS = 8
+MAX_CHUNKS, MAX_WIDE_CHUNKS = 8, 16
+WIDE_RECOMPUTE = ("every=2", "every=4")
 LEAST_TOKENS = 8192  # of a sequence on each rank of cp
 DEFAULT_PRECISION = "bf16"
 _MOST_TRIED, _MOST_SHOWN = 2000, 6  # plans, and values, of a hint
@@ -117,6 +120,7 @@ class Space:
     pins     values that all plans have
     only     by key, the values to which the search is restricted
     sequence tokens of each sequence; 0: cp is not searched
+    is_wide  with values that take long to search, see the note
     """
 
     model: ModelShape
@@ -125,6 +129,7 @@ class Space:
     pins: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     sequence: int = 0
+    is_wide: bool = False
     refusals: Refusals = field(default_factory=Refusals)
     known: dict[tuple[Plan, Decided], list[Plan]] = field(default_factory=dict, repr=False)
 
@@ -231,7 +236,8 @@ class Space:
     def _computations(self, plan: Plan) -> Iterator[dict[str, Any]]:
         shards_sequence = plan.cols > 1 and self.model.shards_tokens
         for sp in self.values("sp", VALUES["sp"] if shards_sequence else (False,)):
-            for recompute in self.values("recompute", VALUES["recompute"]):
+            policies = (*VALUES["recompute"], *(WIDE_RECOMPUTE if self.is_wide else ()))
+            for recompute in self.values("recompute", policies):
                 yield {"sp": sp, "recompute": recompute}
 
     def _schedules(self, plan: Plan) -> Iterator[dict[str, Any]]:
@@ -240,7 +246,7 @@ class Space:
         others = {key: self.pins[key] for key in self.pins if key not in (*SEARCHED, *SHARDING)}
         for name in self.values("schedule", VALUES["schedule"] if plan.pp > 1 else ("1f1b",)):
             generator = GENERATORS.get(name)  # None: a file
-            choices = (0,) if generator is None else _chunks(generator, plan.pp, self.model.layers)
+            choices = (0,) if generator is None else self._chunks(generator, plan.pp)
             choices = self.values("chunks", choices)
             for chunks in choices:
                 error = _schedule_error(self.model, plan, name, chunks)
@@ -248,6 +254,14 @@ class Space:
                     yield {"schedule": name, "chunks": chunks, **others}
                 else:
                     self.refusals.add(error, by=error.fact if isinstance(error, ScheduleError) else "stages")
+
+    def _chunks(self, generator: Generator, pp: int) -> tuple[int, ...]:
+        """Stages per rank, 0 for the default. With several, `1f1b` and `gpipe` are `interleaved` and
+        `bfs`."""
+        if generator.chunks == 1 or not generator.varies:
+            return (0,)
+        most = MAX_WIDE_CHUNKS if self.is_wide else MAX_CHUNKS
+        return (0, *range(3, min(most, self.model.layers // pp) + 1))
 
     def _states(self, plan: Plan) -> Iterator[dict[str, Any]]:
         all_forwards_first = plan.schedule in ("gpipe", "bfs") and "schedule" not in self.pins
@@ -282,14 +296,6 @@ def _schedule_error(model: ModelShape, plan: Plan, name: str, chunks: int) -> Pl
     if pp * num * max(generated, micro * (3 if generator.splits else 2)) > MAX_ACTIONS:
         return too_large(name, f"{pp} ranks, {micro} micro-batches, chunks={num}")
     return None
-
-
-def _chunks(generator: Generator, pp: int, layers: int) -> tuple[int, ...]:
-    """Stages per rank, 0 for the schedule's default. With several, `1f1b` and `gpipe` are `interleaved` and
-    `bfs`."""
-    if generator.chunks == 1 or not generator.varies:
-        return (0,)
-    return (0, *range(3, min(MAX_CHUNKS, layers // pp) + 1))
 
 
 @cache
@@ -408,7 +414,7 @@ def no_plan_error(space: Space) -> PlanError:
     """The reason why a space has no plan, and what would work."""
     pinned = " ".join(f"{key}={show_value(key, value)}" for key, value in space.pins.items())
     given = f"batch={space.batch}" + (f" pinned: {pinned}" if pinned else "")
-    batch = _nearest_batch(space)
+    batch = nearest_batch(space)
     if batch is not None:
         return PlanError(
             f"no plan of {space.num_devices:,} devices divides the batch",
@@ -426,7 +432,7 @@ def no_plan_error(space: Space) -> PlanError:
     )
 
 
-def _nearest_batch(space: Space) -> int | None:
+def nearest_batch(space: Space) -> int | None:
     """The nearest batch that some plan divides; None if it is the given one, or there is none."""
     other = replace(space, batch=MAX_NUMBER, refusals=Refusals())
     shares = {keys["dp"] * space.pins.get("micro", 1) for keys in other.all_degrees()}
