@@ -269,7 +269,7 @@ def test_an_adapter_over_a_quantized_base_fits_where_full_training_does_not(tmp_
         (("--model", "mixtral-8x7b", "--adapter", "r=16"), "adapters of a mixture of experts are not priced"),
     ],
 )
-def test_what_is_not_known_of_adapters_is_refused_by_name(options: tuple[str, ...], fact: str) -> None:
+def test_unknown_options_of_adapters_are_refused_by_name(options: tuple[str, ...], fact: str) -> None:
     code, text = run(*ADAPTED, *options)
     assert code == (2 if fact else 0), text
     assert fact in text

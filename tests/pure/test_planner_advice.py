@@ -1,4 +1,4 @@
-"""What `plait plan` says about the cluster, the batch, the memory and the sequence."""
+"""Advice of `plait plan` on the cluster, the batch, the memory and the sequence."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_devices_stay_unused_if_no_plan_of_all_divides_the_batch() -> None:
     assert "no plan of all 13 divides the batch" in said(machine, Workload(2048, 64), "pp=1 tp=1")
 
 
-def test_what_is_offloaded_for_want_of_memory_is_said_in_bytes() -> None:
+def test_memory_that_is_lacking_without_offload_is_said_in_bytes() -> None:
     machine = cluster("h100:1")
     text = said(machine, Workload(2048, 16))
     assert "Without offload=cpu, the first plan lacks" in text

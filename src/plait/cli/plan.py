@@ -24,7 +24,7 @@ from plait.cli.common import (
 from plait.errors import ConfigError, PlanError, shown
 from plait.fileio import parse_json, read_text
 from plait.plan import Plan
-from plait.tables import counted
+from plait.tables import counted, plain
 
 if TYPE_CHECKING:
     from plait.planner import Cluster, ModelShape, RankedPlan, SearchResult, Workload
@@ -112,27 +112,15 @@ def find(
     """Find the best plan for a model on a cluster, without running anything."""
     check_outputs({"--json": json, "--html": html})
     shape, machine, work = _subject(model, cluster, batch_tokens, seq)
+    _check_measured(measure, adapter, optimizer)
     shape = shape.with_adapter(_adapter_rank(adapter)) if adapter else shape
-    if measure and (adapter or optimizer != "AdamW"):
-        raise ConfigError(
-            "adapters and other optimizers cannot be measured",
-            given=f"--measure {measure} "
-            + (f"--adapter {adapter}" if adapter else f"--optimizer {optimizer}"),
-            expected="a model of which all weights train, with AdamW",
-            hint="no --measure",
-        )
     total = None if tokens is None else read_count("--tokens", tokens)
-    if plan is not None and compare is not None:
-        raise _not_both(plan, compare[0])
-    texts = compare or ((plan,) if plan is not None else ())
-    if texts:
+    if texts := _texts(plan, compare):
         ranked_plans = [_price(text, shape, machine, work, total, optimizer) for text in texts]
         _show_prices(ranked_plans, json)
         _write_page(html, ranked_plans, {}, quiet=json == STDOUT)
         return
-    from rich.console import Console
-
-    from plait.planner import plan_report, search
+    from plait.planner import search
     from plait.planner.advice import advice
     from plait.planner.frontier import alternatives
     from plait.planner.workload import Software
@@ -154,12 +142,8 @@ def find(
             report=show,
         )
         choices = alternatives(found, pin, show, headroom=headroom, of_degrees=html is not None)
-    write_json_output(json, plan_report.search_json(found))
-    if json != STDOUT:
-        Console().print(*plan_report.search_tables(found, choices), sep="\n")
-        for sentence in advice(found, machine, pin, headroom=headroom, objective=objective):
-            print_line(sentence)
-    _write_page(html, choices, plan_report.search_json(found), quiet=json == STDOUT)
+    said = advice(found, machine, pin, headroom=headroom, objective=objective)
+    _show(found, choices, said, json, html)
     if measure:
         _measure(model, found, machine, work, measure)
 
@@ -171,6 +155,44 @@ def _progress() -> "Iterator[Callable[[SearchCounts], None]]":
 
     with Console(stderr=True, quiet=not sys.stderr.isatty()).status("searching") as status:
         yield lambda counts: status.update(f"{counts.bounded:,} plans considered, {counts.priced:,} priced")
+
+
+def _texts(plan: str | None, compare: tuple[str, str] | None) -> tuple[str, ...]:
+    """Return the plans to price; () for a search."""
+    if plan is not None and compare is not None:
+        raise _not_both(plan, compare[0])
+    return compare or ((plan,) if plan is not None else ())
+
+
+def _show(
+    found: "SearchResult",
+    choices: "list[RankedPlan]",
+    said: Iterator[str],
+    json: Path | None,
+    html: Path | None,
+) -> None:
+    """Print and write what a search found. `said`: sentences for the end."""
+    from rich.console import Console
+
+    from plait.planner.plan_report import search_json, search_tables
+
+    values = search_json(found)
+    write_json_output(json, values)
+    if json != STDOUT:
+        Console().print(*search_tables(found, choices), *map(plain, said), sep="\n")
+    _write_page(html, choices, values, quiet=json == STDOUT)
+
+
+def _check_measured(measure: int, adapter: str, optimizer: str) -> None:
+    """Raise ConfigError for runs that --measure does not know."""
+    if not measure or (not adapter and optimizer == "AdamW"):
+        return
+    raise ConfigError(
+        "adapters and other optimizers cannot be measured",
+        given="--measure " + (f"--adapter {adapter}" if adapter else f"--optimizer {optimizer}"),
+        expected="a model of which all weights train, with AdamW",
+        hint="no --measure",
+    )
 
 
 def _not_both(plan: str, other: str) -> ConfigError:

@@ -200,7 +200,7 @@ UnitKey = tuple[int, int, int, int, str]
 
 
 def unit_sizes(plan: Plan) -> UnitKey:
-    """What a plan's units depend on: rows, columns, shards, ranks of ep, and the format of a frozen base."""
+    """Return the sizes that decide units: rows, columns, shards, ranks of ep; and the format of a base."""
     return plan.rows, plan.cols, plan.shard_degree, plan.ep, plan.base
 
 

@@ -77,8 +77,7 @@ def search(
     """Find the `top` best plans for a cluster: of those with the same pp, tp, cp and ep, the best.
 
     objective      `time` of a step on all devices; or `cost` (dollars) or `energy` of the training, for which
-                   parts of the cluster are considered too: 1, 2, 3, 4, 6, 8, 12, ... hosts. For `time` they
-                   are if no plan of all devices divides the batch
+                   parts of the cluster are considered too, as for `time` if no plan divides the batch
     pins           values that all plans have, such as `tp=8 zero=3`
     tokens         of the complete training
     deadline_days  longest training. With `objective="time"`, the fewest hosts that meet it are chosen
@@ -106,14 +105,8 @@ def search(
         return Field(of, space, cache, _weight(objective, of), limit_s, headroom)
 
     fields = [field(of) for of in parts(cluster)]
-    all_devices, groups = fields[-1], [fields]
-    if objective == "time" and deadline_days is not None:
-        groups = [[each] for each in fields]
-    elif objective == "time":  # parts only if no plan of all devices divides the batch
-        is_divided = nearest_batch(all_devices.space) is None
-        groups = [[each] for each in (fields[-1:] if is_divided else reversed(fields))]
     counts, found, ranked = SearchCounts(), Search(), list[tuple[Field, StepEstimate]]()
-    for group in groups:
+    for group in _groups(fields, objective, has_deadline=deadline_days is not None):
         found = Search(counts, report, end_s=end_s, fold=_degrees)
         ranked = list(islice(found.fastest(group), top))
         if ranked or found.gave_up:
@@ -121,10 +114,21 @@ def search(
     if not ranked:
         if found.gave_up:
             raise _no_time(seconds, counts)
-        raise _nothing(replace(all_devices, limit_s=math.inf), work, tokens, deadline_days, software)
+        raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
     best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens, software) for at, estimate in ranked)
     return SearchResult(best, tuple(families), counts, is_complete=not found.gave_up)
+
+
+def _groups(fields: list[Field], objective: Objective, *, has_deadline: bool) -> list[list[Field]]:
+    """Return the parts of a cluster that are searched together, in turn until a plan is found."""
+    if objective != "time":
+        return [fields]
+    if has_deadline:
+        return [[each] for each in fields]
+    # Parts only if no plan of all devices divides the batch.
+    is_divided = nearest_batch(fields[-1].space) is None
+    return [[each] for each in (fields[-1:] if is_divided else reversed(fields))]
 
 
 def _checked_pins(text: str, model: ModelShape, cluster: Cluster) -> dict[str, Any]:
