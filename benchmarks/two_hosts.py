@@ -22,7 +22,7 @@ PORT = 29631
 
 @dataclass(frozen=True)
 class Found:
-    """What rank 0 handed to `write_first`, and the rate of the link; None if it is not limited."""
+    """Results of rank 0, by `write_first`, and the rate of the link; None if it is not limited."""
 
     results: Any
     mbit: int | None

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from plait.comm import connect
 from plait.data.tokenizer import save_tokenizer, train_tokenizer
-from plait.errors import DataError
+from plait.errors import DataError, ModelError
 from plait.train.generate import GenerationRequest, chat, generate
 from support.pool import Pool
 
@@ -89,8 +89,50 @@ def test_a_chat_goes_on_in_turns(pool: Pool, folder: Path, plan: str) -> None:
         messages.append({"role": "assistant", "content": expected})
 
 
-def test_lines_that_are_no_prompts_are_errors(folder: Path, tmp_path: Path) -> None:
-    for line, message in (("[1]", "not a JSON object"), ("{}", "neither a text nor messages")):
-        (tmp_path / "prompts.jsonl").write_text(line)
-        with pytest.raises(DataError, match=message):
-            texts(str(folder), "dp=1", {"prompts": str(tmp_path / "prompts.jsonl")})
+def test_turns_of_a_chat_have_draws_of_their_own(folder: Path) -> None:
+    (folder / "constant").mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% if messages %}the sea{% endif %}"  # the same prompt in each turn
+    save_tokenizer(tokenizer, folder / "constant")
+    shown = list[str]()
+    sampling = {"max_new_tokens": 8, "temperature": 1.0}
+    lines = iter(["a", "b", None])
+    request = GenerationRequest(str(folder), "dp=1", tokenizer=str(folder / "constant"), sampling=sampling)
+    chat(request, connect(), lambda: next(lines), shown.append)
+    first = shown.index("")
+    assert "".join(shown[:first]) != "".join(shown[first:])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", "neither a text nor messages"),
+        (b"{}", "neither a text nor messages"),
+        (b'{"prompt": "a"}\n{"prompt": "b', "not JSON"),
+        (b'\xff{"prompt": "a"}', "not UTF-8"),
+        (b"", "no prompts|empty"),
+        (b'{"prompt": "a"}\n{"prompt": "' + b"sea " * 2100 + b'"}', "no space for new tokens"),
+    ],
+)
+def test_lines_that_are_no_prompts_are_errors(
+    folder: Path, tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(content)
+    request = GenerationRequest(str(folder), "dp=1", prompts=str(tmp_path / "prompts.jsonl"), batch=1)
+    with pytest.raises(DataError, match=message) as caught:
+        next(generate(request, connect()))  # before the first text
+    assert ("line 2" in str(caught.value)) == (b"\n" in content)
+
+
+def test_a_prompt_may_have_any_character_that_json_allows(folder: Path, tmp_path: Path) -> None:
+    row = {"prompt": "a\u2028b"}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    (found,) = texts(str(folder), "dp=1", {"prompts": str(tmp_path / "prompts.jsonl")})
+    assert found["prompt"] == row["prompt"]
+
+
+def test_a_reward_model_writes_no_text(folder: Path, tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(folder, tie_word_embeddings=True, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="gives scores"):
+        texts(str(tmp_path), "dp=1", {"tokenizer": str(folder)})

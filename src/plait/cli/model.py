@@ -151,6 +151,13 @@ def _generation_values(options: Mapping[str, Any]) -> dict[str, Any]:
             expected='JSON lines, each {"prompt": "..."} or {"messages": [...]}',
             hint=f"ls {prompts.absolute().parent}",
         )
+    if prompts is not None and options["prompt"]:
+        raise ConfigError(
+            "--prompt and --prompts are both given",
+            given=f"--prompt {options['prompt']!r} --prompts {prompts}",
+            expected="one of them",
+            hint=f"--prompts {prompts}",
+        )
     keys = ("prompt", "prompts", "batch", "model", "plan", "tokenizer", "device")
     given = {key: options[key] for key in keys if options.get(key) is not None}
     texts = {key: str(value) for key, value in given.items() if isinstance(value, Path)}

@@ -3,23 +3,24 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from plait.comm import World, broadcast_text, gather_texts
+from plait.data.readers import read_samples
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
-from plait.errors import DataError
+from plait.errors import ContentError, DataError, PlaitError
 from plait.models import pretrained_base
 from plait.plan import Plan
 from plait.plan.sampling import Sampling
-from plait.train.model import prompt_ids
+from plait.train.model import check_prompt, prompt_ids
 from plait.train.model_files import ModelFiles
 from plait.train.run_dir import RunDir
 from plait.train.sections import SampleConfig
 
+_ROWS = '{"prompt": "..."}, or {"messages": [...]} and a tokenizer with a chat template'
 _INCOMPLETE = "\ufffd"  # at the end of a text: bytes of a character to which the next token adds
 
 
@@ -51,6 +52,7 @@ class Writer:
     """A model that writes text."""
 
     engine: Engine
+    model: Any  # that of transformers
     tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
 
@@ -75,21 +77,21 @@ class Writer:
             if each is not None
         }
         sampling = Sampling(**request.sampling, stop_tokens=tuple(stops))
-        return cls(engine, tokenizer, sampling)
+        return cls(engine, model, tokenizer, sampling)
 
     def ids(self, row: dict[str, Any]) -> list[int]:
         """The tokens of a row with a prompt or messages. Raises DataError."""
-        if isinstance(row.get("prompt"), str):
-            return prompt_ids(self.tokenizer, row["prompt"])
         try:
+            if isinstance(row.get("prompt"), str):
+                return prompt_ids(self.tokenizer, row["prompt"])
             options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
             text = str(self.tokenizer.apply_chat_template(row["messages"], **options))
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # whatever a template raises, or a row without such keys
             raise DataError(
                 "a prompt is neither a text nor messages of a chat that the tokenizer can write",
                 given=f"{json.dumps(row)[:200]}: {type(error).__name__}: {error}",
-                expected='{"prompt": "..."}, or {"messages": [...]} and a tokenizer with a chat template',
-                hint="docs/generate.md",
+                expected=_ROWS,
+                hint="--tokenizer with the directory of a tokenizer that has a chat template",
             ) from error
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -101,16 +103,19 @@ def generate(request: GenerationRequest, world: World) -> Iterator[dict[str, Any
     """Yield the rows of the prompts, each with its `text` and `finish`, on every rank. The text of a prompt
     without messages begins with it. Every rank makes the call. Raises a PlaitError."""
     writer = Writer.of(request, world)
-    rows = [{"prompt": request.prompt}] if request.prompts is None else _read(request.prompts)
-    ids = [writer.ids(row) for row in rows]
+    if request.prompts is None:
+        found = [({"prompt": request.prompt}, prompt_ids(writer.tokenizer, request.prompt))]
+    else:
+        found = _read(request.prompts, writer)
+    rows, ids = [row for row, _ in found], [ids for _, ids in found]
     engine, group = writer.engine, writer.engine.data_group
     for start in range(0, len(rows), request.batch * engine.data_ranks):
         own = range(start + engine.data_rank * request.batch, len(rows))[: request.batch]
-        found = engine.generate(
+        texts = engine.generate(
             [ids[n] for n in own], writer.sampling, tokenizer=writer.tokenizer, start=start
         )
         results = []
-        for n, each in zip(own, found, strict=True):
+        for n, each in zip(own, texts, strict=True):
             text = writer.decode([*ids[n], *each.ids] if "prompt" in rows[n] else each.ids)
             results.append({"text": text, "finish": each.finish})
         shares = gather_texts(json.dumps(results), group, world.device)
@@ -127,23 +132,26 @@ def sample_text(engine: Engine, run: RunDir, options: SampleConfig, seed: int) -
     ids, stops = prompt_ids(tokenizer, options.prompt), (tokenizer.eos_token_id,)
     sampling = Sampling(options.tokens, options.temperature, options.top_k, seed=seed, stop_tokens=stops)
     (found,) = engine.generate([ids], sampling)
-    return Writer(engine, tokenizer, sampling).decode([*ids, *found.ids])
+    return str(tokenizer.decode([*ids, *found.ids], skip_special_tokens=True))
 
 
-def _read(path: str) -> list[dict[str, Any]]:
-    """Raises DataError."""
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+def _read(source: str, writer: Writer) -> list[tuple[dict[str, Any], list[int]]]:
+    """Return the rows of a file of prompts, each with its tokens. Raises DataError."""
+    config = cast(Any, pretrained_base(writer.model)).config.get_text_config(decoder=True)
+
+    def encode(row: Any) -> tuple[dict[str, Any], list[int]]:
         try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise DataError(
-                "a line of the prompts is not a JSON object",
-                given=f"{path}, line {number}: {line[:80]}",
-                expected='{"prompt": "..."} or {"messages": [...]}',
-                hint="one object on each line",
-            ) from error
-    return rows
+            ids = writer.ids(row)
+            check_prompt(ids, config)
+        except PlaitError as error:
+            parts = {"given": error.given, "expected": error.expected, "hint": error.hint}
+            raise ContentError(f"that the model cannot continue: {error.fact}", **parts) from error
+        return row, ids
+
+    found = [*cast(Any, read_samples(source, cast(Any, encode), skip=False))]
+    if not found:
+        raise DataError("there are no prompts", given=source, expected="JSON lines", hint=_ROWS)
+    return found
 
 
 def chat(
@@ -167,7 +175,10 @@ def chat(
                 show(text[len(shown) :])
                 shown = text
 
-        found = writer.engine.generate(prompts, writer.sampling, tokenizer=writer.tokenizer, on_tokens=add)
+        turn = len(messages)  # each has its own draws
+        found = writer.engine.generate(
+            prompts, writer.sampling, tokenizer=writer.tokenizer, on_tokens=add, start=turn
+        )
         answer = "".join(writer.decode(each.ids) for each in found)
         answer = gather_texts(answer, writer.engine.data_group, world.device)[0]
         messages.append({"role": "assistant", "content": answer})

@@ -12,8 +12,8 @@ from plait.checkpoint import Checkpoint, open_checkpoint
 from plait.checkpoint.base import adapter_configs, choose_adapter
 from plait.comm import World
 from plait.engine.engine import Engine
-from plait.errors import RunError
-from plait.models import causal_lm_on_meta
+from plait.errors import ModelError, RunError
+from plait.models import causal_lm_on_meta, read_config
 from plait.models.adapters import attach
 from plait.plan import Plan
 from plait.train.export import newest_checkpoint, recorded_config
@@ -54,6 +54,7 @@ class ModelFiles:
     def model(self) -> tuple[Any, dict[str, Any]]:
         """Return the model, and arguments of `parallelize` for what a checkpoint does not hold: the folder of
         weights that each rank reads its part of, or a seed. Raises ModelError, CheckpointError."""
+        _check_predicts_tokens(self.path if self.saved is None else recorded_config(self.saved), self.path)
         if self.saved is None:
             model, weights = initial_model(ModelConfig(path=self.path, pretrained=True))
             return model, {"weights": weights}
@@ -76,3 +77,16 @@ class ModelFiles:
         if self.saved is not None:
             engine.load(self.saved.path, weights_only=True)
         return engine
+
+
+def _check_predicts_tokens(config: Mapping[str, Any] | Path, path: Path) -> None:
+    """Raise ModelError for a reward model: with its embedding in place of its head it would write text."""
+    values = read_config(config) if isinstance(config, Path) else config
+    names = [name for name in values.get("architectures") or () if name.endswith("ForSequenceClassification")]
+    if names:
+        raise ModelError(
+            "the model gives scores, not probabilities of tokens",
+            given=f"{path}, a {names[0]}",
+            expected="a causal language model",
+            hint="transformers.AutoModelForSequenceClassification of the run's export gives the scores",
+        )
