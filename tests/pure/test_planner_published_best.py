@@ -14,7 +14,7 @@ ROWS = Path(__file__).parents[1] / "data" / "planner" / "published_best.csv"
 
 @pytest.mark.sweep
 def test_published_degrees_are_among_the_first_ten() -> None:
-    """Prints the rank of each, and the first plan. Of nine rows that were searched, five were found."""
+    """Prints the rank of each, and the first plan. Measured: 11 of 18."""
     found = 0
     with ROWS.open() as file:
         for row in csv.DictReader(file):
@@ -27,4 +27,4 @@ def test_published_degrees_are_among_the_first_ten() -> None:
             rank = keys.index(degrees) + 1 if degrees in keys else None
             print(row["model"], row["cluster"], degrees, "rank", rank, "first", best[:1])
             found += rank is not None
-    assert found >= 5
+    assert found >= 11
