@@ -32,6 +32,7 @@ BENCHMARKS = (
     "pipeline",
     "stage_overhead",
     "head",
+    "compiled",
     "local_steps",
     "offload",
     "checkpoint",

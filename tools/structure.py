@@ -47,22 +47,22 @@ BUDGETS = {
     "bench": 1975,
     "checkpoint": 3100,
     "cli": 3550,
-    "comm": 7175,
+    "comm": 7190,
     "compat": 1710,
-    "data": 4565,
-    "engine": 6070,
+    "data": 4580,
+    "engine": 6400,
     "estimate": 600,
-    "models": 10910,
+    "models": 10960,
     "optim": 1625,
     "pages": 275,
-    "parallel": 15450,
-    "plan": 7250,
-    "planner": 5125,
+    "parallel": 15585,
+    "plan": 7370,
+    "planner": 5200,
     "server": 2250,
-    "train": 6680,
+    "train": 6715,
     "verify": 1825,
 }
-ROOT_LINES = 1160  # of the modules next to the packages
+ROOT_LINES = 1165  # of the modules next to the packages
 REPORTS = re.compile(r"(report|figures|page|pages|explain\w*|\w*plot|\w*table)$")
 MOST_PARAMETERS = 7
 RUN = 6

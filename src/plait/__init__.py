@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from plait.data.documents import PaddingCollator
     from plait.engine.distillation import with_teacher
     from plait.engine.engine import Engine
-    from plait.engine.generation import Generated
+    from plait.engine.generation import Conversation, Generated
     from plait.engine.preferences import with_reference
     from plait.engine.totals import EvalResult, StepResult
     from plait.errors import DDPError, PlaitError
@@ -34,6 +34,7 @@ __all__ = [
     "LAMB",
     "AdamW8bit",
     "Chain",
+    "Conversation",
     "DDPError",
     "Distillation",
     "DistributedDataParallel",
@@ -64,6 +65,7 @@ _HOMES = {
     "DistributedDataParallel": "plait.parallel.ddp",
     "Engine": "plait.engine.engine",
     "EvalResult": "plait.engine.totals",
+    "Conversation": "plait.engine.generation",
     "Generated": "plait.engine.generation",
     "StepResult": "plait.engine.totals",
     "AdamW8bit": "plait.optim.adamw_8bit",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.checkpoint import HuggingFaceFiles
@@ -144,6 +144,19 @@ def test_a_run_starts_from_quantized_weights_as_they_are_dequantized(tmp_path: P
     with HuggingFaceFiles.open(weights).reader(model) as reader:
         assert set(reader.dtypes.values()) == {torch.float32}
         assert reader.shapes["weights/model.layers.0.mlp.up_proj.weight"] == (80, 32)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_an_error_and_leaves_no_export(tmp_path: Path, bad: float) -> None:
+    """A scale of NaN would be 1, and with it the row's codes 0."""
+    tensors = saved(tmp_path / "in", MODELS["llama"])
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
+    save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    for compression in (*map(Compression, FORMS), Compression(None, Sparsity.parse("2:4"))):
+        with pytest.raises(ModelError, match="not finite") as caught:
+            export_folder(tmp_path / "in", tmp_path / "out", None, compression)
+        assert "model.layers.1.mlp.up_proj.weight" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_models_that_cannot_be_compressed_and_other_formats_are_errors(tmp_path: Path) -> None:

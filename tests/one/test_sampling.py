@@ -19,7 +19,7 @@ import plait
 from plait.data.tokenizer import train_tokenizer
 from plait.engine.sampling import TokenChooser, limited
 from plait.errors import ConfigError, ModelError
-from support import generation
+from support import generation, hf_models
 
 ROWS, VOCABULARY = 5, 37
 
@@ -162,13 +162,16 @@ def model_without_left_to_right(kind: str) -> nn.Module:
         return T5ForConditionalGeneration(
             T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         )
+    if kind == "states in modules":
+        return hf_models.model_of("recurrent_gemma", on_meta=False, exact=False)
     return nn.Sequential(nn.Embedding(61, 8), nn.Linear(8, 61))
 
 
-@pytest.mark.parametrize("kind", ["encoder", "encoder-decoder", "own"])
+@pytest.mark.parametrize("kind", ["encoder", "encoder-decoder", "own", "states in modules"])
 def test_models_that_do_not_generate_are_refused_by_name(kind: str) -> None:
     model = model_without_left_to_right(kind)
     engine = plait.parallelize(model, "dp=1", loss=lambda outputs, _: (outputs.sum(), 1))
-    with pytest.raises(ModelError, match="does not generate text") as error:
+    problem = "has no cache" if kind == "states in modules" else "does not generate text"
+    with pytest.raises(ModelError, match=problem) as error:
         engine.generate([[1, 2]])
     assert type(model).__name__ in str(error.value)

@@ -297,3 +297,23 @@ def test_an_unusable_library_is_an_error_with_the_reason(tmp_path) -> None:
         assert found is None
         assert str(foreign) in why
         assert "reinstall plait" in why
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_16_bit_floats_are_added_to_float32_as_torch_adds_them(dtype: torch.dtype, kernels: object) -> None:
+    values, out = (
+        torch.randn(5, 613, generator=torch.Generator().manual_seed(0)).to(dtype),
+        torch.randn(5, 613),
+    )
+    expected = out + values
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert native_lib.add_widened(out, values)
+        assert torch.equal(out, expected)
+        assert not native_lib.add_widened(out, values.float())
+        assert not native_lib.add_widened(out.double(), values)
+        assert not native_lib.add_widened(out.t(), values.t())
+        assert torch.equal(out, expected)
+    finally:
+        torch.set_num_threads(threads)

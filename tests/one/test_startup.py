@@ -351,3 +351,13 @@ def test_limits_that_no_rank_can_run_in_are_named_before_torch_is_imported(limit
         ["bash", "-c", command, "bash", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, fact)
+
+
+def test_a_start_takes_few_seconds_of_the_processor() -> None:
+    """From the command to the end of step 1; the benchmark's limit is twice what it takes."""
+    words = ["startup.py", "--smallest", "--only", "import plait"]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "launcher and rank" in done.stdout

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from plait.data.tokenizer import train_tokenizer
 from plait.engine.scoring import Row
@@ -25,22 +27,61 @@ def test_a_row_becomes_the_pairs_that_are_written_out(form: str, tmp_path: Path)
 
 
 def test_shots_precede_a_question_with_their_answers(tmp_path: Path) -> None:
-    rows = written(tmp_path / "rows.jsonl", ROWS["arc"][:1])
+    asked = {"question": "What sails?", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "A"}
+    rows = written(tmp_path / "rows.jsonl", [asked])
     shots = written(tmp_path / "shots.jsonl", ROWS["arc"])
     first = "Question: Where does the red ship sail?\nAnswer: to harbour seven\n\n"
     second = "Question: How many miles?\nAnswer: 1 miles\n\n"
-    question = "Question: Where does the red ship sail?\nAnswer:"
-    for count, before in ((0, first + second), (1, first), (2, first + second)):
+    question = "Question: What sails?\nAnswer:"
+    for count, before in ((None, first + second), (0, ""), (1, first), (2, first + second)):
         [example] = Task("arc", rows, shots).examples(count)
         assert {context for context, _ in example.choices} == {before + question}
 
 
+def test_a_question_is_not_shown_before_itself(tmp_path: Path) -> None:
+    """As in the harness, which leaves the row out of shots of the same split."""
+    rows = written(tmp_path / "rows.jsonl", ROWS["arc"])
+    task = Task("arc", rows, rows)
+    for count in (None, 1):
+        one, other = task.examples(count)
+        assert one.choices[0][0] == other.solved.rpartition("\n\n")[2] + "\n\n" + PAIRS["arc"][0][0][0]
+        assert other.choices[0][0] == one.solved.rpartition("\n\n")[2] + "\n\n" + PAIRS["arc"][1][0][0]
+    with pytest.raises(ConfigError, match="too few examples"):
+        task.examples(2)
+
+
+def test_the_prompt_of_a_generated_answer_does_not_depend_on_the_answer(tmp_path: Path) -> None:
+    """A tokenizer may join the context's end and the answer's beginning."""
+    tokenizer = Tokenizer(models.BPE(unk_token="?", **joining_merges()))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="?")
+    rows = [{"question": "a", "answer": f"{word} #### 1"} for word in ("b", "c")]
+    [task] = encode_tasks([f"gsm8k={written(tmp_path / 'rows.jsonl', rows)}"], None, fast)
+    context = "Question: a\nAnswer:"
+    assert len(fast.encode(context + " b")) == len(fast.encode(context)), "the colon is in ': b'"
+    for row in task.encoded:
+        assert list(row.ids) == fast.encode(context)
+    assert task.longest >= len(task.encoded[0].ids) + 256
+
+
+def joining_merges() -> dict[str, Any]:
+    characters = sorted({*"Question: a\nAnswer: bc #### 1?"})
+    joined = [*characters, ": ", ": b"]
+    return {
+        "vocab": {token: index for index, token in enumerate(joined)},
+        "merges": [(":", " "), (": ", "b")],
+    }
+
+
 def test_shots_of_mmlu_are_of_the_same_subject_after_its_description(tmp_path: Path) -> None:
     rows = written(tmp_path / "rows.jsonl", ROWS["mmlu"])
-    for example, (contexts, _, _) in zip(Task("mmlu", rows, rows).examples(1), PAIRS["mmlu"], strict=True):
+    shown = [{**row, "question": row["question"] + "now"} for row in ROWS["mmlu"]]
+    shots = written(tmp_path / "shots.jsonl", shown)
+    for example, (contexts, _, _) in zip(Task("mmlu", rows, shots).examples(1), PAIRS["mmlu"], strict=True):
         about, _, question = contexts[0].partition("\n\n")
-        answer = question + (" B" if "harbour\n" in question else " D")
-        assert example.choices[0][0] == f"{about}\n\n{answer}\n\n{question}"
+        asked, _, rest = question.partition("\n")
+        answer = " B" if "harbour\n" in question else " D"
+        space = " " if asked.endswith("to") else ""
+        assert example.choices[0][0] == f"{about}\n\n{asked}{space}now\n{rest}{answer}\n\n{question}"
 
 
 def test_too_few_shots_are_an_error(tmp_path: Path) -> None:

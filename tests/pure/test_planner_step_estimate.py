@@ -1,5 +1,6 @@
 """The price of a plan: facts that hold for every plan, and published runs."""
 
+import csv
 import random
 from dataclasses import replace
 from itertools import product
@@ -20,10 +21,10 @@ from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
 from plait.planner.memory import rank_memory, tokens_of_rank
 from plait.planner.model_shape import ModelShape
-from plait.planner.search import search
 from plait.planner.step_estimate import Software, StepEstimate, Workload, estimate_step, stage_seconds
 from plait.planner.workload import PLAIT
-from planner_lab.runs import read_runs
+from planner_lab.programs import report_says
+from planner_lab.runs import Refused, read_runs
 from planner_lab.score import ScoredRun, estimate_all, fit_without, score_runs
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
@@ -158,15 +159,100 @@ def test_local_steps_have_no_price() -> None:
         estimate_step(MODEL, Plan.parse("dp=2 local_steps=8"), cluster("dgx-h100:1"), WORK)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise"])
-def test_products_in_float8_are_refused_by_name_and_not_priced_as_others(precision: str) -> None:
-    for refused in (
-        lambda: estimate_step(MODEL, Plan.parse(f"dp=8 precision={precision}"), cluster("dgx-h100:1"), WORK),
-        lambda: search(MODEL, cluster("dgx-h100:1"), WORK, pins=f"precision={precision}"),
-    ):
-        with pytest.raises(PlanError, match="products in float8 are not priced") as caught:
-            refused()
-        assert caught.value.given == f"precision={precision}"
+def test_float8_has_a_peak_and_casts_of_its_own() -> None:
+    """Faster than bf16 for wide layers, slower with a scale per row, and not faster for narrow ones: reading
+    and writing what is cast takes longer than the products save."""
+
+    def seconds(model: ModelShape, precision: str) -> float:
+        plan = Plan.parse(f"dp=8 micro=1 precision={precision}")
+        return estimate_step(model, plan, cluster("dgx-h100:1"), WORK).step_s
+
+    wide, narrow = (
+        ModelShape.parse(f"layers=4 hidden={h} heads={h // 128} ffn={4 * h} vocab=32000") for h in (8192, 512)
+    )
+    assert seconds(wide, "bf16") > 1.2 * seconds(wide, "fp8")
+    assert seconds(wide, "fp8") < seconds(wide, "fp8-rowwise") < seconds(wide, "bf16")
+    assert seconds(narrow, "fp8") > seconds(narrow, "bf16")
+    with pytest.raises(PlanError, match="does not compute in this precision"):
+        estimate_step(MODEL, Plan.parse("dp=8 precision=fp8"), cluster("dgx-a100:1"), WORK)
+
+
+def test_casts_that_are_parts_of_other_operators_take_less() -> None:
+    plan, node = Plan.parse("dp=8 micro=16 precision=fp8"), cluster("dgx-h100:1")
+    own, fused = (
+        estimate_step(MODEL, plan, node, WORK, Software(device_kernels=f)).step_s for f in (False, True)
+    )
+    assert fused < own
+
+
+def test_a_wide_ring_takes_a_hop_for_every_rank_and_host() -> None:
+    """NCCL's numbers: an all-gather of 512 ranks on 64 hosts takes 448 hops inside and 63 between hosts; a
+    tree of all-reduces two for every doubling of hosts."""
+    links = Links.of(cluster("dgx-a100:64"), DEFAULT)
+    latency, group = links._replace(link=1e30, network=1e30, collective_s=0.0), Group(512, 1, 512)
+    ring = 448 * links.hop_s + 63 * links.network_hop_s
+    assert collective_s("all-gather", latency, group, 1.0) == pytest.approx(ring)
+    tree = 2 * (7 * links.hop_s + 12 * links.network_hop_s)
+    assert collective_s("all-reduce", latency, group, 1.0) == pytest.approx(tree)
+
+
+def test_grouped_states_are_faster_than_flat_ones_over_many_hosts() -> None:
+    """InternEvo's pairs: with ZeRO inside hosts, 512 ranks lose less than with ZeRO over all of them."""
+    model = ModelShape.parse("layers=32 hidden=4096 heads=32 ffn=11008 vocab=103168 gated=true")
+    hosts, work = replace(cluster("dgx-a100:64"), network_bytes_per_s=50e9), Workload(2048, 4096)
+    program = Software(narrow_gradients=True, sends_tensors=True, overlaps_gathers=False)
+
+    def seconds(shard: str) -> float:
+        plan = Plan.parse(f"dp=512 zero=1 {shard} micro=4 precision=bf16 reduce=bf16")
+        return estimate_step(model, plan, hosts, work, program).step_s
+
+    assert seconds("shard=8") < 0.85 * seconds("")
+
+
+def test_messages_of_tensors_take_more_calls_than_those_of_units() -> None:
+    plan, hosts = Plan.parse("dp=512 zero=3 micro=1 precision=bf16"), cluster("dgx-a100:64")
+    work = Workload(2048, 512)
+    by_unit, by_tensor = (
+        estimate_step(MODEL, plan, hosts, work, Software(sends_tensors=tensors)).step_s
+        for tensors in (False, True)
+    )
+    assert by_tensor > by_unit
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "zb-h1"])
+def test_neither_half_of_a_split_backward_is_faster_than_the_host(schedule: str) -> None:
+    """A faster device is never slower."""
+    model = ModelShape.parse("layers=16 hidden=512 heads=8 ffn=2048 vocab=1024")
+    plan, node = Plan.parse(f"pp=2 micro=8 schedule={schedule} precision=bf16"), cluster("dgx-h100:2gpus")
+    work, times = Workload(128, 8), []
+    for factor in (0.1, 0.3, 1.0, 3.0, 10.0):
+        peaks = {name: factor * peak for name, peak in node.device.peak_flops.items()}
+        faster = replace(node, device=replace(node.device, peak_flops=peaks))
+        for stage in stage_seconds(model, plan, faster, work):
+            assert stage.weight >= stage.forward / 4 > 0
+        times.append(estimate_step(model, plan, faster, work).step_s)
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize(("layers", "pp"), [(8, 8), (8, 4), (8, 2), (32, 1)])
+def test_zero_2_needs_at_most_the_own_range_more_than_zero_1(layers: int, pp: int) -> None:
+    """With no more units on a stage than reductions in flight, all full gradients exist at once, next to the
+    rank's range; zero=3 is the least from three units on."""
+    model = ModelShape.parse(f"layers={layers} hidden=2048 heads=16 ffn=8192 vocab=32000")
+    uses = [
+        estimate_step(
+            model,
+            Plan.parse(f"dp={64 // pp} pp={pp} micro={pp} zero={zero} precision=bf16"),
+            cluster("dgx-h100:8"),
+            WORK,
+        ).memory
+        for zero in range(4)
+    ]
+    own = uses[2].gradients
+    assert uses[1].total <= uses[0].total
+    assert uses[2].total - uses[2].allocator <= uses[1].total - uses[1].allocator + own
+    if layers // pp > 4:
+        assert uses[3].total < uses[2].total < uses[1].total
 
 
 def runs() -> list[Run]:
@@ -176,26 +262,70 @@ def runs() -> list[Run]:
 def test_predictions_of_published_runs_stay_within_their_measured_accuracy() -> None:
     priced, refused = estimate_all(read_runs(DATA / "published_runs.csv"))
     result = score_runs(priced, refused)
-    assert result["source_averaged_error"] < 0.09
-    assert result["p90_error"] < 0.25
+    assert result["error"] < 0.08
+    assert result["p90_error"] < 0.2
     assert result["memory"]["rows"] == 65
     assert result["memory"]["error_mean"] < 0.08
-    assert result["false_fits"] == 0
-    assert {one.reason for one in refused} == {
-        "fp8 is not priced",
-        "schedule zb-2p is not one of this product's",
-    }
+    assert result["false_refusals"] < 0.1 * result["rows_ran"]
+    assert {one.reason for one in refused} == {"schedule zb-2p is not one of this product's"}
 
 
-def test_no_row_is_a_special_case(tmp_path: Path) -> None:
-    """Estimates do not depend on the columns that name a row."""
-    lines = (DATA / "published_runs.csv").read_text(encoding="utf-8").splitlines()
-    header = lines[0].replace("id,source,confidence,model_name", "confidence,x1,x2,model_name")
-    (tmp_path / "anonymous.csv").write_text("\n".join([header, *lines[1:60]]), encoding="utf-8")
-    anonymous = [run for run in read_runs(tmp_path / "anonymous.csv") if isinstance(run, Run)]
-    assert [run.estimate().step_s for run in anonymous] == [
-        run.estimate().step_s for run in runs()[: len(anonymous)]
-    ]
+@pytest.mark.parametrize("name", ["published_runs", "published_wide"])
+def test_no_row_is_a_special_case(tmp_path: Path, name: str) -> None:
+    """Estimates do not depend on what names a row or its publisher, but on its columns and on its program,
+    which a column may say as well as the entry of its report."""
+    with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))[:60]
+    for row in rows:
+        row["program"] = report_says(row["source"], "program") or ""
+        row |= {"id": "x", "source": "anonymous", "confidence": ""}
+    with (tmp_path / "anonymous.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    named, anonymous = (
+        [run.estimate() for run in read_runs(path) if isinstance(run, Run)]
+        for path in (DATA / f"{name}.csv", tmp_path / "anonymous.csv")
+    )
+    assert [each.step_s for each in anonymous] == [each.step_s for each in named[: len(anonymous)]]
+    memory = [each.memory for each in anonymous]
+    assert memory == [each.memory for each in named[: len(anonymous)]]
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabytes_per_s"),
+    [
+        ("8x200Gb/s HDR IB/node", 200),
+        ("400Gb/s per GPU", 400),
+        ("1.6Tb/s per node", 200),
+        ("not stated", 200),
+    ],
+)
+def test_the_network_of_a_row_is_that_of_its_hosts(tmp_path: Path, text: str, gigabytes_per_s: int) -> None:
+    (tmp_path / "one.csv").write_text(
+        "source,layers,hidden,seq_len,gpu,n_gpus,global_batch,step_time_s,inter_bw,program\n"
+        f"one,8,1024,1024,A100-SXM-80GB,16,16,1,{text},messages=tensors\n"
+        f"one,8,1024,1024,A100-SXM-80GB,16,16,1,{text},messages=pages\n",
+        encoding="utf-8",
+    )
+    run, refused = read_runs(tmp_path / "one.csv")
+    assert isinstance(run, Run)
+    assert run.software.sends_tensors
+    assert run.cluster.network_bytes_per_s == gigabytes_per_s * 1e9
+    assert isinstance(refused, Refused)
+    assert refused.reason == "messages=pages is not a property of a program"
+
+
+def test_wide_groups_and_float8_are_priced_within_their_measured_accuracy() -> None:
+    priced, refused = estimate_all(read_runs(DATA / "published_wide.csv"))
+    assert {each.run.publisher for each in priced} == {"internlm", "nvidia"}
+    assert not [each for each in refused if "fp8" in each.reason]
+    result = score_runs(priced, refused)
+    assert result["publishers"]["internlm"]["error"] < 0.08
+    assert result["groups"]["regret_max"] < 0.07
+    float8 = [each for each in priced if each.run.precision == "fp8"]
+    assert len(float8) > 10
+    assert sum(abs(each.error) for each in float8) / len(float8) < 0.15
 
 
 def test_memory_is_compared_with_what_the_whole_report_counts(tmp_path: Path) -> None:
@@ -267,7 +397,7 @@ def test_fitted_constants_predict_runs_that_other_constants_made() -> None:
     made = replace(PRIOR, product_fraction=0.6, network_fraction=0.3, memory_fraction=0.5)
     some = [run for run in runs() if run.step_s and len(run.plans) == 1][::24]
     assert len({run.source for run in some}) > 2
-    learned = [replace(run, source="one", step_s=run.estimate(made).step_s) for run in some]
+    learned = [replace(run, publisher="one", step_s=run.estimate(made).step_s) for run in some]
 
     def error(constants: Constants) -> float:
         return max(abs(run.estimate(constants).step_s / (run.step_s or 0) - 1) for run in learned)
@@ -275,7 +405,7 @@ def test_fitted_constants_predict_runs_that_other_constants_made() -> None:
     fitted = fit(learned)
     assert error(PRIOR) > 0.2
     assert error(fitted) < 0.08
-    slow = [replace(run, source="other", step_s=10 * (run.step_s or 0)) for run in learned]
+    slow = [replace(run, publisher="other", step_s=10 * (run.step_s or 0)) for run in learned]
     assert fit_without([*learned, *slow], ["other"])["other"] == fitted
 
 

@@ -36,6 +36,7 @@ RANKS = {
     "broadcast": 3,
     "checkpoint": 2,
     "collectives": 2,
+    "compiled": 2,
     "context_parallel": 2,
     "data_parallel": 2,
     "expert_parallel": 2,

@@ -8,10 +8,11 @@ from torch import Tensor
 
 import plait
 from plait.engine import generation as engine_generation
+from plait.engine.engine import Engine
 from plait.errors import PlaitError
 from plait.models.caches import StageCache
 from plait.plan import subtract_traffic
-from support import generation, programs
+from support import generation, hf_models, programs
 from support.pool import Pool, RankError
 
 PLANS = {  # and the number of ranks
@@ -49,25 +50,22 @@ WITH_EXPERTS = ("deepseek_v3", "gpt_oss", "jamba", "mixtral", "qwen3_moe", "qwen
 SAMPLED = {"max_new_tokens": 8, "stop_tokens": (), "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 5}
 
 
-def check_greedy(pool: Pool, family: str, plan: str) -> None:
-    expected = generation.plain_greedy(family, "fp64")
+def check_greedy(pool: Pool, family: str, plan: str, precision: str) -> None:
+    expected = generation.plain_greedy(family, precision)
     assert len({token for ids in expected for token in ids}) > 3, expected
-    found = pool.run(
-        generation.on_ranks, PLANS.get(plan, 2), family, f"{plan} precision=fp64", generation.GREEDY
-    )
+    of_plan = f"{plan} precision={precision}"
+    found = pool.run(generation.on_ranks, PLANS.get(plan, 2), family, of_plan, generation.GREEDY)
     data_ranks = 1 + max(rank for rank, _ in found)
     for rank, texts in found:
-        assert [ids for ids, _, _ in texts] == expected[rank::data_ranks]
-        assert all(len(ids) == len(log_probs) for ids, _, log_probs in texts)
-        ends = ["length" if len(ids) == generation.TOKENS else "stop" for ids, _, _ in texts]
-        assert [finish for _, finish, _ in texts] == ends
+        for prompt, of_prompt in zip(generation.PROMPTS[rank::data_ranks], texts, strict=True):
+            generation.check_greedy_row(family, precision, prompt, of_prompt)
 
 
 @pytest.mark.parametrize(
     "plan", [pytest.param(p, marks=[pytest.mark.quick] if p == "pp=2 tp=2 sp=true" else []) for p in PLANS]
 )
 def test_greedy_tokens_are_those_of_transformers_under_every_plan(pool: Pool, plan: str) -> None:
-    check_greedy(pool, "llama", plan)
+    check_greedy(pool, "llama", plan, "fp64")
 
 
 CASES = [
@@ -80,7 +78,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "plan"), CASES)
 def test_greedy_tokens_of_other_architectures(pool: Pool, family: str, plan: str) -> None:
-    check_greedy(pool, family, plan)
+    check_greedy(pool, family, plan, "fp64")
 
 
 ROWS, SEQUENCE = ("tp=2x1", "tp=2x2"), ("tp=2 sp=true", "pp=2 tp=2 sp=true")
@@ -92,23 +90,32 @@ REFUSED = {  # by the plan: no engine trains them either
     "mamba2": ("tp=2x2", "cp=2"),
     "zamba2": (*ROWS, *SEQUENCE, "cp=2"),
 }
-REST = [(family, plan) for family in FAMILIES for plan in PLANS if (family, plan) not in CASES]
+ALL = [(family, plan) for family in ("llama", *FAMILIES) for plan in PLANS]
+_PLANS = [*PLANS]
+COVERING = [  # in float32: each family, and each plan
+    (family, next(p for p in _PLANS[number % 14 :] + _PLANS if p not in REFUSED.get(family, ())))
+    for number, family in enumerate(("llama", *FAMILIES), start=7)
+]
+assert {plan for _, plan in COVERING} == {*PLANS}
+REST = [
+    *((*pair, "fp64") for pair in ALL if pair not in CASES and pair[0] != "llama"),
+    *((*pair, "fp32") for pair in dict.fromkeys([*ALL, *CASES]) if pair not in COVERING),
+]
+
+
+@pytest.mark.parametrize(("family", "plan"), COVERING)
+def test_greedy_tokens_in_float32(pool: Pool, family: str, plan: str) -> None:
+    check_greedy(pool, family, plan, "fp32")
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("family", "plan"), REST)
-def test_greedy_tokens_of_other_architectures_under_other_plans(pool: Pool, family: str, plan: str) -> None:
+@pytest.mark.parametrize(("family", "plan", "precision"), REST)
+def test_greedy_tokens_of_other_pairs(pool: Pool, family: str, plan: str, precision: str) -> None:
     if plan in REFUSED.get(family, ()):
         with pytest.raises(RankError, match="ModelError"):
-            check_greedy(pool, family, plan)
+            check_greedy(pool, family, plan, precision)
     else:
-        check_greedy(pool, family, plan)
-
-
-def test_greedy_tokens_in_float32_are_those_of_transformers(pool: Pool) -> None:
-    expected = generation.plain_greedy("llama", "fp32")
-    for _, texts in pool.run(generation.on_ranks, 2, "llama", "tp=2 precision=fp32", generation.GREEDY):
-        assert [ids for ids, _, _ in texts] == expected
+        check_greedy(pool, family, plan, precision)
 
 
 @pytest.mark.parametrize("plan", ["dp=2 zero=3", "dp=3", "tp=2", "pp=2", "cp=2"])
@@ -178,25 +185,56 @@ def test_weights_of_zero_3_are_gathered_once_for_a_generation_if_they_fit(pool: 
             assert ids == expected[rank::2]
 
 
-def trained(plan: str, *, generates: bool) -> list[Tensor]:
-    """Losses and norms of two steps with dropout, and the weights."""
-    engine = generation.engine_of("gpt2", plan, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
-    batches, found = programs.batches(2), list[Tensor]()
-    state = torch.get_rng_state()
-    for batch in batches:
-        result = engine.step(engine.shard(batch))
-        found.append(torch.tensor([result.loss, result.grad_norm], dtype=torch.float64))
+def trained(plan: str, optimizer: type[torch.optim.Optimizer], *, generates: bool) -> list[Tensor]:
+    """Losses and norms of three steps with dropout, the second one by micro-batches, and the weights."""
+    model = hf_models.model_of("gpt2", exact=False, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    engine = plait.parallelize(model, plan, optimizer=optimizer, optimizer_args=programs.ADAMW)
+    state, found = torch.get_rng_state(), list[Tensor]()
+
+    def generate() -> None:
         if generates:
             generation.texts(engine, generation.own_prompts(engine), SAMPLED)
         assert engine.model.training
         assert torch.equal(torch.get_rng_state(), state)
+
+    generate()
+    for number, batch in enumerate(programs.batches(3)):
+        if number == 1 and engine.plan.pp == 1:
+            for micro in [engine.shard(batch)] * engine.plan.micro:
+                loss, num_targets = engine.loss(micro)
+                generate()
+                engine.backward(loss, num_targets)
+                generate()
+            result = engine.update()
+        else:
+            result = engine.step(engine.shard(batch))
+        found.append(torch.tensor([result.loss, result.grad_norm], dtype=torch.float64))
+        generate()
     return [*found, *engine.full_parameters().values()]
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "dp=2 zero=3 reshard=step", "tp=2", "pp=2"])
-def test_training_goes_on_after_a_generation_with_the_same_bits(pool: Pool, plan: str) -> None:
-    (expected, *_), (actual, *_) = (pool.run(trained, 2, plan, generates=g) for g in (False, True))
-    assert len(actual) == len(expected) > 2
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        ("dp=2", torch.optim.AdamW),
+        ("dp=2 zero=1", torch.optim.AdamW),
+        ("dp=2 zero=2 micro=2", torch.optim.AdamW),
+        ("dp=2 zero=3 micro=2 prefetch=2", torch.optim.AdamW),
+        ("dp=2 zero=3 reshard=step", torch.optim.AdamW),
+        ("dp=2 zero=3 offload=cpu", torch.optim.AdamW),
+        ("dp=2 zero=3 precision=bf16", plait.AdamW8bit),
+        ("tp=2", torch.optim.AdamW),
+        ("pp=2", torch.optim.AdamW),
+    ],
+)
+def test_training_goes_on_after_a_generation_with_the_same_bits(
+    pool: Pool, plan: str, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    ranks = pool.over("gloo")  # so that weights are gathered
+    (expected, *_), (actual, *_) = (
+        ranks.run(trained, 2, plan, optimizer, generates=g) for g in (False, True)
+    )
+    assert len(actual) == len(expected) > 3
     assert all(map(torch.equal, actual, expected))
 
 
@@ -228,10 +266,93 @@ def test_bytes_of_caches_are_as_estimated(pool: Pool, family: str, plan: str) ->
         assert abs(estimated - measured) <= 0.03 * measured
 
 
+def turns(family: str, plan: str) -> list[tuple[list[int], list[int], int, int]]:
+    """Return for each turn of a conversation, the last of which has another beginning: its tokens, those
+    without a conversation, the tokens of its first forward, and of its prompt."""
+    engine, conversation = generation.engine_of(family, f"{plan} precision=fp64"), plait.Conversation()
+    sampling, ids = plait.Sampling(**{**generation.GREEDY, "stop_tokens": ()}), [*generation.PROMPTS[0]]
+    found, lengths = [], list[int]()
+    advance = StageCache.advance
+
+    def count(self: StageCache, num_rows: int, num_tokens: int) -> None:
+        lengths.append(num_tokens)
+        advance(self, num_rows, num_tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageCache, "advance", count)
+        for added in ([], [12, 13, 14], [5], None):
+            ids = [*ids, *added] if added is not None else [7, *ids[1:]]
+            lengths.clear()
+            (kept,) = engine.generate([ids], sampling, conversation=conversation)
+            first = lengths[0]
+            lengths.clear()
+            (alone,) = engine.generate([ids], sampling)
+            assert lengths[0] == len(ids)
+            assert kept.log_probs == pytest.approx(alone.log_probs, abs=1e-9)
+            found.append((kept.ids, alone.ids, first, len(ids)))
+            ids += kept.ids
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "tp=2", "pp=2", "cp=2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_conversation_reads_only_what_is_new(pool: Pool, family: str, plan: str) -> None:
+    for found in pool.run(turns, PLANS.get(plan, 1), family, plan):
+        assert [kept for kept, *_ in found] == [alone for _, alone, *_ in found]
+        *_, whole = lengths = [length for *_, length in found]
+        # The last new token of a turn has not been read by the model.
+        assert [first for *_, first, _ in found] == [lengths[0], 3 + 1, 1 + 1, whole]
+
+
+def test_a_conversation_ends_with_a_step() -> None:
+    engine, conversation = generation.engine_of("llama", "dp=1 precision=fp64"), plait.Conversation()
+    sampling, ids = plait.Sampling(**{**generation.GREEDY, "stop_tokens": ()}), [*generation.PROMPTS[0]]
+    (before,) = engine.generate([ids], sampling, conversation=conversation)
+    engine.step(programs.batches(1)[0])
+    ids += before.ids
+    (kept,) = engine.generate([ids], sampling, conversation=conversation)
+    (alone,) = engine.generate([ids], sampling)
+    assert kept.log_probs == alone.log_probs
+
+
+def test_mixers_with_states_read_a_conversation_from_its_beginning(pool: Pool) -> None:
+    for found in pool.run(turns, 2, "qwen3_next", "pp=2"):
+        assert [first for *_, first, _ in found] == [length for *_, length in found]
+        assert [kept for kept, *_ in found] == [alone for _, alone, *_ in found]
+
+
+def in_long_texts(plan: str) -> tuple[int, list[list[int]], list[list[int]]]:
+    """The data rank, the tokens of its prompts, and those of transformers for all, each prompt alone. The
+    model has other frequencies from 15 tokens on, which the first prompt passes."""
+    factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6, "original_max_position_embeddings": 14}
+    ropes = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    sizes = {"original_max_position_embeddings": 14, "partial_rotary_factor": 1.0}
+    engine = generation.engine_of("phi3", f"{plan} precision=fp64", rope_parameters=ropes, **sizes)
+    texts = generation.texts(engine, generation.own_prompts(engine), generation.GREEDY)
+    model: Any = engine.model.eval()
+    alone = [] if plan != "dp=1" else [generation.greedy_of(model, [ids])[0] for ids in generation.PROMPTS]
+    return engine.data_rank, [ids for ids, _, _ in texts], alone
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=3 zero=3", "tp=2", "pp=2"])
+def test_a_row_does_not_change_the_frequencies_of_others(pool: Pool, plan: str) -> None:
+    _, together, alone = in_long_texts("dp=1")
+    assert together == alone
+    found = pool.run(in_long_texts, PLANS.get(plan, 3), plan)
+    data_ranks = 1 + max(rank for rank, *_ in found)
+    for rank, ids, _ in found:
+        assert ids == alone[rank::data_ranks]
+
+
 def refused(plan: str, prompts: list[list[int]]) -> str:
     engine = generation.engine_of("llama", plan)
+    return error_of(engine, prompts if engine.data_rank == 0 else [[1]])
+
+
+def error_of(engine: Engine, prompts: list[list[int]], **options: Any) -> str:
+    on_tokens = options.pop("on_tokens", None)
     try:
-        engine.generate(prompts if engine.data_rank == 0 else [[1]])
+        engine.generate(prompts, plait.Sampling(**options), on_tokens=on_tokens)
     except PlaitError as error:
         return str(error)
     return ""
@@ -241,3 +362,28 @@ def test_an_invalid_prompt_is_an_error_on_all_ranks(pool: Pool) -> None:
     for error in pool.run(refused, 2, "dp=2", [[1], [1, 61]]):
         assert "the model cannot continue a prompt" in error
         assert "prompt 1" in error
+
+
+def errors_between_forwards(plan: str) -> list[str]:
+    """Errors of a rank alone, after which the engine generates: of `on_tokens`, of other options, and of
+    logits that are NaN, greedy and drawn."""
+    engine = generation.engine_of("llama", plan)
+    found = [error_of(engine, generation.PROMPTS, max_new_tokens=3, on_tokens=lambda _: 1 / 0)]
+    if engine.data_ranks == 1:
+        found.append(error_of(engine, generation.PROMPTS, max_new_tokens=3 + engine.world.rank))
+    assert not error_of(engine, generation.PROMPTS, max_new_tokens=3)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.fill_(float("nan"))
+    return [*found, *(error_of(engine, generation.PROMPTS, temperature=t) for t in (0.0, 1.0))]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "pp=2"])
+def test_errors_between_forwards_are_raised_on_all_ranks(pool: Pool, plan: str) -> None:
+    for errors in pool.run(errors_between_forwards, 2, plan):
+        failed, *others, greedy, drawn = errors
+        assert "on_tokens has raised an error" in failed
+        assert "ZeroDivisionError" in failed
+        assert all("received different batches" in error for error in others)
+        assert "logits of the next token are no numbers" in greedy
+        assert "prompt 0, after 0 new tokens" in drawn

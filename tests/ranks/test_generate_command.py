@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForS
 from plait.comm import connect
 from plait.data.tokenizer import save_tokenizer, train_tokenizer
 from plait.errors import DataError, ModelError
-from plait.train.generate import GenerationRequest, chat, generate
+from plait.train.generate import GenerationRequest, Writer, chat, generate
 from support.pool import Pool
 
 TEMPLATE = (
@@ -106,8 +106,10 @@ def test_turns_of_a_chat_have_draws_of_their_own(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[1]", "neither a text nor messages"),
-        (b"{}", "neither a text nor messages"),
+        (b"[1]", "has no prompt"),
+        (b"{}", "has no prompt"),
+        (b'{"messages": [{"role": "user"}]}', "a message without content"),
+        (b'{"messages": [{"role": "human", "content": "a"}]}', "an unknown role"),
         (b'{"prompt": "a"}\n{"prompt": "b', "not JSON"),
         (b'\xff{"prompt": "a"}', "not UTF-8"),
         (b"", "no prompts|empty"),
@@ -124,6 +126,21 @@ def test_lines_that_are_no_prompts_are_errors(
     assert ("line 2" in str(caught.value)) == (b"\n" in content)
 
 
+def test_tools_and_options_of_a_row_reach_the_template(folder: Path, tmp_path: Path) -> None:
+    (folder / "tools").mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ style }} {{ tools | tojson }} {{ messages[0].content }}"
+    save_tokenizer(tokenizer, folder / "tools")
+    tools = [{"type": "function", "function": {"name": "sea", "parameters": {"type": "object"}}}]
+    messages = [{"role": "user", "content": "ships"}]
+    row = {"messages": messages, "tools": tools, "chat_template_kwargs": {"style": "short"}}
+    request = GenerationRequest(str(folder), "dp=1", tokenizer=str(folder / "tools"))
+    ids = Writer.of(request, connect()).ids(row)
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, style="short")
+    assert "short" in text
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def test_a_prompt_may_have_any_character_that_json_allows(folder: Path, tmp_path: Path) -> None:
     row = {"prompt": "a\u2028b"}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8")
@@ -134,5 +151,5 @@ def test_a_prompt_may_have_any_character_that_json_allows(folder: Path, tmp_path
 def test_a_reward_model_writes_no_text(folder: Path, tmp_path: Path) -> None:
     config = LlamaConfig.from_pretrained(folder, tie_word_embeddings=True, num_labels=1)
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="gives scores"):
+    with pytest.raises(ModelError, match="predicts no tokens"):
         texts(str(tmp_path), "dp=1", {"tokenizer": str(folder)})

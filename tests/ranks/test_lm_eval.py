@@ -101,3 +101,42 @@ def test_tasks_have_the_scores_of_the_harness(pool: Pool, folder: Path, expected
         assert exponents({name: own[name] for name in names}) == pytest.approx(
             exponents({name: of_harness[name] for name in names}), rel=1e-6
         )
+
+
+def _drawn(folder: str, plan: str) -> dict[str, Any]:
+    """Texts of eight equal requests that sample, of greedy ones, and scores without a context."""
+    from lm_eval.api.instance import Instance  # noqa: PLC0415
+
+    from plait.compat.lm_eval import LM  # noqa: PLC0415
+
+    engine = plait.parallelize(AutoModelForCausalLM.from_pretrained(folder), plan, optimizer=torch.optim.SGD)
+    lm = LM(engine, AutoTokenizer.from_pretrained(folder), batch_size=3)
+
+    def texts(**options: Any) -> list[str]:
+        given = {"until": ["\n"], "max_gen_toks": 12, **options}
+        return lm.generate_until(
+            [Instance("generate_until", {}, ("The ship", given), number) for number in range(8)]
+        )
+
+    pairs = [("", " harbour"), ("  ", "harbour")]
+    of_pairs = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    return {"drawn": texts(do_sample=True, temperature=2.0), "greedy": texts(), "scores": of_pairs}
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2"])
+def test_equal_requests_are_drawn_independently(pool: Pool, folder: Path, plan: str) -> None:
+    answers = pool.run(_drawn, int(plan[-1]), str(folder), plan)
+    drawn = [text for answer in answers for text in answer["drawn"]]
+    assert len({*drawn}) > len(drawn) * 3 // 4
+    assert len({text for answer in answers for text in answer["greedy"]}) == 1
+
+
+def test_a_context_of_spaces_is_scored_as_an_empty_one(pool: Pool, folder: Path) -> None:
+    from support.plain_evaluation import plain_task_scores  # noqa: PLC0415
+
+    [answer] = pool.run(_drawn, 1, str(folder), "dp=1")
+    for score, context, continuation in zip(
+        answer["scores"], ("", ""), (" harbour", "  harbour"), strict=True
+    ):
+        _, [(log_prob, _)] = plain_task_scores(folder, [([(context, continuation)], 0)], CONTEXT)
+        assert score[0] == pytest.approx(log_prob, rel=1e-5)

@@ -4,10 +4,13 @@ import math
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from plait.errors import ConfigError
+from plait.comm import connect
+from plait.errors import ConfigError, ModelError
 from plait.train.config import read_recipe
+from plait.train.evaluate import EvaluationRequest, evaluate
+from plait.train.export import export_folder
 from plait.train.prepare import ResolvedRun
 from support.chats import answer, user
 from support.pool import Pool
@@ -61,6 +64,23 @@ def test_the_export_scores_as_the_run_does(recipe: Path, trained: ResolvedRun) -
         for chat in ([user("7?"), answer("yes yes")], [user("7?"), answer("no")])
     ]
     assert scores[0] - scores[1] > 1
+
+
+def test_a_reward_model_is_not_evaluated_as_a_language_model(trained: ResolvedRun, tmp_path: Path) -> None:
+    """Its files have no head, for which transformers would take random values."""
+    text = tmp_path / "text.txt"
+    text.write_text("yes yes no")
+    for folder in (trained.dir.path, trained.dir.export):
+        with pytest.raises(ModelError, match="predicts no tokens"):
+            evaluate(EvaluationRequest(str(folder), str(text), "dp=1"), connect(device="cpu"))
+    with pytest.raises(ModelError, match="predicts no tokens"):
+        export_folder(trained.dir.export, tmp_path / "out")
+    body = AutoModel.from_pretrained(trained.dir.export)
+    body.save_pretrained(tmp_path / "body")
+    with pytest.raises(ModelError, match="are not in its files") as caught:
+        export_folder(tmp_path / "body", tmp_path / "out")
+    assert "no lm_head.weight" in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,16 @@ def test_a_run_records_the_scores_of_tasks_and_trains_as_without_them(pool: Pool
     assert pool.run(_evaluate, 2, str(scored.dir.path), tasks)[0] == last
 
 
+def test_a_run_has_absolute_paths_of_its_tasks(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it resumes in another directory than it began in."""
+    monkeypatch.chdir(tmp_path)
+    run = prepare(recipe, sets=['eval.tasks=["arc=arc.jsonl,arc.jsonl"]', "eval.shots=1"])
+    file = tmp_path / "arc.jsonl"
+    assert run.recipe.eval.tasks == (f"arc={file},{file}",)
+
+
 def test_a_task_that_cannot_be_read_is_an_error_before_the_ranks_start(recipe: Path) -> None:
     with pytest.raises(ConfigError, match="a task is a format and a file"):
         prepare(recipe, sets=['eval.tasks=["ark=rows.jsonl"]'])

@@ -9,9 +9,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from transformers import AutoTokenizer
 
 from plait.comm import connect
 from plait.engine import scoring
+from plait.engine.engine import Engine
 from plait.train.evaluate import EvaluationRequest, evaluate
 from support.plain_evaluation import plain_task_scores, trained_folder
 from support.pool import Pool
@@ -82,6 +84,46 @@ def test_no_bit_depends_on_data_ranks_or_batch_size(
     for plan in ("dp=1", "dp=2 zero=3", "dp=3", "dp=2 micro=3 zero=2"):
         for found in pool.run(scores, num_ranks(plan), str(folder), plan, base | options):
             assert found == expected
+
+
+def generated(folder: str, plan: str, batch: int, copies: int) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The scores of a task with generated answers, and the texts of this rank by prompt."""
+    found: dict[str, list[str]] = {}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    generate = Engine.generate
+
+    def recording(self: Engine, prompts: Any, *args: Any, **options: Any) -> Any:
+        rows = generate(self, prompts, *args, **options)
+        for prompt, row in zip(prompts, rows, strict=True):
+            found.setdefault(str(tokenizer.decode(prompt)), []).append(str(tokenizer.decode(row.ids)))
+        return rows
+
+    rows = [
+        {"question": f"{row['question']} {'ship ' * number}", "answer": row["answer"]}
+        for number in range(copies)
+        for row in ROWS["gsm8k"]
+    ]
+    source = Path(folder) / f"answers-{copies}.jsonl"
+    if connect().rank == 0:
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    connect().barrier()
+    with mock.patch.object(Engine, "generate", recording):
+        values = scores(folder, plan, {"tasks": [f"gsm8k={source}"], "batch": batch})
+    return values, found
+
+
+def test_generated_answers_do_not_depend_on_data_ranks_or_batch_size(pool: Pool, folder: Path) -> None:
+    """Also on ranks without a prompt in the last call."""
+    for copies in (1, 4):
+        [(expected, texts)] = pool.run(generated, 1, str(folder), "dp=1", 1, copies)
+        assert len({text for of_prompt in texts.values() for text in of_prompt}) > 1
+        for ranks, batch in ((1, 5), (1, 50), (2, 1), (2, 5), (3, 1), (3, 4)):
+            answers = pool.run(generated, ranks, str(folder), f"dp={ranks}", batch, copies)
+            assert [values for values, _ in answers] == [expected] * ranks
+            together: dict[str, list[str]] = {}
+            for _, of_rank in answers:
+                together |= of_rank
+            assert together == texts
 
 
 def other_micro_batches(folder: str, options: dict[str, Any]) -> dict[str, Any]:

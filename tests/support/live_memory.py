@@ -29,9 +29,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _counts(leaf)}
+        given = {storage._cdata for leaf in tree_leaves((args, kwargs)) for storage in _storages(leaf)}
         result = func(*args, **(kwargs or {}))
-        made = [leaf.untyped_storage() for leaf in tree_leaves(result) if _counts(leaf)]
+        made = [storage for leaf in tree_leaves(result) for storage in _storages(leaf)]
         self._sweep()
         for storage in made:
             key = storage._cdata
@@ -55,8 +55,11 @@ class LiveBytes(TorchDispatchMode):
             self.bytes -= self._alive.pop(key)[1]
 
 
-def _counts(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type != "meta"
+def _storages(leaf: object) -> list[Any]:
+    if not isinstance(leaf, Tensor) or leaf.device.type == "meta":
+        return []
+    parts = (leaf._indices(), leaf._values()) if leaf.is_sparse else (leaf,)
+    return [part.untyped_storage() for part in parts]
 
 
 @contextmanager

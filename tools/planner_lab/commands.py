@@ -22,6 +22,7 @@ from plait.cli.common import (
 )
 from plait.cli.plan import read_count
 from plait.errors import ConfigError
+from plait.fileio import parse_json, read_text
 from plait.pages.figures import Figure, Listing, figure_values, write_figures
 from plait.planner.calibrate import Run
 from plait.planner.cluster import cluster as cluster_of
@@ -220,45 +221,50 @@ def score(
     ],
     calibrate: Annotated[
         list[Path] | None,
-        typer.Option(help="First fit the constants to this file; each source is left out of its own fit."),
+        typer.Option(help="First fit the constants to this file; each publisher is left out of its own fit."),
+    ] = None,
+    before: Annotated[
+        Path | None,
+        typer.Option(help="--json of an earlier score: figures also without the rows that it refused."),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Price published runs and print the errors by source, the ranking within groups, and false fits."""
+    """Price published runs and print the errors by publisher, the ranking within groups, and what fits."""
 
     runs = [run for path in files for run in read_runs(path)]
     learned = [run for path in calibrate or () for run in read_runs(path) if isinstance(run, Run)]
-    constants = fit_without(learned, {run.source for run in runs}) if learned else {}
-    priced, refused = estimate_all(runs, lambda source: constants.get(source, DEFAULT))
+    constants = (
+        fit_without(learned, {run.publisher for run in runs if isinstance(run, Run)}) if learned else {}
+    )
+    priced, refused = estimate_all(runs, lambda publisher: constants.get(publisher, DEFAULT))
     result = score_runs(priced, refused)
     result["refused"] = [{"row": one.row, "source": one.source, "reason": one.reason} for one in refused]
     result["constants"] = {"count": len(asdict(DEFAULT)), "values": asdict(constants.get("", DEFAULT))}
+    if before is not None:
+        new = {(one["row"], one["source"]) for one in parse_json(read_text(before))["refused"]}
+        result["without_rows_refused_before"] = score_runs(
+            [one for one in priced if (one.run.row, one.run.source) not in new], refused
+        )
     write_json_output(json, result)
     if json != STDOUT:
         _show(result, leaves_out=bool(learned))
 
 
 def _show(result: dict[str, Any], *, leaves_out: bool) -> None:
-
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1%}"
-
+    columns = ("error", "bias", "p90", "inside", "constant_efficiency")
     rows = [
-        (name[:70], percent(each["error"]), str(each["rows"])) for name, each in result["sources"].items()
+        (name, *(_percent(each[key]) for key in columns), str(each["rows"]))
+        for name, each in sorted(result["publishers"].items())
     ]
-    rows.append(("mean of sources", percent(result["source_averaged_error"]), str(result["rows_priced"])))
-    title = "error of the step's time" + (", each source left out of its fit" if leaves_out else "")
-    rich.print(table(title, ("source", "error", "rows"), rows, left=("source",)))
-    groups, memory = result["groups"], result["memory"]
-    spearman = "-" if groups["spearman_mean"] is None else f"{groups['spearman_mean']:.2f}"
-    rich.print(
-        f"bias {percent(result['bias'])}, p90 {percent(result['p90_error'])}\n"
-        f"{groups['count']} groups: Spearman {spearman}, regret {percent(groups['regret_mean'])} "
-        f"(worst {percent(groups['regret_max'])})\n"
-        f"memory: {percent(memory['error_mean'])} (worst {percent(memory['error_max'])}) "
-        f"of {memory['rows']} rows, "
-        f"{result['false_fits']} false fits"
-    )
+    means = {**result, "p90": result["p90_error"]}
+    rows.append(("all", *(_percent(means[key]) for key in columns), str(result["rows_priced"])))
+    title = "error of the step's time" + (", each publisher left out of its fit" if leaves_out else "")
+    headings = ("publisher", "error", "bias", "p90", "in interval", "constant efficiency", "rows")
+    rich.print(table(title, headings, rows, left=("publisher",)))
+    rich.print(_summary(result))
+    if "without_rows_refused_before" in result:
+        only = result["without_rows_refused_before"]
+        rich.print(f"without rows refused before: error {_percent(only['error'])}, {_summary(only)}")
     reasons: dict[str, int] = {}
     for one in result["refused"]:
         reasons[one["reason"]] = reasons.get(one["reason"], 0) + 1
@@ -266,3 +272,24 @@ def _show(result: dict[str, Any], *, leaves_out: bool) -> None:
         rich.print(plain(f"refused {number} rows: {reason}"))
     values = [(name, f"{value:.4g}") for name, value in result["constants"]["values"].items()]
     rich.print(table(f"{len(values)} constants", ("constant", "value"), values, left=("constant",)))
+
+
+def _summary(result: dict[str, Any]) -> str:
+    groups, memory = result["groups"], result["memory"]
+    spearman = "-" if groups["spearman_mean"] is None else f"{groups['spearman_mean']:.2f}"
+    number = result["rows_priced"] + result["rows_refused"]
+    return (
+        f"bias {_percent(result['bias'])}, p90 {_percent(result['p90_error'])}, "
+        f"steps in their interval {_percent(result['rows_inside'])}\n"
+        f"{groups['count']} groups: Spearman {spearman}, regret {_percent(groups['regret_mean'])} "
+        f"(worst {_percent(groups['regret_max'])})\n"
+        f"memory: {_percent(memory['error_mean'])} (worst {_percent(memory['error_max'])}) "
+        f"of {memory['rows']} rows\n"
+        f"false fits: {result['false_fits']} of {result['rows_ran_out']} that ran out of memory; "
+        f"false refusals: {result['false_refusals']} of {result['rows_ran']} that ran\n"
+        f"coverage: {result['rows_priced']} of {number} rows"
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,20 +1,14 @@
 """Published runs: a row of a CSV file as a model, a plan, a cluster and a workload.
 
-[Note: the program of a published run]
-The columns do not name the training program. Its properties follow from rules that hold for any row, never
-from its id or source: attention is fused if the notes say FlashAttention (and not "-free"), or else if the
-run is in bf16; gradients and parameters are communicated during the computation under ZeRO 3 and in bf16,
-input gradients in bf16. Programs in fp16 are older than both. Stages have equal numbers of blocks. What a row
-leaves open (micro-batch, recompute, virtual stages) is taken at the best price, as reports show a program at
-its best. Under ZeRO, programs in fp16 also sum gradients in fp16 (DeepSpeed). What its memory counts is said
-by the column `memory_counts`, or by data/reports.toml: this is compared, and changes no price.
+[Note: open columns]
+What a row leaves open (micro-batch, recompute, virtual stages, sequence parallelism) is taken at the best
+price that fits, as reports show a program at its best.
 """
 
 import csv
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -26,14 +20,18 @@ from plait.plan.devices import device
 from plait.planner.calibrate import Run
 from plait.planner.cluster import Cluster, cluster
 from plait.planner.model_shape import ModelShape
-from plait.planner.workload import Software, Workload
+from plait.planner.workload import Workload
+from planner_lab.programs import publisher, report_says, software
 
-_REPORTS = Path(__file__).parent / "data" / "reports.toml"
 _MODELS = Path(planner.__file__).parent / "data" / "models.toml"
 _MOST_BYTES = 1 << 24  # of a file of runs: a row takes some 200, and some milliseconds
-_GBIT = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(?:Gb/s|Gbps|Gbit/s)", re.IGNORECASE)
+_GBIT = re.compile(
+    r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])(?:b/s|bps|bit/s)(\s*(?:/|per|a|each)\s*(?:GPU|device))?",
+    re.IGNORECASE,
+)
 _SCHEDULES = {"1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe"}
 _SCHEDULES |= {"zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-v": "zbv", "zbv": "zbv"}
+_RECOMPUTED = ("none", "selective", "every=4", "every=2", "full")  # best price first
 _HEAD_DIM = 128  # where a row has no heads
 _VOCAB = 50304  # where it has no vocabulary: GPT-2's, padded
 _MOST = 1e12  # of any number
@@ -84,12 +82,6 @@ def family(source: str) -> str:
     return re.split(r"\s+§|\s+L\d+\b", source)[0].strip() or "unnamed"
 
 
-@cache
-def _memory_counts(source: str) -> str:
-    reports = parse_toml(read_text(_REPORTS))
-    return next((each["counts"] for name, each in reports.items() if source.startswith(name)), "device")
-
-
 def _int(row: Mapping[str, str], key: str, default: int | None = None) -> int:
     value = _float(row, key)
     if value is not None:
@@ -110,23 +102,11 @@ def _float(row: Mapping[str, str], key: str) -> float | None:
 def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
     text = row.get("precision", "").lower()
     precision = next((name for name in ("fp8", "fp4", "fp16", "bf16", "fp32") if name in text), "bf16")
-    if precision in ("fp8", "fp4"):
-        raise ValueError(f"{precision} is not priced")
+    if precision == "fp4":
+        raise ValueError("fp4 is not priced")
     model, work = _model(row), Workload(_int(row, "seq_len"), _int(row, "global_batch"))
-    notes = row.get("notes", "").lower()
-    flash = re.search(r"flash[ -]?attention(-free| free)?", notes)
-    modern = precision == "bf16"
-    zero = _int(row, "zero_stage", 0)
-    fused = flash[1] is None if flash else modern
-    software = Software(
-        eager=False,
-        fused_attention=fused,
-        overlaps_data=zero == 3 or modern,
-        overlaps_tensor=modern,
-        gathers_rows=True,
-        splits_evenly=True,
-        narrow_gradients=precision == "fp16" and zero > 0,
-    )
+    program = software(row, source, precision, _int(row, "zero_stage", 0))
+    reduce = "bf16" if program.narrow_gradients and precision != "fp16" else "fp32"
     measured = _float(row, "step_time_s")
     rate = _float(row, "tokens_per_s_per_gpu")
     ranks = _int(row, "n_gpus")
@@ -138,14 +118,15 @@ def _run(number: int, source: str, row: Mapping[str, str]) -> Run:
         number,
         source,
         model,
-        _plans(row, precision, model.layers, ranks, work),
+        _plans(row, precision, model.layers, ranks, work, reduce),
         _cluster(row, ranks),
         work,
-        software,
+        program,
         None if ran_out else measured,
         None if memory is None else memory * 1e9,
         ran_out,
-        (row.get("memory_counts") or _memory_counts(source)) == "tensors",
+        (row.get("memory_counts") or report_says(source, "counts")) == "tensors",
+        publisher(source),
     )
 
 
@@ -190,53 +171,59 @@ def _cluster(row: Mapping[str, str], ranks: int) -> Cluster:
     match = _GBIT.search(row.get("inter_bw", ""))
     network = base.network_bytes_per_s
     if match:
-        network = int(match[1] or 1) * float(match[2]) * 1e9 / 8
+        cards = int(match[1] or 1) * (size if match[4] else 1)
+        network = cards * float(match[2]) * (1e12 if match[3].upper() == "T" else 1e9) / 8
     return replace(
         base, num_hosts=-(-ranks // size), host_size=size, domain_size=domain, network_bytes_per_s=network
     )
 
 
 def _plans(
-    row: Mapping[str, str], precision: str, layers: int, ranks: int, work: Workload
+    row: Mapping[str, str], precision: str, layers: int, ranks: int, work: Workload, reduce: str
 ) -> tuple[Plan, ...]:
     zero, notes = _int(row, "zero_stage", 0), row.get("notes", "").lower()
     tp, pp, cp, ep = (_int(row, key, 1) for key in ("tp", "pp", "cp", "ep"))
     dp = _int(row, "dp", max(1, ranks // (tp * pp * cp)))
     if tp * pp * cp * dp != ranks:
         raise ValueError(f"tp x pp x cp x dp = {tp} x {pp} x {cp} x {dp} is not {ranks} devices")
-    dividing = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else []
-    open_chunks = dividing or [1]
-    chunk_choices = [_int(row, "virtual_stages")] if row.get("virtual_stages") else open_chunks
-    named = re.search(r"schedule=([\w-]+)", notes) if pp > 1 else None
-    if named and named[1] not in _SCHEDULES:
-        raise ValueError(f"schedule {named[1]} is not one of this product's")
-    group = re.search(r"sharding group=(\d+)", notes)
-    shard = int(group[1]) if group and zero and dp % int(group[1]) == 0 else 0
     if work.batch % dp:
         raise ValueError(f"a batch of {work.batch} does not divide over dp={dp}")
-    each = work.batch // dp
-    sizes = (
-        [_int(row, "micro_batch")]
-        if row.get("micro_batch")
-        else [b for b in (1, 2, 4, 8, 16) if each % b == 0]
-    )
+    group = re.search(r"\bgroup=(\d+)", notes)
+    shard = int(group[1]) if group and zero and dp % int(group[1]) == 0 else 0
+    schedules, each = _schedules(row, notes, layers, pp), work.batch // dp
+    given = _int(row, "micro_batch", 0)
+    sizes = [given] if given else [b for b in (1, 2, 4, 8, 16) if each % b == 0]
     recompute = row.get("recompute", "").lower()
-    policies = [recompute] if recompute in ("full", "selective", "none") else ["none", "selective", "full"]
+    is_known = recompute in _RECOMPUTED or re.fullmatch(r"every=\d+", recompute)
+    policies = [recompute] if is_known else _RECOMPUTED
+    says = row.get("seq_parallel", "").lower()
+    is_open = tp > 1 and not says and precision != "fp16"  # older than sequence parallelism
+    shards_tokens = [False, True] if is_open else [tp > 1 and says.startswith(("y", "true", "1"))]
     plans = []
-    for batch in sizes:
+    for batch, policy, schedule, sp in product(sizes, policies, schedules, shards_tokens):
         # A published micro-batch that does not divide the rank's share: the last micro-batch is smaller.
         micro = max(1, round(each / batch))
         while each % micro:
             micro += 1
-        for policy, chunks in product(policies, chunk_choices):
-            schedule = _SCHEDULES[named[1]] if named else "interleaved" if chunks > 1 else "1f1b"
-            plans.append(
-                Plan(
-                    dp=dp, tp=str(tp), pp=pp, schedule=schedule, chunks=chunks if schedule == "interleaved"
-                    else 0, sp=tp > 1 and row.get("seq_parallel", "").lower().startswith(("y", "true", "1")),
-                    cp=cp, ep=ep, zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
-                    accumulate="auto" if zero == 3 or zero < 2 else "unsharded",
-                    reduce=row.get("reduce") or "fp32",
-                )
-            )  # fmt: skip
+        plans.append(
+            Plan(
+                dp=dp, tp=str(tp), pp=pp, schedule=schedule[0], chunks=schedule[1], sp=sp, cp=cp, ep=ep,
+                zero=zero, shard=shard, micro=micro, precision=precision, recompute=policy,
+                accumulate="unsharded" if zero == 2 else "auto", reduce=row.get("reduce") or reduce,
+            )
+        )  # fmt: skip
     return tuple(plans)
+
+
+def _schedules(row: Mapping[str, str], notes: str, layers: int, pp: int) -> list[tuple[str, int]]:
+    """Schedules and their chunks. Raises ValueError for one that is not known."""
+    named = re.search(r"schedule=([\w-]+)", notes) if pp > 1 else None
+    if named and named[1] not in _SCHEDULES:
+        raise ValueError(f"schedule {named[1]} is not one of this product's")
+    dividing = [v for v in range(1, layers // pp + 1) if layers % (pp * v) == 0] if pp > 1 else []
+    chunks = [_int(row, "virtual_stages")] if row.get("virtual_stages") else dividing or [1]
+    found = []
+    for number in chunks:
+        schedule = _SCHEDULES[named[1]] if named else "interleaved" if number > 1 else "1f1b"
+        found.append((schedule, number if schedule == "interleaved" else 0))
+    return found

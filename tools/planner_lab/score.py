@@ -1,9 +1,9 @@
-"""Score predictions against published runs: errors by source, ranking within groups, memory."""
+"""Score predictions against published runs: errors by publisher, ranking within groups, memory."""
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,52 +32,95 @@ class ScoredRun:
         use = self.estimate.memory
         return (use.tensors if self.run.counts_tensors else use.total) / self.run.memory_bytes - 1
 
+    @property
+    def is_inside(self) -> bool:
+        """True if the measured step is inside the printed interval."""
+        return self.estimate.low_s <= (self.run.step_s or 0.0) <= self.estimate.high_s
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate.memory_high_bytes <= self.run.cluster.device.memory_bytes
+
 
 def estimate_all(
     runs: Iterable[Run | Refused], constants_of: Callable[[str], Constants] = lambda _: DEFAULT
 ) -> tuple[list[ScoredRun], list[Refused]]:
-    """Price every run, with the constants for its source."""
+    """Price every run, with the constants for its publisher."""
     priced, refused = [], []
     for run in runs:
         if isinstance(run, Refused):
             refused.append(run)
             continue
         try:
-            priced.append(ScoredRun(run, run.estimate(constants_of(run.source))))
+            priced.append(ScoredRun(run, run.estimate(constants_of(run.publisher))))
         except (PlanError, ArithmeticError) as error:
             refused.append(Refused(run.row, run.source, str(error).split("\n")[0]))
     return priced, refused
 
 
 def score_runs(priced: Sequence[ScoredRun], refused: Sequence[Refused]) -> dict[str, Any]:
-    """Return the figures that `score --json` prints."""
+    """Return the figures that `score --json` prints. Every publisher weighs the same, except in quantiles."""
     timed = [one for one in priced if one.run.step_s]
-    by_source: dict[str, list[float]] = defaultdict(list)
+    by_publisher: dict[str, list[ScoredRun]] = defaultdict(list)
     for one in timed:
-        by_source[one.run.source].append(one.error)
-    sources = {
-        name: {"error": statistics.fmean(map(abs, errors)), "rows": len(errors)}
-        for name, errors in by_source.items()
+        by_publisher[one.run.publisher].append(one)
+    constant = _constant_efficiency(by_publisher)
+    publishers = {
+        name: {
+            "error": statistics.fmean(abs(one.error) for one in members),
+            "bias": statistics.fmean(one.error for one in members),
+            "p90": _quantile([abs(one.error) for one in members], 0.9),
+            "inside": statistics.fmean(one.is_inside for one in members),
+            "constant_efficiency": constant[name],
+            "rows": len(members),
+        }
+        for name, members in by_publisher.items()
     }
     measured = [one.memory_error for one in priced if one.run.memory_bytes]
+    ran, ran_out = ([one for one in priced if one.run.ran_out is out] for out in (False, True))
+    means = {key: _mean(each[key] for each in publishers.values()) for key in _MEANS}
     return {
-        "source_averaged_error": _mean([each["error"] for each in sources.values()]),
+        **means,
         "p90_error": _quantile([abs(one.error) for one in timed], 0.9),
-        "bias": _mean([statistics.fmean(errors) for errors in by_source.values()]),
-        "sources": sources,
+        "rows_inside": _mean(float(one.is_inside) for one in timed),
+        "publishers": publishers,
         "groups": _groups(timed),
         "memory": {
-            "error_mean": _mean(list(map(abs, measured))),
+            "error_mean": _mean(map(abs, measured)),
             "error_max": max(map(abs, measured), default=None),
             "rows": len(measured),
         },
-        "false_fits": sum(
-            one.run.ran_out and one.estimate.memory_high_bytes <= one.run.cluster.device.memory_bytes
-            for one in priced
-        ),
+        "false_fits": sum(one.fits for one in ran_out),
+        "rows_ran_out": len(ran_out),
+        "false_refusals": sum(not one.fits for one in ran),
+        "rows_ran": len(ran),
         "rows_priced": len(priced),
         "rows_refused": len(refused),
     }
+
+
+_MEANS = ("error", "bias", "inside", "constant_efficiency")  # over publishers
+
+
+def _constant_efficiency(by_publisher: Mapping[str, Sequence[ScoredRun]]) -> dict[str, float | None]:
+    """Return the base line's error of each publisher: FLOPs over a constant share of the peak, the median of
+    the other publishers' runs. Recompute and the bubble of the pipeline add to the FLOPs."""
+    shares = {name: [_share_of_peak(one) for one in members] for name, members in by_publisher.items()}
+    found: dict[str, float | None] = {}
+    for name, own in shares.items():
+        others = [share for other, of in shares.items() if other != name for share in of]
+        # A step of the base line by the measured one: measured share by the constant one.
+        found[name] = _mean(abs(share / statistics.median(others) - 1) for share in own) if others else None
+    return found
+
+
+def _share_of_peak(one: ScoredRun) -> float:
+    run, plan = one.run, one.estimate.plan
+    again = 4 / 3 if plan.recompute == "full" else 1.0
+    bubble = 1 + (plan.pp - 1) / (plan.micro * max(1, plan.num_chunks))
+    flops = run.model.training_flops_per_token(run.work.sequence) * run.work.tokens / plan.num_ranks
+    peak = run.cluster.device.peak_flops[run.precision]
+    return flops * again * bubble / peak / (run.step_s or 1.0)
 
 
 def _groups(timed: Sequence[ScoredRun]) -> dict[str, Any]:
@@ -102,15 +145,15 @@ def _groups(timed: Sequence[ScoredRun]) -> dict[str, Any]:
     }
 
 
-def fit_without(runs: Sequence[Run], sources: Iterable[str]) -> dict[str, Constants]:
-    """Constants for each source, fitted to the runs of all others; under "" the constants of all runs, which
-    sources that `runs` does not have share."""
-    own = {run.source for run in runs}
+def fit_without(runs: Sequence[Run], publishers: Iterable[str]) -> dict[str, Constants]:
+    """Constants for each publisher, fitted to the runs of all others; under "" the constants of all runs,
+    which publishers that `runs` does not have share."""
+    own = {run.publisher for run in runs}
     everything = fit(runs)
     left_out = {
-        source: fit([run for run in runs if run.source != source]) for source in sorted(own & set(sources))
+        name: fit([run for run in runs if run.publisher != name]) for name in sorted(own & set(publishers))
     }
-    return {**dict.fromkeys(sources, everything), **left_out, "": everything}
+    return {**dict.fromkeys(publishers, everything), **left_out, "": everything}
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
@@ -131,8 +174,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(positions[value]) for value in values]
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:

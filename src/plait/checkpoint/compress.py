@@ -256,6 +256,13 @@ class CompressedFormat:
             return self._plain.convert(tensors)
         found: dict[str, Tensor] = {}
         for key, weight in self._wide.convert(tensors).items():
+            if not weight.is_meta and not weight.isfinite().all():  # its codes would be any
+                raise ModelError(
+                    "a weight that is to be compressed is not finite",
+                    given=key,
+                    expected="finite numbers",
+                    hint="an earlier checkpoint: plait checkpoint convert RUN/checkpoints/STEP OUT",
+                )
             kept = weight if self._sparsity is None else self._sparsity.pruned(weight)
             if self._quantization is None:
                 found[key] = kept.to(self._dtype)

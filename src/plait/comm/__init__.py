@@ -63,7 +63,7 @@ from plait.comm.objects import (
     send_text,
 )
 from plait.comm.rendezvous import JobProcess, join_store
-from plait.comm.shm.native_lib import sum_into, sum_of_squares
+from plait.comm.shm.native_lib import add_widened, sum_into, sum_of_squares
 from plait.comm.shm.rendezvous import ranks_by_host
 from plait.comm.stats import DeviceWaits
 from plait.comm.torch_backend import register_backend
@@ -90,6 +90,7 @@ __all__ = [
     "Transport",
     "Work",
     "World",
+    "add_widened",
     "all_gather",
     "all_gather_by",
     "all_gather_list",

@@ -84,14 +84,14 @@ class LM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         rows = []
         for _names, context, continuation in requests:
-            if len(continuation) > self.max_length:
+            if not 0 < len(continuation) <= self.max_length:
                 raise CompatError(
-                    "a continuation is longer than the model can read",
+                    "a continuation cannot be predicted",
                     given=f"{len(continuation)} tokens",
-                    expected=f"at most {self.max_length}",
-                    hint="max_length=, for a model without positions",
+                    expected=f"1 to {self.max_length}",
+                    hint="max_length=, for a model without positions; no empty continuations",
                 )
-            ids = (*context, *continuation)[-self.max_length - 1 :]
+            ids = (*(context or [self.prefix_token_id]), *continuation)[-self.max_length - 1 :]
             rows.append(Row(ids, len(ids) - len(continuation)))
         found = [(log_prob, is_greedy) for log_prob, is_greedy in self._scores(rows)]
         for (names, *_tokens), answer in zip(requests, found, strict=True):
@@ -120,36 +120,39 @@ class LM(TemplateLM):
         return [found[row] for row in own]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:  # noqa: ARG002
-        """Continue each context up to a text of `until`, an end token, or `max_gen_toks` tokens."""
+        """Continue each context up to a text of `until`, an end token, or `max_gen_toks` tokens. If options
+        say to sample, equal requests are drawn independently."""
         given = [(request.args[0], json.dumps(request.args[1], sort_keys=True)) for request in requests]
-        texts: dict[tuple[str, str], str] = {}
+        texts, num_drawn = [""] * len(given), 0
         for options in sorted(
             {options for of_rank in self._gathered([o for _, o in given]) for options in of_rank}
         ):
-            contexts = [context for context, own in given if own == options]
-            self._generate(contexts, options, texts)
-        for request in requests:
-            self.cache_hook.add_partial(
-                "generate_until",
-                request.args,
-                texts[request.args[0], json.dumps(request.args[1], sort_keys=True)],
-            )
-        return [texts[each] for each in given]
+            places = [place for place, (_, own) in enumerate(given) if own == options]
+            found = self._generate([given[place][0] for place in places], options, num_drawn)
+            for place, text in zip(places, found, strict=True):
+                texts[place] = text
+            num_drawn += sum(self._gathered(len(places)))
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
 
-    def _generate(self, contexts: Sequence[str], options: str, texts: dict[tuple[str, str], str]) -> None:
-        """Add the texts of contexts with the same options. Data ranks make as many calls of the engine."""
+    def _generate(self, contexts: Sequence[str], options: str, num_drawn: int) -> list[str]:
+        """The texts of contexts with the same options. Data ranks make as many calls of the engine.
+        `num_drawn`: requests of all data ranks before."""
         sampling, until = self._sampling(json.loads(options))
         longest = self.max_length - sampling.max_new_tokens
         prompts = [(self.tok_encode(context) or [self.prefix_token_id])[-longest:] for context in contexts]
-        most = max(self._gathered(len(prompts)))
+        texts, most = [], max(self._gathered(len(prompts)))
         for start in range(0, most, self.batch_size):
-            own = slice(start, start + self.batch_size)
-            generated = self.engine.generate(prompts[own], sampling, tokenizer=self.tokenizer)
-            for context, found in zip(contexts[own], generated, strict=True):
+            own = prompts[start : start + self.batch_size]
+            generated = self.engine.generate(own, sampling, tokenizer=self.tokenizer, start=num_drawn)
+            num_drawn += sum(self._gathered(len(own)))
+            for found in generated:
                 text = str(self.tokenizer.decode(found.ids, skip_special_tokens=True))
                 for stop in until:
                     text = text.partition(stop)[0]
-                texts[context, options] = text
+                texts.append(text)
+        return texts
 
     def _sampling(self, options: dict[str, Any]) -> tuple[Sampling, list[str]]:
         until = options.get("until") or []

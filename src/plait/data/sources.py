@@ -80,6 +80,13 @@ def list_source(source: str) -> list[FileSlice]:
     return slices
 
 
+def absolute_source(source: str) -> str:
+    """Return the source with an absolute path, if it has one."""
+    if source.startswith(("hf:", "~")) or source in LIBRARY:
+        return source
+    return str(Path(source).absolute())
+
+
 def empty_source(
     source: str, given: str, expected: str, hint: str = "leave it out, or other files"
 ) -> DataError:

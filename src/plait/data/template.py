@@ -76,17 +76,7 @@ class ChatTemplate:
 
     def render(self, chat: Conversation) -> tuple[str, list[Span]]:
         """The text of a conversation, and its trained spans in order. Raises ContentError."""
-        shaped = chat.with_object_arguments()
-        try:
-            text, marked = self._render(shaped)
-        except ContentError as error:  # see [Note: arguments of tool calls]
-            if not any(message.get("tool_calls") for message in chat.messages):
-                raise
-            shaped = chat.with_text_arguments()
-            try:
-                text, marked = self._render(shaped)
-            except ContentError:
-                raise error from None
+        shaped, text, marked = self._shaped(chat)
         _check_messages(chat, text)
         turns = {number: self._marked(shaped, number, text) for number, w in enumerate(chat.weights) if w}
         self._check_results(shaped, text)
@@ -98,6 +88,26 @@ class ChatTemplate:
             }
             return text, _weighted(chat, marked, inside)
         return text, [self._turn(shaped, n, text, own, chat.weights[n]) for n, (own, _) in turns.items()]
+
+    def prompt(self, chat: Conversation) -> str:
+        """The text of a conversation up to where the next answer begins. Raises ContentError."""
+        return self._shaped(chat, prompt=True)[1]
+
+    def _shaped(
+        self, chat: Conversation, *, prompt: bool = False
+    ) -> tuple[Conversation, str, list[tuple[int, int]] | None]:
+        """The conversation, with arguments of tool calls as the template takes them, and its rendering."""
+        shaped = chat.with_object_arguments()
+        try:
+            return shaped, *self._render(shaped, prompt=prompt)
+        except ContentError as error:  # see [Note: arguments of tool calls]
+            if not any(message.get("tool_calls") for message in chat.messages):
+                raise
+            shaped = chat.with_text_arguments()
+            try:
+                return shaped, *self._render(shaped, prompt=prompt)
+            except ContentError:
+                raise error from None
 
     def _check_results(self, chat: Conversation, text: str) -> None:
         """Raise ContentError if the template leaves out a tool's message, which it may write as JSON."""

@@ -235,7 +235,8 @@ def _build_stage(
     part.shard_placeholders(spec.tensor, grid.row.rank, grid.col.rank)
     is_first, selective = mesh.world.rank == 0, plan.recompute == "selective"
     compiler = partial(compile_blocks, blocks, mesh.world.device, selective=selective, warns=is_first)
-    options: dict[str, Any] = {"compile_blocks": compiler} if plan.compile else {}
+    later = plan.compile == "auto"
+    options: dict[str, Any] = {"compile_blocks": partial(compiler, later=later)} if plan.compile else {}
     adapt_parameters(part.module)
     distribute_experts(part.module, spec.experts, tensor, mesh, plan.capacity)
     products = LayerProducts.build(plan, spec.float8)
@@ -247,7 +248,8 @@ def _build_stage(
     if plan.sync_batchnorm:
         summed = Roles.from_plan(plan).gradient_sum()
         sync_batch_norms(part.module, mesh.group(*summed, channel="statistics"))
-    if spec.schedule.split:
+    adds_products = mesh.world.device.type == "cpu" and context.precision.compute == context.grad_buffer_dtype
+    if spec.schedule.split or (spec.stages.num_stages > 1 and adds_products):
         split_linears(blocks, splitter)
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)

@@ -31,8 +31,9 @@ from plait.checkpoint.directory import step_path
 from plait.checkpoint.manifest import json_facts
 from plait.comm import Group, Mesh, broadcast
 from plait.engine.adapters import EngineAdapters
+from plait.engine.auto_compile import CompileTrial, Facts, TrialPasses
 from plait.engine.build import EngineParts, build_engine_parts
-from plait.engine.generation import Generated, GenerationMemory, Generator, OnTokens
+from plait.engine.generation import Conversation, Generated, GenerationMemory, Generator, OnTokens
 from plait.engine.inputs import Batch, Shares, share_of
 from plait.engine.optimizer import EngineOptimizer, check_options, load_options, options_state
 from plait.engine.runner import MicrobatchRunner
@@ -69,6 +70,7 @@ from plait.optim.clip import clip_factor
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.parallel.zero.state_io import InMemoryState, StateReader, StateShard, collect_shards
 from plait.plan import MemoryUse
+from plait.plan.compile_choice import CompileChoice
 from plait.plan.distillation import Distillation
 from plait.plan.sampling import Sampling
 
@@ -89,7 +91,7 @@ class Engine:
     seed        of initial weights and dropout
     layout      layout of the shards that this rank holds
     in_use      lock of the methods that one thread at a time may call
-    probed      result of the self-check, if `probe` was set
+    probed      result of the self-check, if `probe` was set; `compile_choice`: of `compile=auto`, if made
     pairs       with loss=Preference(...): `take` returns rewards of pairs since the last call, on all ranks
     """
 
@@ -101,11 +103,11 @@ class Engine:
         make_updater: Callable[[EngineParts], Updater] | None = None,
     ) -> None:
         """Use `parallelize`. `make_updater`: None for a `LocalUpdater`."""
-        self.plan, self.model = spec.job, model
+        self.plan, self.model, self.seed = spec.job, model, spec.given.seed
         self.world, self.device = mesh.world, mesh.world.device
-        self.seed = spec.given.seed
         self.num_steps = 0
         self.probed: ProbeResult | None = None
+        self.compile_choice = spec.compile_choice
         self._spec = spec
         self.in_use = threading.RLock()  # see `one_thread`
         self._flops = FlopFacts.from_model(model)
@@ -116,8 +118,7 @@ class Engine:
         make_local = partial(LocalUpdater, clip_value=spec.given.clip_value, kept_zeros=spec.kept_zeros)
         self._updater: Updater = (make_updater or make_local)(self._parts)
         self._groups, self._inputs = self._parts.context.groups, self._parts.inputs
-        self.pairs = [*self._parts.stages.values()][-1].pairs
-        self.layout = self._parts.layout
+        self.layout, self.pairs = self._parts.layout, [*self._parts.stages.values()][-1].pairs
         self.optimizer = EngineOptimizer(self._parts, self.plan, self.world.rank, self._drop_gradients)
         self._runner = MicrobatchRunner(self._parts, spec.schedule)
         self._is_replica = self._groups.islands.rank > 0
@@ -186,11 +187,12 @@ class Engine:
         """Run one optimizer step on this data rank's share of the batch.
 
         Dim 0 of every tensor counts samples and is split into `plan.micro` micro-batches; a list of
-        `plan.micro` dicts is used as it is, and its micro-batches may differ in size. Raises PlanError if the
-        batch does not divide. After an exception that every rank raises at the same point (under pp > 1:
-        before the first micro-batch) the engine remains usable: the step was not taken. If a rank raises
-        alone, it must exit.
+        `plan.micro` dicts, of any sizes, is used as it is. Raises PlanError if the batch does not divide.
+        After an exception that every rank raises at the same point (under pp > 1: before the first
+        micro-batch) the engine remains usable, without the step. If a rank raises alone, it must exit.
         """
+        if self.plan.compile == "auto" and self.compile_choice is None:
+            self.choose_compile(batch)
         self._check_ready()
         try:
             micros, barrier_s = self._inputs.of_step(batch), 0.0
@@ -207,6 +209,19 @@ class Engine:
             self.discard_step()
             raise
         return self.update()
+
+    @one_thread
+    def choose_compile(
+        self, batch: Batch | Sequence[Batch], num_steps: float = math.inf, kept: Facts | None = None
+    ) -> CompileChoice | None:
+        """Under `compile=auto`, decide by trial steps on a rank's share of a batch, as the first `step` does,
+        for so many steps. `kept`: facts of an earlier choice. Every rank must call it."""
+        if self.plan.compile != "auto":
+            return None
+        self._check_ready()
+        passes = TrialPasses(self._parts, self._runner, self._add_loss, self.discard_step)
+        self.compile_choice = CompileTrial(passes, self._inputs.of_step(batch)).choose(num_steps, kept)
+        return self.compile_choice
 
     @one_thread
     def loss(self, micro: Batch) -> tuple[Tensor, int | Tensor]:
@@ -290,18 +305,14 @@ class Engine:
         loss_sum, num_targets, units = (total / self._groups.tp.size for total in totals)
         loss_sum, num_targets, square_sum = self._updater.reduce_totals((loss_sum, num_targets, square_sum))
         self._scale.unit = units / self._groups.dense.gradient_sum.size
-        loss, norm = math.nan, math.nan
-        scale = self._scale.factor
-        if num_targets:
-            # The norm in the dtype of gradients: the last bits of a float64 sum depend on the sharding.
-            of_master = torch.tensor(
-                math.sqrt(square_sum) / num_targets / scale, dtype=self._parts.context.precision.master
-            )
-            loss, norm = loss_sum / num_targets, of_master.item()
+        scale, dtype = self._scale.factor, self._parts.context.precision.master
+        loss, norm = self._scale.means(loss_sum, num_targets, square_sum, dtype)
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         with self.optimizer.stepping(skipped=skipped):
             if not skipped:
-                self._apply(clip_factor(norm, self._spec.given.clip_norm) / num_targets / scale)
+                self._wait_for_copy()
+                factor = clip_factor(norm, self._spec.given.clip_norm) / num_targets / scale
+                self._updater.apply(factor, self.num_steps, self._mark_writing)
                 for routers in self._routers:
                     routers.update_biases(loads)
         if num_targets:
@@ -326,14 +337,9 @@ class Engine:
         self._copied = event
 
     def _wait_for_copy(self) -> None:
-        event, self._copied = self._copied, None
-        if event is not None:
-            event.wait()  # the stream
-
-    def _apply(self, factor: float) -> None:
-        """The optimizer's step, with gradients multiplied by `factor`."""
-        self._wait_for_copy()
-        self._updater.apply(factor, self.num_steps, self._mark_writing)
+        if self._copied is not None:
+            self._copied.wait()  # the stream
+            self._copied = None
 
     @property
     def loss_scale(self) -> float | None:
@@ -357,8 +363,8 @@ class Engine:
     def log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Each label's log-probability, and the entropy of its distribution, in nats: (B, S) as the batch's
         labels, 0 where there is no target. In eval mode. Every rank must call it, with its share."""
-        log_probs_BS, entropies_BS, _ = self.label_statistics([batch])[0].unbind(-1)
-        return log_probs_BS, entropies_BS
+        found_BSN = self.label_statistics([batch])[0]
+        return found_BSN[..., 0], found_BSN[..., 1]
 
     @one_thread
     def label_statistics(
@@ -384,14 +390,17 @@ class Engine:
         tokenizer: Any = None,
         on_tokens: OnTokens | None = None,
         start: int = 0,
+        conversation: Conversation | None = None,
     ) -> list[Generated]:
         """Continue prompts, lists of token ids, with a cache: one forward of all, then one for each token.
         Training goes on as without it. Every rank must call it, each data rank with any number of prompts of
         its own. `tokenizer`: for stop strings. `on_tokens`: called in each step with a list of (row, token),
-        on the first rank of a model. `start`: the index of the first prompt of all, for draws. Raises
-        ConfigError, ModelError, and PlanError for servers."""
+        on the first rank of a model. `start`: the index of the first prompt of all, for draws.
+        `conversation`: keeps the caches of one prompt. Raises ConfigError, ModelError, PlanError."""
         self.plan.check_no_servers("engine.generate")
-        return self._generator.generate(prompts, sampling or Sampling(), tokenizer, on_tokens, start)
+        conversation = (conversation or Conversation()).checked(self.num_steps)
+        given = sampling or Sampling(), tokenizer, on_tokens, start, conversation
+        return self._generator.generate(prompts, *given)
 
     def generation_memory(self, rows: int, tokens: int) -> GenerationMemory:
         """Estimate what `generate` adds on this rank for rows of so many tokens, with the new ones."""
@@ -563,8 +572,7 @@ class Engine:
         return self._updater.memory(self._parts.memory(self._runner.activation_bytes()))
 
     def estimated_memory(self, batch_shape: tuple[int, int]) -> MemoryUse:
-        """Estimate `memory` for micro-batches of token ids of this (batch, sequence) shape. Activations are
-        None for a model that cannot run on the meta device."""
+        """`memory` of micro-batches of token ids of this shape. Activations: None if unknown."""
         check_batch_shape(batch_shape)
         activation_bytes = self._runner.estimated_bytes(batch_shape, self.device)
         return self._updater.memory(self._parts.estimated_memory(self._spec, activation_bytes))
@@ -574,7 +582,7 @@ class Engine:
         return self._flops.per_token(sequence, causal=causal)
 
     def server_counts(self) -> dict[str, Any]:
-        """Numbers of events on parameter servers, see `ServerUpdater.counts`; {} without servers."""
+        """`ServerUpdater.counts`; {} without servers."""
         return self._updater.counts()
 
     def _drop_gradients(self) -> None:

@@ -14,19 +14,26 @@ that no caller sees.
 [Note: groups in flight]
 Under `pp` the rows are divided into as many groups as there are ranks of stages. While a group's next tokens
 are chosen on the last stage and sent, the first one computes another group. Each rank runs the groups in
-turn, and waits for the tokens of a group just before its next forward.
+turn, and waits for the tokens of a group just before its next forward. Each row is a group of its own where
+the model's positions depend on the longest row: see `depends_on_longest`.
 
 [Note: weights of stage 3]
 At ZeRO stage 3 all weights are gathered once for a generation, and freed after it, if on every rank they fit
 into the available memory next to the caches (as in DeepSpeed's hybrid engine, 2308.01320, section 4).
 Otherwise each forward gathers unit by unit, as in training. Forwards of weights that are gathered once
-communicate with no rank that has other rows.
+communicate with no rank that has other rows. Quantized bases are dequantized once, or unit by unit, by the
+same rule.
+
+[Note: errors in a generation]
+A rank that raised between two forwards would leave others waiting for it. So an error of `on_tokens`, or
+logits that are no numbers, are raised at the end, on all ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -38,9 +45,9 @@ from plait.engine.inputs import check_same_batch
 from plait.engine.runner import MicrobatchRunner
 from plait.engine.sampling import TokenChooser
 from plait.engine.stage import StageRunner
-from plait.errors import ConfigError, PlaitError, shown
+from plait.errors import ConfigError, ModelError, PlaitError, RunError, shown
 from plait.models import StageModule, pretrained_base, vocabulary_size
-from plait.models.caches import StageCache, check_generates
+from plait.models.caches import StageCache, check_generates, depends_on_longest
 from plait.parallel.experts.capacity import MicroSizes, sizes_of
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan.grid import share
@@ -84,6 +91,33 @@ class GenerationMemory:
         return self.weights + (self.caches or 0) <= self.available
 
 
+class Conversation:
+    """The caches of a prompt and its answer, for calls of `Engine.generate` with one prompt. A prompt that
+    begins with all tokens that were read is read on from there; any other from its beginning, as are all
+    after a step, and by mixers that have states. Not for weights that change otherwise (`adapters_off`)."""
+
+    def __init__(self) -> None:
+        self._ids, self._caches, self._num_steps = list[int](), dict[int, StageCache](), 0
+
+    def checked(self, num_steps: int) -> Self:
+        """Return itself; without caches if the weights are of another step."""
+        if num_steps != self._num_steps:
+            self._ids, self._caches, self._num_steps = [], {}, num_steps
+        return self
+
+    def resume(self, group: "RowGroup") -> None:
+        """Give the caches to a group before its first forward, if they are of the beginning of its row."""
+        ids, caches, self._ids, self._caches = self._ids, self._caches, [], {}
+        if len(group.rows) == 1 and len(ids) < len(group.seen[0]) and group.seen[0][: len(ids)] == ids:
+            group.caches.update(caches)
+
+    def keep(self, group: "RowGroup") -> None:
+        """Take the caches of a group of one row after its last forward."""
+        cache = next(iter(group.caches.values()))
+        if len(group.rows) == 1 and all(each.reads_on for each in group.caches.values()):
+            self._ids, self._caches = group.ids_BS[0, : cache.num_seen].tolist(), group.caches
+
+
 class Generator:
     """Generates with the stages of an engine. See [Note: ranks that generate]."""
 
@@ -101,20 +135,24 @@ class Generator:
         tokenizer: Any,
         on_tokens: OnTokens | None,
         start: int,
+        conversation: Conversation,
     ) -> list[Generated]:
         """See `Engine.generate`."""
         check_generates(self._module)
         limits, first, num_groups = self._checked(prompts, sampling, tokenizer)
-        given, limits, first = prompts or [[0]], limits or [0], first + start
+        missing, first = max(num_groups - len(prompts), 0), first + start
+        given, limits = [*prompts, *[[0]] * missing], [*limits, *[0] * missing]
         self._runner.check_no_messages()
         stages = {number: stage.module_part for number, stage in self._parts.stages.items()}
         indices, of_all = range(first, first + len(given)), (sampling, tokenizer, stages, self._device)
         owns = [share(len(given), number, num_groups) for number in range(num_groups)]
         groups = [RowGroup(indices[own], given[own], limits[own], *of_all) for own in owns]
         for group in groups:
-            check_same_batch({"ids": group.ids_BS, "mask": group.mask_BS}, self._groups.same_samples)
+            check_same_batch(group.agreed, self._groups.same_samples)
+        conversation.resume(groups[0])
         shape = len(given), max(map(len, given)) + max(limits)
         eager = torch.compiler.set_stance("force_eager")  # shapes change with each token
+        problem: PlaitError | None = None  # see [Note: errors in a generation]
         with self._runner.inference(), eager, self._weights(shape) as joins:
             goes_on = True
             while goes_on:
@@ -122,10 +160,16 @@ class Generator:
                 for group in groups:
                     new = [(index - first, token) for index, token in group.receive()]
                     if on_tokens is not None and new and not self._groups.same_samples.rank:
-                        on_tokens(new)
+                        try:
+                            on_tokens(new)
+                        except Exception as error:  # whatever the caller's function raises
+                            problem, on_tokens = _failed(error), None
                     if self._go_on(group.is_unfinished, joins=joins):
                         self._send(group)
                         goes_on = True
+        problems = [problem, *(group.problem for group in groups)]
+        raise_on_all(next((each for each in problems if each), None), self._groups.world, self._device)
+        conversation.keep(groups[0])
         return [row for group in groups for row in group.rows][: len(prompts)]
 
     @property
@@ -165,12 +209,12 @@ class Generator:
         """Context of all forwards of (rows, tokens). Yields whether ranks with other rows join them. See
         [Note: weights of stage 3]."""
         context, gathers_once = self._parts.context, True
-        if not context.keeps_params_unsharded:
+        if not context.keeps_params_unsharded or context.plan.base != "none":
             gathers_once = not context.mesh.world.any_flag(not self.memory(batch_shape).gathers_once)
         with ExitStack() as stack:
             for stage in self._parts.stages.values() if gathers_once else ():
                 stack.enter_context(stage.sharded.unsharder.unsharded())
-            yield context.plan.ep > 1 or not gathers_once
+            yield context.plan.ep > 1 or not (gathers_once or context.keeps_params_unsharded)
 
     def _go_on(self, is_unfinished: bool, *, joins: bool) -> bool:
         if not joins:
@@ -183,17 +227,34 @@ class Generator:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
     ) -> tuple[list[int], int, int]:
         """Return how many tokens may follow each prompt, the index of the first one in the global batch, and
-        the number of groups of rows, the same on all ranks. Raises ConfigError, on all ranks."""
+        the number of groups of rows, the same on all ranks: those of the pipeline, or one for each row, if
+        it would depend on others. Raises ConfigError, on all ranks."""
         limits, problem, group = list[int](), None, self._groups.batch_shares
         try:
             limits = _limits(prompts, sampling, tokenizer, pretrained_base(self._module))
         except PlaitError as error:
             problem = error
         raise_on_all(problem, group, self._device)
-        counts = torch.zeros(group.size, dtype=torch.long, device=self._device)
-        all_gather(counts, torch.tensor([len(limits)], device=self._device), group)
-        numbers, stages = counts.tolist(), self._groups.pp.size
-        return limits, sum(numbers[: group.rank]), stages if min(numbers) >= stages else 1
+        longest = max((len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)), default=0)
+        sizes = torch.zeros(2 * group.size, dtype=torch.long, device=self._device)
+        all_gather(sizes, torch.tensor([len(limits), longest], device=self._device), group)
+        counts, stages = sizes[::2].tolist(), self._groups.pp.size
+        num_groups = stages if min(counts) >= stages else 1
+        if depends_on_longest(self._module, int(sizes[1::2].max())):
+            num_groups = max(counts)
+        return limits, sum(counts[: group.rank]), num_groups
+
+
+def _failed(error: Exception) -> PlaitError:
+    """Return the error of all ranks for one of `on_tokens`, which is its cause on this rank."""
+    problem = RunError(
+        "on_tokens has raised an error",
+        given=f"{type(error).__name__}: {error}",
+        expected="a function that takes a list of (row, token id)",
+        hint="its traceback, on the first rank of the model",
+    )
+    problem.__cause__ = error
+    return problem
 
 
 def _limits(prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any, base: Any) -> list[int]:
@@ -224,6 +285,7 @@ class RowGroup:
 
     ids_BS, mask_BS   all tokens so far, padded on the left, and 0 for padding
     chosen_B2, sent   of the last forward: see `TokenChooser.choose`; in transfer until `receive`
+    problem           see [Note: errors in a generation]
     """
 
     def __init__(
@@ -243,6 +305,7 @@ class RowGroup:
         self.ids_BS, self.mask_BS = torch.tensor([ids_BS, mask_BS], device=device)
         self.chosen_B2 = torch.zeros(len(prompts), 2, dtype=torch.float64, device=device)
         self.sent: Work | None = None
+        self.problem: PlaitError | None = None
         self.chooser, self._indices = TokenChooser(sampling, indices), indices
         self.caches = {n: StageCache(s.module, is_stage=s.modules is not None) for n, s in stages.items()}
         self.rows = [Generated(finish=None if limit else "length") for limit in limits]
@@ -254,8 +317,14 @@ class RowGroup:
         self._stops = _end_tokens(base) if sampling.stop_tokens is None else {*sampling.stop_tokens}
 
     @property
+    def agreed(self) -> dict[str, Tensor]:
+        """Return what the ranks of a model must have alike, or they would end rows at other steps."""
+        ends = repr((self._limits, sorted(self._stops), sorted(self._strings)))
+        return {"ids": self.ids_BS, "mask": self.mask_BS, "ends": torch.tensor([*ends.encode()])}
+
+    @property
     def is_unfinished(self) -> bool:
-        return any(row.finish is None for row in self.rows)
+        return self.problem is None and any(row.finish is None for row in self.rows)
 
     def receive(self) -> list[tuple[int, int]]:
         """Wait for the tokens of the last forward, if any, and add them to rows that are not finished. Return
@@ -266,7 +335,9 @@ class RowGroup:
         sent.wait()
         for number, (token, log_prob) in enumerate(self.chosen_B2.tolist()):
             row, token = self.rows[number], int(token)
-            if row.finish is None and token in self._stops:
+            if row.finish is None and math.isnan(log_prob):
+                self.problem = self.problem or _no_numbers(self._indices[number], len(row.ids))
+            elif row.finish is None and token in self._stops:
                 row.finish = "stop"
             elif row.finish is None:
                 row.ids.append(token)
@@ -287,6 +358,15 @@ class RowGroup:
             return False
         text: str = self._tokenizer.decode(ids[-self._tail :])
         return any(each in text for each in self._strings)
+
+
+def _no_numbers(index: int, num_new: int) -> PlaitError:
+    return ModelError(
+        "the logits of the next token are no numbers",
+        given=f"prompt {index}, after {num_new} new tokens",
+        expected="finite weights, and activations in the range of the plan's precision",
+        hint="precision=bf16 or fp32; a checkpoint from before the weights became NaN",
+    )
 
 
 def _end_tokens(base: Any) -> set[int]:

@@ -186,7 +186,7 @@ class Inputs:
             except Exception as error:  # any error of the model's attributes
                 self._unchecked = error
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
-        self._layers, self._compiles = expert_layers(model), context.plan.compile
+        self._layers, self._compiles = expert_layers(model), bool(context.plan.compile)
 
     def of_step(self, batch: Batch | Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of a step. Raises PlanError unless there are `plan.micro`, or the batch divides

@@ -121,15 +121,21 @@ class MicrobatchRunner:
             stage.routers.end_first_pass()
 
     @contextmanager
-    def _first_pass(self) -> Iterator[None]:
-        """Forwards without gradients, after which buffers are as before."""
+    def kept_buffers(self) -> Iterator[None]:
+        """Passes after which buffers are as before."""
         stages = [stage.module_part.module for stage in self._parts.stages.values()]
         all_buffers = [module._buffers for stage in stages for module in stage.modules()]
         named = [(of, name, b, b.clone()) for of in all_buffers for name, b in of.items() if b is not None]
+        yield
         with torch.no_grad():
-            yield
             for buffers, name, buffer, values in named:
                 buffers[name] = buffer.copy_(values)
+
+    @contextmanager
+    def _first_pass(self) -> Iterator[None]:
+        """Forwards without gradients, after which buffers are as before."""
+        with self.kept_buffers(), torch.no_grad():
+            yield
 
     def _answers(
         self, micros: Sequence[Micro], seeds: Seeds | None, ranks: Group, num_counted: int | None = None

@@ -73,8 +73,10 @@ def limited(scores_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _drawn(probabilities_BV: Tensor, draws_B1: Tensor) -> Tensor:
-    """See [Note: draws]. A token without probability is never drawn."""
+    """See [Note: draws]. A token without probability is never drawn, and any token of probabilities that are
+    NaN."""
     sums_BV = probabilities_BV.cumsum(-1)
     totals_B1 = sums_BV[:, -1:].contiguous()
     found_B1 = torch.searchsorted(sums_BV, draws_B1 * totals_B1, right=True)
-    return found_B1.minimum(torch.searchsorted(sums_BV, totals_B1))  # the last one with a probability
+    last_B1 = torch.searchsorted(sums_BV, totals_B1)  # with a probability
+    return found_B1.minimum(last_B1).clamp(max=sums_BV.shape[-1] - 1)

@@ -46,6 +46,9 @@ class Row:
     first: int
     checked: range | None = None
 
+    def __post_init__(self) -> None:
+        assert self.first >= 1, "a row's first token is only read"
+
     @property
     def width(self) -> int:
         """Number of tokens that the model reads."""

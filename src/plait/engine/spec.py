@@ -35,6 +35,7 @@ from plait.parallel.experts.capacity import capacities_of
 from plait.parallel.float8 import Float8Layers, check_device
 from plait.parallel.quantized_base import quantized_formats
 from plait.plan import ExpertDim, Plan, StageAssignment, TPPlan, single_stage
+from plait.plan.compile_choice import CompileChoice, without_auto
 from plait.plan.context import MethodChoice, heads_of_columns, recomputed_share
 from plait.plan.distillation import Distillation
 from plait.plan.loss_scaling import LossScaling
@@ -187,6 +188,7 @@ class TrainingSpec:
     groups    options of each optimizer group
     numbering positions of tokens without position ids; None without cp
     cp_choice why attention reaches other ranks' tokens as it does; None without cp
+    compile_choice  why `compile=auto` is off whatever the times; None otherwise
     heads     (heads, kv heads) of each attention, with cp
     experts   those that ep divides
     formats   of quantized parameters, by name
@@ -213,6 +215,7 @@ class TrainingSpec:
     formats: Mapping[str, str]
     kept_zeros: frozenset[str] = frozenset()
     cp_choice: MethodChoice | None = None
+    compile_choice: CompileChoice | None = None
 
     @cached_property
     def parts(self) -> dict[str, ExpertDim]:
@@ -247,13 +250,16 @@ def validate(
             expected="loss_scaling=None for the other dtypes",
             hint="precision=fp16, or no loss_scaling",
         )
+    schedule = _schedule(plan)
+    has_experts, splits = bool(expert_layers(model)), bool(schedule.split)
+    plan, compiles = without_auto(plan, splits=splits, has_experts=has_experts)
     _check_device(plan, device)
     _check_dtypes(model)
     routers, blocks = _routers(given, plan), _find_blocks(model, plan, given.blocks, example)
     choice, heads = None, list[tuple[int, int]]()
     if plan.cp > 1:
         plan, choice, heads = _with_method(plan, given, host_size, device if num_ranks else None)
-    schedule, groups = _schedule(plan), _groups(given.param_groups)
+    groups = _groups(given.param_groups)
     own = DEFAULT_GROUPS if groups is None else groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
     tensor = _tensor_plan(model, plan, blocks, with_layout(given.tensor_plan, given.layout), example)
@@ -276,6 +282,7 @@ def validate(
         numbering=numbering_of(model, example) if plan.cp > 1 else None,
         heads=heads,
         cp_choice=choice,
+        compile_choice=compiles,
         experts=(experts := _experts(model, plan, stages) if plan.ep > 1 else ()),
         formats=quantized_formats(model, blocks, tensor, plan, _parts(experts)),
         kept_zeros=_kept_zeros(model, blocks, plan) if given.keep_zeros else frozenset(),
@@ -467,7 +474,7 @@ def _find_blocks(
     blocks = blocks_of(model, given, batch, one_list=plan.sp or plan.rows > 1)
     options = {
         f"recompute={plan.recompute}": plan.recompute != "none",
-        "compile=true": plan.compile,
+        "compile=true": plan.compile is True,
         f"precision={plan.precision}": plan.is_float8,
         f"base={plan.base}": plan.base != "none",
     }
@@ -493,7 +500,7 @@ def _schedule(plan: Plan) -> Schedule:
             expected="a backward of each forward",
             hint="schedule=1f1b",
         )
-    if schedule.split and plan.compile:  # from a file, which the plan has not read
+    if schedule.split and plan.compile is True:  # from a file, which the plan has not read
         raise compile_conflict(f"schedule={plan.schedule}")
     return schedule
 

@@ -38,6 +38,7 @@ from plait.parallel.tensor.cross_entropy import SINGLE_RANK, LossBuffers
 from plait.parallel.tensor.linear import HeadOutput
 from plait.parallel.tensor.sequence import SequenceShard
 from plait.parallel.tensor.sequence_forward import map_hidden_output
+from plait.parallel.zero.parameter import UnitParameter, has_hooks
 from plait.parallel.zero.sharded_model import ShardedStage
 from plait.plan.distillation import Distillation
 
@@ -73,6 +74,9 @@ class StageRunner:
         self.estimated_loss_bytes = 0  # by `estimated_bytes`
         self.module_part = part
         self.sharded = sharded
+        in_blocks = {id(module) for _, block in part.blocks for module in block.modules()}
+        outside = (module for module in part.module.modules() if id(module) not in in_blocks)
+        self._embeddings = [module for module in outside if isinstance(module, nn.Embedding)]
         self.routers = routers
         self.is_last = is_last
         self._is_checked = False  # its outputs were checked to use only its own weights
@@ -118,13 +122,26 @@ class StageRunner:
 
     def _forward(self, inputs: Mapping[str, Any], micro: Mapping[str, Tensor]) -> Any:
         try:
-            with decided_on_cpu(inputs), _no_fused_encoder():
+            with decided_on_cpu(inputs), _no_fused_encoder(), self._sparse_gradients():
                 return self.module_part.module(**inputs)
         except Exception as error:
             ignored = [key for key in micro if key not in (*inputs, *label_keys(self.module_part.module))]
             if ignored:  # such as a misspelt argument, without which forward fails
                 error.add_note(f"(forward does not take these entries of the batch: {', '.join(ignored)})")
             raise
+
+    @contextlib.contextmanager
+    def _sparse_gradients(self) -> Iterator[None]:
+        """Let embeddings compute gradients of the rows that they read, which units add as such: a dense
+        gradient has all rows of the vocabulary. Not on GPUs, where a sparse one waits for the host."""
+        changed = [each for each in self._embeddings if _may_be_sparse(each)]
+        for each in changed:
+            each.sparse = True
+        try:
+            yield
+        finally:
+            for each in changed:
+                each.sparse = False
 
     def summed_loss(
         self, micro: Mapping[str, Tensor], received: Any = None, kind: Pass = PLAIN
@@ -268,6 +285,16 @@ class StageRunner:
         if self._tokens is None:
             return output
         return map_hidden_output(self._tokens.shard, block, output)
+
+
+def _may_be_sparse(embedding: nn.Embedding) -> bool:
+    """Return whether the gradient goes from the embedding to a unit, and nothing else takes it."""
+    weight = embedding._parameters.get("weight")  # None if it is computed
+    if (
+        not isinstance(weight, UnitParameter) or not weight.requires_grad
+    ):  # adapters read a frozen one's options
+        return False
+    return weight.is_cpu and not (has_hooks(weight) or embedding.sparse or embedding.scale_grad_by_freq)
 
 
 @contextlib.contextmanager

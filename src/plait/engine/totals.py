@@ -240,6 +240,16 @@ class SumLossScale:
             self.unit = 2.0 ** round(math.log2(max(1.0, max_targets.item())))
         return loss * self.factor
 
+    def means(
+        self, loss_sum: float, num_targets: float, square_sum: float, dtype: torch.dtype
+    ) -> tuple[float, float]:
+        """The mean loss of a step and the norm of its gradient, unscaled; NaN without targets. The norm is in
+        the gradients' `dtype`: the last bits of a float64 sum depend on the sharding."""
+        if not num_targets:
+            return math.nan, math.nan
+        norm = torch.tensor(math.sqrt(square_sum) / num_targets / self.factor, dtype=dtype)
+        return loss_sum / num_targets, norm.item()
+
     def update(self, *, skipped: bool) -> None:
         """Adjust the scale after a step with targets."""
         if self._scale is not None:

@@ -33,13 +33,25 @@ def check_generates(model: nn.Module) -> None:
             hint="engine.outputs, for what another model returns",
         )
     check_attends_backwards(base)
-    if _cache_name(base) is None or not base._supports_default_dynamic_cache():
+    keeps_states = any(hasattr(module, "_setup_cache") for module in base.modules())  # outside of any cache
+    if _cache_name(base) is None or keeps_states or not base._supports_default_dynamic_cache():
         raise ModelError(
             "the model has no cache that generation could fill",
             given=type(base).__name__,
             expected=f"a forward with {' or '.join(_NAMES)}, of a DynamicCache of transformers",
             hint="engine.outputs for each token, which reads all tokens again",
         )
+
+
+def depends_on_longest(model: nn.Module, num_tokens: int) -> bool:
+    """Return whether logits of a row depend on the longest one of its batch, of up to so many tokens:
+    LongRoPE (2402.13753) changes the frequencies of all rows once one exceeds the positions of the model's
+    first training."""
+    base: Any = pretrained_base(model)
+    given = getattr(base.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    ropes = [given, *(each for each in given.values() if isinstance(each, dict))]
+    of_short = [r["original_max_position_embeddings"] for r in ropes if r.get("rope_type") == "longrope"]
+    return any(num_tokens > limit for limit in of_short)
 
 
 def _parameters(base: nn.Module) -> Any:
@@ -83,6 +95,15 @@ class StageCache:
 
         self._num_seen, self._counts = 0, set[Any]()  # layers of other stages
         return DynamicCache(config=self._base.config.get_text_config(decoder=True))
+
+    @property
+    def num_seen(self) -> int:
+        return self._num_seen
+
+    @property
+    def reads_on(self) -> bool:
+        """Return whether several tokens can follow those seen: mixers with states begin again."""
+        return not any(hasattr(layer, "recurrent_states") for layer in self._cache.layers)
 
     @property
     def arguments(self) -> dict[str, Any]:

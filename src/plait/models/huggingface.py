@@ -241,14 +241,18 @@ def pretrained_causal_lm(path: str, reward: Mapping[str, Any] | None = None) -> 
             hint="the model's weights before quantization",
         )
     auto: Any = AutoModelForCausalLM if reward is None else AutoModelForSequenceClassification
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    options: dict[str, Any] = {
+        "dtype": torch.float32,
+        "trust_remote_code": False,
+        "output_loading_info": True,
+    }
     if reward is not None:
         given = {key: _decode_floats(value) for key, value in reward.items()}
         options["config"] = AutoConfig.for_model(given.pop("model_type"), **given)
     try:
         with torch.random.fork_rng(devices=[]), nullcontext() if reward is None else without_warnings():
             torch.default_generator.manual_seed(0)
-            model = auto.from_pretrained(path, **options)
+            model, report = auto.from_pretrained(path, **options)
     except Exception as error:  # of the model's code, too
         raise ModelError(
             "the weights to start from cannot be loaded",
@@ -257,7 +261,30 @@ def pretrained_causal_lm(path: str, reward: Mapping[str, Any] | None = None) -> 
             hint=f"ls {path}",
         ) from error
     assert isinstance(model, PreTrainedModel)
+    missing = sorted(report["missing_keys"])
+    if missing and reward is None:  # which would have random values
+        raise ModelError(
+            "weights of the model are not in its files",
+            given=f"{path}: no {', '.join(missing[:3])}{', ...' if missing[3:] else ''}",
+            expected=f"every weight of {type(model).__name__}",
+            hint="the folder of a causal language model",
+        )
     return model
+
+
+def check_predicts_tokens(config: Mapping[str, Any] | Path) -> None:
+    """Raise ModelError for the configuration of a sequence classification, such as a reward model's: its
+    files have no weights to predict tokens with, or those of tied embeddings, which were not trained to."""
+    values = read_config(config) if isinstance(config, Path) else config
+    named = values.get("architectures")
+    for name in named if isinstance(named, list) else ():
+        if str(name).endswith("ForSequenceClassification"):
+            raise ModelError(
+                "a model of rewards or classes predicts no tokens",
+                given=name,
+                expected="a causal language model",
+                hint="transformers' AutoModelForSequenceClassification reads its folder: docs/preferences.md",
+            )
 
 
 def config_of_model(model: nn.Module) -> dict[str, Any] | None:

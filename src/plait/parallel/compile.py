@@ -13,13 +13,19 @@ of the rest into backward.
 Code that torch.compile cannot trace runs uncompiled between two graphs (a graph break), which the first rank
 reports once. With `selective` it would run the entire block uncompiled, so that is an error. Attention over
 ranks is such code, and known: its messages and blocks of keys follow from each batch.
+
+[Note: compiled later]
+With `compile=auto` blocks run uncompiled until `turn` compiles them, and the plan's other options are applied
+to them as to compiled ones. Nothing of torch's compiler is used before. A block that cannot be compiled then
+runs uncompiled on this rank, and is reported as a reason not to compile, so that no rank waits for another.
+Blocks that are compiled in parts are not reported: their times are measured.
 """
 
 import copy
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -41,25 +47,49 @@ _OPTIONS: dict[str, Any] = {"post_grad_custom_pre_pass": CollectivesInOrder()}  
 
 
 def compile_blocks(
-    blocks: Sequence[nn.Module], device: torch.device, *, selective: bool = False, warns: bool = True
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    *,
+    selective: bool = False,
+    warns: bool = True,
+    later: bool = False,
 ) -> None:
     """Compile the forward of each block. See [Note: compile and recompute].
 
     `selective`: with selective recompute; any other is applied afterwards. `warns`: report code that cannot
     be compiled. Compilation itself happens at a block's first forward and backward, and again for new shapes.
-    Raises PlanError if no compiler works for `device`.
+    `later`: see [Note: compiled later]. Raises PlanError if no compiler works for `device`.
     """
+    if not later:
+        prepare_compiler(device)
+    if selective:
+        recompute_blocks(blocks, "selective")
+    reported = set[str]() if warns and not later else None
+    for block in blocks:
+        compiled = CompiledForward(type(block).__name__, block.forward, selective, reported, later=later)
+        block.compiled_forward = compiled  # type: ignore[assignment]
+        block.forward = MethodType(_run_compiled, block)
+
+
+def turn(blocks: Iterable[nn.Module], *, on: bool) -> None:
+    """Run the blocks of `compile_blocks` compiled or uncompiled from now on; after `prepare_compiler`."""
+    for block in blocks:
+        forward: Any = block.compiled_forward
+        forward.turn(on=on)
+
+
+def problems(blocks: Iterable[nn.Module]) -> set[str]:
+    """Reasons for which blocks could not be compiled. See [Note: compiled later]."""
+    forwards: list[Any] = [block.compiled_forward for block in blocks]
+    return {forward.problem for forward in forwards if forward.problem}
+
+
+def prepare_compiler(device: torch.device) -> None:
+    """Set torch's compiler up for blocks. Raises PlanError if no compiler works for `device`."""
     for message, category in _TORCH_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
     check_compiler(device.type)
     torch._inductor.custom_graph_pass.CustomGraphPass.register(CollectivesInOrder)
-    if selective:
-        recompute_blocks(blocks, "selective")
-    reported = set[str]() if warns else None
-    for block in blocks:
-        compiled = CompiledForward(type(block).__name__, block.forward, selective, reported)
-        block.compiled_forward = compiled  # type: ignore[assignment]
-        block.forward = MethodType(_run_compiled, block)
 
 
 def _run_compiled(block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,28 +100,51 @@ class CompiledForward:
     """A block's forward, compiled. A deep copy is the uncompiled forward, for copies of the model on meta."""
 
     def __init__(
-        self, block: str, forward: Callable[..., Any], fullgraph: bool, reported: set[str] | None
+        self,
+        block: str,
+        forward: Callable[..., Any],
+        fullgraph: bool,
+        reported: set[str] | None,
+        *,
+        later: bool,
     ) -> None:
         """`block`: its class. `fullgraph`: see [Note: uncompiled code]. `reported`: warnings so far, of
-        all blocks; None: nothing is reported."""
+        all blocks; None: nothing is reported. `later`, `problem`: see [Note: compiled later]."""
         self.eager = forward
+        self.problem = ""
         self._block, self._fullgraph = block, fullgraph
-        self._compiled = torch.compile(forward, fullgraph=fullgraph, options=_OPTIONS)
-        self._is_first_call, self._reported = True, reported
+        self._is_optional, self._reported = later, reported
+        self._run = forward
+        self._compiled: Callable[..., Any] | None = None
+        self.turn(on=not later)
+
+    def turn(self, *, on: bool) -> None:
+        if on and self._compiled is None:
+            self._compiled = torch.compile(self.eager, fullgraph=self._fullgraph, options=_OPTIONS)
+            self._run = self._run_first
+        elif not self.problem:
+            self._run = self._compiled if on and self._compiled is not None else self.eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_first_call:
-            return self._compiled(*args, **kwargs)
-        self._is_first_call = False
+        return self._run(*args, **kwargs)
+
+    def _run_first(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._compiled is not None, "it was turned on"
+        self._run = self._compiled
         before = Counter(torch._dynamo.utils.counters["graph_break"])
         try:
             output = self._compiled(*args, **kwargs)
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UncapturedHigherOrderOpError) as error:
-            if not self._fullgraph:
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = _reason(_innermost(error))
+            if self._is_optional:
+                self._run, self.problem = self.eager, f"{self._block}: {reason}"
+                return self.eager(*args, **kwargs)
+            known = (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UncapturedHigherOrderOpError)
+            if not (self._fullgraph and isinstance(error, known)):
                 raise
             raise PlanError(
                 f"{self._block} cannot be compiled as one graph, which recompute=selective needs",
-                given=f"compile=true recompute=selective, and {_reason(_innermost(error))}",
+                given=f"compile=true recompute=selective, and {reason}",
                 expected="a block that torch.compile traces without a graph break",
                 hint="recompute=full or recompute=none, which compile the other parts, or compile=false",
             ) from error
@@ -99,7 +152,7 @@ class CompiledForward:
         reasons = dict.fromkeys(reason for reason in map(_reason, found) if reason != UNCOMPILED)
         if self._reported is not None and reasons:
             warning = (
-                f"compile=true: {self._block} is compiled in parts only, because torch.compile cannot trace "
+                f"{self._block} is compiled in parts only, because torch.compile cannot trace "
                 f"{'; '.join(reasons)}. TORCH_LOGS=graph_breaks shows where"
             )
             if warning not in self._reported:

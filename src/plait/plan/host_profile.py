@@ -134,9 +134,18 @@ class HostProfile:
 
 def profile_path() -> Path:
     """The path of this host's profile, whether it exists or not."""
+    return cache_folder() / "profiles" / f"{host_name()}.json"
+
+
+def cache_folder() -> Path:
+    """plait's folder of what was measured, which hosts may share."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"  # by the XDG rules
-    return folder / "plait" / "profiles" / f"{socket.gethostname() or 'localhost'}.json"
+    return folder / "plait"
+
+
+def host_name() -> str:
+    return socket.gethostname() or "localhost"
 
 
 def load(path: Path | None = None) -> HostProfile:

@@ -93,7 +93,7 @@ def check_sequence(values: Mapping[str, Any], cols: int) -> None:
             expected="RxU with R times U equal to cp, and both from 2",
             hint="cp=4 cp_method=2x2, cp_method=ring or cp_method=ulysses",
         )
-    if values["cp"] > 1 and values["compile"] and values["recompute"] == "selective":
+    if values["cp"] > 1 and values["compile"] is True and values["recompute"] == "selective":
         raise PlanError(
             "recompute=selective cannot be compiled next to attention over ranks",
             given=f"cp={values['cp']} compile=true recompute=selective",

@@ -231,7 +231,7 @@ class UnitLayout:
             if (low := max(shard.start, start)) < (high := min(shard.stop, stop))
         )
 
-    @property
+    @cached_property
     def partial(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         """(columns, start, stop): ranges whose gradients are partial sums over these columns. Adjacent ranges
         are not merged: on another of the columns, something else may be between them."""
@@ -246,12 +246,12 @@ class UnitLayout:
     def _group_at(self, position: int) -> int | None:
         return next((group for group, start, stop in self.groups if start <= position < stop), None)
 
-    @property
+    @cached_property
     def repeated(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the storage that another rank counts in norms."""
         return tuple((shard.start, shard.stop) for shard in self.params if not shard.counted)
 
-    @property
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the storage that no shard covers."""
         edges = [0, *(edge for shard in self.params for edge in (shard.start, shard.stop)), self.numel]

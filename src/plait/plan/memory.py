@@ -8,7 +8,8 @@ which takes 4 bytes per element of the range that a rank owns; full gradients, a
 [Note: memory of a GPU besides tensors]
 The CUDA context with torch's kernels takes 0.5 to 0.8 GB, cuBLAS 32 MB (on Hopper) for each of the two
 threads that call it, a communicator of NCCL 100 to 400 MB by its channels. The caching allocator rounds
-blocks, and holds what it cannot use for the next request: 5 to 15 % without expandable segments. The
+blocks, and holds what it cannot use for the next request: 5 to 15 % without expandable segments, of what is
+allocated and freed within a step; states and gradients are allocated once, in large blocks. The
 constants below are estimates within these ranges, not yet measured on a GPU; the values of the last step are
 in the measured memory. Pinned host memory is rounded up to a power of two for each tensor.
 """
@@ -83,6 +84,11 @@ class MemoryUse:
         text = format_bytes(getattr(self, category))
         lacks = category == "total" and self.activations is None
         return f"at least {text}, without activations" if lacks else text
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that the allocator hands out and takes back in a step: all but states and gradients."""
+        return self.buffers + (self.activations or 0) + self.loss
 
     @property
     def tensors(self) -> int:
@@ -247,7 +253,7 @@ def _on_gpu(
     return replace(
         use,
         runtime=_CONTEXT_BYTES + _WORKSPACE_BYTES + num_communicators * _COMMUNICATOR_BYTES,
-        allocator=int(use.total * _ALLOCATOR_FRACTION),
+        allocator=int(use.temporary * _ALLOCATOR_FRACTION),
         host=host,
     )
 

@@ -32,6 +32,7 @@ from plait.plan.schedule.generators import GENERATORS, compile_conflict
 from plait.plan.servers import SERVER, TOP_K, check_servers, no_servers_error
 
 FLOAT8 = ("fp8", "fp8-rowwise")  # values of `precision` with matrix products in float8
+SWITCH = bool | str  # true, false or auto
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16", *FLOAT8)
 CHOICES = {
     "precision": PRECISIONS,
@@ -84,7 +85,7 @@ def check_choices(values: Mapping[str, object]) -> None:
 
 
 def _unknown(key: str, value: object, expected: str, similar: str | None = None) -> PlanError:
-    hint = f"{key}={similar or getattr(Plan, key)}"
+    hint = f"{key}={similar or show_value(key, getattr(Plan, key))}"
     return PlanError(f"unknown value for {key}", given=f"{key}={value}", expected=expected, hint=hint)
 
 
@@ -109,6 +110,8 @@ def check_type(key: str, kind: Any, value: object) -> None:
         raise PlanError(
             f"{key} is not a boolean", given=f"{key}={value}", expected="true or false", hint=f"{key}=true"
         )
+    if kind == SWITCH and type(value) is not bool and value != "auto":
+        raise _unknown(key, value, "true or false, or auto")
     if kind is str and not isinstance(value, str):
         given = f"{key}={shown(value)}"
         raise PlanError(f"{key} is not text", given=given, expected="a str", hint="quotes around the value")
@@ -123,7 +126,7 @@ def read_value(key: str, kind: Any, text: str) -> Any:
         if not re.fullmatch("[0-9]{1,6}", text) or (key == "dp" and int(text) == 0):
             raise _not_a_number(key, text)
         return int(text)
-    if kind is bool:
+    if kind in (bool, SWITCH):
         return {"true": True, "false": False}.get(text, text)
     return text
 
@@ -200,7 +203,8 @@ class Plan:
     recompute   activation checkpointing: `full` keeps only each block's input and recomputes the block in
                 backward, `selective` keeps matrix products and recomputes the rest, `every=k` applies full to
                 every k-th block
-    compile     torch.compile each block
+    compile     torch.compile each block; `auto`: where measured times say that it pays, see
+                `plan/compile_choice.py`
     sync_batchnorm  BatchNorm computes with the statistics of all data ranks' micro-batches
     tf32        on GPUs, compute float32 matrix products in TF32: with 10 bits of mantissa instead of 23
     deterministic  use only kernels, and algorithms of NCCL, that give the same bits in every run on the same
@@ -243,7 +247,7 @@ class Plan:
     base: str = "none"
     offload: str = "none"
     recompute: str = "none"
-    compile: bool = False
+    compile: bool | str = False
     sync_batchnorm: bool = False
     tf32: bool = False
     deterministic: bool = False
@@ -282,7 +286,11 @@ class Plan:
         check_servers(values, vars(Plan))
 
     def _check_compile(self) -> None:
-        if self.compile and not self.schedule.startswith("file:") and GENERATORS[self.schedule].splits:
+        if (
+            self.compile is True
+            and not self.schedule.startswith("file:")
+            and GENERATORS[self.schedule].splits
+        ):
             raise compile_conflict(f"schedule={self.schedule}")
 
     @classmethod

@@ -31,7 +31,7 @@ from plait.planner.step_estimate import StepEstimate
 
 _ROUNDING = 1 - 1e-9  # a bound may exceed an equal value by rounding
 _REPORT_EVERY = 256  # plans
-_CLOCK_EVERY = 16  # plans: reading the clock takes as long as some bounds
+_CLOCK_EVERY = 64  # plans: reading the clock takes as long as some bounds
 
 
 @dataclass

@@ -22,7 +22,7 @@ from plait.plan.schedule.simulate import PipelineEnds
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Links
 from plait.planner.compute import Rates
-from plait.planner.memory import peak_memory, rank_layouts, without_sharding
+from plait.planner.memory import peak_memory, rank_layouts, upper_bytes, without_sharding
 from plait.planner.model_shape import ModelShape
 from plait.planner.space import SEARCHED, Decided
 from plait.planner.step_estimate import (
@@ -177,15 +177,16 @@ class EstimateCache:
         key = computation(plan)
         if key not in self._uses:
             self._uses[key] = self._first_rank(without_sharding(plan))
-        use, high = self._uses[key]
-        tensors = use.activations or 0
+        use, _ = self._uses[key]
+        states = 0
         if decided >= Decided.STATES:  # `shard` and `accumulate` have the defaults until they are decided
             share = 0 if plan.offload != "none" else 1 / plan.shard_degree
-            tensors += int(use.parameters * (share if plan.zero == 3 else 1))
+            states += int(use.parameters * (share if plan.zero == 3 else 1))
             full = plan.keeps_full_grads if decided is Decided.ALL else plan.zero < 2
-            tensors += int(use.gradients * (1 if full else share))
-            tensors += int((use.master + use.optimizer) * share)
-        return tensors * high / use.total * (1 + use.allocator / use.tensors)
+            states += int(use.gradients * (1 if full else share))
+            states += int((use.master + use.optimizer) * share)
+        others = {"allocator": use.allocator, "runtime": use.runtime, "loss": use.loss}
+        return upper_bytes(MemoryUse(states, 0, 0, 0, 0, use.activations, **others))
 
     def first_rank_bytes(self, plan: Plan) -> float:
         """Return a lower bound of `memory_bytes`, in a third of its time."""

@@ -2,8 +2,8 @@
 
 [Note: fit]
 The residual of a run is the logarithm of predicted over measured time; the unknowns are the logarithms of
-the constants, so that all stay positive. Every source weighs the same, however many rows it has. The sum of
-absolute residuals is minimised by reweighted least squares (Gauss-Newton with a numerical Jacobian), which
+the constants, so that all stay positive. Every publisher weighs the same, however many rows it has. The sum
+of absolute residuals is minimised by reweighted least squares (Gauss-Newton with a numerical Jacobian), which
 outliers do not distort. A weak pull to physical first values, a factor of e weighing as much as an error of
 `_PULL`, decides what the runs do not.
 
@@ -38,7 +38,7 @@ class Run:
     """A measured run, on this machine or published. `row`: its number in the source. `plans`: more than one
     if the source leaves something open. `step_s`, `memory_bytes`: measured, None if it does not say.
     `ran_out`: it ran out of memory. `counts_tensors`: its memory counts tensors only, not all of the
-    device's."""
+    device's. `publisher`: of the source; documents of one publisher are of similar programs."""
 
     row: int
     source: str
@@ -51,11 +51,17 @@ class Run:
     memory_bytes: float | None = None
     ran_out: bool = False
     counts_tensors: bool = False
+    publisher: str = ""
 
     @property
     def group(self) -> tuple[object, ...]:
         """Runs that are alternatives: same source, model, devices and batch."""
         return self.source, self.model, self.cluster.device.name, self.plans[0].num_ranks, self.work
+
+    @property
+    def precision(self) -> str:
+        """The precision of its products."""
+        return self.plans[0].precision
 
     def estimate(self, constants: Constants = DEFAULT) -> StepEstimate:
         on = replace(self.cluster, constants=constants)
@@ -74,18 +80,21 @@ def fit(
     chosen = _sample([run for run in runs if run.step_s])
     if not chosen:
         return start
-    rows = Counter(run.source for run in chosen)
-    shares = [1 / (len(rows) * rows[run.source]) for run in chosen]
+    rows = Counter(run.publisher for run in chosen)
+    shares = [1 / (len(rows) * rows[run.publisher]) for run in chosen]
     prior = [math.log(getattr(start, name)) for name in names]
     at = list(prior)
     best, best_loss = at, math.inf
     for _ in range(_ITERATIONS + 1):
-        residuals = _residuals(chosen, _constants(start, names, at))
+        constants = _constants(start, names, at)
+        # The plans of open rows that are the best ones at these constants.
+        decided = [replace(run, plans=(run.estimate(constants).plan,)) for run in chosen]
+        residuals = _residuals(decided, constants)
         loss = sum(share * abs(r) for share, r in zip(shares, residuals, strict=True))
         if loss < best_loss:
             best, best_loss = at, loss
         weights = [share / max(abs(r), 0.02) for share, r in zip(shares, residuals, strict=True)]
-        columns = _jacobian(chosen, _constants(start, names, at), names, residuals)
+        columns = _jacobian(decided, constants, names, residuals)
         pull = _PULL**2 * sum(weights)
         matrix = [
             [

@@ -6,6 +6,12 @@ Its rings pass every member, and enter and leave every domain as often as there 
 levels work at the same time: the slower one decides. All groups of one kind communicate at once, so groups of
 the same domain share its network: with l members per domain, domain / l groups do (AxoNN's beta = beta_node
 / min(ranks of a host, inner degree)).
+
+[Note: rings and trees]
+A ring passes its members one after the other: NCCL's reduce-scatters and all-gathers are rings (before 2.23,
+and since then with more than one rank per host), so a small message in a wide group takes as long as all of
+its hops. All-reduces have trees over hosts as well. Latencies are added up as NCCL's own choice between the
+two does (nccl/src/graph/tuning.cc: 3.4 us a hop over NVLink, 14 us over the network).
 """
 
 import math
@@ -104,16 +110,23 @@ def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> flo
         return measured_s
     share = (group.degree - 1) / group.degree
     inside = share * num_bytes / links.link if local > 1 else 0.0
-    hops = (local - 1) * links.hop_s
     between = 0.0
     if domains > 1:
         sharing = min(links.domain, group.ranks) / local
         # It passes nothing on: each member sends to every member of the other domains.
         crossing = local * (group.degree - local) / group.degree if kind == "exchange in layers" else share
         between = crossing * num_bytes * sharing / network(links, domains * group.stride)
-        # A ring of few domains, a tree of many.
-        hops += min(domains - 1, 2 * math.log2(domains)) * links.network_hop_s
+    is_ring = passes == 1 and kind != "exchange in layers"
+    hops = _hops_s(links, group.degree, local, domains, is_ring=is_ring)
     return links.collective_s + passes * (max(inside, between) + hops)
+
+
+def _hops_s(links: Links, degree: int, local: int, domains: int, *, is_ring: bool) -> float:
+    """Seconds until the first byte has passed all members, in one pass. See [Note: rings and trees]."""
+    ring = (degree - domains) * links.hop_s + (domains - 1) * links.network_hop_s
+    if is_ring or domains == 1:
+        return ring
+    return min(ring, (local - 1) * links.hop_s + 2 * math.log2(domains) * links.network_hop_s)
 
 
 def network(links: Links, ranks_apart: int) -> float:

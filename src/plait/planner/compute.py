@@ -6,14 +6,16 @@ Symbols: m tokens of a micro-batch, t columns and r rows of the tp grid, h hidde
 (m x k) times (k x n) is computed in tiles, one per SM at a time, in waves. A tile's loop over k has a start
 and an end during which the matrix unit is idle. If there are fewer tiles than SMs, libraries split k. The
 product is limited by its FLOPs at the device's highest measured rate or by reading and writing its matrices.
-A grouped product, of the experts of a rank, has the tiles of all its groups in the same waves.
+A grouped product, of the experts of a rank, has the tiles of all its groups in the same waves. In float8
+the products of linear layers have the peak of float8, and their operands are cast (docs/precision.md).
 
 [Note: fused attention]
 A fused kernel computes products at a fraction of the peak, and for every score an exponential, a maximum, a
 sum and conversions on the vector units, which grow with the number of SMs, not with the peak of the matrix
 unit: so newer devices reach a smaller fraction of their peak (Shah et al. 2407.08608, section 3). Its
-products use instructions of single warps, which on some devices are slower than others. The backward
-computes five products for the forward's two.
+products use instructions of single warps, which on some devices are slower than others. Kernels made for
+such a device run both at once, one group of warps its products and another its softmax (the same, section
+3.1), so the longer of the two counts. The backward computes five products for the forward's two.
 
 [Note: launch-bound blocks]
 Operators are started one by one by the host. A block takes the longer of the device's time and of the host's.
@@ -36,7 +38,9 @@ from plait.plan.devices import Device
 from plait.plan.grid import expert_rows
 from plait.plan.host_profile import OPERATORS
 from plait.plan.memory import COMPUTE_BYTES
+from plait.plan.plan import FLOAT8
 from plait.plan.quantized import FORMATS
+from plait.plan.schedule.generators import GENERATORS
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape, attention_method
 from plait.planner.workload import Software
@@ -51,24 +55,27 @@ class Rates(NamedTuple):
     num_sms: int
     launch_s: float
     itemsize: int
+    linear_speed: float  # of the blocks' linear layers, by that of other products: above 1 in float8
+    cast_bytes: float  # read and written for an element of their operands that is cast to float8
     product_rates: tuple[tuple[float, float], ...]  # measured (FLOPs, FLOP/s); (): the model's
     operator_rates: tuple[tuple[tuple[float, float], ...], ...]  # measured, by OPERATORS; (): the model's
 
     @classmethod
     @lru_cache(maxsize=1 << 6)
     def of(cls, device: Device, precision: str, tf32: bool, constants: Constants) -> "Rates":
-        peak = device.peak_flops["tf32" if tf32 and "tf32" in device.peak_flops else precision]
-        products, operators = (
-            device.product_rates.get(precision, ()),
-            device.operator_rates.get(precision, {}),
-        )
+        narrow = precision.partition("-")[0] if precision in FLOAT8 else None
+        dtype = "bf16" if narrow else precision
+        peak = device.peak_flops["tf32" if tf32 and "tf32" in device.peak_flops else dtype]
+        products, operators = device.product_rates.get(dtype, ()), device.operator_rates.get(dtype, {})
         return cls(
             peak * device.matmul_fraction,
             peak * device.matmul_fraction * device.warp_fraction,
             device.memory_bytes_per_s * constants.memory_fraction,
             device.num_sms,
             constants.launch_s,
-            COMPUTE_BYTES[precision],
+            COMPUTE_BYTES[dtype],
+            device.peak_flops[narrow] / peak if narrow else 1.0,
+            _CAST_BYTES[precision] if narrow else 0.0,
             tuple((flops, rate * constants.product_fraction) for flops, rate in products),
             tuple(
                 tuple(
@@ -102,6 +109,7 @@ class BlockWork(NamedTuple):
     fused_attention: bool
     compiled: bool
     overlaps: bool  # collectives of the backward run during products
+    splits: bool  # weight gradients are computed apart
     ranks: int  # of the job
     cp: int
     cp_method: str  # not `auto`
@@ -109,12 +117,14 @@ class BlockWork(NamedTuple):
     capacity: str
     gathers_rows: bool
     eager: bool  # this product's program
+    device_kernels: bool
+    selective: str
     base: str  # format of frozen weights
 
     @classmethod
-    def of(
-        cls, model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software, *, overlaps: bool
-    ) -> "BlockWork":
+    def of(cls, model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software) -> "BlockWork":
+        generator = GENERATORS.get(plan.schedule)
+        splits = generator is not None and generator.splits
         method = attention_method(model, plan.cols, plan.cp, plan.cp_method) if plan.cp > 1 else ""
         return cls(
             rows=plan.rows,
@@ -123,8 +133,9 @@ class BlockWork(NamedTuple):
             batch=batch,
             sequence=sequence,
             fused_attention=software.fused_attention,
-            compiled=plan.compile,
-            overlaps=overlaps,
+            compiled=plan.compile is True,
+            overlaps=software.overlaps_tensor and not splits,
+            splits=splits,
             ranks=plan.num_ranks,
             cp=plan.cp,
             cp_method=method,
@@ -132,6 +143,8 @@ class BlockWork(NamedTuple):
             capacity=plan.capacity,
             gathers_rows=software.gathers_rows,
             eager=software.eager,
+            device_kernels=software.device_kernels,
+            selective=software.selective,
             base=plan.base,
         )
 
@@ -161,14 +174,17 @@ class Seconds:
 
 
 @lru_cache(maxsize=1 << 16)
-def product_s(rates: Rates, constants: Constants, m: int, n: int, k: int, groups: int = 1) -> float:
-    """Seconds of one product, or of `groups` together. See [Note: time of a product]."""
+def product_s(
+    rates: Rates, constants: Constants, m: int, n: int, k: int, groups: int = 1, speed: float = 1.0
+) -> float:
+    """Seconds of one product, or of `groups` together, at `speed` times the rate of the precision. See
+    [Note: time of a product]."""
     flops = 2.0 * m * n * k
     if rates.operator_rates:
         return groups * rates.operator_s("linear", flops, min(m, n, k))
     if rates.product_rates:
-        return groups * flops / _interpolated(rates.product_rates, flops)
-    rate = rates.flops * constants.product_fraction
+        return groups * flops / (speed * _interpolated(rates.product_rates, flops))
+    rate = rates.flops * constants.product_fraction * speed
     per_sm = rate / rates.num_sms
     best = float("inf")
     for tile_m, tile_n, speed in _TILES:
@@ -197,14 +213,33 @@ def _interpolated(points: tuple[tuple[float, float], ...], at: float) -> float:
 
 
 def _linear(
-    rates: Rates, constants: Constants, m: int, n: int, k: int, groups: int = 1
+    rates: Rates,
+    constants: Constants,
+    m: int,
+    n: int,
+    k: int,
+    groups: int = 1,
+    *,
+    narrow: bool = False,
+    fuses_casts: bool = False,
 ) -> tuple[float, float, float]:
-    """Forward, gradient of the input, gradient of the weight."""
+    """Forward, gradient of the input, gradient of the weight. `narrow`: in float8, if the plan has it."""
+    speed, cast = (rates.linear_speed, rates.cast_bytes) if narrow else (1.0, 0.0)
+    # Fused casts write a value, and a transposed one.
+    bytes_of = (_COPY_BYTES, 0.0) if cast and fuses_casts else (cast, cast and _COPY_BYTES)
+    cast_s, copy_s = (groups * each / rates.memory_bytes_per_s for each in bytes_of)
+    accumulate = groups * rates.operator_s("accumulate", n * k)
     return (
-        product_s(rates, constants, m, n, k, groups),
-        product_s(rates, constants, m, k, n, groups),
-        product_s(rates, constants, k, n, m, groups) + groups * rates.operator_s("accumulate", n * k),
+        product_s(rates, constants, m, n, k, groups, speed) + cast_s * (m * k + k * n),
+        product_s(rates, constants, m, k, n, groups, speed) + cast_s * m * n,
+        product_s(rates, constants, k, n, m, groups, speed) + copy_s * (m * k + m * n) + accumulate,
     )
+
+
+# Read and written per element: its magnitude, then the element and its float8 value; a scale per row of each
+# product's operand needs two casts. The weight gradient's product needs both operands transposed.
+_CAST_BYTES = {"fp8": 5.0, "fp8-rowwise": 10.0}
+_COPY_BYTES = 2.0
 
 
 def expert_columns(model: ModelShape, part: BlockWork) -> int:
@@ -228,7 +263,7 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     heads, d = -(-model.heads // part.cols), model.attention_width // model.heads
     kv_heads = -(-model.kv_heads // part.cols)
     ffn, ups = -(-model.ffn // part.cols), model.mlp_matrices - 1
-    linear = partial(_linear, rates, constants)
+    linear = partial(_linear, rates, constants, narrow=True, fuses_casts=part.device_kernels)
     # Rows of an expert, and experts of a rank: the choices of all tokens are spread evenly.
     own = expert_columns(model, part)
     experts, expert_ffn = max(1, model.experts // (part.ep * own)), ffn * own
@@ -239,7 +274,9 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     # In turn, products whose input is on all columns, and products whose output is summed over them.
     *first, last = (linear(m, *each) for each in model.attention_products(h, heads, kv_heads))
     products = [([sum(times) for times in zip(*first, strict=True)], 1), (last, 1)]
-    products += [(linear(rows, expert_ffn, h, experts), ups), (linear(rows, h, expert_ffn, experts), 1)]
+    # This product's experts are no linear layers.
+    grouped = partial(linear, narrow=not (model.experts and part.eager))
+    products += [(grouped(rows, expert_ffn, h, experts), ups), (grouped(rows, h, expert_ffn, experts), 1)]
     if model.shared_ffn:
         shared = -(-model.shared_ffn // part.cols)
         products += [(linear(m, shared, h), ups), (linear(m, h, shared), 1)]
@@ -259,9 +296,8 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     host = 0.0 if rates.operator_rates else host  # see [Note: measured operators]
     device_forward = forward + attention + vector
     device_backward = backward + attention_back + vector_back
-    return Seconds(
-        device_forward, device_backward, weight, shared_weight, shared_input, attention + vector, host
-    )
+    again = attention * (part.selective != "elementwise") + vector * (part.selective != "attention")
+    return Seconds(device_forward, device_backward, weight, shared_weight, shared_input, again, host)
 
 
 def _adapter_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Constants) -> Seconds:
@@ -306,8 +342,11 @@ def _attention(
         return forward, backward
     if part.fused_attention:
         scores /= 2  # causal
-        products = 4.0 * scores * d / (rates.warp_flops * constants.attention_fraction)
         vector = scores * constants.softmax_sm_s / rates.num_sms
+        if part.device_kernels:
+            products = 4.0 * scores * d / (rates.flops * constants.product_fraction)
+            return max(products, vector), max(2.5 * products, 2 * vector)
+        products = 4.0 * scores * d / (rates.warp_flops * constants.attention_fraction)
         return products + vector, 2.5 * products + 2 * vector
     slowdown = constants.unaligned_slowdown if d % 8 else 1.0
     queries, s = part.tokens * heads, part.sequence

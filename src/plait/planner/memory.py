@@ -80,14 +80,14 @@ def peak_memory(
     on_gpu = "cpu" not in cluster.device.name.lower()
     ranks = {0} if only_first else {0, min(1, plan.pp - 1), plan.pp - 1}
 
-    def fullest(program: Software) -> MemoryUse:
-        uses = [rank_memory(model, plan, rank, batch, work.sequence, program, on_gpu) for rank in ranks]
-        return max(uses, key=lambda use: use.total)
+    uses = [rank_memory(model, plan, rank, batch, work.sequence, software, on_gpu) for rank in ranks]
+    use = max(uses, key=lambda use: use.total)
+    return use, upper_bytes(use)
 
-    # The upper end is for wide gradients, whatever the report says of the program.
-    wide = fullest(replace(software, narrow_gradients=False) if software.narrow_gradients else software)
-    use = fullest(software) if software.narrow_gradients else wide
-    return use, wide.total * (1 + _UNCERTAINTY)
+
+def upper_bytes(use: MemoryUse) -> float:
+    """Return the upper end of the interval of a rank's memory: states and gradients are exact."""
+    return use.total + _UNCERTAINTY * (use.temporary + use.allocator + use.runtime)
 
 
 _STATES = 2  # of Adam, per element
@@ -114,20 +114,27 @@ def rank_memory(
     ranks = stages_of(plan.schedule, plan.pp, plan.num_chunks)
     own_plan = plan.of_worker
     activations = _activation_bytes(model, without_sharding(plan), rank, batch, sequence, software)
-    return model_state_bytes(
+    use = model_state_bytes(
         rank_layouts(model, plan, software)[rank],
         own_plan,
         states_per_element=_STATES,
         coded_groups={0} if software.optimizer == "AdamW8bit" else frozenset(),
-        grad_itemsize=COMPUTE_BYTES[plan.precision]
+        grad_itemsize=COMPUTE_BYTES[plan.dtype]
         if software.narrow_gradients
         else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
         activation_bytes=int(activations),
         loss_bytes=_loss_bytes(model, plan, batch * tokens_of_rank(model, plan, sequence), on_gpu=on_gpu)
         if software.eager and _has_head(plan, rank)
         else 0,
-        num_communicators=_num_communicators(plan, ranks) if on_gpu else None,
+        num_communicators=_num_communicators(_of_groups(plan), ranks) if on_gpu else None,
     )
+    if plan.zero == 3 and not software.keeps_copies:
+        use = replace(use, parameters=0)
+    return replace(use, buffers=use.buffers + software.bucket_bytes) if software.bucket_bytes else use
+
+
+# Communicators do not depend on what is computed.
+_of_groups = with_defaults("micro", "sp", "cp_method", "recompute", "schedule", "chunks", "stages", "compile")
 
 
 @lru_cache(maxsize=1 << 10)  # the same for the ranks of a plan
@@ -142,10 +149,10 @@ without_sharding = with_defaults(*SHARDING)  # activations do not depend on it
 def _activation_bytes(
     model: ModelShape, plan: Plan, rank: int, batch: int, sequence: int, software: Software
 ) -> float:
-    tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.precision] / 2
+    tokens = batch * tokens_of_rank(model, plan, sequence) * COMPUTE_BYTES[plan.dtype] / 2
     num_bytes = kept_bytes(model, plan, rank, batch, sequence, software)
     if not software.eager and _has_head(plan, rank):  # the gradient of the logits
-        num_bytes += tokens * 2 * model.vocab / plan.cols
+        num_bytes += 0 if software.fused_loss else tokens * 2 * model.vocab / plan.cols
     # One recomputed block, or its largest gradients.
     num_bytes += tokens * block_activation_bytes(model, plan, "none", sequence, software)
     return num_bytes + batch * sequence * _gathered_bytes(model, plan)
@@ -158,7 +165,7 @@ def _has_head(plan: Plan, rank: int) -> bool:
 def _loss_bytes(model: ModelShape, plan: Plan, num_tokens: int, *, on_gpu: bool) -> int:
     """Bytes of the head's operator on a GPU: a chunk's logits, their copies in float32, and the sum of the
     weight's gradient in float32 for 16 bits. On CPUs the copies fit the cache."""
-    columns, itemsize = -(-model.vocab // plan.cols), COMPUTE_BYTES[plan.precision]
+    columns, itemsize = -(-model.vocab // plan.cols), COMPUTE_BYTES[plan.dtype]
     is_bf16 = itemsize == 2 and plan.precision != "fp16"
     hidden = model.hidden // plan.rows
     sum_features = 0 if model.adapter_rank else hidden * is_bf16
@@ -186,7 +193,7 @@ def _gathered_bytes(model: ModelShape, plan: Plan) -> float:
         return 0.0
     heads, kv_heads, width = model.heads_of_column(plan.cols)
     elements = gathered_kv_heads(heads, kv_heads, plan.cp) * width
-    return elements * (3.0 * COMPUTE_BYTES[plan.precision] + 2.0 * MASTER_BYTES[plan.precision])
+    return elements * (3.0 * COMPUTE_BYTES[plan.dtype] + 2.0 * MASTER_BYTES[plan.dtype])
 
 
 def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> tuple[Layout, ...]:
@@ -243,7 +250,7 @@ def micro_bytes(
     if plan.capacity != "none":  # one number of rows, for all routing
         choices, own = num_tokens * model.experts_per_token, model.expert_columns(plan.cols, plan.ep)
         software = replace(software, expert_rows=rows_of_choices(model, plan.capacity, choices, own))
-    tokens = num_tokens * COMPUTE_BYTES[plan.precision] / 2
+    tokens = num_tokens * COMPUTE_BYTES[plan.dtype] / 2
     policy, _, every = plan.recompute.partition("=")
     kinds = ("full", "none") if every else (policy, policy)
     # Deferred weight gradients need the inputs of products and the gradients of their results.
@@ -407,8 +414,12 @@ def block_activation_bytes(
             heads += 2 * model.heads * (2 * model.head_dim - model.latent[2])
         inside = (heads + kv + _ACTIVATIONS[gated] * width) / cols
         return _norms(model) * h / across + routed + inside + adapters
-    residual = (8 if software.fused_attention else 10) * h / across + 4 * rows * h / own + gathered
-    inside = 4.0 * model.attention_width + kv + 2.0 * model.mlp_matrices * width
+    # Inputs of products, which norms, attention and activations computed: not kept, or in float8.
+    repeats = recompute == "selective" and software.selective == "elementwise"
+    size = 0.0 if repeats else 1.0 if plan.is_float8 and software.device_kernels else 2.0
+    residual = (4 + 2 * size if software.fused_attention else 10) * h / across + 4 * rows * h / own + gathered
+    kept = 1.0 if plan.is_float8 and software.device_kernels else 2.0  # of attention
+    inside = (2.0 + kept) * model.attention_width + kv + (2.0 * (model.mlp_matrices - 1) + size) * width
     inside += _exchanged_bytes(model, plan)
     if not software.fused_attention and recompute != "selective":
         inside += 5.0 * model.heads * sequence
@@ -433,7 +444,7 @@ def _head_bytes(model: ModelShape, plan: Plan, software: Software, num_tokens: i
     result, that of the result's gradient; and its share of the weight's gradient, which is wide in fp16.
     Other programs keep logits, in float32 too."""
     if not software.eager:
-        return 6 * model.vocab / plan.cols
+        return (2 if software.fused_loss else 6) * model.vocab / plan.cols
     hidden = model.hidden / plan.rows
     weight = (4 if plan.precision == "fp16" else 2) * model.vocab / plan.cols * hidden
     weight = 0.0 if model.adapter_rank else weight

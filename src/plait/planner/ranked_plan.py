@@ -52,7 +52,9 @@ class RankedPlan:
     @property
     def peak_flops(self) -> float:
         """FLOP/s of one device, in the plan's precision."""
-        return self.cluster.device.peak_flops["tf32" if self.plan.tf32 else self.plan.precision]
+        return self.cluster.device.peak_flops[
+            "tf32" if self.plan.tf32 else self.plan.precision.partition("-")[0]
+        ]
 
     @property
     def exposed_s(self) -> float:

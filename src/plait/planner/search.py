@@ -25,7 +25,7 @@ from plait.planner.space import (
     no_plan_error,
     read_pins,
 )
-from plait.planner.step_estimate import Software, StepEstimate, Workload, check_is_priced
+from plait.planner.step_estimate import Software, StepEstimate, Workload
 from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
@@ -138,7 +138,7 @@ def _checked_pins(text: str, model: ModelShape, cluster: Cluster) -> dict[str, A
     for error in (experts_error(model, pins.get("ep", 1)), adapter_error(model, grid.rows, grid.cols, base)):
         if error is not None:
             raise error
-    check_is_priced(pins.get("precision", DEFAULT_PRECISION), cluster.device)
+    cluster.device.check_precision(pins.get("precision", DEFAULT_PRECISION))
     return pins
 
 

@@ -92,10 +92,10 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
     grid, batch = Grid.from_plan(plan), work.batch // (plan.data_ranks * plan.micro)
     counts = block_counts(model, plan, PLAIT)
     message = (message_bytes(model, plan, batch, work.sequence),)
-    part = BlockWork.of(model, plan, batch, work.sequence, PLAIT, overlaps=True)
+    part = BlockWork.of(model, plan, batch, work.sequence, PLAIT)
     share, of_attention = recomputed_share(plan.recompute), recomputed_attentions(plan.recompute)
     shapes = [model, model.dense_block] if model.dense_layers else [model]
-    collectives = [block_collectives(shape, part, COMPUTE_BYTES[plan.precision]) for shape in shapes]
+    collectives = [block_collectives(shape, part, COMPUTE_BYTES[plan.dtype]) for shape in shapes]
 
     def facts(kind: StageKind) -> StageFacts:
         layout = Layout(stage_units(model, unit_sizes(plan), kind))
@@ -106,7 +106,7 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
                 back = again + one.backward
                 calls.append((one.axes, one.op, blocks * one.forward, blocks * back, one.num_bytes))
         if plan.cols > 1:  # of the embedding's output, and of the gradient of the head's input
-            num_bytes = part.tokens * COMPUTE_BYTES[plan.precision] * model.hidden / plan.rows
+            num_bytes = part.tokens * COMPUTE_BYTES[plan.dtype] * model.hidden / plan.rows
             first, last, ops = kind.is_first, kind.is_last, ("all-reduce", *["all-gather"] * plan.sp)
             calls += [((FEATURES,), op, first, last, num_bytes) for op in ops]
         traffic: dict[CommKey, CommCount] = {}

@@ -51,24 +51,28 @@ class UnitPrices:
         self.of_micros = tuple(event for event in self.events if event.during in of_micros)
 
     def seconds(
-        self, collective: Collective, units: Sequence[UnitLayout], *, one_by_one: bool = False
+        self, collective: Collective, units: Sequence[UnitLayout], *, sends_tensors: bool = False
     ) -> float:
-        """Seconds of one call for these units together, by their kind and format, or of one for each."""
+        """Seconds of a call for each of these units, or for each of their tensors."""
         if self._plan.ep == 1 and units[-1].trains:  # of a stage with frozen units, the last one is
-            return self._seconds_of_kind(collective, units, one_by_one=one_by_one)
+            return self._seconds_of_kind(collective, units, sends_tensors=sends_tensors)
         by_kind: dict[tuple[UnitKind, str], list[UnitLayout]] = {}
         for unit in units:
             if unit.trains or self._moves_frozen(collective):
                 by_kind.setdefault((unit.kind, unit.format), []).append(unit)
-        return sum([self._seconds_of_kind(collective, of, one_by_one=one_by_one) for of in by_kind.values()])
+        return sum(
+            [self._seconds_of_kind(collective, of, sends_tensors=sends_tensors) for of in by_kind.values()]
+        )
 
     def _moves_frozen(self, collective: Collective) -> bool:
         return self._plan.zero == 3 and collective is Collective.GATHER
 
     def _seconds_of_kind(
-        self, collective: Collective, units: Sequence[UnitLayout], *, one_by_one: bool
+        self, collective: Collective, units: Sequence[UnitLayout], *, sends_tensors: bool
     ) -> float:
-        rank, kind, number = self._rank, units[0].kind, len(units) if one_by_one else 1
+        rank, kind, number = self._rank, units[0].kind, len(units)
+        if sends_tensors:
+            number = sum(len(unit.params) for unit in units)
         each = sum([unit.numel for unit in units]) / number
         factors = (0.0, 0.0)
         if rank is not None:
@@ -108,6 +112,6 @@ _KINDS = {
 
 def messages_of(plan: Plan, kind: UnitKind = UnitKind.DENSE) -> UnitMessages:
     """Return the messages of the plan's units of a kind, on devices that share no memory."""
-    itemsize = MASTER_BYTES[plan.precision]
+    itemsize = MASTER_BYTES[plan.dtype]
     transport = TransportFacts(itemsize, shares=False, exchanges=False, host_size=plan.num_ranks)
     return UnitMessages(plan, Grid.from_plan(plan), transport, kind=kind)

@@ -24,13 +24,23 @@ class Software:
 
     eager              every operator of a block keeps what its backward needs, as in Hugging Face's models
     fused_attention    flash attention: scores are not stored
+    device_kernels     attention has the device's own instructions (of groups of warps on Hopper); casts to
+                       float8 are parts of the operators before them, and their results are kept (cuDNN,
+                       TransformerEngine)
+    selective          what recompute=selective repeats: all but `products`; `attention` (Megatron-LM); or
+                       `elementwise`: norms and activations
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
+    overlaps_gathers   so are the gathers of updated parameters, once a step
     overlaps_tensor    input gradients are reduced during the computation of weight gradients
     splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
                        head's cost is balanced
     narrow_gradients   full gradients are summed in the computation's precision
+    keeps_copies       under zero=3, shards in the computation's precision are stored next to master weights
+    fused_loss         the gradient of logits takes their place, and nothing copies them to float32
+    bucket_bytes       of buffers that gradients are copied to before they are reduced
     gathers_rows       columns have parts of every expert, and with sp they send shares of the rows and gather
                        them where the experts are (Megatron-LM)
+    sends_tensors      every tensor is gathered and reduced by calls of its own, else every unit is
     expert_rows        tokens of the experts of the fullest rank of ep, by those of even routing: up to ep,
                        and to ep x tp where columns have experts of their own
     optimizer          AdamW, or AdamW8bit, whose moments are stored in codes of 8 bits
@@ -38,11 +48,18 @@ class Software:
 
     eager: bool = True
     fused_attention: bool = True
+    device_kernels: bool = False
+    selective: str = "products"
     overlaps_data: bool = True
+    overlaps_gathers: bool = True
     overlaps_tensor: bool = True
     splits_evenly: bool = False
     narrow_gradients: bool = False
+    keeps_copies: bool = True
+    fused_loss: bool = False
+    bucket_bytes: int = 0
     gathers_rows: bool = False
+    sends_tensors: bool = False
     expert_rows: float = 1
     optimizer: Literal["AdamW", "AdamW8bit"] = "AdamW"
 

@@ -20,7 +20,7 @@ from plait.checkpoint.compress import Compression
 from plait.data.tokenizer import CHAT_TEMPLATE, FILES
 from plait.errors import CheckpointError
 from plait.fileio import copy_regular, writing
-from plait.models import StateNames, causal_lm_on_meta, read_config
+from plait.models import StateNames, causal_lm_on_meta, check_predicts_tokens, read_config
 from plait.plan import Plan
 from plait.train.model import generation_of, initial_model, model_on_meta
 from plait.train.run_dir import RunDir
@@ -59,6 +59,7 @@ def export_folder(
 
     Weights that are quantized in the folder are dequantized. Raises RunError, ModelError, CheckpointError.
     """
+    check_predicts_tokens(folder)
     given = ModelConfig(path=folder, pretrained=True)
     trained, weights = initial_model(given)
     values, model = read_config(folder), model_on_meta(given)

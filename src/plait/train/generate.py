@@ -1,16 +1,20 @@
 """Generate text with the files of a model: continue prompts, or chat."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast
 
 from plait.comm import World, broadcast_text, gather_texts
+from plait.data.conversations import read_conversation
 from plait.data.readers import read_samples
+from plait.data.template import ChatTemplate
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
+from plait.engine.generation import Conversation
 from plait.errors import ContentError, DataError, PlaitError
 from plait.models import pretrained_base
 from plait.plan import Plan
@@ -53,7 +57,7 @@ class Writer:
 
     engine: Engine
     model: Any  # that of transformers
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerFast
     sampling: Sampling
 
     @classmethod
@@ -79,20 +83,21 @@ class Writer:
         sampling = Sampling(**request.sampling, stop_tokens=tuple(stops))
         return cls(engine, model, tokenizer, sampling)
 
-    def ids(self, row: dict[str, Any]) -> list[int]:
-        """The tokens of a row with a prompt or messages. Raises DataError."""
-        try:
-            if isinstance(row.get("prompt"), str):
-                return prompt_ids(self.tokenizer, row["prompt"])
-            options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
-            text = str(self.tokenizer.apply_chat_template(row["messages"], **options))
-        except Exception as error:  # whatever a template raises, or a row without such keys
-            raise DataError(
-                "a prompt is neither a text nor messages of a chat that the tokenizer can write",
-                given=f"{json.dumps(row)[:200]}: {type(error).__name__}: {error}",
-                expected=_ROWS,
-                hint="--tokenizer with the directory of a tokenizer that has a chat template",
-            ) from error
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Raises DataError if the tokenizer has none."""
+        return ChatTemplate(self.tokenizer, self.tokenizer.backend_tokenizer, train_empty_thinking=False)
+
+    def ids(self, row: Any) -> list[int]:
+        """The tokens of a row with a prompt, or with messages and what else the template takes, as rows that
+        are trained. Raises DataError, or ContentError, whose fact continues "a row"."""
+        row = row if isinstance(row, Mapping) else {}
+        if isinstance(row.get("prompt"), str):
+            return prompt_ids(self.tokenizer, row["prompt"])
+        if "messages" not in row:
+            given = ", ".join(map(repr, row)) or "no keys"
+            raise ContentError("that has no prompt", given=given, expected=_ROWS, hint=_ROWS)
+        text = self.template.prompt(read_conversation(row, self.template.source))
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
@@ -140,8 +145,8 @@ def _read(source: str, writer: Writer) -> list[tuple[dict[str, Any], list[int]]]
     config = cast(Any, pretrained_base(writer.model)).config.get_text_config(decoder=True)
 
     def encode(row: Any) -> tuple[dict[str, Any], list[int]]:
+        ids = writer.ids(row)
         try:
-            ids = writer.ids(row)
             check_prompt(ids, config)
         except PlaitError as error:
             parts = {"given": error.given, "expected": error.expected, "hint": error.hint}
@@ -160,8 +165,11 @@ def chat(
     """Answer what `read` returns on rank 0, until None; there, `show` gets the parts of each answer, and an
     empty one at its end. Every rank makes the call. Raises a PlaitError."""
     writer = Writer.of(request, world)
-    messages = [{"role": "system", "content": request.prompt}] if request.prompt else []
+    messages = list[dict[str, Any]]()
+    if request.prompt:
+        messages.append({"role": "system", "content": request.prompt})
     writer.ids({"messages": [*messages, {"role": "user", "content": "Hello"}]})  # raises without a template
+    conversation = Conversation()
     while (said := _from_first(read, world)) is not None:
         messages.append({"role": "user", "content": said})
         prompts = [writer.ids({"messages": messages})] if writer.engine.data_rank == 0 else []
@@ -176,12 +184,15 @@ def chat(
                 shown = text
 
         turn = len(messages)  # each has its own draws
-        found = writer.engine.generate(
-            prompts, writer.sampling, tokenizer=writer.tokenizer, on_tokens=add, start=turn
-        )
+        options: dict[str, Any] = {
+            "tokenizer": writer.tokenizer,
+            "on_tokens": add,
+            "conversation": conversation,
+        }
+        found = writer.engine.generate(prompts, writer.sampling, start=turn, **options)
         answer = "".join(writer.decode(each.ids) for each in found)
         answer = gather_texts(answer, writer.engine.data_group, world.device)[0]
-        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": answer, "weight": 0})  # which may be empty
         if world.rank == 0:
             if rest := answer[len(shown) :]:
                 show(rest)

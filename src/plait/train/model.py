@@ -174,7 +174,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 def check_prompt(ids: list[int], config: PretrainedConfig) -> int | None:
     """Return how many tokens the model can generate after these; None: no limit. Raises RunError for zero."""
-    if max(ids) >= config.vocab_size:
+    if max(ids, default=0) >= config.vocab_size:
         raise RunError(
             "the prompt has tokens outside the model's vocabulary",
             given=f"token id {max(ids)}, model with vocab_size={config.vocab_size}",

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from plait.api import parallelize
-from plait.checkpoint import Checkpoint, open_checkpoint
+from plait.checkpoint import MANIFEST, Checkpoint, open_checkpoint, steps
 from plait.checkpoint.base import adapter_configs, choose_adapter
 from plait.comm import World
 from plait.engine.engine import Engine
-from plait.errors import ModelError, RunError
-from plait.models import causal_lm_on_meta, read_config
+from plait.errors import RunError
+from plait.models import causal_lm_on_meta, check_predicts_tokens
 from plait.models.adapters import attach
 from plait.plan import Plan
 from plait.train.export import newest_checkpoint, recorded_config
@@ -39,6 +39,13 @@ class ModelFiles:
         if (path / "config.json").is_file():
             return cls(path, None, given_tokenizer or path)
         is_run = RunDir(path).recipe.is_file()
+        if not is_run and not (path / MANIFEST).exists() and not steps(path):
+            raise RunError(
+                "the directory is not that of a model",
+                given=f"{path}, without a config.json",
+                expected="a run, a checkpoint, or a Hugging Face folder",
+                hint=f"ls {path.absolute()}",
+            )
         saved = newest_checkpoint(RunDir(path)) if is_run else open_checkpoint(path)
         run = RunDir(saved.path.absolute().parent.parent)
         if tokenizer is None and not run.tokenizer.is_dir():
@@ -54,7 +61,7 @@ class ModelFiles:
     def model(self) -> tuple[Any, dict[str, Any]]:
         """Return the model, and arguments of `parallelize` for what a checkpoint does not hold: the folder of
         weights that each rank reads its part of, or a seed. Raises ModelError, CheckpointError."""
-        _check_predicts_tokens(self.path if self.saved is None else recorded_config(self.saved), self.path)
+        check_predicts_tokens(self.path if self.saved is None else recorded_config(self.saved))
         if self.saved is None:
             model, weights = initial_model(ModelConfig(path=self.path, pretrained=True))
             return model, {"weights": weights}
@@ -77,16 +84,3 @@ class ModelFiles:
         if self.saved is not None:
             engine.load(self.saved.path, weights_only=True)
         return engine
-
-
-def _check_predicts_tokens(config: Mapping[str, Any] | Path, path: Path) -> None:
-    """Raise ModelError for a reward model: with its embedding in place of its head it would write text."""
-    values = read_config(config) if isinstance(config, Path) else config
-    names = [name for name in values.get("architectures") or () if name.endswith("ForSequenceClassification")]
-    if names:
-        raise ModelError(
-            "the model gives scores, not probabilities of tokens",
-            given=f"{path}, a {names[0]}",
-            expected="a causal language model",
-            hint="transformers.AutoModelForSequenceClassification of the run's export gives the scores",
-        )

@@ -26,6 +26,7 @@ from plait.comm import World, all_reduce, broadcast
 from plait.data.documents import Pairs
 from plait.data.loader import Batch
 from plait.data.tokenizer import read_tokenizer
+from plait.engine.auto_compile import Facts
 from plait.engine.distillation import with_teacher
 from plait.engine.engine import Engine
 from plait.engine.preferences import with_reference
@@ -69,6 +70,17 @@ class RunBatches:
         ranks = self._engine.data_rank, self._engine.data_ranks
         batches = self._run.train_batches(numbers, *ranks, pin_memory=pin_memory)
         return self._added(batches, numbers, trains=True)
+
+    def training_compiled(self, numbers: range, kept: Facts | None, *, pin_memory: bool) -> Iterator[Batched]:
+        """As `training`, after the engine has chosen by the first one whether to compile, for all of them.
+        `kept`: the facts of the choice to keep."""
+        batches = self.training(numbers, pin_memory=pin_memory)
+        if self._engine.plan.compile != "auto" or not numbers:
+            return batches
+        first = next(batches)
+        if self._engine.compile_choice is None:  # not yet, as it is after a rollback
+            self._engine.choose_compile(first, len(numbers), kept)
+        return itertools.chain([first], batches)
 
     def evaluate(self, beat: Callable[..., None]) -> float:
         """Return the mean loss per target token over the validation batches, the same ones each time. `beat`:

@@ -57,7 +57,7 @@ from plait.train.optimizer import check_optimizer_args, optimizer_class, param_g
 from plait.train.resume import find_newest, rewind
 from plait.train.run_dir import RunDir, create_run_dir, lock_run, rewrite_recipe
 from plait.train.sections import LossScaleConfig, RunConfig
-from plait.train.tasks import tasks_of_run
+from plait.train.tasks import Task, tasks_of_run
 
 _MAX_LOCAL_RANKS = 1024  # each is a process
 
@@ -487,7 +487,7 @@ def check_devices(ranks: int, device: str) -> None:
             "more ranks than GPUs",
             given=f"{ranks} ranks, {gpus} GPUs",
             expected="one rank per GPU",
-            hint=f'--plan "dp={gpus}", or --set run.device=cpu' if gpus else "--set run.device=cpu",
+            hint=f'--plan "dp={gpus}", or the device cpu' if gpus else "the device cpu, or auto",
         )
 
 
@@ -521,7 +521,12 @@ def _complete(recipe: Recipe, store: TokenStore, plan: Plan, *, is_saved: bool) 
             "path": recipe.tokenizer.path,
             "chat_template": recipe.tokenizer.chat_template,
         },
+        "eval": {"tasks": tuple(str(Task.parse(text).absolute()) for text in recipe.eval.tasks)},
     }
+    if recipe.preference is not None:
+        sections["preference"] = {"reference_model": recipe.preference.reference_model}
+    if recipe.distillation is not None:
+        sections["distillation"] = {"teacher": recipe.distillation.teacher}
     changed = {}
     for name, values in sections.items():
         absolute = {key: v.absolute() if isinstance(v, Path) else v for key, v in values.items()}

@@ -80,6 +80,7 @@ def start_table(
     facts = {
         "model": f"{type(engine.model).__name__}, {engine.num_parameters:,} trainable parameters",
         "plan": f"{plan} on {counted(plan.num_ranks, 'rank')} ({engine.device.type})",
+        "compile": str(engine.compile_choice or ""),
         "probe": "" if engine.probed is None else str(engine.probed),
         "step": f"{run.batch} {samples} = {run.batch * sequence:,} tokens{growth}",
         "steps": f"{run.steps:,}: {at_most}{sizes.span(run.steps)[0] * sequence:,} tokens",

@@ -70,7 +70,7 @@ def check_is_folder_of_model(path: Path) -> None:
     """Raise RunError unless this is a directory, which may be that of a model."""
     if not path.is_dir():
         raise RunError(
-            "the model does not exist",
+            "the model is not a directory" if path.exists() else "the model does not exist",
             given=path,
             expected="the directory of a run, a checkpoint, or a Hugging Face folder",
             hint=f"ls {path.absolute().parent}",

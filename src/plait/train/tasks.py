@@ -4,7 +4,8 @@
 Rows are those of the data sets on the Hugging Face Hub. Prompts, choices and scores are those of
 lm-evaluation-harness 0.4 (tasks arc_easy, hellaswag, mmlu, piqa, winogrande, lambada_openai, gsm8k). Every
 choice follows one space. Examples that are shown before the question, "shots", are the first rows of another
-file with their answers, in MMLU of the same subject, and a blank line after each.
+file with their answers, in MMLU of the same subject, and a blank line after each. The question itself is not
+among them, also if it is in both files.
 
 [Note: encoded pairs]
 A context and a continuation are encoded as one text, and divided where the context's own tokens end. Spaces
@@ -25,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from plait.comm import all_reduce
 from plait.data.readers import read_samples
+from plait.data.sources import absolute_source
 from plait.data.tokenizer import read_tokenizer
 from plait.engine.engine import Engine
 from plait.engine.scoring import Row, RowScore, score_rows
@@ -160,13 +162,21 @@ class Task:
             hint=f"choice={text}" if not files else f"{unknown_key_hint(form, FORMATS)}={files}",
         )
 
+    def __str__(self) -> str:
+        return f"{self.form}={self.source}" + (f",{self.shots}" if self.shots else "")
+
+    def absolute(self) -> "Task":
+        """The task with absolute paths of its files."""
+        shots = None if self.shots is None else absolute_source(self.shots)
+        return replace(self, source=absolute_source(self.source), shots=shots)
+
     @property
     def name(self) -> str:
         return f"{self.form}/{Path(self.source).name.partition('.')[0]}"
 
-    def examples(self, num_shots: int = 0) -> list[Example]:
-        """The examples, after as many others as the file of shots has, or `num_shots`, the first ones. Raises
-        DataError, and ConfigError without enough shots."""
+    def examples(self, num_shots: int | None = None) -> list[Example]:
+        """The examples, each after all others that the file of shots has, or after the first `num_shots`; an
+        example is no shot of its own. Raises DataError, and ConfigError without enough shots."""
         found = self._read(self.source)
         if num_shots and self.shots is None:
             raise _too_few(self, num_shots, 0)
@@ -192,11 +202,13 @@ class Task:
             raise DataError("the task has no rows", given=source, expected=f"rows with {keys}", hint="--task")
         return found
 
-    def _after_shots(self, example: Example, others: Sequence[Example], num_shots: int) -> Example:
-        same = [other.solved + "\n\n" for other in others if other.group == example.group]
-        if len(same) < num_shots:
+    def _after_shots(self, example: Example, others: Sequence[Example], num_shots: int | None) -> Example:
+        same = [
+            other.solved + "\n\n" for other in others if other.group == example.group and other != example
+        ]
+        if num_shots is not None and len(same) < num_shots:
             raise _too_few(self, num_shots, len(same))
-        before = example.description + "".join(same[: num_shots or None])
+        before = example.description + "".join(same[:num_shots])
         choices = tuple((before + context, continuation) for context, continuation in example.choices)
         return Example(choices, example.answer, example.number)
 
@@ -205,7 +217,7 @@ def _too_few(task: Task, wanted: int, there: int) -> ConfigError:
     return ConfigError(
         "the task has too few examples to show before its questions",
         given=f"--shots {wanted}, {task.shots or 'no second file'} with {there}",
-        expected=f"a file with {wanted} rows, in MMLU of each subject",
+        expected=f"a file with {wanted} rows besides each question, in MMLU of its subject",
         hint=f"--task {task.form}={task.source},SHOTS.jsonl",
     )
 
@@ -225,7 +237,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: 
 
 @dataclass(frozen=True)
 class EncodedTask:
-    """A task's examples, and a row for each of their choices, in order."""
+    """A task's examples, and a row for each of their choices, in order; of generated answers, of contexts."""
 
     name: str
     examples: Sequence[Example]
@@ -234,7 +246,9 @@ class EncodedTask:
 
     @property
     def longest(self) -> int:
-        return max(len(row.ids) for row in self.encoded)
+        """Tokens of the longest row; of generated answers, of a prompt and its answer."""
+        longest = max(len(row.ids) for row in self.encoded)
+        return longest if self.examples[0].number is None else max(longest, _NEW_TOKENS) + _NEW_TOKENS
 
     def fitting(self, context: int) -> "EncodedTask":
         """The task with rows that fit the model: of a row's last token, it reads nothing. Raises DataError if
@@ -266,7 +280,7 @@ class EncodedTask:
         for start in shown(range(0, len(self.examples), batch * ranks)):
             call = range(start, min(len(self.examples), start + batch * ranks))
             own = call[engine.data_rank :: ranks]
-            prompts = [self.encoded[index].ids[: self.encoded[index].first][-longest:] for index in own]
+            prompts = [self.encoded[index].ids[-longest:] for index in own]
             for index, found in zip(
                 own, engine.generate(prompts, sampling, tokenizer=tokenizer), strict=True
             ):
@@ -319,8 +333,12 @@ def encode_tasks(
             )
     found = []
     for task in tasks:
-        examples = task.examples(shots or 0)
-        rows = [encode_pair(tokenizer, *choice) for example in examples for choice in example.choices]
+        examples = task.examples(shots)
+        rows = [
+            encode_pair(tokenizer, context, continuation if example.number is None else "")
+            for example in examples
+            for context, continuation in example.choices
+        ]
         found.append(EncodedTask(task.name, examples, rows))
     return found
 

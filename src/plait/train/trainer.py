@@ -215,6 +215,7 @@ class Trainer:
         self._skipped = 0  # steps skipped
         self._retries = 0  # of the allocator
         self._best_score, self._since_best = math.inf, 0  # validation loss, and evaluations after it
+        self._compiles: dict[str, Any] | None = None  # facts of the choice of compile=auto
         self._bad_steps_in_a_row = 0  # see [Note: skipped steps that end a run]
         newest, self._warnings = load_newest(self._engine, run.dir.checkpoints, run.check_checkpoint)
         if newest is not None:
@@ -233,6 +234,7 @@ class Trainer:
         best, self._since_best = saved.facts.get("best_score", (None, 0))
         self._best_score = math.inf if best is None else float(best)
         self.spikes.load(saved.facts)
+        self._compiles = saved.facts.get("compile")
 
     @property
     def _is_stopped(self) -> bool:
@@ -245,11 +247,11 @@ class Trainer:
         self._world.barrier()  # ranks of a host measure at the same time: they share it in training too
         dtype = torch.float8_e4m3fn if engine.plan.is_float8 else DTYPES[engine.plan.dtype]
         peak_flops = PeakFlops.of_device(engine.device, dtype)
-        self._show_start(peak_flops)
         offset = self.spikes.num_skipped  # see [Note: batch numbering] in loss_spikes.py
         left = range(first_step + offset, config.steps + offset)
         pin_memory = engine.device.type == "cuda"
-        batches = self._batches.training(left, pin_memory=pin_memory)
+        batches = self._batches.training_compiled(left, self._compiles, pin_memory=pin_memory)
+        self._show_start(peak_flops)
         with (
             Metrics(
                 run.dir, self._console, first_step, config.steps, config.log_every, config.report_to
@@ -505,6 +507,7 @@ class Trainer:
             "seed": self._config.seed,
             "plan": str(self._engine.plan),
             "loss_scale": self._engine.loss_scale,
+            "compile": None if (choice := self._engine.compile_choice) is None else choice.facts(),
             **self._run.facts(),
             **({} if generation is None else {"generation": generation}),
             "versions": {"plait": __version__}

@@ -98,6 +98,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
+@cache
 def load() -> ctypes.CDLL | None:
     """Return the library with its function signatures declared, or None: see `unavailable_reason`."""
     return _find(Path(__file__).parent)[0]
@@ -233,6 +234,21 @@ def sum_into(out: Tensor, flats: Sequence[Tensor]) -> Tensor | None:
     operation = (code, code, _OPS["sum"], sources, len(flats), target, 1)
     clib.pl_reduce(*operation, out.numel(), 1.0, 0, ctypes.byref(squares))
     return torch.tensor(squares.value, dtype=torch.float64)
+
+
+def add_widened(out: Tensor, values: Tensor) -> bool:
+    """Add 16-bit floats to float32 on a CPU, in one pass over memory. Return False, and do nothing, if there
+    is no kernel, or torch, which makes a converted copy first, would use several threads. Torch's bits."""
+    is_half = values.dtype in (torch.bfloat16, torch.float16) and out.dtype is torch.float32
+    clib = load() if is_half and out.is_cpu and values.is_cpu and torch.get_num_threads() == 1 else None
+    if clib is None or not (out.is_contiguous() and values.is_contiguous()):
+        return False
+    assert out.shape == values.shape, f"{values.shape} added to {out.shape}"
+    source, target = ctypes.c_void_p(values.data_ptr()), ctypes.c_void_p(out.data_ptr())
+    operation = DTYPES[values.dtype], DTYPES[out.dtype], _OPS["sum"]
+    arrays = ctypes.byref(source), 1, ctypes.byref(target), 1
+    clib.pl_reduce(*operation, *arrays, out.numel(), 1.0, 1, None)
+    return True
 
 
 def sum_of_squares(flat: Tensor) -> Tensor | None:

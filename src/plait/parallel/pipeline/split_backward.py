@@ -19,6 +19,11 @@ The graph does not know in forward whether its backward will be split. If it is,
 the parameter: `grad` is left unchanged, and hooks still run: a tensor's with None, post-accumulate ones with
 the former `grad`, which may be None. Deferred gradients pass no hook.
 
+[Note: gradients that products add]
+In a full backward on a CPU, a product whose dtype is that of the unit's gradients adds to these itself, and
+autograd gets no gradient: a pass that writes one, and another that reads and adds it, are saved. Not in bf16
+and fp16, whose products torch's CPU kernels do not add to float32.
+
 [Note: autocast]
 The layer computes in the dtype that autocast would cast to, and saves its input in it. It saves the weight in
 its own dtype and casts it again in backward: a cast copy would survive when ZeRO frees the weight. The casts
@@ -30,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -47,7 +53,7 @@ from plait.parallel.linear_products import (
     autocast_dtype,
     bias_gradient,
 )
-from plait.parallel.zero.parameter import has_hooks
+from plait.parallel.zero.parameter import has_hooks, owner_of
 
 AccumulateGrad = Callable[[Tensor, Tensor], object]  # (parameter, gradient)
 
@@ -191,7 +197,7 @@ class _Linear(Function):
     def forward(ctx: Any, x_TI: Tensor, w_OI: Tensor, b_O: Tensor | None, layer: SplitLinear) -> Tensor:
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         ctx.layer, ctx.x_dtype = layer, x_TI.dtype
-        ctx.cast = cast = _Autocast(x_TI.device.type, autocast_dtype(x_TI.device.type))
+        ctx.cast = cast = _autocast(x_TI.device.type, autocast_dtype(x_TI.device.type))
         x_TI = cast(x_TI)
         ctx.save_for_backward(x_TI if needs_weight else None, w_OI if needs_x else None)
         ctx.weight, ctx.bias = w_OI if needs_weight else None, b_O if needs_bias else None
@@ -199,25 +205,45 @@ class _Linear(Function):
             return layer.products.output(x_TI, cast(w_OI), None if b_O is None else cast(b_O))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, w_OI = ctx.saved_tensors
-        weight, bias, products = ctx.weight, ctx.bias, ctx.layer.products
-        dx_TI, operand_TO = None, products.output_gradient(dy_TO)
-        if w_OI is not None:
-            dx_TI = products.input_gradient(operand_TO, ctx.cast(w_OI)).to(ctx.x_dtype)
-        deferred = ctx.layer.splitter.deferred
-        if deferred is None or not (_may_wait(weight) and _may_wait(bias)):
-            dw_OI = None
-            if weight is not None:
-                dw_OI = products.weight_gradient(operand_TO, x_TI).to(weight.dtype)
-            db_O = None if bias is None else bias_gradient(dy_TO).to(bias.dtype)
-            return dx_TI, dw_OI, db_O, None
-        if bias is not None:
-            deferred.add(bias, bias_gradient, dy_TO)
-        if weight is not None:
-            deferred.add(weight, products.weight_gradient, operand_TO, x_TI)
-        return dx_TI, None, None, None
+        # With create_graph, operators of torch have derivatives.
+        is_refused = torch.is_grad_enabled() and not isinstance(ctx.layer.products, PlainProducts)
+        return once_differentiable(_gradients)(ctx, dy_TO) if is_refused else _gradients(ctx, dy_TO)
+
+
+def _gradients(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
+    x_TI, w_OI = ctx.saved_tensors
+    weight, bias, products = ctx.weight, ctx.bias, ctx.layer.products
+    dx_TI, dw_OI, operand_TO = None, None, products.output_gradient(dy_TO)
+    if w_OI is not None:
+        dx_TI = products.input_gradient(operand_TO, ctx.cast(w_OI)).to(ctx.x_dtype)
+    deferred = None if torch.is_grad_enabled() else ctx.layer.splitter.deferred
+    if deferred is None or not (_may_wait(weight) and _may_wait(bias)):
+        if weight is not None and not _added_product(ctx, dy_TO, x_TI):
+            dw_OI = products.weight_gradient(operand_TO, x_TI).to(weight.dtype)
+        db_O = None if bias is None else bias_gradient(dy_TO).to(bias.dtype)
+        return dx_TI, dw_OI, db_O, None
+    if bias is not None:
+        deferred.add(bias, bias_gradient, dy_TO)
+    if weight is not None:
+        deferred.add(weight, products.weight_gradient, operand_TO, x_TI)
+    return dx_TI, None, None, None
+
+
+def _added_product(ctx: Any, dy_TO: Tensor, x_TI: Tensor) -> bool:
+    """Add the product to the weight's gradient, if the unit takes it. See `FlatParam.add_product`."""
+    weight, products, unit = ctx.weight, ctx.layer.products, owner_of(ctx.weight)[0]
+    is_plain = isinstance(products, PlainProducts) and not torch.is_grad_enabled()
+    if unit is None or not (is_plain and dy_TO.is_cpu and dy_TO.dtype == x_TI.dtype and _may_wait(weight)):
+        return False
+    if not torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
+        return False  # only the input's gradient is asked for
+
+    def add(sum_OI: Tensor, is_first: bool) -> None:
+        products.add_weight_gradient(sum_OI, dy_TO, x_TI, is_first=is_first)
+
+    found: bool = unit.add_product(weight, add, dy_TO.dtype)
+    return found
 
 
 def _may_wait(tensor: Tensor | None) -> bool:
@@ -238,3 +264,6 @@ class _Autocast:
 
     def disabled(self) -> Any:
         return torch.autocast(self.device_type, enabled=False) if self.dtype is not None else nullcontext()
+
+
+_autocast = cache(_Autocast)  # a few, and one is needed in each call

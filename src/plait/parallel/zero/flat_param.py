@@ -41,7 +41,9 @@ no master, grad_buffer or grad_shard.
 Autograd produces a parameter's gradient in the compute dtype, in a tensor of its own. A hook that runs right
 after copies it (first micro-batch) or adds it (later ones) to `grad_buffer` and drops the tensor: one pass
 over memory, which is also the conversion. Letting autograd accumulate into views of the flat storage would
-cost a zero-fill, a read and an add, and would sum bf16 gradients in bf16.
+cost a zero-fill, a read and an add, and would sum bf16 gradients in bf16. Gradients of embeddings on a CPU
+are sparse (`_sparse_gradients` in engine/stage.py): only rows of the micro-batch's tokens are added.
+In float32 and float64 the product of a split linear layer adds to `grad_buffer` itself (`add_product`).
 
 [Note: deferred early gradients]
 The first half of a split backward (input gradients) also computes the gradients of parameters outside linear
@@ -63,7 +65,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.parallel.zero.block_codes import dequantize, quantize
 from plait.parallel.zero.buffers import LeasedTensor, ResizableTensor
-from plait.parallel.zero.grad_buffer import GradBuffer, GradientState
+from plait.parallel.zero.grad_buffer import AddGradient, GradBuffer, GradientState
 from plait.parallel.zero.parameter import (
     UnitParameter,
     bind,
@@ -173,6 +175,7 @@ class FlatParam:
         else:
             self.grad_shard = context.allocate_grad(range_numel, dtype, self.groups).zero_()
         self._num_expected: Counter[int] = Counter()  # calls of `accumulate_deferred`, by parameter
+        self._with_products: set[int] = set()  # parameters, before their hooks in this backward
         self._in_micro = False
 
     @property
@@ -448,6 +451,7 @@ class FlatParam:
         self.has_sum = False
         if self.trains:
             self._num_expected.clear()
+            self._with_products.clear()
             self.grad_buffer.reset()
 
     def _allocate_grad_buffer(self) -> None:
@@ -481,16 +485,28 @@ class FlatParam:
         """Move `parameter.grad` into `grad_buffer`. See [Note: gradient accumulation in hooks]."""
         gradient = read_grad(parameter)
         if gradient is None:
-            return  # a split backward: it arrives with the second half; or a hook has dropped it
+            if index in self._with_products:  # see [Note: gradient accumulation in hooks]
+                self._mark_arrived(index)
+            return  # otherwise it arrives with a split backward's second half, or a hook has dropped it
         self._check_expected(index, parameter)
         write_grad(parameter, None)
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         if self.listener.try_defer(parameter, gradient):
             self.grad_buffer.mark_arrived(index)
         else:
             self._accumulate(index, gradient, last=True)
 
-    def _accumulate(self, index: int, gradient: Tensor, *, last: bool) -> None:
+    def add_product(self, parameter: Tensor, add: AddGradient, dtype: torch.dtype) -> bool:
+        """In backward, let a layer's product of this dtype add to a parameter's gradient, before the
+        parameter's hook runs. Return False, and do nothing, if autograd has to pass the gradient on."""
+        index = self._index_of.get(id(parameter))
+        is_possible = index is not None and self._in_micro and dtype == self.context.grad_buffer_dtype
+        if not is_possible or index is None or self.grad_buffer.has_arrived(index):
+            return False
+        self._accumulate(index, add, last=False)
+        self._with_products.add(index)
+        return True
+
+    def _accumulate(self, index: int, gradient: Tensor | AddGradient, *, last: bool) -> None:
         """Copy or add a gradient to `grad_buffer`. `last`: of this parameter, in this backward."""
         buffer = self.grad_buffer
         if buffer.state is GradientState.REDUCING:
@@ -498,15 +514,15 @@ class FlatParam:
         if buffer.state is not GradientState.FILLING:
             buffer.move(GradientState.FILLING)
             self._allocate_grad_buffer()
-        if buffer.written[index]:
-            buffer.views[index].add_(gradient)
-        else:
-            buffer.views[index].copy_(gradient)
-        buffer.written[index] = True
+        buffer.add(index, gradient)
         if last:
-            buffer.mark_arrived(index)
-            if buffer.is_complete:
-                self.listener.on_complete(self)
+            self._mark_arrived(index)
+
+    def _mark_arrived(self, index: int) -> None:
+        self._with_products.discard(index)
+        self.grad_buffer.mark_arrived(index)
+        if self.grad_buffer.is_complete:
+            self.listener.on_complete(self)
 
     def _check_expected(self, index: int, parameter: Tensor) -> None:
         if self._in_micro and not self.grad_buffer.has_arrived(index):

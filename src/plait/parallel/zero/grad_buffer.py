@@ -17,9 +17,11 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from plait.comm import add_widened
 from plait.parallel.zero.buffers import LeasedTensor
 
 T = TypeVar("T")
+AddGradient = Callable[[Tensor, bool], None]  # adds to a view, or writes it if it is the first
 
 
 class GradientState(Enum):
@@ -72,6 +74,24 @@ class GradBuffer:
         assert self.memory.tensor is not None
         self.views = self._make_views(self.memory.tensor)
         return True
+
+    def add(self, index: int, gradient: Tensor | AddGradient) -> None:
+        """Add a gradient to its view, or write it if it is the first since the last reduction."""
+        view, is_first = self.views[index], not self.written[index]
+        self.written[index] = True
+        if not isinstance(gradient, Tensor):
+            gradient(view, is_first)
+            return
+        if gradient.is_sparse and gradient.sparse_dim() == 1:
+            rows = gradient.coalesce()  # sums of equal rows, in a dtype that does not depend on the view's
+            view = view.zero_() if is_first else view
+            view.index_add_(0, rows.indices()[0], rows.values().to(view.dtype))
+            return
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if is_first:
+            view.copy_(gradient)
+        elif not add_widened(view, gradient):
+            view.add_(gradient)
 
     # --- arrival of gradients
 

@@ -346,7 +346,7 @@ class GradReducer:
         self._to_release = [work]
         unit.on_reduced()
         if squares:
-            self._squared_norms[unit] = torch.stack(squares).sum()
+            self._squared_norms[unit] = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
         if starts_replicas:
             self._start_replica_reduction(unit, target)
         elif is_staged:

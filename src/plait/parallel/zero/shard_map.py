@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,7 @@ class ShardMap:
             yield from (each for name, each in found.items() if name not in seen)
             seen |= found.keys()
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Trainable elements of full tensors, each counted once."""
         return sum(

@@ -42,11 +42,11 @@ that one rank takes and another does not (see `plan/prefetch.py`) interleaves th
 still in its own order. CPU ranks, which match each kind by itself, need no more than that.
 
 [Note: calls of the optimizer]
-On a CPU, each unit group is updated by itself: its weights are still in cache when they are rounded and sent,
-and the updates of offloaded units overlap with the copies of those before. A call of torch's optimizer takes
-some hundred microseconds of Python and launches its kernels for all its parameters together. On CUDA the
-calls would take longer than the kernels, so there is one, or, where all-gathers follow, one per third of the
-units: the all-gathers overlap with the next third's update.
+On a CPU, each unit group is updated by itself, or with other small ones: its weights are still in cache when
+they are rounded and sent, and the updates of offloaded units overlap with the copies of those before. A call
+of torch's optimizer takes some hundred microseconds of Python and launches its kernels for all its parameters
+together. On CUDA the calls would take longer than the kernels, so there is one, or, where all-gathers follow,
+one per third of the units: the all-gathers overlap with the next third's update.
 
 [Note: tied parameters on several stages]
 A parameter that several pipeline stages compute with (an embedding that is also the head) is on each of them,
@@ -77,6 +77,7 @@ from plait.parallel.zero.unshard import Unsharder
 from plait.plan.axes import STAGES
 
 _UPDATES_WITH_GATHERS = 3  # calls of the optimizer, if all-gathers follow them
+_UPDATED_TOGETHER = 2**17  # elements: with gradients and states they are in a core's cache
 
 # Where a backward starts: a tensor, or its edge in the graph if the tensor itself is gone.
 Root = Tensor | torch.autograd.graph.GradientEdge
@@ -162,7 +163,7 @@ class ShardedStage:
 
     def try_defer(self, parameter: Tensor, gradient: Tensor) -> bool:
         if self._deferred is not None:
-            self._deferred.keep(parameter, gradient)
+            self._deferred.keep(parameter, gradient.to_dense() if gradient.is_sparse else gradient)
         return self._deferred is not None
 
     # --- a step
@@ -297,12 +298,21 @@ class ShardedStage:
 def _update_groups(unit_groups: Sequence[UnitGroup], context: RankContext) -> list[Sequence[UnitGroup]]:
     """The unit groups that are updated by one call of the optimizer. See [Note: calls of the optimizer]."""
     trained = [unit_group for unit_group in unit_groups if any(unit.trains for unit in unit_group)]
-    num_calls = len(trained)
     if context.state_device.type == "cuda":
         gathers = context.keeps_params_unsharded and context.groups.dense.all_gather.size > 1
-        num_calls = min(num_calls, _UPDATES_WITH_GATHERS if gathers else 1)
-    stops = [(index + 1) * len(trained) // num_calls for index in range(num_calls)]
-    return [trained[start:stop] for start, stop in pairwise([0, *stops])]
+        num_calls = min(len(trained), _UPDATES_WITH_GATHERS if gathers else 1)
+        stops = [(index + 1) * len(trained) // num_calls for index in range(num_calls)]
+        return [trained[start:stop] for start, stop in pairwise([0, *stops])]
+    found: list[list[UnitGroup]] = []
+    total = _UPDATED_TOGETHER
+    for unit_group in trained:
+        numel = sum(unit.layout.range_numel for unit in unit_group if unit.trains)
+        if total + numel > _UPDATED_TOGETHER:
+            found.append([])
+            total = 0
+        found[-1].append(unit_group)
+        total += numel
+    return [*found]
 
 
 class ShardedModel:

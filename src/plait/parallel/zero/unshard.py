@@ -103,7 +103,7 @@ class Unsharder:
         self._watch: ForwardWatch | None = None
         if self._reshards:
             self._install_hooks(model, owners)
-            if not plan.compile:  # the first step looks for parameters used outside their modules
+            if plan.compile is not True:  # the first step looks for parameters used outside their modules
                 self._watch = ForwardWatch(self._unit_groups, self._on_outside_use)
         self._is_watching = False
         self._watch_scope = ExitStack()  # from the start of a forward to its end
@@ -338,6 +338,10 @@ class Unsharder:
         if not self._num_in_forward.get(unit_group):
             self._always_unsharded.add(unit_group)
             self._enter_forward(unit_group)
+
+    def end_watch(self) -> None:
+        """Look no more for parameters used outside their modules: compiled code cannot be watched."""
+        self._watch = None
 
     @contextmanager
     def watch_outside_uses(self) -> Iterator[None]:
