@@ -112,6 +112,13 @@ def test_bounds_are_below_prices(model: ModelShape, work: Workload) -> None:
             )
 
 
+def test_tp_groups_have_as_many_ranks_in_each_host() -> None:
+    space = Space.of(SEVEN_B, cluster("dgx-a100:3"), Workload(2048, 24), read_pins("zero=1 micro=1"))
+    sizes = {plan.rows * plan.cols for plan in space.plans()}
+    assert {1, 2, 4, 8} <= sizes <= {1, 2, 4, 8, 24}
+    assert {3, 6, 12} & {plan.rows * plan.cols for plan in replace(space, domain=0, known={}).plans()}
+
+
 def test_degrees_multiply_to_the_devices_and_pins_hold() -> None:
     plans = list(Space(SEVEN_B, 24, 48, read_pins("zero=1 tp=2")).plans())
     assert plans

@@ -58,9 +58,7 @@ def _half(first: RankedPlan, pins: str, headroom: float) -> StepEstimate | None:
     if cluster.num_hosts < 2 * unit or computes > _BUSY * estimate.step_s:
         return None
     half = replace(cluster, num_hosts=cluster.num_hosts // unit // 2 * unit)
-    space = Space(
-        first.model, half.num_devices, first.work.batch, read_pins(pins), sequence=first.work.sequence
-    )
+    space = Space.of(first.model, half, first.work, read_pins(pins))
     cache = EstimateCache(first.model, half, first.work, first.software)
     limit_s = _LITTLE_LONGER * estimate.step_s
     search = Search(most_steps=_STEPS)

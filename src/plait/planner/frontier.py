@@ -31,7 +31,7 @@ def alternatives(
     best = found.best[0]
     cluster, work = best.cluster, best.work
     own = read_pins(pins)
-    space = Space(best.model, cluster.num_devices, work.batch, own, sequence=work.sequence)
+    space = Space.of(best.model, cluster, work, own)
     at = Field(cluster, space, EstimateCache(best.model, cluster, work, best.software), headroom=headroom)
     known = [each.estimate for each in found.best if each.cluster == cluster]
     others = _of_degrees(at, report) if of_degrees else ()

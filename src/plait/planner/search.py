@@ -100,7 +100,7 @@ def search(
     end_s = time.process_time() + seconds
 
     def field(of: Cluster) -> Field:
-        space = Space(model, of.num_devices, work.batch, pinned, sequence=work.sequence, is_wide=wide)
+        space = replace(Space.of(model, of, work, pinned), is_wide=wide)
         cache = EstimateCache(model, of, work, software)
         return Field(of, space, cache, _weight(objective, of), limit_s, headroom)
 
@@ -211,7 +211,7 @@ def _what_fits(at: Field, work: Workload, software: Software) -> str:
 
     def fits(pins: dict[str, Any], times: int) -> bool:
         cluster = replace(at.cluster, num_hosts=times * at.cluster.num_hosts)
-        space = Space(model, cluster.num_devices, work.batch, pins, sequence=work.sequence)
+        space = Space.of(model, cluster, work, pins)
         least = Search().smallest(Field(cluster, space, EstimateCache(model, cluster, work, software)))
         return least is not None and least[1] <= at.capacity_bytes
 

@@ -31,7 +31,9 @@ from plait.plan.quantized import BLOCK
 from plait.plan.schedule.action import MAX_ACTIONS, too_large
 from plait.plan.schedule.generators import GENERATORS, Generator
 from plait.plan.sharding import split_heads, split_width
+from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape, attention_method
+from plait.planner.workload import Workload
 
 MAX_CHUNKS, MAX_WIDE_CHUNKS = 8, 16
 WIDE_RECOMPUTE = ("every=2", "every=4")
@@ -121,6 +123,7 @@ class Space:
     only     by key, the values to which the search is restricted
     sequence tokens of each sequence; 0: cp is not searched
     is_wide  with values that take long to search, see the note
+    domain   devices on one switched link, of which a tp group uses a divisor or a multiple; 0: any
     """
 
     model: ModelShape
@@ -130,8 +133,15 @@ class Space:
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     sequence: int = 0
     is_wide: bool = False
+    domain: int = 0
     refusals: Refusals = field(default_factory=Refusals)
     known: dict[tuple[Plan, Decided], list[Plan]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, model: ModelShape, cluster: Cluster, work: Workload, pins: Mapping[str, Any]) -> "Space":
+        """Return the space of a cluster and a workload."""
+        counts = cluster.num_devices, work.batch
+        return cls(model, *counts, pins, sequence=work.sequence, domain=cluster.domain_size)
 
     def expand(self, plan: Plan, decided: Decided) -> list[Plan]:
         """Return the plans of the next level. Spaces that differ in `only` share what they generate."""
@@ -183,7 +193,7 @@ class Space:
             if pp > self.model.layers:
                 self.refusals.add(_too_many_stages(self.model, pp, 1), by="stages")
                 continue
-            for tp in self.values("tp", _grids(self.num_devices // pp)):
+            for tp in self.values("tp", _grids(self.num_devices // pp, self.domain)):
                 for cp in context:
                     dp = self._data_ranks(pp, tp, cp)
                     keys = {
@@ -306,11 +316,11 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 @cache
-def _grids(num_ranks: int) -> tuple[str, ...]:
-    """All values of `tp` whose ranks divide `num_ranks`."""
-    return tuple(
-        canonical_tp((rows, size // rows)) for size in divisors(num_ranks) for rows in divisors(size)
-    )
+def _grids(num_ranks: int, domain: int) -> tuple[str, ...]:
+    """All values of `tp` whose ranks divide `num_ranks`, with as many in each domain: in others, groups would
+    have different numbers of ranks on each side of a link."""
+    sizes = [size for size in divisors(num_ranks) if not (domain % size and size % domain)]
+    return tuple(canonical_tp((rows, size // rows)) for size in sizes for rows in divisors(size))
 
 
 @cache
