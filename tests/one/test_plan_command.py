@@ -9,9 +9,10 @@ from typer.testing import CliRunner
 
 from plait.cli.main import app
 from plait.errors import ConfigError
+from plait.fileio import parse_json
 from plait.plan import Plan
 from plait.plan.host_profile import DeviceSpeed, HostProfile, save
-from plait.planner import ModelShape, Workload, cluster, estimate_step
+from plait.planner import ModelShape, Software, Workload, cluster, estimate_step
 
 CONFIG = {
     "model_type": "llama",
@@ -239,7 +240,52 @@ def test_no_time_is_lost_to_columns_that_a_plan_does_not_have() -> None:
     assert sum(found.parts.values()) == pytest.approx(found.step_s)
 
 
+ADAPTED = ("--model", "llama-3-70b", "--cluster", "dgx-h100:1", "--batch-tokens", "256K", "--seq", "4096")
+
+
+def test_an_adapter_over_a_quantized_base_fits_where_full_training_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "plans.json"
+    options = ("--adapter", "r=16", "--pin", "base=nf4 pp=1 sp=false", "--top", "1", "--json", str(path))
+    code, text = run(*ADAPTED, *options)
+    assert code == 0, text
+    best = parse_json(path.read_text())["plans"][0]
+    assert "base=nf4" in best["plan"]
+    code, text = run(*ADAPTED, "--adapter", "r=16", "--plan", best["plan"])
+    assert code == 0, text
+    full = run(*ADAPTED, "--pin", "pp=1 offload=none")
+    assert full[0] == 2
+    assert "fits into the memory" in full[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        (("--adapter", "r=16 target_modules=q_proj"), "not the rank of an adapter"),
+        (("--adapter", "r=0"), "not the rank of an adapter"),
+        (("--pin", "base=nf4"), "base is for frozen weights"),
+        (("--adapter", "r=16", "--pin", "tp=2x4"), "adapters need a tp grid of one row"),
+        (("--adapter", "r=16", "--plan", "dp=1 tp=8 base=nf4"), ""),
+        (("--adapter", "r=16", "--measure", "1"), "cannot be measured"),
+        (("--model", "mixtral-8x7b", "--adapter", "r=16"), "adapters of a mixture of experts are not priced"),
+    ],
+)
+def test_unknown_options_of_adapters_are_refused_by_name(options: tuple[str, ...], fact: str) -> None:
+    code, text = run(*ADAPTED, *options)
+    assert code == (2 if fact else 0), text
+    assert fact in text
+
+
+def test_states_in_8_bits_take_less_memory_and_longer() -> None:
+    plan, work = Plan.parse("dp=8 precision=bf16"), Workload(sequence=4096, batch=64)
+    model, node = ModelShape.named("llama-3-8b"), cluster("dgx-h100:1")
+    wide, coded = (
+        estimate_step(model, plan, node, work, Software(optimizer=name)) for name in ("AdamW", "AdamW8bit")
+    )
+    assert 0.25 < coded.memory.optimizer / wide.memory.optimizer < 0.26
+    assert coded.parts["optimizer"] > wide.parts["optimizer"]
+
+
 def test_a_recipe_is_refused_with_the_command_that_knows_its_frozen_weights() -> None:
-    with pytest.raises(ConfigError, match="of which all weights train") as error:
+    with pytest.raises(ConfigError, match="is not JSON") as error:
         ModelShape.named("recipes/lora.toml")
     assert "plait explain" in str(error.value)

@@ -52,8 +52,8 @@ def test_a_bill_names_its_cluster_network_and_assumptions() -> None:
         (("--params", "7B", "--tokens", "1T", "--mfu", "1.5"), "--mfu is out of range"),
         (("--params", "1B", "--tokens", "1T", "--lost", "1"), "--lost is out of range"),
         (
-            ("--params", "7B", "--tokens", "1T", "--cluster", "dgx-h100:7gpus"),
-            "7 devices do not fill hosts of 8",
+            ("--params", "7B", "--tokens", "1T", "--cluster", "dgx-h100:13gpus"),
+            "13 devices do not fill hosts of 8",
         ),
     ],
 )

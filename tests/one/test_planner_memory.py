@@ -1,10 +1,12 @@
 """The planner's memory and traffic are those of `plait explain`, which runs the engine on meta tensors."""
 
-from typing import Any
+import warnings
+from typing import Any, Literal
 
 import pytest
 import torch
 
+import plait
 from plait.engine.spec import Arguments
 from plait.estimate.dry_run import HypotheticalRanks
 from plait.estimate.explain import explain
@@ -82,11 +84,53 @@ def test_the_planner_and_explain_count_the_same_bytes(
 ) -> None:
     """On every rank, what is kept of micro-batches, and what is sent along every axis; on the fullest one,
     each category of model states."""
-    plan = Plan.parse(f"{text} precision=bf16")
+    arguments = Arguments(causal_lm_on_meta(config), Plan.parse(f"{text} precision=bf16"))
+    compare(arguments, ModelShape.from_config(config), limit)
+
+
+def adapted(config: dict[str, Any]) -> Any:
+    """The model on the meta device, with LoRA on all linear layers."""
+    import peft  # noqa: PLC0415 - takes seconds
+
+    options = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore")  # of transformers and PEFT, about names
+        return peft.get_peft_model(causal_lm_on_meta(config), options, low_cpu_mem_usage=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("dp=8 zero=1", 0.02),
+        ("dp=8 zero=3 shard=4 recompute=full base=nf4", 0.02),
+        ("dp=2 tp=2 zero=2 base=int8", 0.05),
+        ("dp=2 tp=2 sp=true zero=3 base=nf4", 0.07),
+        ("pp=2 dp=2 zero=1 micro=4 recompute=selective", 0.02),
+    ],
+)
+def test_the_planner_and_explain_count_the_same_bytes_of_an_adapter_over_a_frozen_base(
+    text: str, limit: float
+) -> None:
+    config = LLAMA | {"vocab_size": 256, "num_hidden_layers": 8}  # TRAFFIC is for blocks
+    arguments = Arguments(adapted(config), Plan.parse(f"{text} precision=bf16"))
+    compare(arguments, ModelShape.from_config(config).with_adapter(8), limit)
+
+
+@pytest.mark.parametrize("text", ["dp=8 zero=1", "dp=2 pp=2 zero=2 micro=2"])
+def test_the_planner_and_explain_count_the_same_bytes_of_states_in_8_bits(text: str) -> None:
+    arguments = Arguments(
+        causal_lm_on_meta(LLAMA), Plan.parse(f"{text} precision=bf16"), optimizer=plait.AdamW8bit
+    )
+    compare(arguments, ModelShape.from_config(LLAMA), 0.015, "AdamW8bit")
+
+
+def compare(
+    arguments: Arguments, model: ModelShape, limit: float, optimizer: Literal["AdamW", "AdamW8bit"] = "AdamW"
+) -> None:
+    plan = arguments.plan
     ids = torch.zeros((SEQUENCES, LENGTH), dtype=torch.long, device="meta")
     node = HypotheticalRanks("nccl", 8, torch.device("cuda"))
-    explained = explain(Arguments(causal_lm_on_meta(config), plan), {"input_ids": ids, "labels": ids}, node)
-    model = ModelShape.from_config(config)
+    explained = explain(arguments, {"input_ids": ids, "labels": ids}, node)
     work = Workload(LENGTH, SEQUENCES * plan.data_ranks * plan.micro)
     for ranks in explained.rank_classes:
         kept = kept_bytes(model, plan, ranks.coord["pp"], SEQUENCES, LENGTH, Software())
@@ -99,7 +143,8 @@ def test_the_planner_and_explain_count_the_same_bytes(
         for axis, num_bytes in sent.items():
             along = {key: count for key, count in traffic.items() if key.axes == (axis,)}
             assert num_bytes == pytest.approx(ring_bytes(along, explained.grid), rel=TRAFFIC[axis]), axis
-    ours = estimate_step(model, plan, cluster("dgx-h100:1"), work).memory
+    program = Software(optimizer=optimizer)
+    ours = estimate_step(model, plan, cluster("dgx-h100:1"), work, program).memory
     theirs = max((ranks.memory for ranks in explained.rank_classes), key=lambda use: use.total)
     for name in STATES:
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=0.005), name

@@ -154,7 +154,10 @@ def first_stage(row: Row) -> float:
     if what == "params+optimizer":
         model, plan, _ = korthikanti(name, False, "none")
         blocks = model.layers // plan.pp
-        numel = sum(unit.numel for unit in stage_units(model, 1, 8, 1, StageKind(blocks, False, False, 0)))
+        numel = sum(
+            unit.numel
+            for unit in stage_units(model, (1, 8, 1, 1, "none"), StageKind(blocks, False, False, 0))
+        )
         return difference(states_bytes(numel, "dp=1", 4) / GIB, float(row["value"]))
     model, plan, batch = korthikanti(name, *POLICIES[what.removeprefix("activations, ")])
     return difference(kept_bytes(model, plan, 0, batch, 2048, MEGATRON) / GIB, float(row["value"]))

@@ -85,6 +85,9 @@ def test_every_device_has_plausible_figures_and_their_source() -> None:
         ("dgx-h100:4gpus", 1, 4, 4),
         ("gb200-nvl72:8gpus", 2, 4, 8),
         ("gb200-nvl72:144gpus", 36, 4, 72),
+        ("gb200-nvl72:64gpus", 16, 4, 64),
+        ("dgx-h100:3gpus", 1, 3, 3),
+        ("dgx-h100:12gpus", 2, 6, 6),
     ],
 )
 def test_a_preset_counts_hosts_racks_or_devices(text: str, hosts: int, host_size: int, domain: int) -> None:
@@ -153,7 +156,7 @@ def test_a_file_describes_a_cluster_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("dgx-h100:7gpus", "7 devices do not fill hosts of 8.*try     : dgx-h100:8gpus"),
+        ("dgx-h100:13gpus", "13 devices do not fill hosts of 8.*try     : dgx-h100:8gpus"),
         ("h100:60", "60 devices do not fill hosts of 8.*try     : h100:56 or h100:64"),
         ("dgx-h10:3", "unknown cluster.*try     : dgx-h100"),
         ("dgx-h100:many", "a cluster's count is not a number.*NAME:UNITS"),

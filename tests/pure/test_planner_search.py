@@ -48,6 +48,7 @@ def fields(model: ModelShape, machine: Cluster, work: Workload, pins: str = "") 
         (4, 2, 32768, 12, "offload=none sp=false"),
         (8, 1, 32768, 6, "pp=2 zero=1"),
         (4, 4, 1024, 4, "mixture: offload=none"),
+        (4, 2, 32768, 8, "mixture: offload=none sp=false recompute=selective"),
         pytest.param(4, 4, 1024, 80, "", marks=pytest.mark.sweep),
         pytest.param(4, 4, 1024, 2.3, "", marks=pytest.mark.sweep),
         pytest.param(4, 4, 32768, 12, "", marks=pytest.mark.sweep),
@@ -79,7 +80,12 @@ def test_the_best_plans_are_those_of_an_exhaustive_search(
 
 @pytest.mark.parametrize("work", [Workload(2048, 128), Workload(65536, 16)])
 @pytest.mark.parametrize(
-    "model", [SEVEN_B, replace(SEVEN_B, experts=8, experts_per_token=2, dense_layers=2, dense_ffn=28672)]
+    "model",
+    [
+        SEVEN_B,
+        SEVEN_B.with_adapter(16),
+        replace(SEVEN_B, experts=8, experts_per_token=2, dense_layers=2, dense_ffn=28672),
+    ],
 )
 def test_bounds_are_below_prices(model: ModelShape, work: Workload) -> None:
     machine = cluster("dgx-h100:8")
@@ -104,6 +110,13 @@ def test_bounds_are_below_prices(model: ModelShape, work: Workload) -> None:
                 plan,
                 decided,
             )
+
+
+def test_tp_groups_have_as_many_ranks_in_each_host() -> None:
+    space = Space.of(SEVEN_B, cluster("dgx-a100:3"), Workload(2048, 24), read_pins("zero=1 micro=1"))
+    sizes = {plan.rows * plan.cols for plan in space.plans()}
+    assert {1, 2, 4, 8} <= sizes <= {1, 2, 4, 8, 24}
+    assert {3, 6, 12} & {plan.rows * plan.cols for plan in replace(space, domain=0, known={}).plans()}
 
 
 def test_degrees_multiply_to_the_devices_and_pins_hold() -> None:
@@ -236,7 +249,7 @@ def test_families_agree_with_an_exhaustive_search(monkeypatch: pytest.MonkeyPatc
         are_exact.append(bound is None and not family.reason.startswith("at "))
         if are_exact[-1] and family.best is not None:
             assert least == pytest.approx(family.slowdown)
-    assert len(are_exact) > 8
+    assert len(are_exact) > 4
     assert all(are_exact) == (most_steps == 400)
 
 
@@ -292,10 +305,9 @@ def test_a_deadline_needs_tokens() -> None:
         search(SMALL, small_cluster(8), FEW, deadline_days=3)
 
 
-def test_the_best_plans_differ_in_more_than_sharding_and_leave_memory_free() -> None:
+def test_the_best_plans_differ_in_degrees_and_leave_memory_free() -> None:
     found = search(SEVEN_B, cluster("dgx-h100:2"), Workload(2048, 64), top=5, pins="micro=2 sp=false")
-    kinds = {(p.plan.pp, p.plan.tp, p.plan.recompute, p.plan.schedule) for p in found.best}
-    assert len(kinds) == 5
+    assert len({(p.plan.pp, p.plan.tp) for p in found.best}) == 5
     capacity_bytes = cluster("dgx-h100:2").device.memory_bytes
     assert all(each.estimate.memory_high_bytes <= 0.95 * capacity_bytes for each in found.best)
 

@@ -21,10 +21,10 @@ from plait.cli.common import (
     write_json_output,
     write_page_output,
 )
-from plait.errors import ConfigError, PlanError
+from plait.errors import ConfigError, PlanError, shown
 from plait.fileio import parse_json, read_text
 from plait.plan import Plan
-from plait.tables import counted
+from plait.tables import counted, plain
 
 if TYPE_CHECKING:
     from plait.planner import Cluster, ModelShape, RankedPlan, SearchResult, Workload
@@ -64,9 +64,22 @@ Measure = Annotated[
 Headroom = Annotated[
     float, typer.Option(min=0, max=0.9, help="Part of the devices' memory that plans leave free.")
 ]
+Wide = Annotated[
+    bool,
+    typer.Option("--wide", help="Search up to 16 chunks, and recompute=every=2 and 4 too: twice the time."),
+]
 Seconds = Annotated[
     float, typer.Option(min=0, help="Processor time after which the search gives what it has found.")
 ]
+Adapter = Annotated[
+    str,
+    typer.Option(
+        metavar="r=RANK",
+        help="LoRA of this rank on all linear layers of the blocks, over frozen weights (base=nf4 in --pin).",
+        show_default=False,
+    ),
+]
+Optimizer = Annotated[Literal["AdamW", "AdamW8bit"], typer.Option(help="AdamW8bit: states in 8 bits.")]
 Compare = Annotated[
     tuple[str, str] | None,
     typer.Option(metavar="A B", help="Compare two plans, part by part.", show_default=False),
@@ -87,7 +100,10 @@ def find(
     plan: Annotated[str | None, typer.Option(help="Price this plan instead of searching.")] = None,
     compare: Compare = None,
     measure: Measure = 0,
+    adapter: Adapter = "",
+    optimizer: Optimizer = "AdamW",
     headroom: Headroom = 0.05,
+    wide: Wide = False,
     seconds: Seconds = 60.0,
     json: Json = None,
     html: Html = None,
@@ -96,19 +112,18 @@ def find(
     """Find the best plan for a model on a cluster, without running anything."""
     check_outputs({"--json": json, "--html": html})
     shape, machine, work = _subject(model, cluster, batch_tokens, seq)
+    _check_measured(measure, adapter, optimizer)
+    shape = shape.with_adapter(_adapter_rank(adapter)) if adapter else shape
     total = None if tokens is None else read_count("--tokens", tokens)
-    if plan is not None and compare is not None:
-        raise _not_both(plan, compare[0])
-    texts = compare or ((plan,) if plan is not None else ())
-    if texts:
-        ranked_plans = [_price(text, shape, machine, work, total) for text in texts]
+    if texts := _texts(plan, compare):
+        ranked_plans = [_price(text, shape, machine, work, total, optimizer) for text in texts]
         _show_prices(ranked_plans, json)
         _write_page(html, ranked_plans, {}, quiet=json == STDOUT)
         return
-    from rich.console import Console
-
-    from plait.planner import plan_report, search
+    from plait.planner import search
+    from plait.planner.advice import advice
     from plait.planner.frontier import alternatives
+    from plait.planner.workload import Software
 
     with _progress() as show:
         found = search(
@@ -120,15 +135,15 @@ def find(
             pins=pin,
             tokens=total,
             deadline_days=None if deadline is None else _days(deadline),
+            software=Software(optimizer=optimizer),
             headroom=headroom,
+            wide=wide,
             seconds=seconds,
             report=show,
         )
         choices = alternatives(found, pin, show, headroom=headroom, of_degrees=html is not None)
-    write_json_output(json, plan_report.search_json(found))
-    if json != STDOUT:
-        Console().print(*plan_report.search_tables(found, choices), sep="\n")
-    _write_page(html, choices, plan_report.search_json(found), quiet=json == STDOUT)
+    said = advice(found, machine, pin, headroom=headroom, objective=objective)
+    _show(found, choices, said, json, html)
     if measure:
         _measure(model, found, machine, work, measure)
 
@@ -140,6 +155,44 @@ def _progress() -> "Iterator[Callable[[SearchCounts], None]]":
 
     with Console(stderr=True, quiet=not sys.stderr.isatty()).status("searching") as status:
         yield lambda counts: status.update(f"{counts.bounded:,} plans considered, {counts.priced:,} priced")
+
+
+def _texts(plan: str | None, compare: tuple[str, str] | None) -> tuple[str, ...]:
+    """Return the plans to price; () for a search."""
+    if plan is not None and compare is not None:
+        raise _not_both(plan, compare[0])
+    return compare or ((plan,) if plan is not None else ())
+
+
+def _show(
+    found: "SearchResult",
+    choices: "list[RankedPlan]",
+    said: Iterator[str],
+    json: Path | None,
+    html: Path | None,
+) -> None:
+    """Print and write what a search found. `said`: sentences for the end."""
+    from rich.console import Console
+
+    from plait.planner.plan_report import search_json, search_tables
+
+    values = search_json(found)
+    write_json_output(json, values)
+    if json != STDOUT:
+        Console().print(*search_tables(found, choices), *map(plain, said), sep="\n")
+    _write_page(html, choices, values, quiet=json == STDOUT)
+
+
+def _check_measured(measure: int, adapter: str, optimizer: str) -> None:
+    """Raise ConfigError for runs that --measure does not know."""
+    if not measure or (not adapter and optimizer == "AdamW"):
+        return
+    raise ConfigError(
+        "adapters and other optimizers cannot be measured",
+        given="--measure " + (f"--adapter {adapter}" if adapter else f"--optimizer {optimizer}"),
+        expected="a model of which all weights train, with AdamW",
+        hint="no --measure",
+    )
 
 
 def _not_both(plan: str, other: str) -> ConfigError:
@@ -277,10 +330,16 @@ def _subject(
 
 
 def _price(
-    text: str, model: "ModelShape", cluster: "Cluster", work: "Workload", tokens: float | None
+    text: str,
+    model: "ModelShape",
+    cluster: "Cluster",
+    work: "Workload",
+    tokens: float | None,
+    optimizer: Literal["AdamW", "AdamW8bit"],
 ) -> "RankedPlan":
     from plait.planner import RankedPlan, estimate_step
     from plait.planner.space import DEFAULT_PRECISION
+    from plait.planner.workload import Software
 
     values = {"precision": DEFAULT_PRECISION} | Plan.read_values(text)
     plan = Plan(**values).resolved(cluster.num_devices)
@@ -289,7 +348,22 @@ def _price(
             cluster, num_hosts=plan.num_ranks // cluster.host_size
         )  # the other hosts are not used
     plan.check_ranks(cluster.num_devices)
-    return RankedPlan(estimate_step(model, plan, cluster, work), model, cluster, work, tokens)
+    software = Software(optimizer=optimizer)
+    estimate = estimate_step(model, plan, cluster, work, software)
+    return RankedPlan(estimate, model, cluster, work, tokens, software)
+
+
+def _adapter_rank(text: str) -> int:
+    """Read `r=16`. Raises ConfigError: other keys of an adapter are not priced."""
+    match = re.fullmatch(r"r=([1-9][0-9]{0,4})", text.strip())
+    if match is None:
+        raise ConfigError(
+            "not the rank of an adapter",
+            given=f"--adapter {shown(text)}",
+            expected="r=RANK: LoRA of one rank on all linear layers of the blocks",
+            hint="--adapter r=16; plait explain RECIPE knows all keys of [adapter]",
+        )
+    return int(match[1])
 
 
 def _batch_tokens(text: str) -> int:

@@ -363,12 +363,14 @@ def _buffers(
         0 if persistent or _stays_full(unit, plan) else unit.num_bytes(unit.numel, compute) for unit in units
     ]
     up_to = [0, *accumulate(gathered_of)]
-    # Units of one block are gathered together. (The planner has a block's units several times, which end with
-    # the experts.)
-    ends = (UnitKind.DENSE, UnitKind.EXPERT)
-    pairs = enumerate(pairwise(units), 1)
-    edges = [k for k, (u, b) in pairs if u.block != b.block or u.name == b.name or (u.kind, b.kind) == ends]
-    edges = [0, *edges, len(units)]
+    # Units of one block are gathered together. (The planner has a block's units several times.)
+    edges, names = [0], set[str]()
+    for k, (before, unit) in enumerate(pairwise(units), 1):
+        names.add(before.name)
+        if unit.block != before.block or unit.name in names:
+            edges.append(k)
+            names.clear()
+    edges.append(len(units))
     trained = [(0, 0, 0)]  # elements of the units so far, of what peers have sent for them, and of own ranges
     for k, unit in enumerate(units):
         # An embedding's gradient arrives during the previous use: backward does not read its weight.

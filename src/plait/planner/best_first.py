@@ -83,6 +83,8 @@ class Search:
     heap          what is left; a search that is given one begins with it
     found         what was yielded
     fields        the plans' fields
+    fold          of plans with the same value, only the best is yielded
+    folded        the others, as far as they were reached
     """
 
     counts: SearchCounts = field(default_factory=SearchCounts)
@@ -97,13 +99,15 @@ class Search:
     heap: list[_Entry] | None = None
     found: list[_Entry] = field(default_factory=list)
     fields: Sequence[Field] = ()
+    fold: Callable[[Plan], object] | None = None
+    folded: list[_Entry] = field(default_factory=list)
     _ties: Iterator[int] = field(default_factory=count)
 
     def within(self, at: Field, most_steps: int) -> "Search":
         """Return a search by the same value of the part of a cluster's plans that `at.space` allows, which
         begins where this one has stopped."""
         is_of = [each.cluster is at.cluster for each in self.fields]
-        kept = [entry for entry in (*self.found, *(self.heap or ())) if is_of[entry[3]]]
+        kept = [entry for entry in (*self.found, *self.folded, *(self.heap or ())) if is_of[entry[3]]]
         for key, values in at.space.only.items():
             level, value_of = DECIDED_AT[key], attrgetter(key)
             kept = [entry for entry in kept if entry[5] < level or value_of(entry[4]) in values]
@@ -166,7 +170,7 @@ class Search:
             nothing = Plan(), Decided.NOTHING
             self.fields = fields
             self.heap = [(0.0, 0, next(self._ties), number, *nothing) for number in range(len(fields))]
-        heap = self.heap
+        heap, seen = self.heap, set[object]()
         for step in count():
             self.is_exhausted = not heap
             self.gave_up = self.gave_up or bool(heap and step == self.most_steps)
@@ -175,8 +179,13 @@ class Search:
             entry = heapq.heappop(heap)
             least, is_exact, _, number, plan, decided = entry
             at, self.reached = self.fields[number], least
-            if is_exact:
+            kind = (number, self.fold(plan)) if self.fold and decided else None
+            if kind in seen:
+                self.folded.append(entry)
+            elif is_exact:
                 self.found.append(entry)
+                if kind:
+                    seen.add(kind)
                 yield at, plan, least
             elif decided and not is_possible(at, plan, decided):
                 continue

@@ -167,7 +167,8 @@ class EstimateCache:
         constants = self._cluster.constants
         rates = Rates.of(self._cluster.device, plan.precision, plan.tf32, constants)
         differ = {(layout.numel, layout.expert_numel): layout for layout in layouts}.values()
-        return min(update_s(plan, each, 0, rates, self._links) for each in differ) + constants.step_s
+        seconds = [update_s(plan, each, 0, rates, self._links, self._software) for each in differ]
+        return min(seconds) + constants.step_s
 
     def least_bytes(self, plan: Plan, decided: Decided) -> float:
         """The first rank's activations, with the model states that it keeps, then all that it holds."""

@@ -258,21 +258,23 @@ def _preset_with(name: str) -> dict[str, Any] | None:
 
 
 def _of_devices(name: str, entry: Mapping[str, Any], num_devices: int, unit: str = "gpus") -> Cluster:
-    """Return the hosts that have this many devices: full ones, or a part of one that divides it."""
+    """Return the fewest hosts that have this many devices, each the same number: all of its devices or, with
+    their share of its network cards, a part of them."""
     size = entry["devices_per_host"]
-    if num_devices % size == 0:
-        largest = min(entry.get("domain", size), num_devices)
-        domain = next(domain for domain in range(largest, 0, -size) if num_devices % domain == 0)
-        full = {"hosts": num_devices // size, "domain": domain}
-        return _build(f"{name}:{num_devices}{unit}", {**entry, **full})
-    if size % num_devices == 0:
-        part = {"devices_per_host": num_devices, "domain": num_devices, "hosts": 1}
+    hosts = -(-num_devices // size)
+    if num_devices % hosts == 0:
+        used = num_devices // hosts
+        largest = min(entry.get("domain", size) // size * used, num_devices)
+        domain = next(domain for domain in range(largest, 0, -used) if num_devices % domain == 0)
+        part = {"hosts": hosts, "devices_per_host": used, "domain": domain}
+        if entry.get("rails", 1) == size:  # one card of each device
+            part |= {"rails": used, "network_gbit_per_s": entry["network_gbit_per_s"] * used / size}
         return _build(f"{name}:{num_devices}{unit}", {**entry, **part})
     near = [count for count in (num_devices // size * size, -(-num_devices // size) * size) if count]
     raise ConfigError(
         f"{num_devices} devices do not fill hosts of {size}",
         given=f"{name}:{num_devices}{unit}",
-        expected=f"a multiple of {size}, or a divisor",
+        expected="hosts that all have the same number of devices",
         hint=" or ".join(f"{name}:{count}{unit}" for count in near),
     )
 

@@ -39,6 +39,7 @@ from plait.plan.grid import expert_rows
 from plait.plan.host_profile import OPERATORS
 from plait.plan.memory import COMPUTE_BYTES
 from plait.plan.plan import FLOAT8
+from plait.plan.quantized import FORMATS
 from plait.plan.schedule.generators import GENERATORS
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape, attention_method
@@ -118,6 +119,7 @@ class BlockWork(NamedTuple):
     eager: bool  # this product's program
     device_kernels: bool
     selective: str
+    base: str  # format of frozen weights
 
     @classmethod
     def of(cls, model: ModelShape, plan: Plan, batch: int, sequence: int, software: Software) -> "BlockWork":
@@ -143,6 +145,7 @@ class BlockWork(NamedTuple):
             eager=software.eager,
             device_kernels=software.device_kernels,
             selective=software.selective,
+            base=plan.base,
         )
 
     @property
@@ -282,16 +285,44 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     vector, vector_back = _elementwise(model, part, heads, kv_heads, ffn, h, rates)
     launches = _FORWARD_OPERATORS + (0 if part.fused_attention else 4)
     launches += (_EXPERT_OPERATORS + _DISPATCH_OPERATORS * (part.ep > 1)) if model.experts else 0
+    gathered = products[:1] if model.experts else products[::2]  # the others' messages are not hidden
+    shared_input, shared_weight = (sum(times[i] * count for times, count in gathered) for i in (1, 2))
+    if model.adapter_rank:  # no gradients of the frozen weights
+        adapters = _adapter_seconds(model, part, rates, constants)
+        forward, backward = forward + adapters.forward, backward + adapters.backward
+        weight, shared_weight = adapters.weight, 0.0
+        launches += _ADAPTER_OPERATORS * len(model.linear_layers())
     host = launches * rates.launch_s * (0.5 if part.compiled else 1.0)
     host = 0.0 if rates.operator_rates else host  # see [Note: measured operators]
     device_forward = forward + attention + vector
     device_backward = backward + attention_back + vector_back
-    gathered = products[:1] if model.experts else products[::2]  # the others' messages are not hidden
-    shared_input, shared_weight = (sum(times[i] * count for times, count in gathered) for i in (1, 2))
     again = attention * (part.selective != "elementwise") + vector * (part.selective != "attention")
     return Seconds(device_forward, device_backward, weight, shared_weight, shared_input, again, host)
 
 
+def _adapter_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Constants) -> Seconds:
+    """LoRA on the linear layers of a block: two products of few columns each, a scaled sum; and a quantized
+    base's values, which are made before a forward and before a backward."""
+    m, rank, moved, moved_back = part.tokens, model.adapter_rank, 0.0, 0.0
+    times = []
+    for n, k in model.linear_layers(part.cols):
+        times += [_linear(rates, constants, m, *each) for each in ((rank, k), (n, rank))]
+        moved += 5.0 * m * n  # scaled, and added to the layer's output
+        moved_back += m * (2.0 * n + 3.0 * k)
+    forward, backward, weight = map(sum, zip(*times, strict=True))
+    per_byte = 1 / rates.memory_bytes_per_s
+    values = 0.0
+    if part.base != "none":  # read, made in float32, multiplied in place, and cast
+        frozen = sum(n * k for n, k in model.linear_layers(part.cols))
+        values = (FORMATS[part.base].num_bytes(frozen) + (4 + 8 + 4 + rates.itemsize) * frozen) * per_byte
+    return Seconds(
+        forward + moved * rates.itemsize * per_byte + values,
+        backward + moved_back * rates.itemsize * per_byte + values,
+        weight,
+    )
+
+
+_ADAPTER_OPERATORS = 4  # of a layer: two products, a scale and a sum
 COLLECTIVE_OPERATORS = 2  # host time of a collective, in operators: the call and its wait
 # Of an eager block: 4 products and their biases, 2 norms, attention with the views around it, residuals.
 _FORWARD_OPERATORS = 32
@@ -357,6 +388,7 @@ def head_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: Co
     """The head and the loss. This product's operator computes the gradients in the forward."""
     vocab = -(-model.vocab // part.cols)
     forward, backward, weight = _linear(rates, constants, part.tokens, vocab, -(-model.hidden // part.rows))
+    weight = 0.0 if model.adapter_rank else weight  # frozen
     logits = part.tokens * vocab
     if rates.operator_rates:
         loss, loss_back = (rates.operator_s(name, logits) for name in ("loss", "loss backward"))
@@ -372,18 +404,22 @@ def embedding_seconds(model: ModelShape, part: BlockWork, rates: Rates) -> Secon
     """The look-up: reading and writing the tokens' vectors."""
     moved = part.tokens * model.hidden / part.rows * rates.itemsize
     read = 2 * moved / rates.memory_bytes_per_s
+    if model.adapter_rank:  # frozen
+        return Seconds(read, 0.0, 0.0)
     # The gradient of the table is dense: written with zeros, added to, and moved.
     numel = model.vocab / part.cols * model.hidden / part.rows
     return Seconds(read, 0.0, 2 * read + 2 * rates.operator_s("accumulate", numel))
 
 
-def optimizer_s(owned: float, blocks: int, rates: Rates) -> float:
+def optimizer_s(owned: float, blocks: int, rates: Rates, optimizer: str = "AdamW") -> float:
     """Adam on the owned elements: reads gradient, weight and two moments, writes weight, moments and the
     copy in the precision of the computation, and the gradient norm reads the gradients once more. Each
-    block's tensors are also checked, scaled and copied one by one."""
+    block's tensors are also checked, scaled and copied one by one. AdamW8bit reads and writes codes of 8
+    bits, and both moments in float32 before and after the update."""
     if rates.operator_rates:
         return rates.operator_s("update", owned)
-    moved = owned * (4 * 4 + 3 * 4 + rates.itemsize + 4) / rates.memory_bytes_per_s
+    codes = 2 * 2 + 2 * 2 * 4 if optimizer == "AdamW8bit" else 0
+    moved = owned * (4 * 4 + 3 * 4 + rates.itemsize + 4 + codes) / rates.memory_bytes_per_s
     return max(moved, blocks * _OPTIMIZER_OPERATORS * rates.launch_s)
 
 

@@ -10,7 +10,6 @@ from plait.planner.ranked_plan import RankedPlan
 from plait.planner.search import HEADROOM, SearchResult
 from plait.planner.space import VALUES, Decided, Space, read_pins
 from plait.planner.step_estimate import StepEstimate
-from plait.planner.workload import PLAIT
 
 _SMALLER = 0.96  # times a plan's memory: what the next smaller one has at most
 _MOST_SMALLER = 24
@@ -32,8 +31,8 @@ def alternatives(
     best = found.best[0]
     cluster, work = best.cluster, best.work
     own = read_pins(pins)
-    space = Space(best.model, cluster.num_devices, work.batch, own, sequence=work.sequence)
-    at = Field(cluster, space, EstimateCache(best.model, cluster, work, PLAIT), headroom=headroom)
+    space = Space.of(best.model, cluster, work, own)
+    at = Field(cluster, space, EstimateCache(best.model, cluster, work, best.software), headroom=headroom)
     known = [each.estimate for each in found.best if each.cluster == cluster]
     others = _of_degrees(at, report) if of_degrees else ()
     estimates = {estimate.plan: estimate for estimate in (*others, *_smaller(at, known[0], report), *known)}

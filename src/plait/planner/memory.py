@@ -118,6 +118,7 @@ def rank_memory(
         rank_layouts(model, plan, software)[rank],
         own_plan,
         states_per_element=_STATES,
+        coded_groups={0} if software.optimizer == "AdamW8bit" else frozenset(),
         grad_itemsize=COMPUTE_BYTES[plan.dtype]
         if software.narrow_gradients
         else COMPUTE_BYTES[full_grad_dtype(own_plan, receives=not on_gpu)],
@@ -167,8 +168,9 @@ def _loss_bytes(model: ModelShape, plan: Plan, num_tokens: int, *, on_gpu: bool)
     columns, itemsize = -(-model.vocab // plan.cols), COMPUTE_BYTES[plan.dtype]
     is_bf16 = itemsize == 2 and plan.precision != "fp16"
     hidden = model.hidden // plan.rows
-    tokens = head_chunk(num_tokens, columns, on_gpu=on_gpu, sum_features=hidden * is_bf16)
-    is_wide = plan.precision == "fp16" or (is_bf16 and tokens < num_tokens)
+    sum_features = 0 if model.adapter_rank else hidden * is_bf16
+    tokens = head_chunk(num_tokens, columns, on_gpu=on_gpu, sum_features=sum_features)
+    is_wide = not model.adapter_rank and (plan.precision == "fp16" or (is_bf16 and tokens < num_tokens))
     copied = min(tokens, wide_chunk(columns)) * (8 if itemsize == 2 else itemsize) if on_gpu else 0
     return columns * (tokens * itemsize + copied + is_wide * 4 * hidden)
 
@@ -198,13 +200,21 @@ def rank_layouts(model: ModelShape, plan: Plan, software: Software) -> tuple[Lay
     """Return the units of each pipeline rank's stages, with the number of elements that a rank stores."""
     counts = block_counts(model, plan, software)
     of_ranks = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
-    return _layouts(model, (plan.rows, plan.cols, plan.shard_degree, plan.ep), counts, of_ranks)
+    return _layouts(model, unit_sizes(plan), counts, of_ranks)
+
+
+UnitKey = tuple[int, int, int, int, str]
+
+
+def unit_sizes(plan: Plan) -> UnitKey:
+    """Return the sizes that decide units: rows, columns, shards, ranks of ep; and the format of a base."""
+    return plan.rows, plan.cols, plan.shard_degree, plan.ep, plan.base
 
 
 @lru_cache(maxsize=1 << 12)
 def _layouts(
     model: ModelShape,
-    sizes: tuple[int, int, int, int],
+    sizes: UnitKey,
     counts: tuple[int, ...],
     of_ranks: tuple[tuple[int, ...], ...],
 ) -> tuple[Layout, ...]:
@@ -213,9 +223,8 @@ def _layouts(
 
 
 @lru_cache(maxsize=1 << 12)
-def _layout(model: ModelShape, sizes: tuple[int, int, int, int], own: tuple[StageKind, ...]) -> Layout:
-    rows, cols, shards, ep = sizes
-    units = (stage_units(model, rows, cols, shards, stage, ep) for stage in own)
+def _layout(model: ModelShape, sizes: UnitKey, own: tuple[StageKind, ...]) -> Layout:
+    units = (stage_units(model, sizes, stage) for stage in own)
     return Layout(tuple(chain.from_iterable(units)))
 
 
@@ -264,21 +273,26 @@ def micro_bytes(
 
 
 @lru_cache(maxsize=1 << 12)
-def stage_units(
-    model: ModelShape, rows: int, cols: int, shards: int, stage: StageKind, ep: int = 1
-) -> tuple[UnitLayout, ...]:
-    """The units of a stage with the number of elements that a rank stores."""
-    units, (blocks, is_first, is_last, dense) = [], stage
+def stage_units(model: ModelShape, sizes: UnitKey, stage: StageKind) -> tuple[UnitLayout, ...]:
+    """The units of a stage with the number of elements that a rank stores. Under adapters, all others are
+    frozen."""
+    units, (blocks, is_first, is_last, dense) = list[UnitLayout](), stage
+    rows, cols, shards, ep, base = sizes
+    trains = not model.adapter_rank
     words = model.vocab * model.hidden / (rows * cols)
     table = model.vocab // cols, model.hidden // rows
     if is_first:  # positions and norms are on every column
         rest = model.embedding_params - model.vocab * model.hidden
-        units.append(_unit("embedding", words + rest / rows, shards, (table,)))
-    first = _block_units(model.dense_block, rows, cols, shards, 1) * dense if dense else []
-    units += [*first, *_block_units(model, rows, cols, shards, ep) * (blocks - dense)]
+        units.append(_unit("embedding", words + rest / rows, shards, (table,), trains=trains))
+    if trains:
+        first = _block_units(model.dense_block, rows, cols, shards, 1) * dense if dense else []
+        units += [*first, *_block_units(model, rows, cols, shards, ep) * (blocks - dense)]
+    else:
+        units += _adapted_units(model, cols, shards, base) * blocks
     if is_last:  # a tied embedding is on both ends of a pipeline
         own = not (model.tied and is_first)
-        units.append(_unit("head", own * words + model.norm_params / rows, shards, (table,) * own))
+        numel = own * words + model.norm_params / rows
+        units.append(_unit("head", numel, shards, (table,) * own, trains=trains))
     return tuple(units)
 
 
@@ -290,6 +304,16 @@ def _block_units(model: ModelShape, rows: int, cols: int, shards: int, ep: int) 
         return [_unit("block", numel, shards, (*matrices, *experts))]
     dense = _unit("block", numel - of_experts, shards, matrices)
     return [dense, _unit("block", of_experts / ep, max(1, shards // ep), experts, UnitKind.EXPERT)]
+
+
+def _adapted_units(model: ModelShape, cols: int, shards: int, base: str) -> list[UnitLayout]:
+    """A block's adapters, and its frozen weights: those of linear layers may be quantized."""
+    numel, form = _block_numel(model, 1, cols), "" if base == "none" else base
+    matrices = _block_matrices(model, 1, cols) if form else ()
+    linear = sum(map(math.prod, matrices))
+    frozen = [_unit("block", numel - linear, shards, trains=False)]
+    frozen += [_unit("block", linear, shards, matrices, trains=False, form=form)] if form else []
+    return [_unit("block", model.adapter_params(cols), shards), *frozen]
 
 
 def _block_numel(model: ModelShape, rows: int, cols: int) -> float:
@@ -326,8 +350,12 @@ def _unit(
     shards: int,
     matrices: tuple[tuple[int, int], ...] = (),
     kind: UnitKind = UnitKind.DENSE,
+    *,
+    trains: bool = True,
+    form: str = "",
 ) -> UnitLayout:
-    """A unit of these matrices and, for the rest of its elements, one vector."""
+    """A unit of these matrices and, for the rest of its elements, one vector. `form`: if it is
+    quantized."""
     multiple = shards * RANGE_ALIGNMENT
     padded = -(-round(numel) // multiple) * multiple
     starts = [0, *accumulate(map(math.prod, matrices))]
@@ -336,7 +364,9 @@ def _unit(
         ParamShard(name, shape, Boxes.full(shape), start) for shape, start in zip(shapes, starts, strict=True)
     )
     named = f"{name} (experts)" if kind is UnitKind.EXPERT else name
-    return UnitLayout(named, name, params, ((0, 0, round(numel)),), padded, shards, kind)
+    named += "" if trains else f" ({form or 'frozen'})"
+    groups = ((0, 0, round(numel)),) if trains else ()
+    return UnitLayout(named, name, params, groups, padded, shards, kind, form)
 
 
 def block_activation_bytes(
@@ -349,6 +379,12 @@ def block_activation_bytes(
     results = (2.0 * model.attention_width + 4.0 * model.heads) / cols if plan.cp > 1 else 0.0
     if recompute == "full":
         return 2 * h / across + results
+    # Of adapters, inputs of second products and, of selected results, the sums' terms.
+    layers = model.linear_layers(cols) if model.adapter_rank else []
+    adapters = 2.0 * model.adapter_rank * len(layers)
+    adapters += 4 * h * (1 - 1 / across) if layers else 0.0  # inputs of the first ones are complete
+    if recompute == "selective":
+        adapters += 2.0 * sum(outputs for outputs, _ in layers)
     kv = 2.0 * model.kv_width
     gated = model.mlp_matrices == 3
     chosen = model.experts_per_token
@@ -366,6 +402,7 @@ def block_activation_bytes(
             + 2 * sum(model.latent or ())
             + (2.0 * model.attention_width + kv + 2.0 * (model.mlp_matrices - 1) * width) / cols
             + results
+            + adapters
         )
     if software.eager:
         heads = 4.0 * model.attention_width + 4.0 * model.heads  # and float32 sums of softmax
@@ -376,7 +413,7 @@ def block_activation_bytes(
             routed += 8 * sum(model.latent[:2])
             heads += 2 * model.heads * (2 * model.head_dim - model.latent[2])
         inside = (heads + kv + _ACTIVATIONS[gated] * width) / cols
-        return _NORMS[gated] * h / across + routed + inside
+        return _norms(model) * h / across + routed + inside + adapters
     # Inputs of products, which norms, attention and activations computed: not kept, or in float8.
     repeats = recompute == "selective" and software.selective == "elementwise"
     size = 0.0 if repeats else 1.0 if plan.is_float8 and software.device_kernels else 2.0
@@ -391,6 +428,14 @@ def block_activation_bytes(
 
 # Bytes per element that two norms, and an activation, keep in eager models: of two and of three matrices.
 _NORMS, _ACTIVATIONS = (12, 16), (10, 8)
+
+
+def _norms(model: ModelShape) -> int:
+    """Bytes per element that two norms keep. One with a frozen weight need not keep what that multiplies."""
+    gated = model.mlp_matrices == 3
+    return _NORMS[gated] - (4 if gated and model.adapter_rank else 0)
+
+
 _NORM_OF_HEADS = 6  # and per element of normed queries and keys
 
 
@@ -402,4 +447,5 @@ def _head_bytes(model: ModelShape, plan: Plan, software: Software, num_tokens: i
         return (2 if software.fused_loss else 6) * model.vocab / plan.cols
     hidden = model.hidden / plan.rows
     weight = (4 if plan.precision == "fp16" else 2) * model.vocab / plan.cols * hidden
-    return weight / num_tokens + _NORMS[model.mlp_matrices == 3] / 2 * hidden
+    weight = 0.0 if model.adapter_rank else weight
+    return weight / num_tokens + _norms(model) / 2 * hidden

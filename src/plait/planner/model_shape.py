@@ -65,6 +65,7 @@ class ModelShape:
     expert_biases  each expert, and the router, have biases
     head_norms     queries and keys have norms
     shards_tokens  sp=true is possible
+    adapter_rank   of LoRA on all linear layers of blocks, over frozen weights; 0: all weights train
     """
 
     name: str
@@ -92,6 +93,7 @@ class ModelShape:
     expert_biases: bool = False
     head_norms: bool = False
     shards_tokens: bool = True
+    adapter_rank: int = 0
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
@@ -246,6 +248,30 @@ class ModelShape:
         up = heads * (self.head_dim - rope + value_dim), kv_rank
         return [*queries, (kv_rank + rope, hidden), up, last]
 
+    def with_adapter(self, rank: int) -> "ModelShape":
+        """The model with LoRA of this rank on all linear layers of its blocks, whose other weights are frozen
+        (Hu et al. 2106.09685). Raises ConfigError for a mixture of experts."""
+        if self.experts:
+            raise ConfigError(
+                "adapters of a mixture of experts are not priced",
+                given=f"adapter r={rank}, {self.name} with {self.experts} experts",
+                expected="a model without experts",
+                hint='plait explain RECIPE --plan "dp=2"',
+            )
+        return replace(self, adapter_rank=rank)
+
+    def linear_layers(self, cols: int = 1) -> list[tuple[int, int]]:
+        """Outputs and inputs, on a column of `tp`, of the linear layers of a block that adapters are on."""
+        h, kv_cols, value_dim = self.hidden, min(cols, self.kv_heads), self.value_dim or self.head_dim
+        queries, values = self.heads * self.head_dim // cols, self.heads * value_dim // cols
+        kv = [self.kv_heads * dim // kv_cols for dim in (self.head_dim, value_dim)]
+        ups = [(self.ffn // cols, h)] * (self.mlp_matrices - 1)
+        return [(queries, h), *((width, h) for width in kv), (h, values), *ups, (h, self.ffn // cols)]
+
+    def adapter_params(self, cols: int = 1) -> int:
+        """Parameters of a block's adapters, on a column of `tp`."""
+        return self.adapter_rank * sum(map(sum, self.linear_layers(cols))) if self.adapter_rank else 0
+
     @cached_property
     def attention_params(self) -> int:
         """Elements of the matrices of attention."""
@@ -330,17 +356,22 @@ class ModelShape:
         return columns if ep > 1 and self.experts % (ep * columns) == 0 else 1
 
     def training_flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
-        """FLOPs of forward and backward, recomputation not counted."""
+        """FLOPs of forward and backward, recomputation not counted: with those of adapters, and without those
+        of frozen weights' gradients."""
         of_blocks = (self.layers - self.dense_layers) * self.block_matmul_params
         if self.dense_layers:
             of_blocks += self.dense_layers * self.dense_block.block_matmul_params
-        return training_flops_per_token(
-            matmul_parameters=of_blocks + self.vocab * self.hidden,
+        multiplied = of_blocks + self.vocab * self.hidden
+        flops = training_flops_per_token(
+            matmul_parameters=multiplied,
             num_layers=self.layers,
             attention_width=self.attention_width,
             sequence=sequence,
             causal=causal,
         )
+        if self.adapter_rank:
+            flops += 6.0 * self.layers * self.adapter_params() - 2.0 * multiplied
+        return flops
 
 
 @lru_cache(maxsize=1 << 10)
@@ -377,8 +408,10 @@ def _load(config: "str | Path | Mapping[str, Any]", name: str) -> tuple[Mapping[
             raise ConfigError(
                 "the model's configuration is not JSON",
                 given=f"{path}: {error}",
-                expected="a Hugging Face config.json: plait plan takes models of which all weights train",
-                hint="plait explain RECIPE" if path.suffix == ".toml" else "correct the file at that place",
+                expected="a Hugging Face config.json",
+                hint="plait explain RECIPE, or --model CONFIG --adapter r=16"
+                if path.suffix == ".toml"
+                else "correct the file at that place",
             ) from error
         name = name or (path.parent.name if path.name == "config.json" else path.stem)
     if not isinstance(values, Mapping):

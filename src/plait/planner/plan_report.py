@@ -32,7 +32,6 @@ from plait.planner.step_estimate import (
     update_s,
 )
 from plait.planner.traffic import axis_traffic
-from plait.planner.workload import PLAIT
 from plait.tables import facts_table, plain, table
 
 _FOOT = (
@@ -48,9 +47,10 @@ _TOTALS = "dollars: device-hours at the device's price. energy: devices at full 
 
 
 def search_tables(found: SearchResult, choices: list[RankedPlan]) -> Iterator[RenderableType]:
-    """Yield what a search found: the ranked plans, plans of less memory among the `choices`, and a line for
-    each rejected family."""
+    """Yield what a search found: the best plan, the ranked ones, plans of less memory among the `choices`,
+    and a line for each rejected family."""
     first = found.best[0]
+    yield plain(f"{_plan(first)}\n")
     ranks = [
         f"{'~' if rank > 1 and found.is_near_tie(ranked) else ''}{rank}"
         for rank, ranked in enumerate(found.best, 1)
@@ -122,7 +122,7 @@ def _experts(ranked: RankedPlan) -> str:
 def uneven_bytes(ranked: RankedPlan) -> float:
     """Return the memory of a rank whose experts get all tokens of the ranks of ep, upper end."""
     columns = ranked.model.expert_columns(ranked.plan.cols, ranked.plan.ep)
-    program = replace(PLAIT, expert_rows=ranked.plan.ep * columns)
+    program = replace(ranked.software, expert_rows=ranked.plan.ep * columns)
     return peak_memory(ranked.model, ranked.plan, ranked.cluster, ranked.work, program)[1]
 
 
@@ -332,20 +332,20 @@ def _degrees(ranked: RankedPlan) -> dict[str, Any]:
 def step_values(ranked: RankedPlan, *, is_drawn: bool = True) -> dict[str, Any]:
     """Return a step in detail: every action on a clock, memory of the pipeline's ranks, bytes along the axes.
     `is_drawn`: with the actions."""
-    model, cluster, work = ranked.model, ranked.cluster, ranked.work
+    model, cluster, work, software = ranked.model, ranked.cluster, ranked.work, ranked.software
     plan = with_method(model, ranked.plan, cluster.host_size)
     batch = work.batch // (plan.data_ranks * plan.micro)
     on_gpu = "cpu" not in cluster.device.name.lower()
     memory = []
     for rank in range(plan.pp):
-        use = rank_memory(model, plan, rank, batch, work.sequence, PLAIT, on_gpu)
-        kept = kept_bytes(model, plan, rank, batch, work.sequence, PLAIT)
+        use = rank_memory(model, plan, rank, batch, work.sequence, software, on_gpu)
+        kept = kept_bytes(model, plan, rank, batch, work.sequence, software)
         memory.append({**asdict(use), "total": use.total, "kept_peak": kept})
     return {
         "timeline": _timeline(ranked) if is_drawn else None,
         "ranks_per_stage": plan.num_ranks // plan.pp,
         "memory": memory,
-        "stage_bytes": micro_bytes(model, plan, batch, work.sequence, PLAIT),
+        "stage_bytes": micro_bytes(model, plan, batch, work.sequence, software),
         "axes": [asdict(each) for each in axis_traffic(model, plan, cluster, work, ranked.estimate.step_s)],
     }
 
@@ -353,25 +353,25 @@ def step_values(ranked: RankedPlan, *, is_drawn: bool = True) -> dict[str, Any]:
 def _timeline(ranked: RankedPlan) -> dict[str, Any]:
     """Return the actions of the pipeline's ranks, then their reductions and optimizers."""
     model, plan, cluster, work = ranked.model, ranked.plan, ranked.cluster, ranked.work
-    constants = cluster.constants
+    software, constants = ranked.software, cluster.constants
     rates = Rates.of(cluster.device, plan.precision, plan.tf32, constants)
     links = Links.of(cluster, constants)
     stages = stage_seconds(model, plan, cluster, work)
-    gathers = stage_gathers(model, plan, links, stages, PLAIT, constants)
+    gathers = stage_gathers(model, plan, links, stages, software, constants)
     durations = action_durations(model, plan, links, stages, gathers, work)
     timeline = simulate(load_schedule(plan.schedule, plan.pp, plan.micro, plan.num_chunks), durations)
     values = timeline_values(timeline, "one step", "s")
     _add_communication(values, timeline, stages, gathers)
-    ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, PLAIT)
-    layouts = rank_layouts(model, plan, PLAIT)
-    reductions = step_reductions(plan, links, stages, layouts, PLAIT, constants)
+    ranks, counts = stages_of(plan.schedule, plan.pp, plan.num_chunks), block_counts(model, plan, software)
+    layouts = rank_layouts(model, plan, software)
+    reductions = step_reductions(plan, links, stages, layouts, software, constants)
     first = len(values["types"])
     for rank, row in enumerate(values["rows"]):
         blocks = sum(counts[stage] for stage, of in enumerate(ranks) if of == rank)
         hidden = f"{1e3 * reductions[rank].hidden:.3g} ms of it are hidden by the computation"
         parts = (
             reductions[rank].exposed,
-            update_s(plan, layouts[rank], blocks, rates, links),
+            update_s(plan, layouts[rank], blocks, rates, links, software),
             constants.step_s,
         )
         end = row["spans"][-1]

@@ -6,6 +6,7 @@ from plait.plan import Plan
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import StepEstimate, Workload
+from plait.planner.workload import PLAIT, Software
 
 SECONDS_PER_DAY = 86_400.0
 _SECONDS_PER_HOUR = 3_600.0
@@ -24,6 +25,7 @@ class RankedPlan:
     cluster: Cluster
     work: Workload
     tokens: float | None = None
+    software: Software = PLAIT
 
     @property
     def plan(self) -> Plan:

@@ -2,27 +2,35 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from plait.errors import ConfigError, PlanError
-from plait.plan import format_bytes
+from plait.plan import Plan, format_bytes
 from plait.planner.best_first import Field, Search, SearchCounts
 from plait.planner.bounds import EstimateCache
 from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape
 from plait.planner.plan_families import PlanFamily, rejected_families
 from plait.planner.ranked_plan import SECONDS_PER_DAY, RankedPlan
-from plait.planner.space import DEFAULT_PRECISION, Space, experts_error, no_plan_error, read_pins
+from plait.planner.space import (
+    DEFAULT_PRECISION,
+    Space,
+    adapter_error,
+    experts_error,
+    nearest_batch,
+    no_plan_error,
+    read_pins,
+)
 from plait.planner.step_estimate import Software, StepEstimate, Workload
 from plait.planner.workload import PLAIT
 
 Objective = Literal["time", "cost", "energy"]
 HEADROOM = 0.05
-_kind = attrgetter("pp", "tp", "cp", "ep", "sp", "recompute", "schedule")
+_degrees = attrgetter("pp", "tp", "cp", "ep")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 MOST_LARGER = 64  # times the devices, to which the search for memory goes
 
@@ -62,17 +70,19 @@ def search(
     deadline_days: float | None = None,
     software: Software = PLAIT,
     headroom: float = HEADROOM,
+    wide: bool = False,
     seconds: float = 60.0,
     report: Callable[[SearchCounts], None] = lambda _: None,
 ) -> SearchResult:
-    """Find the `top` best plans for all devices of a cluster.
+    """Find the `top` best plans for a cluster: of those with the same pp, tp, cp and ep, the best.
 
     objective      `time` of a step on all devices; or `cost` (dollars) or `energy` of the training, for which
-                   parts of the cluster are considered too: 1, 2, 3, 4, 6, 8, 12, ... hosts
+                   parts of the cluster are considered too, as for `time` if no plan divides the batch
     pins           values that all plans have, such as `tp=8 zero=3`
     tokens         of the complete training
     deadline_days  longest training. With `objective="time"`, the fewest hosts that meet it are chosen
     headroom       part of a device's memory that the plans leave free
+    wide           more chunks and policies of recomputation, see space.py [Note: searched keys]
     seconds        of processor time, after which the search gives what it has found
     report         called now and then during the search
 
@@ -90,16 +100,15 @@ def search(
     end_s = time.process_time() + seconds
 
     def field(of: Cluster) -> Field:
-        space = Space(model, of.num_devices, work.batch, pinned, sequence=work.sequence)
+        space = replace(Space.of(model, of, work, pinned), is_wide=wide)
         cache = EstimateCache(model, of, work, software)
         return Field(of, space, cache, _weight(objective, of), limit_s, headroom)
 
-    by_size = objective == "time" and deadline_days is not None
-    fields = [field(of) for of in (parts(cluster) if by_size or objective != "time" else [cluster])]
+    fields = [field(of) for of in parts(cluster)]
     counts, found, ranked = SearchCounts(), Search(), list[tuple[Field, StepEstimate]]()
-    for group in [[each] for each in fields] if by_size else [fields]:
-        found = Search(counts, report, end_s=end_s)
-        ranked = list(islice(_distinct(found.fastest(group)), top))
+    for group in _groups(fields, objective, has_deadline=deadline_days is not None):
+        found = Search(counts, report, end_s=end_s, fold=_degrees)
+        ranked = list(islice(found.fastest(group), top))
         if ranked or found.gave_up:
             break
     if not ranked:
@@ -107,14 +116,28 @@ def search(
             raise _no_time(seconds, counts)
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
-    best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens) for at, estimate in ranked)
+    best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens, software) for at, estimate in ranked)
     return SearchResult(best, tuple(families), counts, is_complete=not found.gave_up)
+
+
+def _groups(fields: list[Field], objective: Objective, *, has_deadline: bool) -> list[list[Field]]:
+    """Return the parts of a cluster that are searched together, in turn until a plan is found."""
+    if objective != "time":
+        return [fields]
+    if has_deadline:
+        return [[each] for each in fields]
+    # Parts only if no plan of all devices divides the batch.
+    is_divided = nearest_batch(fields[-1].space) is None
+    return [[each] for each in (fields[-1:] if is_divided else reversed(fields))]
 
 
 def _checked_pins(text: str, model: ModelShape, cluster: Cluster) -> dict[str, Any]:
     pins = read_pins(text)
-    if (error := experts_error(model, pins.get("ep", 1))) is not None:
-        raise error
+    grid = Plan(tp=pins.get("tp", "1"))
+    base = pins.get("base", "none")
+    for error in (experts_error(model, pins.get("ep", 1)), adapter_error(model, grid.rows, grid.cols, base)):
+        if error is not None:
+            raise error
     cluster.device.check_precision(pins.get("precision", DEFAULT_PRECISION))
     return pins
 
@@ -126,16 +149,6 @@ def _no_time(seconds: float, counts: SearchCounts) -> PlanError:
         expected="fewer plans, or more time",
         hint=f'--pin "tp=8 pp=8", or --seconds {10 * seconds:g}',
     )
-
-
-def _distinct(found: Iterator[tuple[Field, StepEstimate]]) -> Iterator[tuple[Field, StepEstimate]]:
-    """Yield the first of plans that differ only in how they shard, in micro-batches and in chunks."""
-    seen = set()
-    for at, estimate in found:
-        key = (at.cluster.num_hosts, _kind(estimate.plan))
-        if key not in seen:
-            seen.add(key)
-            yield at, estimate
 
 
 def parts(cluster: Cluster) -> list[Cluster]:
@@ -198,7 +211,7 @@ def _what_fits(at: Field, work: Workload, software: Software) -> str:
 
     def fits(pins: dict[str, Any], times: int) -> bool:
         cluster = replace(at.cluster, num_hosts=times * at.cluster.num_hosts)
-        space = Space(model, cluster.num_devices, work.batch, pins, sequence=work.sequence)
+        space = Space.of(model, cluster, work, pins)
         least = Search().smallest(Field(cluster, space, EstimateCache(model, cluster, work, software)))
         return least is not None and least[1] <= at.capacity_bytes
 

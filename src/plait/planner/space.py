@@ -9,7 +9,9 @@ stays within hosts. `ep` is a divisor of the experts, of dp and of `shard`.
 A rank of `cp` has at least LEAST_TOKENS of a sequence: with half of it, plans of an 8B model for sequences of
 16,384 tokens and more are at most 1 % faster.
 
-Not searched, but can be pinned: `recompute=every=k`, `offload=disk`, more than MAX_CHUNKS chunks, and
+A wide space has more chunks, and `recompute=every=2` and `every=4`: about twice the time.
+
+Not searched, but can be pinned: other `recompute=every=k`, `offload=disk`, more than MAX_CHUNKS chunks, and
 `gpipe` and `bfs` without zero=3, which take the time of `1f1b` and `interleaved` and keep the activations
 of all micro-batches."""
 
@@ -25,12 +27,16 @@ from typing import Any
 from plait.errors import PlanError, ScheduleError
 from plait.plan import Plan
 from plait.plan.plan import MAX_NUMBER, canonical_tp, check_choices, check_type, show_value
+from plait.plan.quantized import BLOCK
 from plait.plan.schedule.action import MAX_ACTIONS, too_large
 from plait.plan.schedule.generators import GENERATORS, Generator
 from plait.plan.sharding import split_heads, split_width
+from plait.planner.cluster import Cluster
 from plait.planner.model_shape import ModelShape, attention_method
+from plait.planner.workload import Workload
 
-MAX_CHUNKS = 8
+MAX_CHUNKS, MAX_WIDE_CHUNKS = 8, 16
+WIDE_RECOMPUTE = ("every=2", "every=4")
 LEAST_TOKENS = 8192  # of a sequence on each rank of cp
 DEFAULT_PRECISION = "bf16"
 _MOST_TRIED, _MOST_SHOWN = 2000, 6  # plans, and values, of a hint
@@ -76,13 +82,6 @@ def read_pins(text: str) -> dict[str, Any]:
     check_choices({key: pins.get(key, getattr(defaults, key)) for key in asdict(defaults)})
     for key in ("zero", "schedule"):
         Plan(**{key: pins.get(key, getattr(defaults, key))})
-    if pins.get("base", "none") != "none":
-        raise PlanError(
-            "a search for plans knows of no frozen weights, which base is for",
-            given=f"base={pins['base']}",
-            expected="a model of which all parameters train",
-            hint="plait explain, or parallelize, with a model that has frozen weights",
-        )
     if "tp" in pins:
         pins["tp"] = canonical_tp(pins["tp"])
     if pins.get("dp") == 0:  # auto
@@ -123,6 +122,8 @@ class Space:
     pins     values that all plans have
     only     by key, the values to which the search is restricted
     sequence tokens of each sequence; 0: cp is not searched
+    is_wide  with values that take long to search, see the note
+    domain   devices on one switched link, of which a tp group uses a divisor or a multiple; 0: any
     """
 
     model: ModelShape
@@ -131,8 +132,16 @@ class Space:
     pins: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Collection[Any]] = field(default_factory=dict)
     sequence: int = 0
+    is_wide: bool = False
+    domain: int = 0
     refusals: Refusals = field(default_factory=Refusals)
     known: dict[tuple[Plan, Decided], list[Plan]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, model: ModelShape, cluster: Cluster, work: Workload, pins: Mapping[str, Any]) -> "Space":
+        """Return the space of a cluster and a workload."""
+        counts = cluster.num_devices, work.batch
+        return cls(model, *counts, pins, sequence=work.sequence, domain=cluster.domain_size)
 
     def expand(self, plan: Plan, decided: Decided) -> list[Plan]:
         """Return the plans of the next level. Spaces that differ in `only` share what they generate."""
@@ -184,7 +193,7 @@ class Space:
             if pp > self.model.layers:
                 self.refusals.add(_too_many_stages(self.model, pp, 1), by="stages")
                 continue
-            for tp in self.values("tp", _grids(self.num_devices // pp)):
+            for tp in self.values("tp", _grids(self.num_devices // pp, self.domain)):
                 for cp in context:
                     dp = self._data_ranks(pp, tp, cp)
                     keys = {
@@ -207,6 +216,10 @@ class Space:
         error = grid_error(self.model, grid.rows, grid.cols)
         if error is not None:
             self.refusals.add(error, by=f"tp {error.fact.partition(' into ')[0].partition(' over ')[0]}")
+            return 0
+        error = adapter_error(self.model, grid.rows, grid.cols, self.pins.get("base", "none"))
+        if error is not None:
+            self.refusals.add(error, by=error.fact)
             return 0
         error = context_error(self.model, grid.cols, cp, self.pins.get("cp_method", "auto"))
         if error is not None:
@@ -233,7 +246,8 @@ class Space:
     def _computations(self, plan: Plan) -> Iterator[dict[str, Any]]:
         shards_sequence = plan.cols > 1 and self.model.shards_tokens
         for sp in self.values("sp", VALUES["sp"] if shards_sequence else (False,)):
-            for recompute in self.values("recompute", VALUES["recompute"]):
+            policies = (*VALUES["recompute"], *(WIDE_RECOMPUTE if self.is_wide else ()))
+            for recompute in self.values("recompute", policies):
                 yield {"sp": sp, "recompute": recompute}
 
     def _schedules(self, plan: Plan) -> Iterator[dict[str, Any]]:
@@ -242,7 +256,7 @@ class Space:
         others = {key: self.pins[key] for key in self.pins if key not in (*SEARCHED, *SHARDING)}
         for name in self.values("schedule", VALUES["schedule"] if plan.pp > 1 else ("1f1b",)):
             generator = GENERATORS.get(name)  # None: a file
-            choices = (0,) if generator is None else _chunks(generator, plan.pp, self.model.layers)
+            choices = (0,) if generator is None else self._chunks(generator, plan.pp)
             choices = self.values("chunks", choices)
             for chunks in choices:
                 error = _schedule_error(self.model, plan, name, chunks)
@@ -250,6 +264,14 @@ class Space:
                     yield {"schedule": name, "chunks": chunks, **others}
                 else:
                     self.refusals.add(error, by=error.fact if isinstance(error, ScheduleError) else "stages")
+
+    def _chunks(self, generator: Generator, pp: int) -> tuple[int, ...]:
+        """Stages per rank, 0 for the default. With several, `1f1b` and `gpipe` are `interleaved` and
+        `bfs`."""
+        if generator.chunks == 1 or not generator.varies:
+            return (0,)
+        most = MAX_WIDE_CHUNKS if self.is_wide else MAX_CHUNKS
+        return (0, *range(3, min(most, self.model.layers // pp) + 1))
 
     def _states(self, plan: Plan) -> Iterator[dict[str, Any]]:
         all_forwards_first = plan.schedule in ("gpipe", "bfs") and "schedule" not in self.pins
@@ -286,14 +308,6 @@ def _schedule_error(model: ModelShape, plan: Plan, name: str, chunks: int) -> Pl
     return None
 
 
-def _chunks(generator: Generator, pp: int, layers: int) -> tuple[int, ...]:
-    """Stages per rank, 0 for the schedule's default. With several, `1f1b` and `gpipe` are `interleaved` and
-    `bfs`."""
-    if generator.chunks == 1 or not generator.varies:
-        return (0,)
-    return (0, *range(3, min(MAX_CHUNKS, layers // pp) + 1))
-
-
 @cache
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors of a number, ascending."""
@@ -302,11 +316,11 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 @cache
-def _grids(num_ranks: int) -> tuple[str, ...]:
-    """All values of `tp` whose ranks divide `num_ranks`."""
-    return tuple(
-        canonical_tp((rows, size // rows)) for size in divisors(num_ranks) for rows in divisors(size)
-    )
+def _grids(num_ranks: int, domain: int) -> tuple[str, ...]:
+    """All values of `tp` whose ranks divide `num_ranks`, with as many in each domain: in others, groups would
+    have different numbers of ranks on each side of a link."""
+    sizes = [size for size in divisors(num_ranks) if not (domain % size and size % domain)]
+    return tuple(canonical_tp((rows, size // rows)) for size in sizes for rows in divisors(size))
 
 
 @cache
@@ -350,6 +364,33 @@ def experts_error(model: ModelShape, ep: int) -> PlanError | None:
 
 
 @cache
+def adapter_error(model: ModelShape, rows: int, cols: int, base: str) -> PlanError | None:
+    """The reason why adapters, or a quantized base below them, cannot be sharded over a tp grid, or None."""
+    if base != "none" and not model.adapter_rank:
+        return PlanError(
+            "base is for frozen weights, and all of this model's train",
+            given=f"base={base}",
+            expected="a model with an adapter",
+            hint="--adapter r=16, or no base",
+        )
+    if model.adapter_rank and rows > 1:
+        return PlanError(
+            "adapters need a tp grid of one row",
+            given=f"tp={rows}x{cols}",
+            expected="tp=C",
+            hint=f"tp={cols}",
+        )
+    if base != "none" and any(inputs % BLOCK for _, inputs in model.linear_layers(cols)):
+        return PlanError(
+            f"columns of tp would split blocks of {BLOCK} elements of the quantized base",
+            given=f"tp={cols} base={base}",
+            expected=f"inputs of layers that divide into multiples of {BLOCK}",
+            hint="a smaller tp, or no base",
+        )
+    return None
+
+
+@cache
 def context_error(model: ModelShape, cols: int, cp: int, cp_method: str) -> PlanError | None:
     """The reason why the heads of a column cannot be divided over the ranks of cp, or None."""
     try:
@@ -383,7 +424,7 @@ def no_plan_error(space: Space) -> PlanError:
     """The reason why a space has no plan, and what would work."""
     pinned = " ".join(f"{key}={show_value(key, value)}" for key, value in space.pins.items())
     given = f"batch={space.batch}" + (f" pinned: {pinned}" if pinned else "")
-    batch = _nearest_batch(space)
+    batch = nearest_batch(space)
     if batch is not None:
         return PlanError(
             f"no plan of {space.num_devices:,} devices divides the batch",
@@ -401,7 +442,7 @@ def no_plan_error(space: Space) -> PlanError:
     )
 
 
-def _nearest_batch(space: Space) -> int | None:
+def nearest_batch(space: Space) -> int | None:
     """The nearest batch that some plan divides; None if it is the given one, or there is none."""
     other = replace(space, batch=MAX_NUMBER, refusals=Refusals())
     shares = {keys["dp"] * space.pins.get("micro", 1) for keys in other.all_degrees()}

@@ -36,10 +36,11 @@ from plait.planner.memory import (
     rank_layouts,
     stage_units,
     tokens_of_rank,
+    unit_sizes,
     with_method,
 )
 from plait.planner.model_shape import ModelShape
-from plait.planner.space import experts_error
+from plait.planner.space import adapter_error, experts_error
 from plait.planner.stages import StageKind, block_counts, stage_kinds
 from plait.planner.unit_prices import unit_prices
 from plait.planner.workload import PLAIT, Software, Workload
@@ -110,7 +111,7 @@ def estimate_step(
     slowest = max(range(plan.pp), key=lambda rank: ends.end[rank] + data[rank].exposed)
     own = [stage for stage, rank in enumerate(ranks) if rank == slowest]
     counts = block_counts(model, plan, software)
-    update = update_s(plan, layouts[slowest], sum(counts[stage] for stage in own), rates, links)
+    update = update_s(plan, layouts[slowest], sum(counts[stage] for stage in own), rates, links, software)
     span = _span_s(ends, slowest, cluster.ranks_per_core)
     counting = _counting_s(plan, action_durations(model, plan, links, stages, gathers, work))
     busy = min(span, ends.busy[slowest])
@@ -127,7 +128,7 @@ def estimate_step(
     }
     parts["data communication"] += data[slowest].exposed
     use = peak_memory(model, plan, cluster, work, software)
-    memory, high = fullest_process(plan, *use, layouts[0].numel)
+    memory, high = fullest_process(plan, *use, layouts[0].trained_numel)
     return StepEstimate(
         plan,
         step,
@@ -190,13 +191,15 @@ def _transfer_s(model: ModelShape, plan: Plan, links: Links, work: Workload) -> 
     )
 
 
-def update_s(plan: Plan, layout: Layout, blocks: int, rates: Rates, links: Links) -> float:
+def update_s(
+    plan: Plan, layout: Layout, blocks: int, rates: Rates, links: Links, software: Software = PLAIT
+) -> float:
     """Seconds of the optimizer on a rank with these parameters."""
     copies = 2 if plan.server == "replicated" else 1
     experts = layout.expert_numel
-    owned = copies * (layout.numel - experts) // (plan.num_servers or plan.shard_degree)
+    owned = copies * (layout.trained_numel - experts) // (plan.num_servers or plan.shard_degree)
     owned += experts // max(1, plan.shard_degree // plan.ep)
-    return optimizer_s(owned, blocks, rates) + _offload_s(plan, owned, links)
+    return optimizer_s(owned, blocks, rates, software.optimizer) + _offload_s(plan, owned, links)
 
 
 def message_bytes(model: ModelShape, plan: Plan, batch: int, sequence: int) -> int:
@@ -241,8 +244,9 @@ def check(
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     cluster.device.check_precision(plan.precision)
-    if (error := experts_error(model, plan.ep)) is not None:
-        raise error
+    for error in (experts_error(model, plan.ep), adapter_error(model, plan.rows, plan.cols, plan.base)):
+        if error is not None:
+            raise error
     if plan.router_balance == "step" and not model.experts:
         raise PlanError(
             "router_balance has no effect without experts",
@@ -474,7 +478,7 @@ def stage_gathers(
     result: dict[StageKind, Overlapped] = {}
     for seconds, kind in zip(stages, stage_kinds(model, counts), strict=True):
         if kind not in result:
-            units = stage_units(model, plan.rows, plan.cols, plan.shard_degree, kind, plan.ep)
+            units = stage_units(model, unit_sizes(plan), kind)
             forward = backward = 0.0
             for event in price.of_micros:
                 once = price.seconds(event.collective, units, sends_tensors=software.sends_tensors)
@@ -499,7 +503,7 @@ def step_reductions(
     """Seconds per pipeline rank of the reductions of gradients, and gathers of parameters, once a step."""
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
     if plan.num_servers:
-        push, pull = server_exchange_s(plan, links, layouts[0].numel)
+        push, pull = server_exchange_s(plan, links, layouts[0].trained_numel)
         exposed, hidden = overlap(sum(s.backward + s.weight for s in stages), push)
         return [Overlapped(exposed + pull, hidden)]
     if plan.token_ranks == 1:

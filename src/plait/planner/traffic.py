@@ -13,7 +13,7 @@ from plait.planner.block_messages import block_collectives, sends_rows
 from plait.planner.cluster import Cluster
 from plait.planner.communication import Group, Links, network
 from plait.planner.compute import BlockWork
-from plait.planner.memory import stage_units
+from plait.planner.memory import stage_units, unit_sizes
 from plait.planner.model_shape import ModelShape
 from plait.planner.stages import StageKind, block_counts, stage_kinds
 from plait.planner.step_estimate import message_bytes, recomputed_attentions, recomputed_share
@@ -98,7 +98,7 @@ def rank_facts(model: ModelShape, plan: Plan, work: Workload, rank: int) -> Rank
     collectives = [block_collectives(shape, part, COMPUTE_BYTES[plan.dtype]) for shape in shapes]
 
     def facts(kind: StageKind) -> StageFacts:
-        layout = Layout(stage_units(model, plan.rows, plan.cols, plan.shard_degree, kind, plan.ep))
+        layout = Layout(stage_units(model, unit_sizes(plan), kind))
         calls: list[tuple[Axes, str, float, float, float]] = []
         for each, blocks in zip(collectives, (kind.blocks - kind.dense, kind.dense), strict=False):
             for one in each:

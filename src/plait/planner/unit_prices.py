@@ -11,6 +11,7 @@ from plait.plan.events import Collective, During, TransportFacts, UnitMessages, 
 from plait.plan.grid import Grid
 from plait.plan.layout import UnitLayout
 from plait.plan.memory import MASTER_BYTES
+from plait.plan.quantized import FORMATS
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.space import with_defaults
 
@@ -53,12 +54,18 @@ class UnitPrices:
         self, collective: Collective, units: Sequence[UnitLayout], *, sends_tensors: bool = False
     ) -> float:
         """Seconds of a call for each of these units, or for each of their tensors."""
-        if self._plan.ep == 1:
+        if self._plan.ep == 1 and units[-1].trains:  # of a stage with frozen units, the last one is
             return self._seconds_of_kind(collective, units, sends_tensors=sends_tensors)
-        of_kinds = ([unit for unit in units if unit.kind is kind] for kind in UnitKind)
+        by_kind: dict[tuple[UnitKind, str], list[UnitLayout]] = {}
+        for unit in units:
+            if unit.trains or self._moves_frozen(collective):
+                by_kind.setdefault((unit.kind, unit.format), []).append(unit)
         return sum(
-            self._seconds_of_kind(collective, of, sends_tensors=sends_tensors) for of in of_kinds if of
+            [self._seconds_of_kind(collective, of, sends_tensors=sends_tensors) for of in by_kind.values()]
         )
+
+    def _moves_frozen(self, collective: Collective) -> bool:
+        return self._plan.zero == 3 and collective is Collective.GATHER
 
     def _seconds_of_kind(
         self, collective: Collective, units: Sequence[UnitLayout], *, sends_tensors: bool
@@ -71,9 +78,11 @@ class UnitPrices:
         if rank is not None:
             left, right = Factors.sizes_of(units, rank)
             factors = left / number, right / number
-        key = collective, kind, each, factors
+        form = units[0].format
+        key = collective, kind, each, factors, form
         if key not in self._seconds:
-            sizes = UnitSizes(each, each // self._shards[kind], (), factors)
+            codes = FORMATS[form].num_bytes(int(each)) if form else 0
+            sizes = UnitSizes(each, each // self._shards[kind], (), factors, codes)
             self._seconds[key] = self._once(collective, kind, sizes)
         return number * self._seconds[key]
 

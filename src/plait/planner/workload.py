@@ -1,6 +1,7 @@
 """The work of a step, and the program that does it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Software:
     sends_tensors      every tensor is gathered and reduced by calls of its own, else every unit is
     expert_rows        tokens of the experts of the fullest rank of ep, by those of even routing: up to ep,
                        and to ep x tp where columns have experts of their own
+    optimizer          AdamW, or AdamW8bit, whose moments are stored in codes of 8 bits
     """
 
     eager: bool = True
@@ -59,6 +61,7 @@ class Software:
     gathers_rows: bool = False
     sends_tensors: bool = False
     expert_rows: float = 1
+    optimizer: Literal["AdamW", "AdamW8bit"] = "AdamW"
 
 
 PLAIT = Software()  # of this product
