@@ -78,3 +78,19 @@ def in_float64() -> Iterator[None]:
     torch.manual_seed(1)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def restored_numerics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After the test, the settings of the process that `tf32` and `deterministic` change are as before."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "")  # recorded, so that it is restored
+        monkeypatch.delenv(name)
+    precision, fills = (
+        torch.get_float32_matmul_precision(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills

@@ -190,6 +190,7 @@ def test_a_model_without_blocks_is_not_compiled() -> None:
     assert str(engine.compile_choice) == "off: the model has no repeated blocks"
 
 
+@pytest.mark.usefixtures("restored_numerics")
 def test_a_plan_that_compiles_nothing_is_said_and_costs_nothing() -> None:
     engine = engine_of("compile=auto deterministic=true")
     assert engine.plan.compile is False

@@ -1,7 +1,6 @@
 """`tf32` and `deterministic`: settings of the process, applied only by plans that ask for them."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,21 +13,7 @@ from plait.errors import PlanError
 from plait.plan import Plan
 
 _VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
-
-
-@pytest.fixture(autouse=True)
-def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in _VARIABLES:
-        monkeypatch.setenv(name, "")  # recorded, so that it is restored
-        monkeypatch.delenv(name)
-    precision, fills = (
-        torch.get_float32_matmul_precision(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-    )
-    yield
-    torch.set_float32_matmul_precision(precision)
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+pytestmark = pytest.mark.usefixtures("restored_numerics")
 
 
 def _settings() -> tuple[str, bool, list[str | None]]:
