@@ -135,7 +135,7 @@ def _checked_pins(text: str, model: ModelShape, cluster: Cluster) -> dict[str, A
     pins = read_pins(text)
     grid = Plan(tp=pins.get("tp", "1"))
     base = pins.get("base", "none")
-    for error in (experts_error(model, pins.get("ep", 1)), adapter_error(model, grid.rows, grid.cols, base)):
+    for error in (experts_error(model, pins.get("ep", 1)), adapter_error(model, grid, base)):
         if error is not None:
             raise error
     cluster.device.check_precision(pins.get("precision", DEFAULT_PRECISION))

@@ -217,7 +217,7 @@ class Space:
         if error is not None:
             self.refusals.add(error, by=f"tp {error.fact.partition(' into ')[0].partition(' over ')[0]}")
             return 0
-        error = adapter_error(self.model, grid.rows, grid.cols, self.pins.get("base", "none"))
+        error = adapter_error(self.model, grid, self.pins.get("base", "none"))
         if error is not None:
             self.refusals.add(error, by=error.fact)
             return 0
@@ -364,8 +364,10 @@ def experts_error(model: ModelShape, ep: int) -> PlanError | None:
 
 
 @cache
-def adapter_error(model: ModelShape, rows: int, cols: int, base: str) -> PlanError | None:
-    """The reason why adapters, or a quantized base below them, cannot be sharded over a tp grid, or None."""
+def adapter_error(model: ModelShape, grid: Plan, base: str) -> PlanError | None:
+    """The reason why adapters, or a quantized base below them, cannot be sharded over the plan's tp grid, or
+    None."""
+    rows, cols = grid.rows, grid.cols
     if base != "none" and not model.adapter_rank:
         return PlanError(
             "base is for frozen weights, and all of this model's train",

@@ -244,7 +244,7 @@ def check(
             hint=f"a cluster of {plan.num_ranks:,} devices, or smaller degrees",
         )
     cluster.device.check_precision(plan.precision)
-    for error in (experts_error(model, plan.ep), adapter_error(model, plan.rows, plan.cols, plan.base)):
+    for error in (experts_error(model, plan.ep), adapter_error(model, plan, plan.base)):
         if error is not None:
             raise error
     if plan.router_balance == "step" and not model.experts:
