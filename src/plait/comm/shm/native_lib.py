@@ -98,15 +98,17 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
-@cache
+_FOLDER = Path(__file__).parent
+
+
 def load() -> ctypes.CDLL | None:
     """Return the library with its function signatures declared, or None: see `unavailable_reason`."""
-    return _find(Path(__file__).parent)[0]
+    return _find(_FOLDER)[0]
 
 
 def unavailable_reason() -> str:
     """Return why `load` returns None, as text for a user; empty if it does not."""
-    return _find(Path(__file__).parent)[1]
+    return _find(_FOLDER)[1]
 
 
 @cache
