@@ -47,7 +47,7 @@ BUDGETS = {
     "bench": 1975,
     "checkpoint": 3100,
     "cli": 3550,
-    "comm": 7190,
+    "comm": 7195,
     "compat": 1710,
     "data": 4580,
     "engine": 6400,
