@@ -354,8 +354,8 @@ def test_limits_that_no_rank_can_run_in_are_named_before_torch_is_imported(limit
 
 
 def test_a_start_takes_few_seconds_of_the_processor() -> None:
-    """From the command to the end of step 1; the benchmark's limit is twice what it takes."""
-    words = ["startup.py", "--smallest", "--only", "import plait"]
+    """From the command to the end of step 1: four times what it takes, as machines may be half as fast."""
+    words = ["startup.py", "--smallest", "--only", "import plait", "--limit-s", "24"]
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT / "benchmarks", capture_output=True, text=True, check=False
     )
