@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.engine.spec import Arguments, validate
-from plait.errors import ModelError, PlaitError, PlanError
+from plait.errors import ModelError, PlaitError
 from plait.parallel.zero.block_codes import dequantize, quantize
 from plait.parallel.zero.flat_param import UnshardState
 from plait.plan.quantized import BLOCK, FORMATS, splits_blocks
@@ -143,13 +143,6 @@ def test_a_base_without_effect_or_complete_blocks_is_refused(build: Any, plan: s
     assert all(f"\n  {part}" in str(error.value) for part in ("given   :", "expected:", "try     :"))
     for fact in facts:
         assert fact in str(error.value)
-
-
-def test_a_search_for_plans_refuses_a_base() -> None:
-    from plait.planner.space import read_pins  # noqa: PLC0415
-
-    with pytest.raises(PlanError, match="no frozen weights"):
-        read_pins("base=nf4")
 
 
 def engine_of(build: Any, plan: str) -> plait.Engine:
