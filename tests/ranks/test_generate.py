@@ -1,5 +1,6 @@
 """`Engine.generate` continues prompts as transformers does, under every plan, and training goes on."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -304,11 +305,29 @@ def test_a_conversation_reads_only_what_is_new(pool: Pool, family: str, plan: st
         assert [first for *_, first, _ in found] == [lengths[0], 3 + 1, 1 + 1, whole]
 
 
-def test_a_conversation_ends_with_a_step() -> None:
+def stepped(engine: Engine) -> Engine:
+    engine.step(programs.batches(1)[0])
+    return engine
+
+
+def loaded(engine: Engine) -> Engine:
+    other = {
+        key: tensor * 0.9 if key.startswith("weights/") else tensor for key, tensor in engine.state().items()
+    }
+    engine.load_state(other)
+    return engine
+
+
+def other_engine(_: Engine) -> Engine:
+    return generation.engine_of("gemma3_text", "dp=1 precision=fp64")
+
+
+@pytest.mark.parametrize("change", [stepped, loaded, other_engine])
+def test_a_conversation_ends_with_other_weights(change: Callable[[Engine], Engine]) -> None:
     engine, conversation = generation.engine_of("llama", "dp=1 precision=fp64"), plait.Conversation()
     sampling, ids = plait.Sampling(**{**generation.GREEDY, "stop_tokens": ()}), [*generation.PROMPTS[0]]
     (before,) = engine.generate([ids], sampling, conversation=conversation)
-    engine.step(programs.batches(1)[0])
+    engine = change(engine)
     ids += before.ids
     (kept,) = engine.generate([ids], sampling, conversation=conversation)
     (alone,) = engine.generate([ids], sampling)

@@ -88,6 +88,18 @@ def test_tokens_are_those_of_peft_and_training_goes_on(
     assert all(map(torch.equal, *(each.values() for each in weights)))
 
 
+def test_a_conversation_ends_where_adapters_are_switched(base: Path) -> None:
+    engine, conversation = adapters.engine_of(base, adapters.LORA, "dp=1"), plait.Conversation()
+    adapters.step(engine, 0)
+    sampling, ids = plait.Sampling(**{**generation.GREEDY, "stop_tokens": ()}), [*generation.PROMPTS[0]]
+    (before,) = engine.generate([ids], sampling, conversation=conversation)
+    ids += before.ids
+    with engine.adapters_off():
+        (kept,) = engine.generate([ids], sampling, conversation=conversation)
+        (alone,) = engine.generate([ids], sampling)
+    assert kept.log_probs == alone.log_probs
+
+
 @contextmanager
 def memory_of(num_bytes: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

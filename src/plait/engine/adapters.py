@@ -75,6 +75,11 @@ class EngineAdapters:
         """Use the modules of the stages that this rank holds."""
         self._modules = [stage.module_part.module for stage in parts.stages.values()]
 
+    @property
+    def in_use(self) -> tuple[str, ...]:
+        """The adapters that the model computes with now: none within `off`."""
+        return () if self._is_off else self.active
+
     def checkpoint_facts(self) -> dict[str, Any]:
         """The facts that a checkpoint records of the adapters; {} for other models."""
         if self.facts is None:

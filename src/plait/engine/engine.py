@@ -398,9 +398,9 @@ class Engine:
         on the first rank of a model. `start`: the index of the first prompt of all, for draws.
         `conversation`: keeps the caches of one prompt. Raises ConfigError, ModelError, PlanError."""
         self.plan.check_no_servers("engine.generate")
-        conversation = (conversation or Conversation()).checked(self.num_steps)
-        given = sampling or Sampling(), tokenizer, on_tokens, start, conversation
-        return self._generator.generate(prompts, *given)
+        weights = self._parts.state, self._parts.state.num_loads, self.num_steps, self._adapters.in_use
+        given = sampling or Sampling(), tokenizer, on_tokens, start
+        return self._generator.generate(prompts, *given, (conversation or Conversation()).of(weights))
 
     def generation_memory(self, rows: int, tokens: int) -> GenerationMemory:
         """Estimate what `generate` adds on this rank for rows of so many tokens, with the new ones."""

@@ -94,15 +94,15 @@ class GenerationMemory:
 class Conversation:
     """The caches of a prompt and its answer, for calls of `Engine.generate` with one prompt. A prompt that
     begins with all tokens that were read is read on from there; any other from its beginning, as are all
-    after a step, and by mixers that have states. Not for weights that change otherwise (`adapters_off`)."""
+    after the weights or the adapters in use have changed, and by mixers that have states."""
 
     def __init__(self) -> None:
-        self._ids, self._caches, self._num_steps = list[int](), dict[int, StageCache](), 0
+        self._ids, self._caches, self._weights = list[int](), dict[int, StageCache](), object()
 
-    def checked(self, num_steps: int) -> Self:
-        """Return itself; without caches if the weights are of another step."""
-        if num_steps != self._num_steps:
-            self._ids, self._caches, self._num_steps = [], {}, num_steps
+    def of(self, weights: object) -> Self:
+        """Return itself; without caches if they are of other weights. `weights`: equal for equal ones."""
+        if weights != self._weights:
+            self._ids, self._caches, self._weights = [], {}, weights
         return self
 
     def resume(self, group: "RowGroup") -> None:

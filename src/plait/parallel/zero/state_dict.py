@@ -65,6 +65,7 @@ class ShardedState:
         self._model_group = context.groups.same_data
         self._parts_group = context.groups.parts
         self._shard_map = shard_map
+        self.num_loads = 0  # of weights
         # Without and with optimizer states.
         self._unit_shards: dict[bool, dict[UnitKind, list[StateShard]]] = {}
 
@@ -184,6 +185,7 @@ class ShardedState:
     def load_weights(self, source: StateReader, kept: Collection[str] = ()) -> None:
         """Load this rank's weights and buffers from a state that has passed `check`, except those of the keys
         `kept`."""
+        self.num_loads += 1
         with torch.no_grad():
             for unit in self._all_units():
                 overlaps = [each for each in unit.overlaps() if f"weights/{each.shard.name}" not in kept]
