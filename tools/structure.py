@@ -50,7 +50,7 @@ BUDGETS = {
     "comm": 7195,
     "compat": 1710,
     "data": 4580,
-    "engine": 6400,
+    "engine": 6420,
     "estimate": 600,
     "models": 10960,
     "optim": 1625,
