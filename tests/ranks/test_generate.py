@@ -363,6 +363,27 @@ def test_a_row_does_not_change_the_frequencies_of_others(pool: Pool, plan: str) 
         assert ids == alone[rank::data_ranks]
 
 
+@pytest.mark.parametrize("plan", ["dp=1", "pp=2"])
+def test_padding_does_not_exceed_the_positions_of_a_model(pool: Pool, plan: str) -> None:
+    for found in pool.run(in_few_positions, PLANS.get(plan, 1), plan):
+        assert [len(ids) for ids, _ in found] == [4, 12]
+        for together, alone in found:
+            assert together == alone
+
+
+def in_few_positions(plan: str) -> list[tuple[list[int], list[int]]]:
+    """The tokens of two prompts that together are padded to more positions than a causal mask in the model's
+    buffers has, and of each alone."""
+    engine = generation.engine_of("gpt_neo", f"{plan} precision=fp64", max_position_embeddings=16)
+    prompts, options = (
+        [[*range(1, 13)], [3, 4]],
+        {**generation.GREEDY, "max_new_tokens": 12, "stop_tokens": ()},
+    )
+    together = generation.texts(engine, prompts, options)
+    alone = [generation.texts(engine, [ids], options)[0] for ids in prompts]
+    return [(ids, own) for (ids, _, _), (own, _, _) in zip(together, alone, strict=True)]
+
+
 def refused(plan: str, prompts: list[list[int]]) -> str:
     engine = generation.engine_of("llama", plan)
     return error_of(engine, prompts if engine.data_rank == 0 else [[1]])

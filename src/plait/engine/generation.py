@@ -228,19 +228,22 @@ class Generator:
     ) -> tuple[list[int], int, int]:
         """Return how many tokens may follow each prompt, the index of the first one in the global batch, and
         the number of groups of rows, the same on all ranks: those of the pipeline, or one for each row, if
-        it would depend on others. Raises ConfigError, on all ranks."""
+        it would depend on others or padding would exceed the model's positions. Raises ConfigError, on all
+        ranks."""
         limits, problem, group = list[int](), None, self._groups.batch_shares
+        positions = _positions(pretrained_base(self._module))
         try:
             limits = _limits(prompts, sampling, tokenizer, pretrained_base(self._module))
         except PlaitError as error:
             problem = error
         raise_on_all(problem, group, self._device)
         longest = max((len(ids) + limit for ids, limit in zip(prompts, limits, strict=True)), default=0)
-        sizes = torch.zeros(2 * group.size, dtype=torch.long, device=self._device)
-        all_gather(sizes, torch.tensor([len(limits), longest], device=self._device), group)
-        counts, stages = sizes[::2].tolist(), self._groups.pp.size
+        padded = max(map(len, prompts), default=0) + max(limits, default=0)
+        sizes = torch.zeros(3 * group.size, dtype=torch.long, device=self._device)
+        all_gather(sizes, torch.tensor([len(limits), longest, padded], device=self._device), group)
+        counts, stages = sizes[::3].tolist(), self._groups.pp.size
         num_groups = stages if min(counts) >= stages else 1
-        if depends_on_longest(self._module, int(sizes[1::2].max())):
+        if depends_on_longest(self._module, int(sizes[1::3].max())) or int(sizes[2::3].max()) > positions:
             num_groups = max(counts)
         return limits, sum(counts[: group.rank]), num_groups
 
@@ -266,8 +269,7 @@ def _limits(prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
             expected="engine.generate(..., tokenizer=...)",
             hint="transformers.AutoTokenizer.from_pretrained(folder)",
         )
-    vocabulary = vocabulary_size(base) or 1 << 63
-    positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 63
+    vocabulary, positions = vocabulary_size(base) or 1 << 63, _positions(base)
     for number, ids in enumerate(prompts):
         are_ids = isinstance(ids, Sequence) and all(isinstance(each, int) for each in ids)
         if not are_ids or not ids or not 0 <= min(ids) <= max(ids) < vocabulary or len(ids) >= positions:
@@ -278,6 +280,10 @@ def _limits(prompts: Sequence[Sequence[int]], sampling: Sampling, tokenizer: Any
                 hint="tokenizer(text)['input_ids']; a shorter prompt",
             )
     return [min(sampling.max_new_tokens, positions - len(ids)) for ids in prompts]
+
+
+def _positions(base: Any) -> int:
+    return getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 63
 
 
 class RowGroup:
