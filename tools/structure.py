@@ -57,7 +57,7 @@ BUDGETS = {
     "pages": 275,
     "parallel": 15585,
     "plan": 7370,
-    "planner": 5210,
+    "planner": 5235,
     "server": 2250,
     "train": 6715,
     "verify": 1825,

@@ -286,9 +286,9 @@ DIFFERENT: dict[str, tuple[float, str]] = {
         -1.41,
         "the formula's overlapped F&B is one action; in plait a rank sends F's output before B",
     ),
-    "A100 NVLink 2 GPUs": (-0.23, "NCCL reaches 196 GB/s on a pair, 230 on 8; one fraction is for all sizes"),
+    "A100 NVLink 2 GPUs": (-0.19, "NCCL reaches 196 GB/s on a pair, 230 on 8; one fraction is for all sizes"),
     "V100 NVLink 2 GPUs": (-0.82, "a pair of a V100 host shares one of six links; all six are counted"),
-    "V100 NVLink 4 GPUs": (-0.33, "as V100 NVLink 2 GPUs: three to four of six links"),
+    "V100 NVLink 4 GPUs": (-0.29, "as V100 NVLink 2 GPUs: three to four of six links"),
 }
 
 

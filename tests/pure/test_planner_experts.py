@@ -173,19 +173,40 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 )
 def test_the_best_plans_of_published_mixtures_have_ep(name: str, hosts: int) -> None:
     work = Workload(4096, 64 * hosts)
-    found = search(ModelShape.named(name), cluster(f"dgx-h100:{hosts}"), work, top=1, pins="offload=none")
+    # As published: not recomputed. With recompute=full, Qwen3 on 64 GPUs is as fast without ep (0.3 %).
+    pins = "offload=none recompute=none" if "qwen" in name else "offload=none"
+    found = search(ModelShape.named(name), cluster(f"dgx-h100:{hosts}"), work, top=1, pins=pins)
     assert found.is_complete
     assert found.best[0].plan.ep > 1
     assert "ep=1" in {family.name for family in found.families}
 
 
+@pytest.mark.parametrize(
+    ("properties", "sequence", "is_faster"),
+    [
+        ({"overlaps_experts": True}, 32768, True),
+        ({"graphs": True}, 1024, True),
+        ({"device_kernels": True}, 1024, False),
+    ],
+)
+def test_hidden_messages_and_graphs_take_less_and_each_expert_started_apart_more(
+    properties: dict[str, bool], sequence: int, is_faster: bool
+) -> None:
+    """Compare programs; with 1,024 tokens, the host is the limit."""
+    model, node, work = ModelShape.named("qwen3-30b-a3b"), cluster("dgx-h100:1"), Workload(sequence, 64)
+    plan = Plan.parse("dp=8 ep=8 zero=1 micro=8 precision=bf16")
+    eager = estimate_step(model, plan, node, work).step_s
+    other = estimate_step(model, plan, node, work, replace(PLAIT, **properties)).step_s
+    assert (other < eager) == is_faster
+
+
 # Predicted by measured steps. The last Grok row is from a later release, 1.3 times as fast for the same work.
 # The rows of gpt-oss reach 15 to 16 % of the peak: what its program does besides products is not modelled.
 RATIOS = {
-    "dgxc-grok-bf16-H100--8": 0.88,
-    "dgxc-grok-bf16-H100--16": 0.92,
-    "dgxc-grok-bf16-H100--128": 0.96,
-    "dgxc-grok-bf16-H100--512-v2505": 1.26,
+    "dgxc-grok-bf16-H100--8": 0.90,
+    "dgxc-grok-bf16-H100--16": 0.95,
+    "dgxc-grok-bf16-H100--128": 1.01,
+    "dgxc-grok-bf16-H100--512-v2505": 1.32,
     "bridge-26.04.01-GPT OSS 120B-DGX-H100-BF16-64-86": 0.64,
     "bridge-26.02.01-GPT OSS 120B-DGX-H100-BF16-64-176": 0.66,
     "bridge-25.11-GPT OSS 120B-DGX-H100-BF16-64-245": 0.73,

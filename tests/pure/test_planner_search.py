@@ -375,7 +375,7 @@ def test_tensor_parallelism_pays_from_some_30_billion_parameters_on() -> None:
         7: 1.05,
         13: 1.01,
         33: 1.02,
-        65: 0.98,
+        65: 0.91,
     }
 
 

@@ -277,7 +277,7 @@ def test_no_row_is_a_special_case(tmp_path: Path, name: str) -> None:
     with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))[:60]
     for row in rows:
-        row["program"] = report_says(row["source"], "program") or ""
+        row["program"] = report_says(row["source"], "program", row["gpu"]) or ""
         row |= {"id": "x", "source": "anonymous", "confidence": ""}
     with (tmp_path / "anonymous.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))

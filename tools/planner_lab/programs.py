@@ -20,13 +20,15 @@ from plait.planner.workload import Software
 
 _REPORTS = Path(__file__).parent / "data" / "reports.toml"
 _PROPERTIES = {  # and their values
-    "attention": ("fused", "stored"),
+    "attention": ("fused", "triton", "stored"),  # triton: FlashAttention's first version
     "gradients": ("wide", "narrow"),  # full gradients, and what data ranks reduce: in float32 or not
     "kernels": ("general", "device"),  # of attention, and of casts to float8
     "selective": ("attention", "elementwise", "products"),  # what recompute=selective computes again
     "loss": ("logits", "fused"),  # whether copies of logits exist
     "messages": ("units", "tensors"),  # of gathers and reductions
     "overlap": ("hidden", "exposed"),  # of reductions, and of gathers under zero 3
+    "experts": ("exposed", "hidden"),  # rows to experts and back
+    "starts": ("operators", "graphs"),  # what the host starts: a graph is of the complete step
     "gathers": ("hidden", "exposed"),  # of updated parameters, under zero 1 and 2
 }
 _BUCKETS = 2 * 2 * 500_000_000  # bytes: DeepSpeed's reduce_bucket_size and allgather_bucket_size, in fp16
@@ -38,15 +40,17 @@ def publisher(source: str) -> str:
 
 
 @cache
-def report_says(source: str, key: str) -> str | None:
-    """Return what reports.toml says of the report of a source; None if it says nothing."""
+def report_says(source: str, key: str, gpu: str = "") -> str | None:
+    """Return what reports.toml says of the report of a source, or of its rows with these GPUs; None if it
+    says nothing."""
     reports = parse_toml(read_text(_REPORTS)).items()
-    return next((each[key] for name, each in reports if source.startswith(name) and key in each), None)
+    of_source = (each for name, each in reports if source.startswith(name) and key in each)
+    return next((each[key] for each in of_source if gpu in each.get("gpus", [gpu])), None)
 
 
 def software(row: Mapping[str, str], source: str, precision: str, zero: int) -> Software:
     """Return a row's program. Raises ValueError for a property that is not known."""
-    named = _named(row.get("program") or report_says(source, "program") or "")
+    named = _named(row.get("program") or report_says(source, "program", row["gpu"]) or "")
     modern, shards = precision != "fp16", zero > 0
     rules = {
         "attention": "fused" if _is_flash(row, default=modern) else "stored",
@@ -58,11 +62,14 @@ def software(row: Mapping[str, str], source: str, precision: str, zero: int) -> 
     has = {name: values[0] for name, values in _PROPERTIES.items()} | rules | named
     return Software(
         eager=False,
-        fused_attention=has["attention"] == "fused",
+        fused_attention=has["attention"] != "stored",
+        first_kernels=has["attention"] == "triton",
         device_kernels=has["kernels"] == "device",
+        graphs=has["starts"] == "graphs",
         selective=has["selective"],
         overlaps_data=has["overlap"] == "hidden",
         overlaps_gathers=has["gathers"] == "hidden",
+        overlaps_experts=has["experts"] == "hidden",
         overlaps_tensor=modern,
         splits_evenly=True,
         narrow_gradients=has["gradients"] == "narrow",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from plait.plan import Plan
 from plait.planner.cluster import Cluster
-from plait.planner.constants import DEFAULT, LIMITS, PRIOR, Constants
+from plait.planner.constants import DEFAULT, LIMITS, MEASURED, PRIOR, Constants
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import StepEstimate, estimate_step
 from plait.planner.workload import Software, Workload
@@ -31,6 +31,7 @@ _STEP = 0.05  # of the numerical derivative
 _ITERATIONS = 5
 _LARGEST = 0.5  # change of a logarithm per iteration
 _ROWS = 48  # of a source; more say nothing new
+_FITTED = tuple(name for name in Constants.names() if name not in MEASURED)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Run:
 def fit(
     runs: Sequence[Run],
     start: Constants = PRIOR,
-    names: Sequence[str] = Constants.names(),
+    names: Sequence[str] = _FITTED,
     limits: Mapping[str, float] = LIMITS,
 ) -> Constants:
     """Return the constants that price these runs best; constants that `names` lacks stay. See [Note: fit]."""

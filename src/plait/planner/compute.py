@@ -109,6 +109,8 @@ class BlockWork(NamedTuple):
     fused_attention: bool
     compiled: bool
     overlaps: bool  # collectives of the backward run during products
+    overlaps_experts: bool
+    graphs: bool
     splits: bool  # weight gradients are computed apart
     ranks: int  # of the job
     cp: int
@@ -118,6 +120,7 @@ class BlockWork(NamedTuple):
     gathers_rows: bool
     eager: bool  # this product's program
     device_kernels: bool
+    first_kernels: bool
     selective: str
     base: str  # format of frozen weights
 
@@ -135,6 +138,8 @@ class BlockWork(NamedTuple):
             fused_attention=software.fused_attention,
             compiled=plan.compile is True,
             overlaps=software.overlaps_tensor and not splits,
+            overlaps_experts=software.overlaps_experts,
+            graphs=software.graphs,
             splits=splits,
             ranks=plan.num_ranks,
             cp=plan.cp,
@@ -144,6 +149,7 @@ class BlockWork(NamedTuple):
             gathers_rows=software.gathers_rows,
             eager=software.eager,
             device_kernels=software.device_kernels,
+            first_kernels=software.first_kernels,
             selective=software.selective,
             base=plan.base,
         )
@@ -285,6 +291,8 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     vector, vector_back = _elementwise(model, part, heads, kv_heads, ffn, h, rates)
     launches = _FORWARD_OPERATORS + (0 if part.fused_attention else 4)
     launches += (_EXPERT_OPERATORS + _DISPATCH_OPERATORS * (part.ep > 1)) if model.experts else 0
+    if model.experts and part.device_kernels:
+        launches += 2 * experts * (2 if rates.cast_bytes else 1)
     gathered = products[:1] if model.experts else products[::2]  # the others' messages are not hidden
     shared_input, shared_weight = (sum(times[i] * count for times, count in gathered) for i in (1, 2))
     if model.adapter_rank:  # no gradients of the frozen weights
@@ -327,6 +335,7 @@ COLLECTIVE_OPERATORS = 2  # host time of a collective, in operators: the call an
 # Of an eager block: 4 products and their biases, 2 norms, attention with the views around it, residuals.
 _FORWARD_OPERATORS = 32
 # Of experts: the router and its choice, the order of rows, products, rows of a token. Of ep: the counts.
+# TransformerEngine starts the products of each expert, and its casts, by themselves (GroupedLinear).
 _EXPERT_OPERATORS, _DISPATCH_OPERATORS = 26, 20
 
 
@@ -347,13 +356,17 @@ def _attention(
             products = 4.0 * scores * d / (rates.flops * constants.product_fraction)
             return max(products, vector), max(2.5 * products, 2 * vector)
         products = 4.0 * scores * d / (rates.warp_flops * constants.attention_fraction)
-        return products + vector, 2.5 * products + 2 * vector
+        slowdown = _FIRST_KERNELS if part.first_kernels else 1.0
+        return slowdown * (products + vector), slowdown * (2.5 * products + 2 * vector)
     slowdown = constants.unaligned_slowdown if d % 8 else 1.0
     queries, s = part.tokens * heads, part.sequence
     one = product_s(rates, constants, queries, s, d) + product_s(rates, constants, queries, d, s)
     per_byte = scores / rates.memory_bytes_per_s * rates.itemsize / 2
     # Bytes per score: softmax and dropout of the forward, read and written; their backward.
     return one * slowdown + 9 * per_byte, 2 * one * slowdown + 11 * per_byte
+
+
+_FIRST_KERNELS = 1.3  # FlashAttention in Triton by FlashAttention-2: 1.3 to 2.5 (Dao 2307.08691, section 4.1)
 
 
 def _elementwise(
@@ -423,4 +436,4 @@ def optimizer_s(owned: float, blocks: int, rates: Rates, optimizer: str = "AdamW
     return max(moved, blocks * _OPTIMIZER_OPERATORS * rates.launch_s)
 
 
-_OPTIMIZER_OPERATORS = 40  # per block: 12 tensors, 3 or 4 operators each
+_OPTIMIZER_OPERATORS = 5  # per unit: norm, scale, update, copy, zero

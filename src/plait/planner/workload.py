@@ -27,10 +27,13 @@ class Software:
     device_kernels     attention has the device's own instructions (of groups of warps on Hopper); casts to
                        float8 are parts of the operators before them, and their results are kept (cuDNN,
                        TransformerEngine)
+    first_kernels      fused attention is FlashAttention's first version, written in Triton
+    graphs             a CUDA graph of the complete step: the host starts no operators
     selective          what recompute=selective repeats: all but `products`; `attention` (Megatron-LM); or
                        `elementwise`: norms and activations
     overlaps_data      gradients are reduced, and parameters gathered, during the computation
     overlaps_gathers   so are the gathers of updated parameters, once a step
+    overlaps_experts   rows travel to experts and back during the computation of another micro-batch
     overlaps_tensor    input gradients are reduced during the computation of weight gradients
     splits_evenly      stages have equal numbers of blocks, or one fewer on the first and the last; else the
                        head's cost is balanced
@@ -49,9 +52,12 @@ class Software:
     eager: bool = True
     fused_attention: bool = True
     device_kernels: bool = False
+    first_kernels: bool = False
+    graphs: bool = False
     selective: str = "products"
     overlaps_data: bool = True
     overlaps_gathers: bool = True
+    overlaps_experts: bool = False
     overlaps_tensor: bool = True
     splits_evenly: bool = False
     narrow_gradients: bool = False
