@@ -141,7 +141,7 @@ def find(
             seconds=seconds,
             report=show,
         )
-        choices = alternatives(found, pin, show, headroom=headroom, of_degrees=html is not None)
+        choices = alternatives(found, show, of_degrees=html is not None)
     said = advice(found, machine, pin, headroom=headroom, objective=objective)
     _show(found, choices, said, json, html)
     if measure:

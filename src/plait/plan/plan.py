@@ -75,12 +75,12 @@ _KEY, _EXAMPLE = "a key of docs/plans.md", "dp=2 precision=bf16"
 def check_choices(values: Mapping[str, object]) -> None:
     """Raise PlanError for a value that is not among the choices of its key."""
     for key, choices in CHOICES.items():
-        if values[key] not in choices:
+        if key in values and values[key] not in choices:
             text = str(values[key])
             similar = _RENAMED_VALUES.get((key, text)) or nearest(text, choices)
             raise _unknown(key, text, " or ".join(choices), similar)
     for key, pattern, expected in _PATTERNS:
-        if not (isinstance(value := values[key], str) and pattern.fullmatch(value)):
+        if key in values and not (isinstance(value := values[key], str) and pattern.fullmatch(value)):
             raise _unknown(key, value, expected)
 
 
@@ -271,10 +271,10 @@ class Plan:
         object.__setattr__(self, "tp", canonical_tp(self.tp))
         object.__setattr__(self, "capacity", str(self.capacity))
         values = vars(self)
-        for name, kind, default in _kinds():
-            if values[name] is not default:
-                check_type(name, kind, values[name])
-        check_choices(values)
+        given = {name: values[name] for name, _, default in _kinds() if values[name] is not default}
+        for name, value in given.items():
+            check_type(name, Plan.__dataclass_fields__[name].type, value)
+        check_choices(given)
         check_sequence(values, self.cols)
         check_schedule(values)
         check_zero(values)
@@ -282,7 +282,7 @@ class Plan:
         check_experts(values, vars(Plan))
         check_precision(values)
         self._check_compile()
-        check_local_steps(values, self.num_islands if self.dp else None)
+        check_local_steps(values, self.num_islands if self.dp and self.local_steps else None)
         check_servers(values, vars(Plan))
 
     def _check_compile(self) -> None:

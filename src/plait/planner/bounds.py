@@ -12,6 +12,7 @@ longest sum with the gathers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from operator import add, attrgetter
 from typing import NamedTuple
 
@@ -116,16 +117,19 @@ class EstimateCache:
         self, plan: Plan, forward: Sequence[float], backward: Sequence[float], weight: Sequence[float]
     ) -> float:
         """See [Note: bound of a pipeline's time]. Seconds by stage."""
-        of_ranks = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks)
-        generator = GENERATORS.get(plan.schedule)
+        generator, micro = GENERATORS.get(plan.schedule), plan.micro
         splits = generator is None or generator.splits
         fill = drain = longest = 0.0
-        for own in sorted(of_ranks):  # in order of their first stages
-            computed = plan.micro * sum([forward[stage] + backward[stage] for stage in own])
-            weights = plan.micro * sum([weight[stage] for stage in own])
-            rest = max(weights, drain) if splits else weights + drain
-            longest = max(longest, fill + computed + rest)
+        both = list(map(add, forward, backward))
+        for own in _in_order(plan.schedule, plan.pp, plan.num_chunks):
             first = own[0]
+            if len(own) == 1:
+                computed, weights = micro * both[first], micro * weight[first]
+            else:
+                computed = micro * sum([both[stage] for stage in own])
+                weights = micro * sum([weight[stage] for stage in own])
+            rest = (weights if weights > drain else drain) if splits else weights + drain
+            longest = max(longest, fill + computed + rest)
             fill += forward[first]
             drain += backward[first] + (0.0 if splits else weight[first])
         return longest / self._cluster.ranks_per_core
@@ -194,6 +198,12 @@ class EstimateCache:
 
     def _first_rank(self, plan: Plan) -> tuple[MemoryUse, float]:
         return peak_memory(self._model, plan, self._cluster, self._work, self._software, only_first=True)
+
+
+@lru_cache(maxsize=1 << 10)
+def _in_order(schedule: str, pp: int, chunks: int) -> list[tuple[int, ...]]:
+    """Return the stages of every rank, in order of their first ones."""
+    return sorted(stages_by_rank(schedule, pp, chunks))
 
 
 # The searched keys on which the time of a pipeline without sharding depends.

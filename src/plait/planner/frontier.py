@@ -1,14 +1,14 @@
 """Plans to choose from besides the fastest: plans of less memory, and the best of each tp, pp and zero."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from plait.plan import Plan
 from plait.planner.best_first import Field, Search, SearchCounts
-from plait.planner.bounds import EstimateCache
 from plait.planner.ranked_plan import RankedPlan
-from plait.planner.search import HEADROOM, SearchResult
-from plait.planner.space import VALUES, Decided, Space, read_pins
+from plait.planner.search import SearchResult
+from plait.planner.space import VALUES, Decided
 from plait.planner.step_estimate import StepEstimate
 
 _SMALLER = 0.96  # times a plan's memory: what the next smaller one has at most
@@ -19,21 +19,15 @@ _MOST_DEGREES = 60
 
 def alternatives(
     found: SearchResult,
-    pins: str = "",
     report: Callable[[SearchCounts], None] = lambda _: None,
     *,
-    headroom: float = HEADROOM,
     of_degrees: bool = True,
 ) -> list[RankedPlan]:
     """Return the best plans; plans of less and less memory; and, if `of_degrees`, one of every tp, pp and
     zero, as far as one is found soon: each a fast one, if not the fastest. Ascending by time, on the best
     plan's cluster."""
-    best = found.best[0]
-    cluster, work = best.cluster, best.work
-    own = read_pins(pins)
-    space = Space.of(best.model, cluster, work, own)
-    at = Field(cluster, space, EstimateCache(best.model, cluster, work, best.software), headroom=headroom)
-    known = [each.estimate for each in found.best if each.cluster == cluster]
+    best, at = found.best[0], replace(found.field, weight=1.0, limit_s=math.inf)
+    known = [each.estimate for each in found.best if each.cluster == best.cluster]
     others = _of_degrees(at, report) if of_degrees else ()
     estimates = {estimate.plan: estimate for estimate in (*others, *_smaller(at, known[0], report), *known)}
     return [

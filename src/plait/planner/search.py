@@ -40,12 +40,14 @@ class SearchResult:
     """The result of a search.
 
     best      the best plans, the first is the answer
+    field     the first plan's, with the estimates of its plans
     families  plans that are not among them because of one of their values, with the reason
     counts    plans of the search
     is_complete  False if its time was over: there may be better plans
     """
 
     best: tuple[RankedPlan, ...]
+    field: Field
     families: tuple[PlanFamily, ...]
     counts: SearchCounts
     is_complete: bool = True
@@ -117,7 +119,7 @@ def search(
         raise _nothing(replace(fields[-1], limit_s=math.inf), work, tokens, deadline_days, software)
     families = rejected_families(ranked[0][0], [each for at, each in ranked if at is ranked[0][0]], found)
     best = tuple(RankedPlan(estimate, model, at.cluster, work, tokens, software) for at, estimate in ranked)
-    return SearchResult(best, tuple(families), counts, is_complete=not found.gave_up)
+    return SearchResult(best, ranked[0][0], tuple(families), counts, is_complete=not found.gave_up)
 
 
 def _groups(fields: list[Field], objective: Objective, *, has_deadline: bool) -> list[list[Field]]:

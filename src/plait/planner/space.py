@@ -17,7 +17,7 @@ of all micro-batches."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache, lru_cache
 from itertools import islice, product
@@ -79,7 +79,7 @@ def read_pins(text: str) -> dict[str, Any]:
     types = {each.name: each.type for each in defaults.__dataclass_fields__.values()}
     for key, value in pins.items():
         check_type(key, types[key], value)
-    check_choices({key: pins.get(key, getattr(defaults, key)) for key in asdict(defaults)})
+    check_choices(pins)
     for key in ("zero", "schedule"):
         Plan(**{key: pins.get(key, getattr(defaults, key))})
     if "tp" in pins:

@@ -272,7 +272,7 @@ def check(
     block_counts(model, plan, software)
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=1 << 15)
 def _stage_seconds(
     model: ModelShape,
     counts: tuple[int, ...],
@@ -282,10 +282,9 @@ def _stage_seconds(
     links: Links,
     constants: Constants,
 ) -> tuple[StageSeconds, ...]:
-    of_block = partial(
-        _block_seconds, part=part, recompute=recompute, rates=rates, links=links, constants=constants
-    )
-    block, dense = of_block(model), of_block(model.dense_block) if model.dense_layers else _NOTHING
+    of_block = part, recompute, rates, links, constants
+    block = _block_seconds(model, *of_block)
+    dense = _block_seconds(model.dense_block, *of_block) if model.dense_layers else _NOTHING
     head = head_seconds(model, part, rates, constants)
     embedding = embedding_seconds(model, part, rates)
     seconds: dict[StageKind, StageSeconds] = {}
@@ -305,6 +304,7 @@ def _stage_seconds(
     return tuple(seconds[kind] for kind in stage_kinds(model, counts))
 
 
+@lru_cache(maxsize=1 << 13)
 def _block_seconds(
     model: ModelShape, part: BlockWork, recompute: str, rates: Rates, links: Links, constants: Constants
 ) -> StageSeconds:
