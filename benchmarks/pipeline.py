@@ -103,7 +103,7 @@ class Field:
         for name in pipeline_peers.SCHEDULES:
             if wanted(name):
                 self.contenders[name] = pipeline_peers.torch_pipeline(
-                    name, self._folder, precision, Shape(_stops(arguments), MICROS, 1, model.sequence)
+                    name, self._folder, precision, Shape(stops(arguments), MICROS, 1, model.sequence)
                 )
 
     def takes_part(self, contender: Contender) -> bool:
@@ -152,7 +152,7 @@ def _stages(arguments: argparse.Namespace, name: str) -> str:
     return f" stages={','.join(map(str, arguments.stages))}" if by_hand else ""
 
 
-def _stops(arguments: argparse.Namespace) -> tuple[int, ...]:
+def stops(arguments: argparse.Namespace) -> tuple[int, ...]:
     """The blocks at which our plan, or `--stages`, cuts the model."""
     model = llama_of(arguments).on_meta()
     cut = plan_stages(model, blocks_of(model), RANKS, given=tuple(arguments.stages) or None)
@@ -249,7 +249,7 @@ def worker(arguments: argparse.Namespace) -> None:
         facts: dict[str, Any] = machine() | {
             "ranks": RANKS,
             "tokens": f"{MICROS} micro-batches of 1 x {llama_of(arguments).sequence}",
-            "blocks": " | ".join(map(str, _numbers(_stops(arguments)))),
+            "blocks": " | ".join(map(str, _numbers(stops(arguments)))),
             "others' backend": dist.get_backend(),
         }
         facts |= {f"ms per action (computing), {name}": words for name, words in costs.items()}

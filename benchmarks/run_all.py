@@ -30,6 +30,7 @@ BENCHMARKS = (
     "context_parallel --ranks=4",
     "expert_parallel",
     "pipeline",
+    "budget",
     "stage_overhead",
     "head",
     "compiled",

@@ -10,6 +10,8 @@ from torch import Tensor
 
 import plait
 from plait.errors import PlanError
+from plait.parallel.pipeline.p2p import Outbox
+from plait.parallel.zero.flat_param import FlatParam
 from support import pipeline_faults, pipeline_models, pipeline_plans, programs
 from support.pool import Pool, RankError
 
@@ -160,3 +162,35 @@ def test_a_probe_compares_a_pipelines_gradients_and_changes_nothing(pool: Pool, 
 def test_a_probe_finds_a_pipeline_without_communication(pool: Pool, what: str) -> None:
     with pytest.raises(RankError, match="the sharded model computes a different function"):
         pool.run(_probed, 2, "pp=2", what)
+
+
+# --- gradients that other ranks wait for
+
+
+def _order_of_backward(words: str) -> list[str]:
+    """Return the order of events in a step's backwards: sends of gradients, products of weights."""
+    engine, found = engine_of("llama", words), list[str]()
+    send, accumulate = Outbox.send_tensors, FlatParam.accumulate_deferred
+
+    def sent(self: Outbox, tensors: Any) -> None:
+        found.append("send")
+        send(self, tensors)
+
+    def deferred(self: FlatParam, *given: Any) -> None:
+        if found[-1:] != ["products"]:
+            found.append("products")
+        accumulate(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outbox, "send_tensors", sent)
+        patch.setattr(FlatParam, "accumulate_deferred", deferred)
+        engine.step(batches()[0])
+    return found
+
+
+def test_an_inputs_gradient_is_sent_before_the_gradients_of_weights_are_computed(pool: Pool) -> None:
+    assert pool.run(_order_of_backward, 2, "pp=2 micro=3")[1] == ["send", "products"] * 3
+
+
+def test_with_recomputation_a_backward_holds_no_gradients_of_outputs(pool: Pool) -> None:
+    assert pool.run(_order_of_backward, 2, "pp=2 micro=3 recompute=full")[1] == ["send"] * 3

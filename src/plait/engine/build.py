@@ -1,6 +1,6 @@
 """Build the parts of an engine: the stages of this rank, their units, optimizer and pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,7 +146,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         IslandState(outer),
         ShardedState(context, modules, units, optimizer, shard_map),
         ReplicaCheck(sharded.units, context, shard_map, outer.common),
-        Pipeline(spec.schedule.rank_of, mesh, splitter),
+        Pipeline(spec.schedule.rank_of, mesh, splitter, _sending_first(spec, context)),
         inputs,
         dataflow,
         spec.given.loss,
@@ -214,7 +214,7 @@ def build_stages(
             LastTokenScore().watch(part.module)
         head.watch(part.module)  # before ZeRO's hooks, which may free the weights
         sharded = ShardedStage(part.module, owners, context, column_reduce, in_flight)
-        runners[stage] = _build_stage(part, spec, context, sharded, head, splitter, is_last=stage == last)
+        runners[stage] = _build_stage(part, spec, context, sharded, head, splitter, stage)
     return runners
 
 
@@ -225,10 +225,10 @@ def _build_stage(
     sharded: ShardedStage,
     head: HeadOutput,
     splitter: BackwardSplitter,
-    *,
-    is_last: bool,
+    stage: int,
 ) -> StageRunner:
     """Apply the plan to the forwards of the stage and its blocks."""
+    is_last = stage == spec.stages.num_stages - 1
     blocks, plan, mesh = [block for _, block in part.blocks], spec.plan, context.mesh
     grid = TensorGroups(mesh.group(HIDDEN), mesh.group(FEATURES))
     tensor = part.tp_plan(spec.tensor)
@@ -249,7 +249,8 @@ def _build_stage(
         summed = Roles.from_plan(plan).gradient_sum()
         sync_batch_norms(part.module, mesh.group(*summed, channel="statistics"))
     adds_products = mesh.world.device.type == "cpu" and context.precision.compute == context.grad_buffer_dtype
-    if spec.schedule.split or (spec.stages.num_stages > 1 and adds_products):
+    is_split = spec.schedule.split or stage in _sending_first(spec, context)
+    if is_split or (spec.stages.num_stages > 1 and adds_products):
         split_linears(blocks, splitter)
     if not (plan.compile and selective):  # which recomputes inside of compiled code
         recompute_blocks(blocks, plan.recompute)
@@ -264,6 +265,15 @@ def _build_stage(
         terms["pairs"] = PairLoss(spec.given.preference, groups, mesh.world.device)
     of_loss = (columns, grid.col, groups.tp, spec.given.loss, terms)
     return StageRunner(part, sharded, head, *of_loss, tokens, divide, routers, is_last=is_last)
+
+
+def _sending_first(spec: TrainingSpec, context: RankContext) -> Set[int]:
+    """The stages of [Note: gradients that are sent first] in pipeline/executor.py: on a CPU, as on GPUs the
+    layers' Python is not measured."""
+    plan, rank_of = spec.plan, spec.schedule.rank_of
+    if plan.recompute != "none" or plan.compile or context.mesh.world.device.type != "cpu":
+        return frozenset()
+    return {stage for stage, rank in rank_of.items() if stage and rank_of[stage - 1] != rank}
 
 
 def _refuse_forward(*_: object) -> None:

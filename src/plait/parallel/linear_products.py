@@ -90,9 +90,14 @@ class PlainProducts:
         """The weight's gradient, which does not depend on the weight."""
         return torch.mm(*self._weight_operands(dy, x))
 
-    def add_weight_gradient(self, sum_: Tensor, dy: Tensor, x: Tensor, *, is_first: bool) -> None:
-        """Add the weight's gradient to a sum of its dtype, or, if it `is_first`, write it there."""
-        sum_.addmm_(*self._weight_operands(dy, x), beta=0 if is_first else 1)
+    def weight_product(self, dy: Tensor, x: Tensor) -> Callable[[Tensor, bool], None]:
+        """Return what adds the weight's gradient to a sum of its dtype, or, if it is the first, writes it."""
+        operands = self._weight_operands(dy, x)
+
+        def add(sum_: Tensor, is_first: bool) -> None:
+            sum_.addmm_(*operands, beta=0 if is_first else 1)
+
+        return add
 
     def _weight_operands(self, dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return (flat(x).t(), flat(dy)) if self.transposed else (flat(dy).t(), flat(x))

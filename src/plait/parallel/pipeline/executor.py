@@ -26,6 +26,15 @@ after the first, which may wait for the action that is about to run. Specs are k
 an output comes after the output in T, and so does every action that needs a later message; descriptions of
 outputs are waited for, as they do not depend on the action either.
 
+[Note: gradients that are sent first]
+Another rank waits for the input's gradient, none for those of weights. So an unsplit backward of a stage that
+receives its input from another rank also runs in two halves, with the message between them: the wave of
+backwards that fills and drains a pipeline takes an input's gradient for each stage, as in a zero-bubble
+schedule, and no stage holds more micro-batches. Until the second half it holds inputs and output gradients of
+its linear layers, about as much as forward has saved and backward has freed by then. With recomputation,
+forward saves less, and the first half would hold more than before: backwards are not divided there, nor in
+compiled blocks, which have one backward.
+
 [Note: lifetime of a micro-batch's tensors]
 From its forward to its backward a stage keeps what autograd saved, and the gradient edges where backward
 starts. The output tensors are released when they have been sent (the outbox holds them until then), the
@@ -35,7 +44,7 @@ halves of a split backward, the inputs and output gradients of the linear layers
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -132,12 +141,20 @@ class MicrobatchState:
 class Pipeline:
     """Executor of schedules over this rank's stages, with channels to the ranks of adjacent stages."""
 
-    def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, splitter: BackwardSplitter) -> None:
-        """`rank_of`: the `pp` coordinate of every stage. `splitter`: that of the stages' linear layers. All
-        ranks of the pipeline call this at the same point of the program."""
+    def __init__(
+        self,
+        rank_of: Mapping[int, int],
+        mesh: Mesh,
+        splitter: BackwardSplitter,
+        sends_first: Set[int] = frozenset(),
+    ) -> None:
+        """`rank_of`: the `pp` coordinate of every stage. `splitter`: that of the stages' linear layers.
+        `sends_first`: stages of [Note: gradients that are sent first]. All ranks of the pipeline call this at
+        the same point of the program."""
         self._rank = mesh.coord[STAGES]
         self._rank_of = rank_of
         self.splitter = splitter
+        self.sends_first = sends_first
         self.deferred_bytes: dict[int, int] = {}  # by stage: held after its first split backward
         self._last_stage = max(rank_of)
         self.device = mesh.world.device
@@ -261,14 +278,18 @@ class _ScheduleRun:
         if stage < self._pipeline._last_stage:
             gradients = self._take(Action(Kind.B, stage + 1, micro))
         roots, state.roots = state.roots, []
-        is_last = self._last_backward[stage] == action
-        with timed, self._pipeline.splitter.deferring() if is_split else nullcontext() as deferred:
-            self._stages[stage].sharded.backward(roots, gradients, last=is_last, deferred=deferred)
-            del roots, gradients
-        if state.stage_input is not None:
-            self._send_gradients(action, state.stage_input.take_gradients())
-            state.stage_input = None
-        if deferred is not None:
+        sharded, is_last = self._stages[stage].sharded, self._last_backward[stage] == action
+        defers = is_split or stage in self._pipeline.sends_first
+        with timed:
+            with self._pipeline.splitter.deferring() if defers else nullcontext() as deferred:
+                sharded.backward(roots, gradients, last=is_last, deferred=deferred)
+                del roots, gradients
+            if state.stage_input is not None:
+                self._send_gradients(action, state.stage_input.take_gradients())
+                state.stage_input = None
+            if deferred is not None and not is_split:
+                sharded.backward_weight(deferred, last=is_last)
+        if is_split and deferred is not None:
             state.deferred = deferred
             if stage not in self._pipeline.deferred_bytes:
                 self._pipeline.deferred_bytes[stage] = deferred.num_bytes()

@@ -20,7 +20,7 @@ the parameter: `grad` is left unchanged, and hooks still run: a tensor's with No
 the former `grad`, which may be None. Deferred gradients pass no hook.
 
 [Note: gradients that products add]
-In a full backward on a CPU, a product whose dtype is that of the unit's gradients adds to these itself, and
+On a CPU a product, deferred or not, whose dtype is that of the unit's gradients adds to these itself, and
 autograd gets no gradient: a pass that writes one, and another that reads and adds it, are saved. Not in bf16
 and fp16, whose products torch's CPU kernels do not add to float32.
 
@@ -53,9 +53,10 @@ from plait.parallel.linear_products import (
     autocast_dtype,
     bias_gradient,
 )
+from plait.parallel.zero.grad_buffer import AddGradient
 from plait.parallel.zero.parameter import has_hooks, owner_of
 
-AccumulateGrad = Callable[[Tensor, Tensor], object]  # (parameter, gradient)
+AccumulateGrad = Callable[[Tensor, Tensor | AddGradient], object]  # (parameter, gradient)
 
 
 class BackwardSplitter:
@@ -80,9 +81,9 @@ class DeferredWeightGrads:
 
     def __init__(self) -> None:
         # Parameters, and what to compute their gradients from: `compute(*operands)`.
-        self._grads: deque[tuple[Tensor, Callable[..., Tensor], tuple[Any, ...]]] = deque()
+        self._grads: deque[tuple[Tensor, Callable[..., Tensor | AddGradient], tuple[Any, ...]]] = deque()
 
-    def add(self, parameter: Tensor, compute: Callable[..., Tensor], *operands: Any) -> None:
+    def add(self, parameter: Tensor, compute: Callable[..., Tensor | AddGradient], *operands: Any) -> None:
         self._grads.append((parameter, compute, operands))
 
     def keep(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -105,7 +106,10 @@ class DeferredWeightGrads:
         was used twice gets two. Inputs of each product are freed after it."""
         while self._grads:
             parameter, compute, operands = self._grads.popleft()
-            accumulate_grad(parameter, compute(*operands).to(parameter.dtype))
+            gradient = compute(*operands)
+            accumulate_grad(
+                parameter, gradient.to(parameter.dtype) if isinstance(gradient, Tensor) else gradient
+            )
 
 
 def split_linears(modules: Iterable[nn.Module], splitter: BackwardSplitter) -> int:
@@ -214,35 +218,39 @@ class _Linear(Function):
 def _gradients(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
     x_TI, w_OI = ctx.saved_tensors
     weight, bias, products = ctx.weight, ctx.bias, ctx.layer.products
+    adds = _adds_product(ctx, dy_TO, x_TI)
     dx_TI, dw_OI, operand_TO = None, None, products.output_gradient(dy_TO)
     if w_OI is not None:
         dx_TI = products.input_gradient(operand_TO, ctx.cast(w_OI)).to(ctx.x_dtype)
     deferred = None if torch.is_grad_enabled() else ctx.layer.splitter.deferred
     if deferred is None or not (_may_wait(weight) and _may_wait(bias)):
-        if weight is not None and not _added_product(ctx, dy_TO, x_TI):
+        if weight is not None and not (adds and _added_product(ctx, dy_TO, x_TI)):
             dw_OI = products.weight_gradient(operand_TO, x_TI).to(weight.dtype)
         db_O = None if bias is None else bias_gradient(dy_TO).to(bias.dtype)
         return dx_TI, dw_OI, db_O, None
     if bias is not None:
         deferred.add(bias, bias_gradient, dy_TO)
     if weight is not None:
-        deferred.add(weight, products.weight_gradient, operand_TO, x_TI)
+        deferred.add(weight, products.weight_product if adds else products.weight_gradient, operand_TO, x_TI)
     return dx_TI, None, None, None
+
+
+def _adds_product(ctx: Any, dy_TO: Tensor, x_TI: Tensor) -> bool:
+    """Return whether the product can add: see [Note: gradients that products add]."""
+    is_plain = isinstance(ctx.layer.products, PlainProducts) and not torch.is_grad_enabled()
+    if ctx.weight is None or not (is_plain and dy_TO.is_cpu and dy_TO.dtype == x_TI.dtype):
+        return False
+    unit = owner_of(ctx.weight)[0]
+    return unit is not None and unit.context.grad_buffer_dtype == dy_TO.dtype and _may_wait(ctx.weight)
 
 
 def _added_product(ctx: Any, dy_TO: Tensor, x_TI: Tensor) -> bool:
     """Add the product to the weight's gradient, if the unit takes it. See `FlatParam.add_product`."""
-    weight, products, unit = ctx.weight, ctx.layer.products, owner_of(ctx.weight)[0]
-    is_plain = isinstance(products, PlainProducts) and not torch.is_grad_enabled()
-    if unit is None or not (is_plain and dy_TO.is_cpu and dy_TO.dtype == x_TI.dtype and _may_wait(weight)):
-        return False
     if not torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
         return False  # only the input's gradient is asked for
-
-    def add(sum_OI: Tensor, is_first: bool) -> None:
-        products.add_weight_gradient(sum_OI, dy_TO, x_TI, is_first=is_first)
-
-    found: bool = unit.add_product(weight, add, dy_TO.dtype)
+    found: bool = owner_of(ctx.weight)[0].add_product(
+        ctx.weight, ctx.layer.products.weight_product(dy_TO, x_TI)
+    )
     return found
 
 

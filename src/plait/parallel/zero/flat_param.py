@@ -423,7 +423,7 @@ class FlatParam:
         self._num_expected[index] += 1
         self.grad_buffer.expect_again(index)
 
-    def accumulate_deferred(self, parameter: Tensor, gradient: Tensor) -> None:
+    def accumulate_deferred(self, parameter: Tensor, gradient: Tensor | AddGradient) -> None:
         """Accumulate a gradient from the second half of a split backward."""
         index = self._index_of[id(parameter)]
         assert self._num_expected[index], f"unit {self.layout.name}: unexpected deferred gradient"
@@ -495,12 +495,11 @@ class FlatParam:
         else:
             self._accumulate(index, gradient, last=True)
 
-    def add_product(self, parameter: Tensor, add: AddGradient, dtype: torch.dtype) -> bool:
-        """In backward, let a layer's product of this dtype add to a parameter's gradient, before the
-        parameter's hook runs. Return False, and do nothing, if autograd has to pass the gradient on."""
+    def add_product(self, parameter: Tensor, add: AddGradient) -> bool:
+        """In backward, let a layer's product add to a parameter's gradient, before the parameter's hook runs.
+        Return False, and do nothing, if autograd has to pass the gradient on."""
         index = self._index_of.get(id(parameter))
-        is_possible = index is not None and self._in_micro and dtype == self.context.grad_buffer_dtype
-        if not is_possible or index is None or self.grad_buffer.has_arrived(index):
+        if index is None or not self._in_micro or self.grad_buffer.has_arrived(index):
             return False
         self._accumulate(index, add, last=False)
         self._with_products.add(index)

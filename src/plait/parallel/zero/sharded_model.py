@@ -68,6 +68,7 @@ from plait.comm import Group, Mesh, all_reduce
 from plait.errors import ModelError
 from plait.parallel.zero.exec_order import UnitGroup, agreed_order
 from plait.parallel.zero.flat_param import FlatParam, given_to_another_engine
+from plait.parallel.zero.grad_buffer import AddGradient
 from plait.parallel.zero.grad_reduce import ColumnGradReduce, GradReducer, InFlightReductions
 from plait.parallel.zero.parameter import UnitParameter, changed_outside_engine
 from plait.parallel.zero.rank_context import RankContext, RankGroups
@@ -97,7 +98,7 @@ class DeferredWork(Protocol):
     def keep(self, parameter: Tensor, gradient: Tensor) -> None:
         """Queue a gradient that the first half has already computed."""
 
-    def run(self, deliver: Callable[[Tensor, Tensor], object]) -> None:
+    def run(self, deliver: Callable[[Tensor, Tensor | AddGradient], object]) -> None:
         """Compute the gradients; call `deliver(parameter, gradient)` for each."""
 
 
