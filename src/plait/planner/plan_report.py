@@ -35,7 +35,7 @@ from plait.planner.traffic import axis_traffic
 from plait.tables import facts_table, plain, table
 
 _FOOT = (
-    "interval: in the unit of the step; of 100 published steps it had not seen, 77 are within theirs.\n"
+    "interval: in the unit of the step; of 100 published steps it had not seen, 81 are within theirs.\n"
     "MFU: with attention to earlier tokens only, and to the full sequence; without recomputation.\n"
     "memory: of the fullest rank, upper end. exposed: waiting for communication."
 )
