@@ -76,6 +76,7 @@ SHAPE = (programs.SEQUENCES, programs.LENGTH, 2)
         ("mixtral", "dp=1", torch.zeros(*SHAPE[:2], 3, 2, dtype=torch.long), "shape"),
         ("mixtral", "dp=1", torch.zeros(*SHAPE, 1, dtype=torch.long), "0 calls of topk"),
         ("mixtral", "dp=1 compile=true", torch.zeros(*SHAPE, 2, dtype=torch.long), "compile=true"),
+        ("mixtral", "dp=1 compile=auto", torch.zeros(*SHAPE, 2, dtype=torch.long), "compile=auto"),
         ("shared", "dp=1", torch.zeros(*SHAPE[:2], 1, 2, dtype=torch.long), "cannot be replaced"),
         ("llama", "dp=1", torch.zeros(*SHAPE, 2, dtype=torch.long), "neither the model nor the loss"),
     ],

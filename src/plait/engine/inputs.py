@@ -186,7 +186,7 @@ class Inputs:
             except Exception as error:  # any error of the model's attributes
                 self._unchecked = error
         self._num_compared: Counter[bool] = Counter()  # batches, in evaluation and in training
-        self._layers, self._compiles = expert_layers(model), bool(context.plan.compile)
+        self._layers, self._compile = expert_layers(model), context.plan.compile
 
     def of_step(self, batch: Batch | Sequence[Batch]) -> Sequence[Batch]:
         """The micro-batches of a step. Raises PlanError unless there are `plan.micro`, or the batch divides
@@ -237,7 +237,7 @@ class Inputs:
         """The batch as one micro-batch, which may differ between ranks."""
         check_is_batch(batch)
         if self._layers and ROUTING in batch:
-            check_choices(batch, self._layers, compiles=self._compiles)
+            check_choices(batch, self._layers, self._compile)
         return on_device(batch, self._device, self._dtype, self._names)
 
     def single(self, batch: Batch, *, trains: bool = True) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from plait.errors import ModelError
 from plait.models.task import ROUTING
+from plait.plan.plan import show_value
 
 
 class _Given(TorchFunctionMode):
@@ -131,9 +132,9 @@ def take_choices(model: nn.Module, layers: Mapping[str, int]) -> None:
             modules[name].register_forward_pre_hook(layer.check, with_kwargs=True)
 
 
-def check_choices(batch: Mapping[str, Tensor], layers: Mapping[str, int], *, compiles: bool) -> None:
-    """Raise ModelError for choices that cannot be used."""
-    chosen, problem = batch[ROUTING], "compile=true" if compiles else ""
+def check_choices(batch: Mapping[str, Tensor], layers: Mapping[str, int], compiles: bool | str) -> None:
+    """Raise ModelError for choices that cannot be used. `compiles`: the plan's value."""
+    chosen, problem = batch[ROUTING], f"compile={show_value('compile', compiles)}" if compiles else ""
     rows = next((batch[key].shape[:2] for key in ("input_ids", "inputs_embeds") if key in batch), ())
     if chosen.dtype.is_floating_point or (*chosen.shape[:-1],) != (*rows, len(layers)):
         problem = f"{chosen.dtype} of shape {tuple(chosen.shape)}"
