@@ -193,6 +193,7 @@ def _assert_other_formats_are_refused(folder: Path) -> None:
     for change, words in (
         ({"weights": {**scheme["weights"], "symmetric": False}}, "compressed-tensors, in a format"),
         ({"weights": {**scheme["weights"], "strategy": "group", "group_size": "2"}}, "in a format"),
+        ({"weights": {**scheme["weights"], "actorder": "group"}}, "in a format"),
         ({"weights": {**scheme["weights"], "num_bits": 4}}, "codes of shape"),
         ({"weights": {**scheme["weights"], "strategy": "group", "group_size": 2}}, "scales of shape"),
     ):

@@ -45,6 +45,7 @@ Weights = Literal["int8", "int4", "fp8"]
 GROUP = 128
 _MIN_GROUP = 16  # a scale for fewer inputs costs more than it saves
 _METHOD, _KEY = "compressed-tensors", "quantization_config"
+_IN_ORDER = (None, False, "weight", "static")  # groups are of neighbouring inputs
 _PACKED, _SCALE, _SHAPE = "_packed", "_scale", "_shape"  # after the name of a weight
 
 
@@ -85,6 +86,7 @@ class Quantization:
             (of_known,) = found.config([])["config_groups"].values()
             same = values["quant_method"] == _METHOD and bool(weights["symmetric"])
             same = same and weights["strategy"] == of_known["weights"]["strategy"]
+            same = same and weights.get("actorder") in _IN_ORDER
             same = same and (found.group is None or (type(found.group) is int and found.group > 0))
             if not same or (found.bits, found.is_float) not in ((4, False), (8, False), (8, True)):
                 raise ValueError
