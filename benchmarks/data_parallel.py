@@ -1,6 +1,6 @@
 """Data parallelism, ZeRO 0 to 3: our steps compared with torch's, DeepSpeed's and no communication.
 
-    python benchmarks/data_parallel.py [--stages 0 1] [--only WORD ...] [--transport gloo] [--json FILE]
+    python benchmarks/data_parallel.py [--stages 0 1] [--only WORD ...] [--compiled] [--transport gloo]
     python benchmarks/data_parallel.py --ddp [--models llama small] [--precisions bf16 fp32] [--only WORD ...]
 
 The Llama of 33.7 M parameters, bf16 compute, 2 ranks with one thread each. The contenders of a stage live in
@@ -13,6 +13,8 @@ each rank, and have to get the losses of our plan without ZeRO. A contender that
 would get those of ranks that do not communicate, which are far off: `loss_apart` is 0 for the first and 1 for
 the second.
 
+With `--compiled`, ours have `compile=true` and all peers' blocks are compiled by torch, too.
+
 With `--ddp` it is our DistributedDataParallel and torch's (`ddp_peers.py`), on that Llama and on a model
 of 1,500 small parameters. The yardstick is torch's step without communication; the losses to get are those
 of ranks that average each gradient after backward.
@@ -24,6 +26,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,10 +50,18 @@ MODELS = ["llama", "small"]  # of --ddp
 WARM_UP = 2
 
 
-def ours(model: Llama, words: str, world: World) -> Step:
-    plan = f"dp={world.size} precision=bf16 {words}"
+def ours(model: Llama, words: str, world: World, *, compiles: bool = False) -> Step:
+    plan = f"dp={world.size} precision=bf16 compile={str(compiles).lower()} {words}"
     engine = plait.parallelize(model.on_meta(), plan, optimizer_args=ADAMW, world=world)
     return lambda batch: engine.step(batch).loss
+
+
+def weights_of(model: Llama, *, compiles: bool) -> Any:
+    """A model for a peer. Its blocks share their compiled code, as ours do."""
+    found: Any = model.with_weights()
+    for block in found.model.layers if compiles else ():
+        block.compile()
+    return found
 
 
 def wanted(name: str, only: list[str]) -> bool:
@@ -58,23 +69,23 @@ def wanted(name: str, only: list[str]) -> bool:
 
 
 def contenders(
-    model: Llama, stage: int, rivals: list[Peer], world: World, only: list[str]
+    model: Llama, stage: int, rivals: list[Peer], world: World, arguments: argparse.Namespace
 ) -> dict[str, Step]:
     """The yardstick and, of all others of the stage, those whose names have one of the words `only`."""
 
-    alone = World.alone(world.device)
-    steps = {YARDSTICK: ours(model, "", alone)}
+    alone, only, compiles = World.alone(world.device), arguments.only, arguments.compiled
+    steps = {YARDSTICK: ours(model, "", alone, compiles=compiles)}
     for words in PLANS[stage]:
         name = f"plait {words}".strip()
         if wanted(name, only):
-            steps[name] = ours(model, words, world)
+            steps[name] = ours(model, words, world, compiles=compiles)
     if stage == 0 and wanted(TORCH_ALONE, only):
-        steps[TORCH_ALONE] = peers.ddp(model.with_weights(), 1)
+        steps[TORCH_ALONE] = peers.ddp(weights_of(model, compiles=compiles), 1)
     for peer in rivals:
         if not wanted(peer.name, only):
             continue
         if peer.installed:
-            steps[peer.name] = peer.make(model.with_weights(), world.size)
+            steps[peer.name] = peer.make(weights_of(model, compiles=compiles), world.size)
         elif world.rank == 0:
             print(f"{peer.name}: left out, {peer.package} is not installed (`make bench` installs it)")
     return steps
@@ -123,7 +134,7 @@ def measure(steps: dict[str, Step], batch: Batch, world: World, rounds: int) -> 
 def rows_of(stage: int, oracle: Oracle, world: World, arguments: argparse.Namespace) -> list[common.Row]:
     """Makes, checks and measures the contenders of a stage."""
     model, rivals = llama_of(arguments), peers.peers_of(stage)
-    steps = contenders(model, stage, rivals, world, arguments.only)
+    steps = contenders(model, stage, rivals, world, arguments)
     apart = {
         name: oracle.check(name, step) for name, step in steps.items() if name not in (YARDSTICK, TORCH_ALONE)
     }
@@ -203,6 +214,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=list(PLANS), choices=PLANS)
     parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel, ours and torch's")
+    parser.add_argument("--compiled", action="store_true", help="with compiled blocks, without --ddp")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, help="with --ddp")
     precisions = list(ddp_peers.COMPUTE)
     parser.add_argument("--precisions", nargs="+", default=precisions, choices=precisions, help="with --ddp")

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from support.cli_runs import ROOT, warm_python
+from support.compilers import compiles
 from support.pool import Pool
 from support.small_device import small_device
 
@@ -46,7 +47,9 @@ RANKS = {
 }
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PLAIT_RENDEZVOUS_FILE", "PLAIT_LAUNCHER_PID")
 FOLDERS = {"checkpoint": "--folder", "read_windows": "--dir"}
-RUNS = ["data_parallel --ddp", *sorted(p.stem for p in BENCHMARKS.glob("*.py") if p.stem not in HELPERS)]
+COMPILED = "data_parallel --compiled --stages 0 --only DDP"
+NAMES = sorted(p.stem for p in BENCHMARKS.glob("*.py") if p.stem not in HELPERS)
+RUNS = ["data_parallel --ddp", COMPILED, *NAMES]
 
 
 def run(name: str, words: list[str], python: Path, variables: dict[str, str]) -> None:
@@ -55,6 +58,7 @@ def run(name: str, words: list[str], python: Path, variables: dict[str, str]) ->
     sys.path.insert(0, str(BENCHMARKS))
     with (
         small_device(),
+        compiles(in_cpp="--compiled" not in words),
         mock.patch.object(sys, "argv", [str(program), *words]),
         mock.patch.object(sys, "executable", str(python)),
         mock.patch.dict(os.environ, variables),
