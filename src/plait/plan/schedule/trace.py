@@ -7,8 +7,9 @@ rank, a slice per action. Data outside Chrome's format is under `plait`.
 A consumer starts when its rank is free and its input has arrived. So the gap between its producer's end
 and its start is the transfer time or more: it may have waited for other things too. Every gap is an upper
 bound; the smallest over all micro-batches, steps and both directions is the best one. A simulation with it
-delays no action longer than was measured. Negative gaps, from clocks that differ between hosts, count as
-zero. Between stages of one rank there is no transfer.
+delays no action longer than was measured. Negative gaps count as zero: clocks of hosts differ, and on CPUs an
+unsplit backward sends its input's gradient before it ends (parallel/pipeline/executor.py), so that a
+simulation of its complete span is up to 4 % too long. Between stages of one rank there is no transfer.
 """
 
 import json
