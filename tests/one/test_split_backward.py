@@ -328,6 +328,53 @@ def test_hooks_of_parameters_run_with_a_gradient_also_in_halves() -> None:
         assert not seen
 
 
+class _Force(torch.autograd.Function):
+    """The sum of a layer's squares, whose backward asks for gradients again: of the input and the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x).square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = ctx.layer(x).square().sum()
+            [force, _] = torch.autograd.grad(energy, [x, ctx.layer.bias])
+        return dy * force, None
+
+
+def test_gradients_that_an_inner_backward_asks_for_are_not_those_of_weights() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            force: Tensor = _Force.apply(self.first(x), self.inner)
+            return force + self.inner(x).sum()
+
+    plain, halves = Block().double(), BackwardSplitter()
+    split, x = copy.deepcopy(plain), torch.randn(3, 4, dtype=torch.float64)
+    split_linears([split], halves)
+    plain(x).backward()
+    _in_halves(split(x), halves).run(_add)
+    _assert_same(split, plain)
+
+
+def test_gradients_can_be_asked_for_without_training() -> None:
+    layer, x = nn.Linear(4, 4).double(), torch.randn(3, 4, dtype=torch.float64)
+    split = copy.deepcopy(layer)
+    split_linears([split], BackwardSplitter())
+    expected = torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias])
+    found = torch.autograd.grad(split(x).square().sum(), [split.weight, split.bias])
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_a_compiled_layer_is_not_split() -> None:
     halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)

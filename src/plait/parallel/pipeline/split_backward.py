@@ -223,7 +223,7 @@ def _gradients(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
     if w_OI is not None:
         dx_TI = products.input_gradient(operand_TO, ctx.cast(w_OI)).to(ctx.x_dtype)
     deferred = None if torch.is_grad_enabled() else ctx.layer.splitter.deferred
-    if deferred is None or not (_may_wait(weight) and _may_wait(bias)):
+    if deferred is None or not (_may_wait(ctx, 1, weight) and _may_wait(ctx, 2, bias)):
         if weight is not None and not (adds and _added_product(ctx, dy_TO, x_TI)):
             dw_OI = products.weight_gradient(operand_TO, x_TI).to(weight.dtype)
         db_O = None if bias is None else bias_gradient(dy_TO).to(bias.dtype)
@@ -241,22 +241,30 @@ def _adds_product(ctx: Any, dy_TO: Tensor, x_TI: Tensor) -> bool:
     if ctx.weight is None or not (is_plain and dy_TO.is_cpu and dy_TO.dtype == x_TI.dtype):
         return False
     unit = owner_of(ctx.weight)[0]
-    return unit is not None and unit.context.grad_buffer_dtype == dy_TO.dtype and _may_wait(ctx.weight)
+    of_unit = unit is not None and unit.context.grad_buffer_dtype == dy_TO.dtype
+    return of_unit and _may_wait(ctx, 1, ctx.weight)
 
 
 def _added_product(ctx: Any, dy_TO: Tensor, x_TI: Tensor) -> bool:
     """Add the product to the weight's gradient, if the unit takes it. See `FlatParam.add_product`."""
-    if not torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
-        return False  # only the input's gradient is asked for
     found: bool = owner_of(ctx.weight)[0].add_product(
         ctx.weight, ctx.layer.products.weight_product(dy_TO, x_TI)
     )
     return found
 
 
-def _may_wait(tensor: Tensor | None) -> bool:
-    """Return whether neither a hook nor what the tensor was computed from needs the gradient now."""
-    return tensor is None or (tensor.is_leaf and not has_hooks(tensor))
+def _may_wait(ctx: Any, number: int, tensor: Tensor | None) -> bool:
+    """Return whether the gradient of an input of the function is for its `grad`, and neither a hook nor what
+    the tensor was computed from needs it now. A backward within this one, and `torch.autograd.grad`, may ask
+    for other gradients only, or for this one as a result."""
+    if tensor is None:
+        return True
+    if not tensor.is_leaf or has_hooks(tensor):
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[number][0]))
+    except RuntimeError:  # of a leaf whose gradient is a result
+        return False
 
 
 @dataclass(frozen=True)
