@@ -82,6 +82,7 @@ class CompileTrial:
     def choose(self, num_steps: float, kept: Facts | None) -> CompileChoice:
         """The choice for so many steps, after which blocks are compiled or not. `kept`: the facts of a
         checkpoint. Collective."""
+        turn(self._blocks, on=False)  # an earlier choice may have left them on
         choice = self._of_rank_0(self._known(num_steps, kept))
         if choice is None:
             eager_s = min(self._timed(rounds=2)) / self._threads

@@ -122,14 +122,16 @@ class MicrobatchRunner:
 
     @contextmanager
     def kept_buffers(self) -> Iterator[None]:
-        """Passes after which buffers are as before."""
+        """Passes after which buffers are as before, also if one of them fails."""
         stages = [stage.module_part.module for stage in self._parts.stages.values()]
         all_buffers = [module._buffers for stage in stages for module in stage.modules()]
         named = [(of, name, b, b.clone()) for of in all_buffers for name, b in of.items() if b is not None]
-        yield
-        with torch.no_grad():
-            for buffers, name, buffer, values in named:
-                buffers[name] = buffer.copy_(values)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffers, name, buffer, values in named:
+                    buffers[name] = buffer.copy_(values)
 
     @contextmanager
     def _first_pass(self) -> Iterator[None]:

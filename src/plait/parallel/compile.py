@@ -116,21 +116,21 @@ class CompiledForward:
         self._is_optional, self._reported = later, reported
         self._run = forward
         self._compiled: Callable[..., Any] | None = None
+        self._when_on = self._run_first
         self.turn(on=not later)
 
     def turn(self, *, on: bool) -> None:
         if on and self._compiled is None:
             self._compiled = torch.compile(self.eager, fullgraph=self._fullgraph, options=_OPTIONS)
-            self._run = self._run_first
-        elif not self.problem:
-            self._run = self._compiled if on and self._compiled is not None else self.eager
+        if not self.problem:
+            self._run = self._when_on if on else self.eager
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
     def _run_first(self, *args: Any, **kwargs: Any) -> Any:
         assert self._compiled is not None, "it was turned on"
-        self._run = self._compiled
+        self._run = self._when_on = self._compiled
         before = Counter(torch._dynamo.utils.counters["graph_break"])
         try:
             output = self._compiled(*args, **kwargs)
