@@ -414,3 +414,15 @@ def test_gradients_of_gradients_are_torchs() -> None:
         [gradient] = torch.autograd.grad(each(x).pow(3).sum(), x, create_graph=True)
         gradient.square().sum().backward()
     _assert_same(layer, plain)
+
+
+def test_a_weights_gradient_of_a_cast_input_has_no_derivative() -> None:
+    """The layer has saved the cast input: the derivative by the input would be lost."""
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    split_linears([layer], BackwardSplitter())
+    with torch.autocast("cpu", torch.bfloat16):
+        energy = layer(x).float().square().sum()
+    force, of_weight = torch.autograd.grad(energy, [x, layer.weight], create_graph=True)
+    force.square().sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="under autocast"):
+        of_weight.square().sum().backward()

@@ -28,7 +28,8 @@ and fp16, whose products torch's CPU kernels do not add to float32.
 The layer computes in the dtype that autocast would cast to, and saves its input in it. It saves the weight in
 its own dtype and casts it again in backward: a cast copy would survive when ZeRO frees the weight. The casts
 bypass autocast's cache, which would hand the weight's copy, made without a graph, to other users of the
-weight.
+weight. With create_graph, the weight's gradient cannot be differentiated by an input of which a cast was
+saved, so that its own backward is an error.
 """
 
 from collections import deque
@@ -226,6 +227,8 @@ def _gradients(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
     if deferred is None or not (_may_wait(ctx, 1, weight) and _may_wait(ctx, 2, bias)):
         if weight is not None and not (adds and _added_product(ctx, dy_TO, x_TI)):
             dw_OI = products.weight_gradient(operand_TO, x_TI).to(weight.dtype)
+            if torch.is_grad_enabled() and x_TI.dtype != ctx.x_dtype:
+                dw_OI = torch._C._functions.DelayedError(_CAST, 1)(dw_OI)
         db_O = None if bias is None else bias_gradient(dy_TO).to(bias.dtype)
         return dx_TI, dw_OI, db_O, None
     if bias is not None:
@@ -233,6 +236,9 @@ def _gradients(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
     if weight is not None:
         deferred.add(weight, products.weight_product if adds else products.weight_gradient, operand_TO, x_TI)
     return dx_TI, None, None, None
+
+
+_CAST = b"a weight's gradient under autocast has no derivative in layers of pipelines: use precision=fp32"
 
 
 def _adds_product(ctx: Any, dy_TO: Tensor, x_TI: Tensor) -> bool:
