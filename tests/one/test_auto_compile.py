@@ -15,7 +15,7 @@ from plait.checkpoint import newest
 from plait.comm import World
 from plait.engine import auto_compile
 from plait.engine.runner import MicrobatchRunner
-from plait.parallel.compile import check_compiler
+from plait.parallel.compile import CompiledForward, check_compiler
 from plait.plan import compile_choice
 from plait.train.prepare import prepare
 from plait.train.trainer import train
@@ -111,6 +111,39 @@ def test_running_statistics_do_not_count_trial_steps() -> None:
     assert choice is not None
     assert choice.is_on
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+def test_a_trial_that_fails_leaves_buffers_and_blocks_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = nn.Sequential(WithCounts(), WithCounts()), 0
+
+    def loss(outputs: Tensor, _: Any) -> tuple[Tensor, int]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # after two uncompiled trials
+            raise ValueError("no loss")
+        return outputs.square().sum(), outputs.numel()
+
+    engine = engine_of("compile=auto", model, loss=loss, optimizer_args={"lr": 0.1})
+    batch = {"input": torch.arange(24.0).view(6, 4)}
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    with pytest.raises(ValueError, match="no loss"):
+        engine.choose_compile(batch)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+    monkeypatch.setattr(compile_choice, "MIN_RUN_S", 1e6)
+    choice = engine.choose_compile(batch, 1)
+    assert choice is not None
+    assert not choice.is_on
+    for block in model:
+        forward: Any = block.compiled_forward
+        assert forward._run == forward.eager
+
+
+def test_a_block_that_the_first_trial_leaves_out_runs_uncompiled_if_it_has_to() -> None:
+    forward = CompiledForward("Untraceable", Untraceable().forward, True, None, later=True)
+    for on in (True, False, True):
+        forward.turn(on=on)
+    assert forward(torch.ones(3, 4)).shape == (3, 4)
+    assert "graph break" in forward.problem
 
 
 def test_times_are_measured_once_for_a_model_plan_and_shape(monkeypatch: pytest.MonkeyPatch) -> None:

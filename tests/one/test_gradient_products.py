@@ -1,5 +1,6 @@
 """Weight gradients that products add to a unit's gradients themselves: those of one process."""
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -88,6 +89,29 @@ def test_products_add_the_gradients_of_one_process(words: str, added: Counter[st
     assert {added[f"blocks.{n}.twice.weight"] for n in range(BLOCKS)} == {2 * calls}
     assert {added[f"blocks.{n}.tied.weight"] for n in range(BLOCKS)} == {calls}
     assert not any(added[f"blocks.{n}.hooked.weight"] for n in range(BLOCKS))
+
+
+def test_a_loss_may_ask_for_the_gradient_of_a_weight() -> None:
+    """As a result of `torch.autograd.grad`, which is not to be added to the weight's gradients."""
+    torch.manual_seed(0)
+    model, x, found = Blocks(), torch.randn(MICROS, 2, WIDTH), list[Tensor]()
+    plain = copy.deepcopy(model)
+
+    def loss(outputs: Tensor, _: Any) -> tuple[Tensor, int]:
+        found.extend(torch.autograd.grad(outputs.sum(), model.blocks[-1].once.weight, retain_graph=True))
+        return outputs.square().sum(), 1
+
+    engine = plait.parallelize(model, STAGES, loss=loss, example_batch={"x": x})
+    found.clear()
+    engine.step({"x": x})
+    gradients = engine.full_gradients()
+    for row, gradient in zip(x, found, strict=True):
+        outputs = plain(row[None])
+        [expected] = torch.autograd.grad(outputs.sum(), plain.blocks[-1].once.weight, retain_graph=True)
+        torch.testing.assert_close(gradient, expected)
+        outputs.square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(MICROS * gradients[name], parameter.grad, rtol=1e-9, atol=1e-11)
 
 
 def test_layers_of_a_bfloat16_plan_keep_torchs_backward(added: Counter[str]) -> None:

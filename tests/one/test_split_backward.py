@@ -365,16 +365,6 @@ def test_gradients_that_an_inner_backward_asks_for_are_not_those_of_weights() ->
     _assert_same(split, plain)
 
 
-def test_gradients_can_be_asked_for_without_training() -> None:
-    layer, x = nn.Linear(4, 4).double(), torch.randn(3, 4, dtype=torch.float64)
-    split = copy.deepcopy(layer)
-    split_linears([split], BackwardSplitter())
-    expected = torch.autograd.grad(layer(x).square().sum(), [layer.weight, layer.bias])
-    found = torch.autograd.grad(split(x).square().sum(), [split.weight, split.bias])
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
 def test_a_compiled_layer_is_not_split() -> None:
     halves, layer = BackwardSplitter(), _layer("linear", True, torch.float64)
     split_linears([layer], halves)

@@ -116,7 +116,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
     if spec.given.weights is not None:  # which replace them
         on_other_stages |= parameter_only_modules(model) - with_adapters_inside(model)
     standalone = init_flat_params(model, units, context, spec.given.seed, on_other_stages)
-    splitter = BackwardSplitter()
+    splitter = BackwardSplitter(sending_first(spec, context))
     stages = build_stages(model, spec, context, units, standalone, splitter)
     if spec.plan.cp > 1:
         dropout.install(block for stage in stages.values() for _, block in stage.module_part.blocks)
@@ -146,7 +146,7 @@ def build_engine_parts(model: nn.Module, spec: TrainingSpec, mesh: Mesh) -> Engi
         IslandState(outer),
         ShardedState(context, modules, units, optimizer, shard_map),
         ReplicaCheck(sharded.units, context, shard_map, outer.common),
-        Pipeline(spec.schedule.rank_of, mesh, splitter, _sending_first(spec, context)),
+        Pipeline(spec.schedule.rank_of, mesh, splitter),
         inputs,
         dataflow,
         spec.given.loss,
@@ -249,7 +249,7 @@ def _build_stage(
         summed = Roles.from_plan(plan).gradient_sum()
         sync_batch_norms(part.module, mesh.group(*summed, channel="statistics"))
     adds_products = mesh.world.device.type == "cpu" and context.precision.compute == context.grad_buffer_dtype
-    is_split = spec.schedule.split or stage in _sending_first(spec, context)
+    is_split = spec.schedule.split or stage in splitter.sends_first
     if is_split or (spec.stages.num_stages > 1 and adds_products):
         split_linears(blocks, splitter)
     if not (plan.compile and selective):  # which recomputes inside of compiled code
@@ -267,7 +267,7 @@ def _build_stage(
     return StageRunner(part, sharded, head, *of_loss, tokens, divide, routers, is_last=is_last)
 
 
-def _sending_first(spec: TrainingSpec, context: RankContext) -> Set[int]:
+def sending_first(spec: TrainingSpec, context: RankContext) -> Set[int]:
     """The stages of [Note: gradients that are sent first] in pipeline/executor.py: on a CPU, as on GPUs the
     layers' Python is not measured."""
     plan, rank_of = spec.plan, spec.schedule.rank_of

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm import Mesh, World
-from plait.engine.build import build_stages
+from plait.engine.build import build_stages, sending_first
 from plait.engine.inputs import own_tokens, prepared
 from plait.engine.routers import Pass
 from plait.engine.spec import TrainingSpec
@@ -118,7 +118,7 @@ def dry_stages(
     context = RankContext(plan, mesh, META, RankGroups.build(mesh, plan), NullMasters())
     units = {stage: [FlatParam(unit, context) for unit in layout.units] for stage, layout in layouts.items()}
     block_outputs = BlockOutputs(copy_to_meta(model).to(context.precision.compute), device)
-    splitter = BackwardSplitter()
+    splitter = BackwardSplitter(sending_first(spec, context))
     standalone = {name: p for name, p in meta_model.named_parameters() if not p.is_floating_point()}
     stages = build_stages(meta_model, spec, context, units, standalone, splitter)
     ids = micro.get("input_ids")

@@ -44,7 +44,7 @@ halves of a split backward, the inputs and output gradients of the linear layers
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -141,20 +141,12 @@ class MicrobatchState:
 class Pipeline:
     """Executor of schedules over this rank's stages, with channels to the ranks of adjacent stages."""
 
-    def __init__(
-        self,
-        rank_of: Mapping[int, int],
-        mesh: Mesh,
-        splitter: BackwardSplitter,
-        sends_first: Set[int] = frozenset(),
-    ) -> None:
-        """`rank_of`: the `pp` coordinate of every stage. `splitter`: that of the stages' linear layers.
-        `sends_first`: stages of [Note: gradients that are sent first]. All ranks of the pipeline call this at
-        the same point of the program."""
+    def __init__(self, rank_of: Mapping[int, int], mesh: Mesh, splitter: BackwardSplitter) -> None:
+        """`rank_of`: the `pp` coordinate of every stage. `splitter`: that of the stages' linear layers. All
+        ranks of the pipeline call this at the same point of the program."""
         self._rank = mesh.coord[STAGES]
         self._rank_of = rank_of
         self.splitter = splitter
-        self.sends_first = sends_first
         self.deferred_bytes: dict[int, int] = {}  # by stage: held after its first split backward
         self._last_stage = max(rank_of)
         self.device = mesh.world.device
@@ -279,7 +271,7 @@ class _ScheduleRun:
             gradients = self._take(Action(Kind.B, stage + 1, micro))
         roots, state.roots = state.roots, []
         sharded, is_last = self._stages[stage].sharded, self._last_backward[stage] == action
-        defers = is_split or stage in self._pipeline.sends_first
+        defers = is_split or stage in self._pipeline.splitter.sends_first
         with timed:
             with self._pipeline.splitter.deferring() if defers else nullcontext() as deferred:
                 sharded.backward(roots, gradients, last=is_last, deferred=deferred)

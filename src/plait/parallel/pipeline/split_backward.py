@@ -33,7 +33,7 @@ saved, so that its own backward is an error.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -61,9 +61,12 @@ AccumulateGrad = Callable[[Tensor, Tensor | AddGradient], object]  # (parameter,
 
 
 class BackwardSplitter:
-    """Switch between full backwards of split layers and ones that defer weight gradients to `deferred`."""
+    """Switch between full backwards of split layers and ones that defer weight gradients to `deferred`.
+    `sends_first`: stages whose full backwards run in halves, too, see executor.py [Note: gradients that are
+    sent first]."""
 
-    def __init__(self) -> None:
+    def __init__(self, sends_first: Set[int] = frozenset()) -> None:
+        self.sends_first = sends_first
         self.deferred: DeferredWeightGrads | None = None
 
     @contextmanager
