@@ -11,6 +11,7 @@ from plait.plan import Plan
 from plait.plan.host_profile import OPERATORS, DeviceSpeed, HostProfile, save
 from plait.planner.calibrate import Run, determined, fit
 from plait.planner.cluster import cluster
+from plait.planner.communication import Group, Links, collective_s, send_s
 from plait.planner.constants import Constants
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import estimate_step
@@ -134,3 +135,47 @@ def test_a_measured_gpu_has_the_tables_power_and_the_measured_speed(tmp_path: Pa
     assert found.product_rates["bf16"] == ((1e12, 7e14),)
     with pytest.raises(ProfileError, match="with 16 ranks at work"):
         cluster(f"{path}:16")
+
+
+NETWORK = (
+    ("all-gather", 1, 2, 2e-4, 1.25e-8),
+    ("all-gather", 2, 2, 4e-4, 0.75e-8),
+    ("all-reduce", 1, 2, 3e-4, 2e-8),
+    ("send-receive", 1, 2, 1e-4, 3e-8),
+)
+
+
+def test_a_measured_network_prices_collectives_over_hosts(tmp_path: Path) -> None:
+    path = _profile(tmp_path, _cpu(2, 2, network=NETWORK))
+    links = Links.of(two := cluster(f"{path}:2x2"), two.constants)
+    assert (two.num_hosts, two.num_devices) == (2, 4)
+    assert collective_s("all-gather", links, Group(4, 1, 4), 1e6) == pytest.approx(4e-4 + 0.75e-2)
+    assert collective_s("foreign all-reduce", links, Group(2, 2, 4), 1e6) == pytest.approx(3e-4 + 2e-2)
+    assert collective_s("foreign all-reduce", links, Group(2, 1, 4), 1e6) == pytest.approx(1e-4 + 2e-3)
+    assert send_s(links, 2, 4, 1e6) == pytest.approx(1e-4 + 3e-2)
+
+
+def test_a_measured_network_is_extrapolated_to_more_hosts(tmp_path: Path) -> None:
+    """The ring over 16 hosts passes on 31/32 of the bytes, and those of two hosts 3/4 in 7.5 ns per byte."""
+    path = _profile(tmp_path, _cpu(2, 2, network=NETWORK))
+    links = Links.of(many := cluster(f"{path}:16x2"), many.constants)
+    assert many.network_bytes_per_s == pytest.approx(1e8)
+    large_s = collective_s("all-gather", links, Group(32, 1, 32), 2e9)
+    assert large_s == pytest.approx(31 / 32 * 20, rel=0.01)
+    two_s, many_s = (_step_at(f"{path}:{hosts}x2", f"dp={2 * hosts}", 2 * hosts) for hosts in (2, 16))
+    assert many_s > two_s
+
+
+def _step_at(name: str, plan: str, batch: int) -> float:
+    return estimate_step(MODEL, Plan.parse(plan), cluster(name), replace(WORK, batch=batch)).step_s
+
+
+def test_a_network_that_was_not_measured_is_an_error_that_says_how(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"host\.json:4x2(.|\n)*torchrun --nnodes 2 --nproc-per-node 2"):
+        cluster(f"{_profile(tmp_path, _cpu(2, 2))}:4x2")
+
+
+def test_a_measurement_on_one_host_keeps_the_network(tmp_path: Path) -> None:
+    _profile(tmp_path, _cpu(2, 2, network=NETWORK))
+    path = _profile(tmp_path, _cpu(2, 2, launch_s=1e-6))
+    assert cluster(f"{path}:2x2").constants.launch_s == 1e-6

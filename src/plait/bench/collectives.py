@@ -10,10 +10,8 @@ some repetitions: for small sizes this is the interval between consecutive messa
 """
 
 import random
-import socket
 import statistics
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from plait.bench.cases import Case, Pattern, make_case
 from plait.bench.request import Request
-from plait.comm import World, all_gather, all_reduce, barrier
+from plait.comm import World, all_reduce, barrier, ranks_by_host
 from plait.errors import CommError, ConfigError
 
 _VISIT_S = 0.005
@@ -107,7 +105,7 @@ def measure(
         transport=world.group.transport.name,
         device=world.device.type,
         num_ranks=world.size,
-        num_hosts=num_hosts(world),
+        num_hosts=len(ranks_by_host(world.group, world.device)),
         dtype=request.dtype,
         rounds=len(times),
         seconds=time.perf_counter() - start,
@@ -237,14 +235,6 @@ def slowest(world: World, times: list[list[float]]) -> list[list[float]]:
     all_reduce(longest, world.group, "max")
     result: list[list[float]] = longest.tolist()
     return result
-
-
-def num_hosts(world: World) -> int:
-    """Return the number of hosts. Collective."""
-    own_hash = torch.tensor([zlib.crc32(socket.gethostname().encode())], device=world.device)
-    hashes = torch.empty(world.size, dtype=own_hash.dtype, device=world.device)
-    all_gather(hashes, own_hash, world.group)
-    return len(set(hashes.tolist()))
 
 
 def device_for(backend: str, local_ranks: int) -> str:

@@ -29,9 +29,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from plait.bench.collectives import num_hosts, slowest
+from plait.bench.collectives import slowest
 from plait.bench.request import MODELS, ONE_BUCKET, PRECISIONS, Cap, DdpRequest, cap_label, format_bytes
-from plait.comm import World, all_reduce, barrier
+from plait.comm import World, all_reduce, barrier, ranks_by_host
 from plait.errors import CommError, ConfigError
 from plait.models import causal_lm_on_meta, initialize_weights
 from plait.parallel.ddp import DistributedDataParallel
@@ -114,7 +114,7 @@ def measure_ddp(
         request=request,
         num_params=sum(parameter.numel() for parameter in bench_model.model.parameters()),
         num_ranks=world.size,
-        num_hosts=num_hosts(world),
+        num_hosts=len(ranks_by_host(world.group, world.device)),
         seconds=time.perf_counter() - start,
     )
 

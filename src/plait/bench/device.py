@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,9 +23,12 @@ from torch import Tensor
 from plait.bench.cases import Case, make_case
 from plait.bench.collectives import slowest, synchronize
 from plait.bench.operators import MOST_COPIES, core_seconds, in_turn, linear_case, operator_cases
-from plait.comm import Group, World, barrier, shares_memory, start_scattered_sum
+from plait.comm import Group, World, barrier, ranks_by_host, shares_memory, start_scattered_sum
+from plait.errors import ConfigError
 from plait.plan.cost_model import fit
 from plait.plan.host_profile import DeviceSpeed, Points
+
+_Key = tuple[str, int, int]  # kind, ranks of a host, hosts
 
 _VISIT_S = 0.03  # of one repetition of a case
 _ROUNDS = 5
@@ -54,10 +57,11 @@ def measure_device(
     cases.append(("", "copy", 0, 2 * source.nbytes, lambda: partial(target.copy_, source)))
     cases.append(("", "launch", 0, 1, lambda: partial(small.add_, 1)))
     lines = CollectiveLines(world)
+    host_ranks = lines.host_ranks
     times: list[list[float]] = []
     for number in range(rounds):
         report_progress(f"measuring: round {number + 1} of {rounds}")
-        times.append([_seconds(make(), world) for *_, make in cases])
+        times.append([_seconds(make(), world, host_ranks) for *_, make in cases])
         lines.measure()
     medians = map(statistics.median, zip(*slowest(world, times), strict=True))
     rates: dict[str, dict[str, Points]] = {}
@@ -68,61 +72,73 @@ def measure_device(
     del rates[""]
     products = {precision: points.pop(_SQUARE) for precision, points in rates.items()}
     operators = {precision: points for precision, points in rates.items() if points}
-    facts = _facts(world)
-    return DeviceSpeed(
-        world.size, facts[0], kind, *facts[1:], copied, 1 / launched, products, operators, lines.fitted()
-    )
+    facts = _facts(world, host_ranks)
+    speed = DeviceSpeed(host_ranks, facts[0], kind, *facts[1:], copied, 1 / launched, products, operators)
+    return replace(speed, collectives=lines.fitted(), network=lines.fitted_over_hosts())
 
 
 class CollectiveLines:
-    """Times of the collectives that plans use, in groups of every size that divides the ranks, all groups at
-    once. Ranks wait for one another, so that a delay of one delays all: the least time of a case counts. Of
-    those inside a block, the median: see [Note: collectives after computation]."""
+    """Times of the collectives that plans use, in groups of so many hosts, and ranks on each, as divide all;
+    all groups at once. Ranks wait for one another, so that a delay of one delays all: the least time of a
+    case counts. Of those inside a block, the median: see [Note: collectives after computation]."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._products = linear_case(_TOKENS, _WIDTH, torch.float32) if world.device.type == "cpu" else None
         self._rounds: list[list[float]] = []
-        self._inside: set[tuple[str, int]] = set()
+        self._inside: set[_Key] = set()
+        self._cases: list[tuple[_Key, int, Case]] = []
+        self._hosts = _equal_hosts(world)
         pools = [world.empty(_POOL_BYTES // 4, torch.float32).zero_() for _ in range(2)]
-        self._cases: list[tuple[str, int, int, Case]] = []
-        for degree in (each for each in range(2, world.size + 1) if world.size % each == 0):
-            start = world.rank // degree * degree
-            group = world.subgroup(tuple(range(start, start + degree)))
-            for kind, num_bytes in product(_KINDS, _MESSAGES):
-                if kind == "send-receive" and degree > 2:
-                    continue
-                if _is_inside(kind, group) and num_bytes == _MESSAGES[0]:  # takes as long as its wait
-                    continue
-                numel = num_bytes // 4 // degree * degree
-                count = min(MOST_COPIES, _POOL_BYTES // num_bytes)
-                pairs = [[pool[i * numel :][:numel] for pool in pools] for i in range(count)]
-                turns = [make_case(kind, group, first, second) for first, second in pairs]
-                self._add(kind, group, numel * 4, turns)
-                if kind == "reduce-scatter" and shares_memory(group):
-                    turns = [Case(partial(_scattered_sum, full, group)) for full, _ in pairs]
-                    self._add("scattered sum", group, numel * 4, turns)
-            if shares_memory(group):
-                for num_bytes in _MESSAGES[1:]:
-                    tensors = torch.zeros(min(MOST_COPIES, _POOL_BYTES // num_bytes), num_bytes // 4).unbind()
-                    turns = [make_case("all-reduce", group, each, each) for each in tensors]
-                    self._add("foreign all-reduce", group, num_bytes, turns)
-                # Parameters are in one memory: ranks wait for its owners.
-                self._add("unshard", group, 0, [make_case("barrier", group, pools[0], pools[1])])
+        for hosts, local in product(_divisors(len(self._hosts)), _divisors(self.host_ranks)):
+            if hosts * local > 1:
+                self._add_group(hosts, local, pools)
 
-    def _add(self, kind: str, group: Group, num_bytes: int, turns: Sequence[Case]) -> None:
-        degree = group.size
+    @property
+    def host_ranks(self) -> int:
+        """Ranks of a host."""
+        return len(self._hosts[0])
+
+    def _add_group(self, hosts: int, local: int, pools: Sequence[Tensor]) -> None:
+        """Add the collectives of groups of so many hosts, and of so many ranks of each."""
+        rank = self._world.rank
+        number, index = next((i, host.index(rank)) for i, host in enumerate(self._hosts) if rank in host)
+        of_hosts = self._hosts[number // hosts * hosts :][:hosts]
+        start = index // local * local
+        group = self._world.subgroup(tuple(sorted(r for host in of_hosts for r in host[start:][:local])))
+        for kind, num_bytes in product(_KINDS, _MESSAGES):
+            if kind == "send-receive" and group.size > 2:
+                continue
+            if _is_inside(kind, group) and num_bytes == _MESSAGES[0]:  # takes as long as its wait
+                continue
+            numel = num_bytes // 4 // group.size * group.size
+            count = min(MOST_COPIES, _POOL_BYTES // num_bytes)
+            pairs = [[pool[i * numel :][:numel] for pool in pools] for i in range(count)]
+            turns = [make_case(kind, group, first, second) for first, second in pairs]
+            self._add((kind, local, hosts), group, numel * 4, turns)
+            if kind == "reduce-scatter" and shares_memory(group):
+                turns = [Case(partial(_scattered_sum, full, group)) for full, _ in pairs]
+                self._add(("scattered sum", local, hosts), group, numel * 4, turns)
+        if shares_memory(group):
+            for num_bytes in _MESSAGES[1:]:
+                tensors = torch.zeros(min(MOST_COPIES, _POOL_BYTES // num_bytes), num_bytes // 4).unbind()
+                turns = [make_case("all-reduce", group, each, each) for each in tensors]
+                self._add(("foreign all-reduce", local, hosts), group, num_bytes, turns)
+            # Parameters are in one memory: ranks wait for its owners.
+            self._add(("unshard", local, hosts), group, 0, [make_case("barrier", group, pools[0], pools[1])])
+
+    def _add(self, key: _Key, group: Group, num_bytes: int, turns: Sequence[Case]) -> None:
         case = replace(turns[0], run=in_turn([each.run for each in turns]))
-        self._cases.append((kind, degree, num_bytes, case))
-        if _is_inside(kind, group):
-            self._inside.add((kind, degree))
+        self._cases.append((key, num_bytes, case))
+        if _is_inside(key[0], group):
+            self._inside.add(key)
 
     def measure(self) -> None:
         """Time all cases once. Collective."""
         seconds = []
-        for kind, degree, num_bytes, case in self._cases:
+        for key, num_bytes, case in self._cases:
             case.run()
-            if (kind, degree) in self._inside:
+            if key in self._inside:
                 both = self._visit_s([self._compute, case.run], _AFTER)
                 seconds.append((both - self._visit_s([self._compute], _AFTER)) / _AFTER)
             else:
@@ -147,14 +163,41 @@ class CollectiveLines:
             self._products()
 
     def fitted(self) -> tuple[tuple[str, int, float, float], ...]:
-        """Kind, ranks, seconds and seconds per byte."""
-        points: dict[tuple[str, int], list[tuple[int, float]]] = {}
+        """Inside a host: kind, ranks, seconds and seconds per byte."""
+        return tuple((kind, ranks, *line) for (kind, ranks, hosts), line in self._lines() if hosts == 1)
+
+    def fitted_over_hosts(self) -> tuple[tuple[str, int, int, float, float], ...]:
+        """Kind, ranks of a host, hosts, seconds and seconds per byte."""
+        return tuple((*key, *line) for key, line in self._lines() if key[-1] > 1)
+
+    def _lines(self) -> Iterator[tuple[_Key, tuple[float, float]]]:
+        points: dict[_Key, list[tuple[int, float]]] = {}
         times = zip(*self._rounds, strict=True)
-        for (kind, degree, num_bytes, _), seconds in zip(self._cases, times, strict=True):
-            typical = statistics.median(seconds) if (kind, degree) in self._inside else min(seconds)
-            points.setdefault((kind, degree), []).append((num_bytes, max(typical, _LEAST_S)))
-        lines = {key: fit(each) for key, each in points.items()}
-        return tuple((*key, line.latency_s, 1 / line.bytes_per_s) for key, line in lines.items() if line)
+        for (key, num_bytes, _), seconds in zip(self._cases, times, strict=True):
+            typical = statistics.median(seconds) if key in self._inside else min(seconds)
+            points.setdefault(key, []).append((num_bytes, max(typical, _LEAST_S)))
+        for key, each in points.items():
+            line = fit(each)
+            if line is not None:
+                yield key, (line.latency_s, 1 / line.bytes_per_s)
+
+
+def _equal_hosts(world: World) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each host. Raises ConfigError if some host has more than another."""
+    hosts = ranks_by_host(world.group, world.device)
+    sizes = {len(host) for host in hosts}
+    if len(sizes) > 1:
+        raise ConfigError(
+            "the hosts have different numbers of ranks",
+            given=" and ".join(map(str, sorted(sizes))),
+            expected="as many ranks on each host",
+            hint=f"--nproc-per-node {min(sizes)} on all hosts",
+        )
+    return hosts
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _is_inside(kind: str, group: Group) -> bool:
@@ -189,11 +232,11 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
     return lambda: torch.mm(left, right, out=out)
 
 
-def _seconds(run: Callable[[], object], world: World) -> float:
+def _seconds(run: Callable[[], object], world: World, host_ranks: int) -> float:
     """Seconds of one call, with all ranks at work."""
     barrier(world.group)
     if world.device.type == "cpu":
-        return core_seconds(run) * max(1.0, world.size / num_cores())
+        return core_seconds(run) * max(1.0, host_ranks / num_cores())
     run()
     count, begin_s = 0, time.perf_counter()
     elapsed_s = 0.0
@@ -205,10 +248,10 @@ def _seconds(run: Callable[[], object], world: World) -> float:
     return elapsed_s / count
 
 
-def _facts(world: World) -> tuple[str, int, int, float]:
+def _facts(world: World, host_ranks: int) -> tuple[str, int, int, float]:
     """Return the device's name, devices of the host, multiprocessors, bytes of memory."""
     if world.device.type == "cuda":
         facts = torch.cuda.get_device_properties(world.device)
         return facts.name, torch.cuda.device_count(), facts.multi_processor_count, float(facts.total_memory)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return platform.processor() or platform.machine(), num_cores(), 1, host_bytes / world.size
+    return platform.processor() or platform.machine(), num_cores(), 1, host_bytes / host_ranks

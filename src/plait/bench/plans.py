@@ -1,4 +1,5 @@
-"""Seconds of a step under a plan, on local ranks: what the planner's predictions are compared with.
+"""Seconds of a step under a plan, on local ranks or those of a cluster: what the planner's predictions are
+compared with.
 
 [Note: undisturbed steps]
 Other programs slow a step down by more than the planner's error. Their processor time during each step is
@@ -6,6 +7,7 @@ that of the host without that of the ranks. Of all steps, the half with the leas
 what others did, not by the step's own time.
 """
 
+import json
 import os
 import statistics
 import time
@@ -19,6 +21,7 @@ from plait.api import parallelize
 from plait.bench.collectives import slowest, synchronize
 from plait.comm import World, all_reduce, barrier
 from plait.comm.launch_function import launch
+from plait.comm.objects import broadcast_text
 from plait.models import causal_lm_on_meta
 from plait.plan import Plan
 
@@ -26,13 +29,33 @@ STEPS, _WARM_UP = 5, 2
 
 
 def step_seconds(
-    config: Mapping[str, Any], plan: Plan, *, sequence: int, batch: int, steps: int = STEPS
+    config: Mapping[str, Any], plan: Plan, *, sequence: int, batch: int, world: World | None = None
 ) -> float:
-    """Start the plan's ranks here, and return the time of an undisturbed step of AdamW on random tokens.
+    """Return the time of an undisturbed step of AdamW on random tokens, on ranks that are started here, or on
+    those of `world`, which `follow`.
 
     `config`: of a causal language model of transformers. Raises PlaitError.
     """
-    return typical_step(run_steps(config, plan, sequence=sequence, batch=batch, steps=steps)).seconds
+    if world is None:
+        return typical_step(run_steps(config, plan, sequence=sequence, batch=batch)).seconds
+    _tell(world, [config, str(plan), sequence, batch])
+    rows = _steps(dict(config), plan, sequence, batch, STEPS, None)
+    return typical_step([MeasuredStep(*row) for row in rows]).seconds
+
+
+def follow(world: World) -> None:
+    """Take part in the steps that rank 0 measures, until it ends them with `finish`."""
+    while received := json.loads(broadcast_text(0, "", world.group, world.device)):
+        config, plan, sequence, batch = received
+        _steps(config, Plan.parse(plan), sequence, batch, STEPS, None)
+
+
+def finish(world: World) -> None:
+    _tell(world, [])
+
+
+def _tell(world: World, what: list[Any]) -> None:
+    broadcast_text(0, json.dumps(what), world.group, world.device)
 
 
 def run_steps(

@@ -176,8 +176,11 @@ def device_tables(speed: DeviceSpeed) -> list[Table]:
         ]
         tables.append(table("10^9 elements (linear: FLOP) per second", columns, rates, left=("",)))
     lines = [
-        [kind, str(ranks), _format_time(start_s), f"{1e-9 / byte_s:,.2f}" if byte_s else ""]
-        for kind, ranks, start_s, byte_s in speed.collectives
+        [kind, on, _format_time(start_s), f"{1e-9 / byte_s:,.2f}" if byte_s else ""]
+        for kind, on, start_s, byte_s in (
+            *((row[0], str(row[1]), *row[2:]) for row in speed.collectives),
+            *((row[0], f"{row[2]} x {row[1]}", *row[3:]) for row in speed.network),
+        )
     ]
     return [*tables, table("collectives", ["", "ranks", "latency", "GB/s"], lines, left=("",))]
 

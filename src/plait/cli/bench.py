@@ -211,7 +211,9 @@ def device(
 
             _print_tables(device_tables(found))
             saved = save(HostProfile({}, {found.num_ranks: found}), profile)
-            print_line(f"saved: {saved}, for --cluster this:{found.num_ranks}")
+            hosts = max((hosts for _, _, hosts, *_ in found.network), default=1)
+            name = f"{hosts}x{found.num_ranks}" if hosts > 1 else found.num_ranks
+            print_line(f"saved: {saved}, for --cluster this:{name}")
         return 0
 
     raise typer.Exit(report_once(run, world, debug=debug))

@@ -1,10 +1,12 @@
 """`plait plan`: the best plan for a model on a cluster, the price of one, and where two differ."""
 
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,12 +23,15 @@ from plait.cli.common import (
     write_json_output,
     write_page_output,
 )
+from plait.cli.multirank import report_once
 from plait.errors import ConfigError, PlanError, shown
 from plait.fileio import parse_json, read_text
+from plait.launchers import adopt_ranks
 from plait.plan import Plan
 from plait.tables import counted, plain
 
 if TYPE_CHECKING:
+    from plait.comm.world import World
     from plait.planner import Cluster, ModelShape, RankedPlan, SearchResult, Workload
     from plait.planner.best_first import SearchCounts
     from plait.planner.calibrate import Run
@@ -48,7 +53,9 @@ Model = Annotated[
 ]
 ClusterName = Annotated[
     str | None,
-    typer.Option(help="Such as dgx-h100:8 (hosts), h100:64 (devices), or a TOML file.", show_default=False),
+    typer.Option(
+        help="Such as dgx-h100:8 (hosts), h100:64 (devices), this:2x8, or a TOML file.", show_default=False
+    ),
 ]
 BatchTokens = Annotated[
     str | None, typer.Option(help="Tokens of a step; K and M are 1,024 and 1,048,576.", show_default=False)
@@ -59,7 +66,9 @@ Deadline = Annotated[
 ]
 Measure = Annotated[
     int,
-    typer.Option(min=0, help="Run this many of the best plans for a few steps, with --cluster this:RANKS."),
+    typer.Option(
+        min=0, help="Run this many of the best plans, with --cluster this:RANKS or this:HOSTSxRANKS."
+    ),
 ]
 Headroom = Annotated[
     float, typer.Option(min=0, max=0.9, help="Part of the devices' memory that plans leave free.")
@@ -107,13 +116,14 @@ def find(
     seconds: Seconds = 60.0,
     json: Json = None,
     html: Html = None,
-    debug: Debug = False,  # noqa: ARG001 (read by report_errors)
+    debug: Debug = False,
 ) -> None:
     """Find the best plan for a model on a cluster, without running anything."""
     check_outputs({"--json": json, "--html": html})
-    shape, machine, work = _subject(model, cluster, batch_tokens, seq)
     _check_measured(measure, adapter, optimizer)
-    shape = shape.with_adapter(_adapter_rank(adapter)) if adapter else shape
+    if measure and adopt_ranks() and int(os.environ["RANK"]):
+        raise typer.Exit(_on_all_ranks(_follow, debug=debug))
+    shape, machine, work = _subject(model, cluster, batch_tokens, seq, adapter)
     total = None if tokens is None else read_count("--tokens", tokens)
     if texts := _texts(plan, compare):
         ranked_plans = [_price(text, shape, machine, work, total, optimizer) for text in texts]
@@ -145,7 +155,7 @@ def find(
     said = advice(found, machine, pin, headroom=headroom, objective=objective)
     _show(found, choices, said, json, html)
     if measure:
-        _measure(model, found, machine, work, measure)
+        _measure(model, found, machine, work, measure, debug=debug)
 
 
 @contextmanager
@@ -215,10 +225,17 @@ def _write_page(
 
 
 def _measure(
-    model: str | None, found: "SearchResult", cluster: "Cluster", work: "Workload", most: int
+    model: str | None,
+    found: "SearchResult",
+    cluster: "Cluster",
+    work: "Workload",
+    most: int,
+    *,
+    debug: bool,
 ) -> None:
-    """Run the first plans, print measured next to predicted times, and keep the constants that they
-    determine. Raises ConfigError, PlaitError, before any run if the cluster is not this machine.
+    """Run the first plans on ranks that are started here, or on all that torchrun has started; print measured
+    next to predicted times, and keep the constants that they determine. Raises ConfigError, PlaitError,
+    before any run if the cluster is not this machine, or if it is not those ranks.
     """
     path = Path(model or "")
     path = path / "config.json" if path.is_dir() else path
@@ -237,24 +254,67 @@ def _measure(
             expected="a measured host",
             hint=f"plait bench device --ranks {ranks}, then --cluster this:{ranks}",
         )
+    config, best = parse_json(read_text(path)), found.best[:most]
+    started = os.environ.get("WORLD_SIZE", ranks if cluster.num_hosts == 1 else 1)
+    if str(started) != str(ranks):
+        raise PlanError(
+            "the cluster is not the ranks that would run its plans",
+            given=f"--cluster {cluster.name}, {counted(int(started), 'rank')}",
+            expected=f"the {ranks} ranks of this cluster",
+            hint=f"torchrun --nnodes {cluster.num_hosts} --nproc-per-node {cluster.host_size}",
+        )
+    if "WORLD_SIZE" not in os.environ:
+        _compare(config, best, cluster, work, None)
+        return
+    raise typer.Exit(_on_all_ranks(partial(_compare, config, best, cluster, work), debug=debug))
+
+
+def _on_all_ranks(run: "Callable[[World], None]", *, debug: bool) -> int:
+    """Return the exit code of `run` on the ranks of torchrun."""
+    from plait.comm.world import connect
+
+    world = connect()
+
+    def work() -> int:
+        run(world)
+        return 0
+
+    return report_once(work, world, debug=debug)
+
+
+def _follow(world: "World") -> None:
+    from plait.bench.plans import follow
+
+    follow(world)
+
+
+def _compare(
+    config: dict[str, Any],
+    best: "Sequence[RankedPlan]",
+    cluster: "Cluster",
+    work: "Workload",
+    world: "World | None",
+) -> None:
+    """Run these plans, print measured next to predicted times, and keep what they determine."""
     from rich.console import Console
 
-    from plait.bench.plans import step_seconds
+    from plait.bench.plans import finish, step_seconds
     from plait.planner.calibrate import Run
     from plait.planner.model_shape import ModelShape
     from plait.planner.workload import Software
     from plait.tables import table
 
-    config = parse_json(read_text(path))
     shape = ModelShape.from_config(config)
     runs, rows = [], []
-    for number, ranked in enumerate(found.best[:most]):
+    for number, ranked in enumerate(best):
         plan, predicted_s = ranked.estimate.plan, ranked.estimate.step_s
-        took_s = step_seconds(config, plan, sequence=work.sequence, batch=work.batch)
+        took_s = step_seconds(config, plan, sequence=work.sequence, batch=work.batch, world=world)
         runs.append(Run(number, "this machine", shape, (plan,), cluster, work, Software(), took_s))
         times = (f"{1e3 * predicted_s:,.1f}", f"{1e3 * took_s:,.1f}", f"{predicted_s / took_s - 1:+.0%}")
         rows.append((str(plan), *times))
     headings = ("plan", "predicted ms", "measured ms", "error")
+    if world is not None:
+        finish(world)
     Console().print(table("Measured steps", headings, rows, left=("plan",)))
     _refit(runs, cluster)
 
@@ -275,7 +335,7 @@ def _refit(runs: "list[Run]", cluster: "Cluster") -> None:
     errors = [abs(run.estimate(fitted).step_s / run.step_s - 1) for run in runs if run.step_s]
     path = profile_path_of(cluster.name)
     speeds = load(path).devices
-    ranks = next(iter({cluster.num_devices} & speeds.keys()), 1)  # GPUs are measured one by one
+    ranks = next(iter({cluster.host_size} & speeds.keys()), 1)  # GPUs are measured one by one
     kept = replace(speeds[ranks], calibration={**speeds[ranks].calibration, **values})
     saved = save(HostProfile({}, {ranks: kept}), path)
     what = f"{counted(len(runs), 'plan')} determine {len(names)} of {len(Constants.names())} constants"
@@ -302,7 +362,7 @@ def _show_prices(ranked_plans: "list[RankedPlan]", json: Path | None) -> None:
 
 
 def _subject(
-    model: str | None, cluster_text: str | None, batch_tokens: str | None, sequence: int
+    model: str | None, cluster_text: str | None, batch_tokens: str | None, sequence: int, adapter: str
 ) -> "tuple[ModelShape, Cluster, Workload]":
     """Return the model, the cluster and the work of a step. Raises ConfigError."""
     if model is None or cluster_text is None or batch_tokens is None:
@@ -317,6 +377,8 @@ def _subject(
     from plait.planner import ModelShape, Workload, cluster
 
     shape = ModelShape.named(model)
+    if adapter:
+        shape = shape.with_adapter(_adapter_rank(adapter))
     num = _batch_tokens(batch_tokens)
     if num < sequence or num % sequence:
         nearest = max(1, round(num / sequence))

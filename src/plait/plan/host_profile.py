@@ -10,7 +10,8 @@ import math
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -54,6 +55,8 @@ class DeviceSpeed:
     operator_rates     of CPUs, by precision and OPERATORS: work per second by size, in ascending order
     collectives        kind, ranks, seconds and seconds per byte of the full tensor, with as many groups of
                        these ranks at once as the host's ranks form
+    network            of collectives over hosts: kind, ranks per host, hosts, seconds and seconds per byte,
+                       with as many groups at once as the hosts' ranks form
     calibration        constants of the planner that `plait plan --measure` fitted to steps on these ranks
     """
 
@@ -68,6 +71,7 @@ class DeviceSpeed:
     product_rates: Mapping[str, Points] = field(hash=False)
     operator_rates: Mapping[str, Mapping[str, Points]] = field(default_factory=dict, hash=False)
     collectives: tuple[tuple[str, int, float, float], ...] = ()
+    network: tuple[tuple[str, int, int, float, float], ...] = ()
     calibration: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
@@ -129,7 +133,11 @@ class HostProfile:
 
     def updated(self, newer: "HostProfile") -> "HostProfile":
         """These measurements, replaced by those of `newer` where both have one."""
-        return HostProfile({**self.lines, **newer.lines}, {**self.devices, **newer.devices})
+        devices = {**self.devices, **newer.devices}
+        for ranks in self.devices.keys() & newer.devices.keys():
+            if not newer.devices[ranks].network:  # measured on one host
+                devices[ranks] = replace(newer.devices[ranks], network=self.devices[ranks].network)
+        return HostProfile({**self.lines, **newer.lines}, devices)
 
 
 def profile_path() -> Path:
@@ -265,7 +273,7 @@ def _device_speed(values: Any) -> DeviceSpeed:
     """Return the device of a profile's entry. Raises ValueError for anything else."""
     kinds = {each.name: each.type for each in fields(DeviceSpeed)}
     if isinstance(values, dict):  # of a file from before they existed
-        values = {"operator_rates": {}, "collectives": [], "calibration": {}} | values
+        values = {"operator_rates": {}, "collectives": [], "network": [], "calibration": {}} | values
     if not isinstance(values, dict) or values.keys() != kinds.keys():
         raise ValueError(f"a device does not have the keys {', '.join(kinds)}")
     for name, value in values.items():
@@ -292,7 +300,8 @@ def _device_speed(values: Any) -> DeviceSpeed:
             key: {name: _points(f"{name} of {key}", points) for name, points in each.items()}
             for key, each in operators.items()
         },
-        "collectives": _collectives(values["collectives"]),
+        "collectives": _collectives(values["collectives"], [2]),
+        "network": _collectives(values["network"], [1, 2]),
     }
     return DeviceSpeed(**{**values, **found})
 
@@ -306,18 +315,24 @@ def _points(what: str, points: Any) -> Points:
     return tuple(sorted((float(size), float(rate)) for size, rate in points))
 
 
-def _collectives(rows: Any) -> tuple[tuple[str, int, float, float], ...]:
-    if not isinstance(rows, list) or not all(
-        isinstance(row, list)
-        and len(row) == 4
-        and row[0] in KINDS
-        and type(row[1]) is int
-        and row[1] > 1
-        and all(_is_positive(value) or value == 0 for value in row[2:])
-        for row in rows
-    ):
+def _collectives(rows: Any, least: list[int]) -> tuple[Any, ...]:
+    """Return rows of a kind, numbers of ranks and hosts from `least` on, seconds, and seconds per byte."""
+    if not isinstance(rows, list) or not all(map(partial(_is_collective, least=least), rows)):
         raise ValueError("collectives are not rows of a kind, ranks, seconds, seconds per byte")
-    return tuple((kind, ranks, float(start_s), float(byte_s)) for kind, ranks, start_s, byte_s in rows)
+    return tuple((kind, *counts, float(start_s), float(byte_s)) for kind, *counts, start_s, byte_s in rows)
+
+
+def _is_collective(row: Any, least: list[int]) -> bool:
+    if not isinstance(row, list) or len(row) != len(least) + 3:
+        return False
+    kind, *counts, start_s, byte_s = row
+    return (
+        kind in KINDS
+        and all(
+            type(count) is int and count >= at_least for count, at_least in zip(counts, least, strict=True)
+        )
+        and all(_is_positive(value) or value == 0 for value in (start_s, byte_s))
+    )
 
 
 def _is_positive(value: Any) -> bool:

@@ -40,6 +40,7 @@ class Cluster:
     switch_ports        ports of a switch, of a card's rate
     constants           of the time model
     ranks_per_core      of a host whose CPU ranks share cores: more than 1
+    network             measured collectives over hosts: see `DeviceSpeed`
     """
 
     name: str
@@ -55,6 +56,7 @@ class Cluster:
     switch_ports: int = 64
     constants: Constants = DEFAULT
     ranks_per_core: float = 1.0
+    network: tuple[tuple[str, int, int, float, float], ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -122,7 +124,7 @@ def cluster(text: str) -> Cluster:
     """Return a cluster by its name: a preset and a number of hosts or racks (`dgx-h100:64`, `gb200-nvl72:8`)
     or of devices (`dgx-h100:512gpus`), a device and a number of them (`h100:512`, in the hosts of the first
     preset that has it), the path of a TOML file, or a measured host: `this:2`, or `FILE.json:2`, for two of
-    its ranks.
+    its ranks, and `this:16x2` for two on each of 16 such hosts, if the network of some of them was measured.
 
     Raises ConfigError for an unknown name, an unreadable or incomplete file, and numbers that do not fit;
     ProfileError for a host that was not measured.
@@ -157,18 +159,26 @@ def profile_path_of(name: str) -> Path | None:
 
 
 def _measured(name: str, count: str) -> Cluster:
-    """Return a host by its profile, for a number of ranks at work: of CPUs, one that was measured, as
+    """Return hosts by the profile of one, for a number of ranks at work: of CPUs, one that was measured, as
     ranks share cores; up to all of its GPUs. Raises ProfileError."""
     path = profile_path_of(name)
     speeds = load(path).devices
-    wanted = int(count) if count.isdigit() and int(count) else max(speeds, default=2)
+    match = _MEASURED_COUNT.fullmatch(count)
+    hosts, wanted = (int(match[1] or 1), int(match[2])) if match else (1, max(speeds, default=2))
     speed = speeds.get(wanted) or next((each for each in speeds.values() if each.kind == "cuda"), None)
-    if speed is None or (count and not count.isdigit()) or wanted > max(speed.num_devices, speed.num_ranks):
+    if speed is None or (count and not match) or wanted > max(speed.num_devices, speed.num_ranks):
         raise ProfileError(
             f"no device of this host was measured with {wanted} ranks at work",
             given=f"{name}:{count}" if count else name,
             expected=" or ".join(f"{name}:{number}" for number in speeds) or "a profile with devices",
             hint=f"plait bench device --ranks {wanted}" + (f" --profile {path}" if path else ""),
+        )
+    if hosts > 1 and not speed.network:
+        raise ProfileError(
+            "the network between hosts was not measured",
+            given=f"{name}:{count}",
+            expected=f"a profile of {wanted} ranks on each of 2 or more hosts",
+            hint=f"on each host, torchrun --nnodes 2 --nproc-per-node {wanted} ... -m plait bench device",
         )
     found = _measured_device(speed)
     unknown = speed.calibration.keys() - set(Constants.names())
@@ -181,7 +191,8 @@ def _measured(name: str, count: str) -> Cluster:
         )
     is_cpu = speed.kind == "cpu"
     idle = max(0.0, min(1.0, speed.num_devices / wanted - 1)) if is_cpu else 1.0
-    return Cluster(
+    constants = of_measured(speed.launch_s, idle, speed.calibration)
+    one_host = Cluster(
         name=f"{name}:{wanted}",
         device=found,
         num_hosts=1,
@@ -190,10 +201,31 @@ def _measured(name: str, count: str) -> Cluster:
         network_bytes_per_s=found.link_bytes_per_s,
         rails=1,
         oversubscription=1.0,
-        leaf_hosts=1,
-        constants=of_measured(speed.launch_s, idle, speed.calibration),
+        leaf_hosts=hosts,
+        constants=constants,
         ranks_per_core=max(1.0, wanted / speed.num_devices) if is_cpu else 1.0,
     )
+    return one_host if hosts == 1 else _over_network(one_host, hosts, speed)
+
+
+def _over_network(one: Cluster, hosts: int, speed: DeviceSpeed) -> Cluster:
+    """Return so many of a measured host. The network's rate and a hop's seconds, for numbers of hosts that
+    were not measured, are those of an all-gather's ring over all measured ranks: its every host passes on
+    (n - 1) / n of the bytes."""
+    ranks, measured, start_s, byte_s = max(row[1:] for row in speed.network if row[0] == "all-gather")
+    inside_s = one.constants.collective_s + (ranks - 1) * measured * one.constants.hop_s
+    constants = {"network_fraction": 1.0, "network_hop_s": max(0.0, start_s - inside_s) / (measured - 1)}
+    return replace(
+        one,
+        name=f"{one.name.rpartition(':')[0]}:{hosts}x{one.host_size}",
+        num_hosts=hosts,
+        network_bytes_per_s=(1 - 1 / (ranks * measured)) / byte_s if byte_s else one.network_bytes_per_s,
+        constants=replace(one.constants, **{**constants, **speed.calibration}),
+        network=speed.network,
+    )
+
+
+_MEASURED_COUNT = re.compile("(?:([1-9][0-9]{0,6})x)?([1-9][0-9]{0,6})")
 
 
 def _measured_device(speed: DeviceSpeed) -> Device:

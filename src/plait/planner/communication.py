@@ -36,7 +36,7 @@ class Links(NamedTuple):
     collective_s: float
     hop_s: float
     network_hop_s: float
-    measured: tuple[tuple[str, int, float, float], ...]  # kind, ranks, seconds, seconds per byte
+    measured: tuple[tuple[str, int, int, float, float], ...]  # domains for the hosts of `DeviceSpeed.network`
 
     @classmethod
     @lru_cache(maxsize=1 << 6)
@@ -53,17 +53,17 @@ class Links(NamedTuple):
             constants.collective_s,
             constants.hop_s,
             constants.network_hop_s,
-            tuple(
-                (kind, ranks, start_s, byte_s / constants.link_fraction)
-                for kind, ranks, start_s, byte_s in device.collectives
+            (
+                *((*row[:2], 1, row[2], row[3] / constants.link_fraction) for row in device.collectives),
+                *((*row[:4], row[4] / constants.network_fraction) for row in cluster.network),
             ),
         )
 
-    def measured_s(self, kind: str, ranks: int, num_bytes: float) -> float | None:
-        """Seconds of a collective inside a domain; None if it was not measured."""
+    def measured_s(self, kind: str, ranks: int, domains: int, num_bytes: float) -> float | None:
+        """Seconds of a collective of so many ranks in each domain; None if it was not measured."""
         for name in (kind, _ELSEWHERE.get(kind)):
-            for of, degree, start_s, byte_s in self.measured:
-                if (of, degree) == (name, ranks):
+            for *placed, start_s, byte_s in self.measured:
+                if placed == [name, ranks, domains]:
                     return start_s + num_bytes * byte_s
         return None
 
@@ -105,7 +105,7 @@ def collective_s(kind: str, links: Links, group: Group, num_bytes: float) -> flo
         return 0.0
     passes = 2 if kind.endswith("all-reduce") else 1
     local, domains = group.placement(links.domain)
-    measured_s = links.measured_s(kind, local, num_bytes) if domains == 1 else None
+    measured_s = links.measured_s(kind, local, domains, num_bytes)
     if measured_s is not None:
         return measured_s
     share = (group.degree - 1) / group.degree
@@ -138,10 +138,12 @@ def network(links: Links, ranks_apart: int) -> float:
 @lru_cache(maxsize=1 << 12)
 def send_s(links: Links, stride: int, ranks: int, num_bytes: float) -> float:
     """Seconds of a message to the rank `stride` further, which all ranks of a domain send at once."""
-    if stride * 2 <= links.domain or ranks <= links.domain:
-        measured_s = links.measured_s("send-receive", 2, num_bytes)
+    is_inside = stride * 2 <= links.domain or ranks <= links.domain
+    if is_inside or stride >= links.domain:
+        measured_s = links.measured_s("send-receive", *((2, 1) if is_inside else (1, 2)), num_bytes)
         if measured_s is not None:
             return measured_s
+    if is_inside:
         return links.collective_s + num_bytes / links.link
     sharing = min(links.domain, stride)
     return links.collective_s + links.network_hop_s + num_bytes * sharing / network(links, stride)

@@ -271,7 +271,8 @@ def _plan(ranked: RankedPlan) -> str:
 def _interval(estimate: StepEstimate) -> str:
     """Format a time's interval in the unit of the time, without it."""
     scale = 1 if estimate.step_s >= 1 else 1e3 if estimate.step_s >= 1e-3 else 1e6
-    return f"{scale * estimate.low_s:.3g}-{scale * estimate.high_s:.3g}"
+    low, high = scale * estimate.low_s, scale * estimate.high_s
+    return f"{low:,.0f}-{high:,.0f}" if high >= 1000 else f"{low:.3g}-{high:.3g}"
 
 
 def _memory(ranked: RankedPlan) -> str:
