@@ -44,9 +44,9 @@ IMPORTS_BY_TEXT = {  # files in which such an import is none of optional product
 LIMITS = {"axis files": 21, "circles": 0, "dynamic imports": 0}
 # Lines of Python in a package; raising one is a commit of its own, with the reason.
 BUDGETS = {
-    "bench": 1975,
+    "bench": 2015,
     "checkpoint": 3100,
-    "cli": 3550,
+    "cli": 3615,
     "comm": 7195,
     "compat": 1710,
     "data": 4580,
@@ -56,8 +56,8 @@ BUDGETS = {
     "optim": 1625,
     "pages": 275,
     "parallel": 15632,
-    "plan": 7370,
-    "planner": 5235,
+    "plan": 7390,
+    "planner": 5270,
     "server": 2250,
     "train": 6715,
     "verify": 1825,
