@@ -1,12 +1,20 @@
 """Runs with a teacher resume exactly, do not depend on the plan, and come nearer to the teacher."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from plait import parallelize
+from plait.comm import connect
 from plait.errors import ConfigError
+from plait.models import causal_lm_on_meta
 from plait.train.config import read_recipe
-from plait.train.prepare import ResolvedRun
+from plait.train.explain_recipe import cluster_from_recipe, explain_recipe
+from plait.train.preferences import teacher_engine
+from plait.train.prepare import ResolvedRun, prepare
+from plait.train.run_dir import RunDir
 from support.pool import Pool, RankError
 from support.tuned_runs import check_plans, check_resumed, records, run_of, save_model
 
@@ -74,6 +82,60 @@ def test_a_run_that_resumes_equals_one_that_never_stopped(
 
 def test_plans_agree(pool: Pool, recipe: Path, tmp_path: Path) -> None:
     check_plans(pool, recipe, tmp_path, "dp=2 zero=3 micro=2", "tp=2 micro=4", "pp=2 micro=2")
+
+
+def test_a_student_that_starts_from_scratch_has_a_teacher_of_another_shape(
+    pool: Pool, recipe: Path, tmp_path: Path
+) -> None:
+    config = json.loads((recipe.parent / "student/config.json").read_text())
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    lines = [f"{key} = {config[key]}" for key in kept]
+    text = (
+        recipe.read_text()
+        .replace("pretrained = true\n", "")
+        .replace(f'path = "{recipe.parent}/student"\n', "", 1)
+    )
+    scratch = tmp_path / "recipe.toml"
+    scratch.write_text(text + "\n".join(["[model.config]", 'model_type = "llama"', *lines]))
+    assert len(records(run_of(pool, scratch, f"run.dir={tmp_path}/run", "run.steps=1"))) == 1
+
+
+def _teacher(run: Path) -> tuple[int, float]:
+    """Heads and base of the rotary embedding in the teacher's model."""
+    world = connect()
+    resolved = ResolvedRun.open(RunDir(run).read_recipe(), world.size)
+    config = teacher_engine(resolved, resolved.build_engine(world), world).model.config
+    return config.num_attention_heads, config.rope_parameters["rope_theta"]
+
+
+def test_a_teacher_of_the_same_shapes_has_its_own_configuration(
+    pool: Pool, recipe: Path, tmp_path: Path
+) -> None:
+    save_model(
+        tmp_path / "teacher",
+        num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 123.0},
+    )
+    sets = (f"run.dir={tmp_path}/run", f"distillation.teacher={tmp_path}/teacher", "run.steps=1")
+    run = prepare(recipe, sets=sets)
+    assert pool.run(_teacher, 2, run.dir.path) == [(2, 123.0)] * 2
+
+
+def _frozen_bytes(folder: Path, plan: str) -> int:
+    model = causal_lm_on_meta(json.loads((folder / "config.json").read_text())).requires_grad_(False)
+    return parallelize(model, plan, optimizer=torch.optim.SGD, weights=folder).memory().total
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3", "tp=2"])
+def test_explain_counts_the_teacher(pool: Pool, recipe: Path, plan: str) -> None:
+    given = read_recipe(recipe, [f"plan={plan} precision=fp32 micro=2"])
+    cluster = cluster_from_recipe(given, None, None)
+    found = explain_recipe(given, cluster).of_rank(0)
+    measured = pool.run(_frozen_bytes, 2, recipe.parent / "teacher", f"{plan} precision=fp32")[0]
+    assert found.memory.frozen == measured > 0
+    assert (
+        found.memory.total == explain_recipe(given, cluster, is_saved=True).of_rank(0).memory.total + measured
+    )
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def dry_stages(
     run = _MicrobatchRun(mesh, stages, micro, splitter, split, kind)
     with running_on_meta(device), _model_errors():
         run.forward()
-        run.backward()
+        if any(p.requires_grad for p in meta_model.parameters()):
+            run.backward()
     gathers = not context.keeps_params_unsharded
     facts = [_stage_facts(run, stage, layout, gathers=gathers) for stage, layout in layouts.items()]
     loss_bytes = [stage.estimated_loss_bytes for stage in stages.values()]

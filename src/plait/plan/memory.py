@@ -56,6 +56,7 @@ class MemoryUse:
     buffers       peak of gathered parameters and gradients in flight, staging buffers, blocks of files
     activations   peak of what micro-batches keep from their forwards to their backwards
     loss          logits of one chunk of tokens in the head's operator, and copies of logits in float32
+    frozen        a reference or a teacher, which the loss asks in each step, and its buffers
     runtime       on GPUs: context, kernels, workspaces of libraries, communicators
     allocator     on GPUs: what the caching allocator holds besides tensors
     host, disk    offloaded bytes: not on the device, and in no other category
@@ -68,6 +69,7 @@ class MemoryUse:
     buffers: int
     activations: int | None
     loss: int = 0
+    frozen: int = 0
     runtime: int = 0
     allocator: int = 0
     host: int = 0

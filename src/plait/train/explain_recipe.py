@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -356,8 +357,8 @@ def cluster_from_run(measured: Measurements, host_size: int | None = None) -> Hy
 
 
 def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool = False) -> Explanation:
-    """Explain a recipe's plan without ranks or data. `is_saved`: the recipe is a run's. Raises a PlaitError
-    if it cannot be trained."""
+    """Explain a recipe's plan without ranks or data. `is_saved`: the recipe is a run's, whose engine was
+    measured, without frozen models of others. Raises a PlaitError if it cannot be trained."""
     plan = Plan.parse(recipe.plan)
     batch_shape = micro_batch_shape(recipe, plan)
     check_optimizer_args(recipe.optimizer)
@@ -375,7 +376,34 @@ def explain_recipe(recipe: Recipe, cluster: HypotheticalRanks, *, is_saved: bool
         tensor_plan=recipe.model.tensor_plan,
         keep_zeros=recipe.model.keep_zeros,
     )
-    return explain(given, token_batch(*batch_shape), cluster)
+    explanation = explain(given, token_batch(*batch_shape), cluster)
+    folder = None if is_saved else _frozen_folder(recipe)
+    if folder is None:
+        return explanation
+    of_model = recipe.model.model_copy(update={"path": folder, "config": None})
+    frozen = model_on_meta(of_model).requires_grad_(False)
+    other = explain(Arguments(frozen, plan, optimizer=torch.optim.SGD), token_batch(*batch_shape), cluster)
+    return replace(explanation, rank_classes=tuple(_with_frozen(explanation.rank_classes, other)))
+
+
+def _frozen_folder(recipe: Recipe) -> Path | None:
+    """Return the files of the model that the loss asks in each step besides the one that trains."""
+    if recipe.distillation is not None:
+        return recipe.distillation.teacher
+    given = recipe.preference
+    if given is None or given.reference != "model" or not given.options().needs_reference:
+        return None
+    return given.reference_model or recipe.model.path
+
+
+def _with_frozen(classes: Sequence[RankClass], other: Explanation) -> Iterator[RankClass]:
+    """Add the states and buffers of another model of the plan."""
+    for row in classes:
+        held = [of_class.memory for of_class in other.rank_classes if {*of_class.ranks} & {*row.ranks}]
+        most = max(each.parameters + each.master + each.buffers for each in held)
+        on_host = max(each.host for each in held)
+        memory = replace(row.memory, frozen=most, host=row.memory.host + on_host)
+        yield replace(row, memory=memory)
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:

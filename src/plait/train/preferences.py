@@ -157,7 +157,8 @@ def _frozen_engine(
     run: ResolvedRun, folder: Path, world: World, tensor_plan: dict[str, str] | None = None
 ) -> Engine:
     """The engine of a frozen model, under the run's plan."""
-    of_model = {"path": folder, "pretrained": True}
+    # The run has saved its own configuration.
+    of_model = {"path": folder, "pretrained": True, "config": None}
     model, weights = initial_model(run.recipe.model.model_copy(update=of_model))
     model.requires_grad_(False)
     return parallelize(
