@@ -59,7 +59,7 @@ BUDGETS = {
     "plan": 7390,
     "planner": 5270,
     "server": 2250,
-    "train": 6715,
+    "train": 6745,
     "verify": 1825,
 }
 ROOT_LINES = 1165  # of the modules next to the packages
