@@ -85,7 +85,7 @@ def test_mistakes_are_errors(recipe: Path, tmp_path: Path) -> None:
         ((), "explain needs one recipe, one model or one run"),
         ((tmp_path / "none.toml",), "the recipe does not exist"),
         ((tmp_path,), "a directory is not a recipe"),
-        ((recipe, "--plan", "pp=3"), "2 blocks cannot fill 3 stages"),
+        ((recipe, "--plan", "pp=5"), "2 blocks cannot fill 5 stages"),
         ((recipe, "--plan", "dp=3"), "does not divide"),
         ((recipe, "--plan", "tp=3x"), "tp is not a valid grid"),
         ((recipe, "--rank", "2"), "the plan does not have this rank"),

@@ -217,8 +217,9 @@ def test_a_rank_killed_in_a_step_ends_the_run_within_seconds(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--plan", "pp=3 micro=4"], ["PlanError", "2 blocks cannot fill 3 stages", "2 stages"]),
-        (["--plan", "pp=2 chunks=2 micro=4"], ["PlanError", "2 blocks cannot fill 4 stages"]),
+        (["--plan", "pp=5 micro=4"], ["PlanError", "2 blocks cannot fill 5 stages", "2 stages"]),
+        (["--plan", "pp=2 chunks=3 micro=4"], ["PlanError", "2 blocks cannot fill 6 stages"]),
+        (["--plan", "pp=4 micro=4 stages=1,0,1,0"], ["PlanError", "not a list of block counts", "may be 0"]),
         (["--plan", "pp=2 micro=4 stages=1,2"], ["PlanError", "do not add up", "stages=1,1"]),
         (
             ["--plan", "pp=2 micro=4 stages=2"],

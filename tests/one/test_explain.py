@@ -232,7 +232,7 @@ def test_a_gpu_holds_the_same_with_states_on_disk_and_in_host_memory() -> None:
 
 def test_invalid_plans_are_refused_as_on_real_ranks() -> None:
     with pytest.raises(PlanError, match="cannot fill"):
-        explained(small(2), "pp=4")
+        explained(small(2), "pp=5")
     gpus = HypotheticalRanks("nccl", 8, torch.device("cuda"))
     with pytest.raises(PlanError, match="named all-reduce algorithms need CPU ranks"):
         explained(small(2), "dp=2 algorithm=ring", cluster=gpus)

@@ -1,6 +1,7 @@
 """How a model's blocks are assigned to stages, and which plans are refused before."""
 
 import copy
+import functools
 import itertools
 import math
 from typing import Any
@@ -129,13 +130,19 @@ def test_models_that_cannot_run_on_meta_are_assigned_by_registration_order() -> 
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
-    with pytest.raises(PlanError, match="6 blocks cannot fill 8 stages") as message:
-        planned(llama(6), 8)
-    assert "\n  expected: at least one block on every stage" in str(message.value)
+    with pytest.raises(PlanError, match="6 blocks cannot fill 9 stages") as message:
+        planned(llama(6), 9)
+    assert "\n  expected: at least one block on every stage but the first and the last" in str(message.value)
     assert "\n  try     : 2 or 3 or 6 stages" in str(message.value)
+    assert numbers(planned(llama(6), 8)) == [0, 1, 1, 1, 1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("given", [(8, 8, 8, 6), (4, 4), (0, 2, 3, 3), (9, -1, 0, 0)])
+def test_a_head_heavier_than_a_block_is_alone_if_that_is_faster() -> None:
+    assert numbers(planned(llama(4, vocab_size=700), 4)) == [1, 1, 2, 0]
+    assert numbers(planned(llama(4, vocab_size=100), 4)) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("given", [(8, 8, 8, 6), (4, 4), (2, 0, 3, 3), (9, -1, 0, 0)])
 def test_stages_that_do_not_add_up_are_refused(given: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="do not add up to the model's") as message:
         planned(llama(), 4, given=given)
@@ -143,8 +150,38 @@ def test_stages_that_do_not_add_up_are_refused(given: tuple[int, ...]) -> None:
     assert f"\n  given   : stages={listed}: {len(given)} stages with {sum(given)} blocks" in str(
         message.value
     )
-    assert "\n  expected: 4 numbers of at least 1 with the sum 8" in str(message.value)
+    assert "\n  expected: 4 numbers with the sum 8, of at least 1; the first and" in str(message.value)
     assert "\n  try     : stages=2,2,2,2" in str(message.value)
+
+
+class Tanh(nn.Module):
+    """Has parameters in its blocks alone, and its result reads what the last one leaves."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.layers, self.reads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), reads
+        self.head = nn.Linear(4, 400) if reads else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        left: list[Tensor] = []
+        self.layers[-1].register_forward_hook(lambda *call: left.append(call[-1]))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x + left[0]) if self.reads else x
+
+
+def test_an_end_without_blocks_is_refused_where_it_has_nothing_or_lacks_something() -> None:
+    batch = {"x": torch.randn(2, 4)}
+    plan = functools.partial(plan_stages, batch=batch)
+    for given, stage in (((0, 3), 0), ((3, 0), 1)):
+        model = Tanh(reads=False)
+        with pytest.raises(PlanError, match=f"stage {stage} would have nothing to compute") as message:
+            plan(model, blocks_of(model), 2, given=given)
+        assert f"try     : at least one block on stage {stage}" in str(message.value)
+    model = Tanh(reads=True)
+    with pytest.raises(ModelError, match="the model's result uses a result of block 2"):
+        plan(model, blocks_of(model), 2, given=(3, 0))
+    assert numbers(plan(model, blocks_of(model), 2)) == [2, 1]  # though the head is heavier
 
 
 def test_a_model_without_blocks_is_refused() -> None:

@@ -91,8 +91,8 @@ def test_a_list_whose_modules_are_not_all_called_has_no_blocks() -> None:
     assert [name for name, _ in blocks_of(Choices(), None, batch)] == [f"layers.{n}" for n in range(3)]
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_stages_go_through_both_halves_of_an_encoder_decoder(num_stages: int) -> None:
+@pytest.mark.parametrize("counts", [(2, 2), (1, 1, 1, 1), (0, 4, 0), (0, 1, 3)])
+def test_stages_go_through_both_halves_of_an_encoder_decoder(counts: tuple[int, ...]) -> None:
     """T5, with a shared embedding, and position biases that the first block of each half computes."""
     sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2}
     sizes |= {"num_heads": 4, "decoder_start_token_id": 0, "dropout_rate": 0.0}
@@ -101,7 +101,7 @@ def test_stages_go_through_both_halves_of_an_encoder_decoder(num_stages: int) ->
     ids, labels = torch.randint(1, 61, (3, 7)), torch.randint(1, 61, (3, 5))
     mask = (torch.arange(7) < torch.tensor([[7], [4], [6]])).long()
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    _, stages = stages_by_hand.stages_of(model, num_stages, batch=batch)
+    _, stages = stages_by_hand.stages_of(model, len(counts), batch=batch, given=counts)
     halves = [name.partition(".")[0] for stage in stages for name, _ in stage.blocks]
     assert halves == ["encoder", "encoder", "decoder", "decoder"]
     assert_stages_compute_the_same(model, stages, batch, lambda outputs, _: outputs.logits.square().sum())

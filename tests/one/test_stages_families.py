@@ -68,6 +68,23 @@ def test_stages_compute_what_the_whole_model_does(family: str, num_stages: int) 
     assert stages_by_hand.max_difference(found, gradients) < 1e-9
 
 
+@pytest.mark.parametrize("family", hf_models.CONFIGS)
+def test_stages_without_blocks_compute_what_the_whole_model_does(family: str) -> None:
+    model = model_of(family)
+    data = batches(model)
+    loss, gradients = stages_by_hand.whole(model, data, summed_loss)
+    _, stages = stages_by_hand.stages_of(model, 4, given=(0, LAYERS // 2, LAYERS - LAYERS // 2, 0))
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    assert len({*(id(p) for table in tables for p in table.parameters())} & _ids(stages[1:3])) == 0
+    in_stages, found = stages_by_hand.in_stages(model, stages, data, summed_loss)
+    assert float(in_stages) == pytest.approx(float(loss), rel=1e-9)
+    assert stages_by_hand.max_difference(found, gradients) < 1e-9
+
+
+def _ids(stages: Any) -> set[int]:
+    return {id(parameter) for stage in stages for parameter in stage.module.parameters()}
+
+
 SOME = [
     pytest.param(family, marks=() if index % 2 else (pytest.mark.sweep,))
     for index, family in enumerate(hf_models.CONFIGS)

@@ -84,6 +84,36 @@ def test_a_heavy_block_is_alone_where_it_can_be() -> None:
 def test_more_stages_than_blocks_are_ours_to_refuse_before() -> None:
     with pytest.raises(AssertionError, match="2 blocks on 3 stages"):
         balance_blocks([1.0, 1.0], 3)
+    with pytest.raises(AssertionError, match="2 blocks on 5 stages"):
+        balance_blocks([1.0, 1.0], 5, bare_ends=True)
+
+
+@settings(max_examples=200)
+@given(COSTS.map(lambda costs: [1 + cost for cost in costs]), *[st.integers(1, 8)] * 3)
+def test_ends_are_bare_where_all_other_assignments_are_slower(
+    costs: list[int], num_stages: int, first: int, last: int
+) -> None:
+    num_stages = min(num_stages, len(costs) + 2)
+    numbers = balance_blocks(costs, num_stages, first=first, last=last, bare_ends=True)
+    bare = [
+        (0,) * start + way + (0,) * stop
+        for start, stop in itertools.product((0, 1), (0, 1))
+        if 1 <= num_stages - start - stop <= len(costs)
+        for way in all_ways(len(costs), num_stages - start - stop)
+    ]
+    assert numbers in bare
+    best = min(slowest(costs, way, first, last) for way in bare)
+    assert slowest(costs, numbers, first, last) == best
+    if num_stages <= len(costs):
+        full = balance_blocks(costs, num_stages, first=first, last=last)
+        assert numbers == full or slowest(costs, full, first, last) > best
+
+
+def test_a_heavy_head_is_alone_and_many_stages_have_one_block_each() -> None:
+    assert balance_blocks([1.0] * 4, 4, last=1.5, bare_ends=True) == (2, 1, 1, 0)
+    assert balance_blocks([1.0] * 4, 4, last=1.0, bare_ends=True) == (1, 1, 1, 1)  # no faster
+    assert balance_blocks([1.0] * 126, 128, last=0.7, bare_ends=True) == (0, *(1,) * 126, 0)
+    assert balance_blocks([1.0] * 4, 4, last=2.5, ranks=[0, 1, 1, 0], bare_ends=True) == (1, 1, 2, 0)
 
 
 def test_a_cut_tells_whose_blocks_and_parameters_are() -> None:

@@ -43,12 +43,12 @@ def test_models_of_a_users_own_are_verified(pool: Pool, build: str) -> None:
 @pytest.mark.parametrize(
     ("build", "plans"),
     [
-        ("bert", ["dp=2 zero=2 micro=2", "pp=2 micro=2"]),
+        ("bert", ["dp=2 zero=2 micro=2", "pp=2 micro=2", "pp=3 stages=0,2,0 micro=2"]),
         ("roberta", ["dp=2 zero=3", "pp=2 micro=2"]),
         ("modernbert", ["dp=2 zero=1 micro=2", "pp=2 micro=2 zero=1"]),
         ("distilbert", ["dp=2 zero=3 micro=2 recompute=full", "pp=2 micro=2"]),
-        ("t5", ["dp=2 zero=3 micro=2"]),
-        ("bart", ["dp=2 zero=2", "pp=2 micro=2"]),
+        ("t5", ["dp=2 zero=3 micro=2", "pp=3 stages=0,4,0 micro=2"]),
+        ("bart", ["dp=2 zero=2", "pp=2 micro=2", "pp=2 stages=0,1,3,0 schedule=zbv micro=2"]),
         ("mbart", ["dp=2 zero=3"]),
         ("marian", ["dp=2 zero=1 micro=2"]),
     ],
@@ -58,7 +58,7 @@ def test_masked_and_sequence_to_sequence_models_train_on_their_own_loss(
 ) -> None:
     source = ModelSource(build=f"support.verify_models:{build}")
     for plan in plans:
-        verdict = verdict_of(pool, 2, source, plan)
+        verdict = verdict_of(pool, Plan.parse(plan).num_ranks, source, plan)
         assert (verdict.outcome, verdict.message) == (Outcome.SAME, ""), plan
         assert verdict.max_error < 1e-9, plan
 

@@ -241,7 +241,15 @@ def _build_stage(
     distribute_experts(part.module, spec.experts, tensor, mesh, plan.capacity)
     products = LayerProducts.build(plan, spec.float8)
     products.convert(part.module, tensor)
-    tokens = SequenceShard(grid.col, tuple(part.earlier.values()), is_sent=not is_last) if plan.sp else None
+    tokens = None
+    if plan.sp:
+        tokens = SequenceShard(
+            grid.col,
+            tuple(part.earlier.values()),
+            is_sent=not is_last,
+            has_blocks=bool(blocks),
+            begins_with_input=part.begins_with_input,
+        )
     options |= {"sequence_shard": tokens, "products": products, "head": head}
     apply_tp_plan(part.module, tensor, grid, part.blocks, **options)
     install_rng_streams(part.module, blocks, tensor, mesh.coord, sequence=plan.sp, device=mesh.world.device)

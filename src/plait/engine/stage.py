@@ -280,8 +280,8 @@ class StageRunner:
                 yield meta_module, inputs
 
     def _block_output(self, block_outputs: BlockOutputs, inputs: dict[str, Any], block: str) -> Any:
-        """Return the output of an earlier stage's block, as this rank receives it, on meta."""
-        output = block_outputs.output_of(block, inputs)
+        """Return what this rank receives of an earlier stage's block, or of its own first one, on meta."""
+        output = block_outputs.output_of(block, inputs, of_input=self.module_part.begins_with_input)
         if self._tokens is None:
             return output
         return map_hidden_output(self._tokens.shard, block, output)

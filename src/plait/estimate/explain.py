@@ -318,7 +318,8 @@ class _PlanView:
 
     def _names(self, stage: int) -> tuple[str, str]:
         start, stop = self.spec.stages.blocks[stage]
-        names = [name for name, _ in self.spec.blocks[start:stop]] or [""]
+        end = ("head" if stage else "embedding") if self.spec.stages.num_stages > 1 else ""
+        names = [name for name, _ in self.spec.blocks[start:stop]] or [end]
         return names[0], names[-1]
 
 

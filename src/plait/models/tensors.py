@@ -2,7 +2,7 @@
 
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,6 +25,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
                 seen.add(id(leaf))
                 pending.extend(getattr(leaf, "__dict__", {}).values())
                 pending.extend(getattr(leaf, key, None) for key in getattr(type(leaf), "__slots__", ()))
+
+
+def first_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The first argument of a module's call, which for a block is what the one before it has returned: of
+    keywords alone, `hidden_states`, or the first."""
+    return args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+
+
+def with_first_argument(
+    value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with another first one."""
+    if args:
+        return (value, *args[1:]), dict(kwargs)
+    return (), {**kwargs, "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs)): value}
 
 
 def summary(tensor: Tensor) -> Tensor:

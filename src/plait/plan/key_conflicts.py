@@ -12,7 +12,7 @@ from plait.errors import PlanError, unknown_key_hint
 from plait.plan.schedule.generators import GENERATORS
 
 SCHEDULES = tuple(name for name, generator in GENERATORS.items() if generator.trains)
-STAGES = re.compile("([1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*)?")
+STAGES = re.compile("((0,)?[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*(,0)?)?")
 CAPACITY = re.compile(r"none|(?=.*[1-9])[0-9]{1,3}([.][0-9]{1,2})?")
 
 
@@ -196,7 +196,8 @@ def check_schedule(values: Mapping[str, Any]) -> None:
         raise PlanError(
             "stages is not a list of block counts",
             given=f"stages={stages}",
-            expected="integers from 1, one for each stage, separated by commas",
+            expected="integers from 1, one for each stage, separated by commas; the first and the last "
+            "may be 0: the embedding, or the head, alone",
             hint="stages=8,8,8,6",
         )
     per_rank = 0 if schedule.startswith("file:") else GENERATORS[schedule].chunks_for(schedule, chunks)

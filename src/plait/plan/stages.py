@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 from plait.plan.layout import UnitInfo
 
@@ -12,17 +12,18 @@ LOSS_AS_HIDDEN_UNITS = 16
 
 
 def stage_of_gap(blocks: Sequence[tuple[int, int]], gap: int) -> int:
-    """The stage, of those with blocks [start, stop), that runs the modules before block `gap`; the last one
-    for those after the last block."""
+    """The stage, of those with blocks [start, stop), that runs block `gap` and the modules between it and the
+    block before; the first one for -1, the last one for those after the last block."""
     return next((stage for stage, (_, stop) in enumerate(blocks) if gap < stop), len(blocks) - 1)
 
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """The stages of a model, in forward order. Stage s has blocks [start, stop), at least one.
+    """The stages of a model, in forward order. Stage s has blocks [start, stop), at least one; the first and
+    the last stage may have none.
 
-    Modules that run before the first block belong to the first stage; between two blocks, to the second one's
-    stage; after the last block, to the last stage.
+    Modules from which the first block's input is computed belong to the first stage; between two blocks, to
+    the second one's stage; after the last block, to the last stage.
 
     shared      parameters outside blocks, or of blocks of several stages, by name: the stages that compute
                 with them, in order. All others belong to one stage
@@ -101,19 +102,22 @@ def balance_blocks(
     first: float = 0.0,
     last: float = 0.0,
     ranks: Sequence[int] | None = None,
+    bare_ends: bool = False,
 ) -> tuple[int, ...]:
     """Choose the number of consecutive blocks of each stage so that the slowest rank is as fast as possible.
 
     `costs`: of each block, in any unit. `first`, `last`: additional cost of the first and the last stage.
     `ranks`: the rank of every stage; None: one stage per rank. With several stages per rank the result is a
     local optimum: the best split for stages, improved by moving single blocks between neighbouring stages.
+    `bare_ends`: the first and the last stage may have no block, if no other split is as fast.
 
     [Note: heavy stages first]
     With M micro-batches under 1F1B on two ranks whose stages take a and b, a step takes (M-1) a + 2 b if
     the first is slower, M b + a if the second is. Of two equally slow splits, the one with the slow stage
     first is better.
     """
-    assert 1 <= num_stages <= len(costs), f"{len(costs)} blocks on {num_stages} stages"
+    most = len(costs) + 2 * bare_ends
+    assert 1 <= num_stages <= most, f"{len(costs)} blocks on {num_stages} stages"
     sums, extra = [0.0, *accumulate(costs)], [0.0] * num_stages
     extra[0] += first
     extra[-1] += last
@@ -129,13 +133,25 @@ def balance_blocks(
             of_ranks[rank] = of_ranks.get(rank, 0.0) + load
         return max(of_ranks.values()), max(loads), loads.index(max(loads)), sum(load**2 for load in loads)
 
-    numbers = _min_max_split(sums, extra)
-    while True:
-        moved = [numbers, *_moves(numbers)]
-        best = min(moved, key=objective)
-        if objective(best) >= objective(numbers):
-            return numbers
-        numbers = best
+    best: tuple[int, ...] | None = None
+    for ends in product((0, 1), (0, 1)) if bare_ends else [(0, 0)]:  # blocks that an end has not
+        start, stop = ends[0], num_stages - ends[1]
+        if not 1 <= stop - start <= len(costs) or (best and not _may_be_bare(best, ends)):
+            continue
+        numbers = (0,) * ends[0] + _min_max_split(sums, extra[start:stop]) + (0,) * ends[1]
+        while (better := min(_moves(numbers), key=objective, default=numbers)) != numbers:
+            if objective(better) >= objective(numbers):
+                break
+            numbers = better
+        if best is None or objective(numbers)[0] < objective(best)[0] * (1 - 1e-9):
+            best = numbers
+    assert best is not None, "as many blocks as stages between the ends"
+    return best
+
+
+def _may_be_bare(numbers: tuple[int, ...], ends: tuple[int, int]) -> bool:
+    """Return whether bare ends may make the slowest rank faster: not an end that keeps several blocks."""
+    return all(number <= 1 for number, bare in zip((numbers[0], numbers[-1]), ends, strict=True) if bare)
 
 
 def _min_max_split(sums: Sequence[float], extra: Sequence[float]) -> tuple[int, ...]:
@@ -169,11 +185,11 @@ def _min_max_split(sums: Sequence[float], extra: Sequence[float]) -> tuple[int, 
 
 
 def _moves(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the splits with one block moved to a neighbouring stage."""
+    """Yield the splits with one block moved to a neighbouring stage. Bare ends stay bare."""
     for stage in range(len(numbers) - 1):
         for step in (1, -1):
             moved = list(numbers)
             moved[stage] += step
             moved[stage + 1] -= step
-            if min(moved) >= 1:
+            if min(numbers[stage : stage + 2]) and min(moved[stage : stage + 2]):
                 yield tuple(moved)

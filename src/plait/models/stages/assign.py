@@ -1,7 +1,9 @@
 """Assign a model's blocks and other parameters to pipeline stages, and check batches against it."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,8 +31,10 @@ def plan_stages(
     several. The model is not changed. The use of parameters outside of blocks is traced in a run on meta, see
     models/stages/dataflow.py, of an example `batch` and the user's `loss`. If the inputs are not known yet,
     those registered before the first block belong to the first stage, those after it to the last one, which
-    `DataflowCheck` verifies. Raises ModelError without blocks, or where the model cannot be split, PlanError
-    if the blocks cannot fill the stages or `given` does not add up.
+    `DataflowCheck` verifies. The first and the last stage may have no blocks if that is `given`; or if it
+    makes the slowest rank faster, or there are more stages than blocks, and the model can be split so. Raises
+    ModelError without blocks, or where the model cannot be split, PlanError if the blocks cannot fill the
+    stages or `given` does not add up.
     """
     _check(model, len(blocks), num_stages, given)
     flow = trace_dataflow(model, blocks, batch, loss)
@@ -41,19 +45,39 @@ def plan_stages(
         raise out_of_order(f"a run on meta called {called[:200]}")
     indices = _block_indices(model, blocks)
     gaps_of = _gaps_by_tensor(model.named_parameters(remove_duplicate=False), indices, len(blocks), flow)
-    counts = given or _balance(model, len(blocks), gaps_of, num_stages, ranks)
-    stops = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+    if given is not None:
+        return _assigned(model, flow, indices, gaps_of, given)
+    balance = partial(_balance, model, len(blocks), gaps_of, num_stages, ranks)
+    if num_stages > len(blocks):
+        return _assigned(model, flow, indices, gaps_of, balance(bare_ends=True))
+    if flow.error is None and not all(counts := balance(bare_ends=True)):
+        with suppress(ModelError, PlanError):
+            return _assigned(model, flow, indices, gaps_of, counts)
+    return _assigned(model, flow, indices, gaps_of, balance(bare_ends=False))
+
+
+def _assigned(
+    model: nn.Module,
+    flow: Dataflow,
+    indices: Mapping[str, int],
+    gaps_of: Mapping[str, set[int]],
+    counts: Sequence[int],
+) -> StageAssignment:
+    """The stages with so many blocks each. `gaps_of`: of parameters."""
+    num_blocks = sum(counts)
+    stops = [sum(counts[: stage + 1]) for stage in range(len(counts))]
     ranges = tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
     check_flow(flow, ranges)
     stages = {name: sorted({stage_of_gap(ranges, gap) for gap in gaps}) for name, gaps in gaps_of.items()}
     _check_registered(model, indices, ranges, stages)
+    _check_bare_ends(counts, {user for users in stages.values() for user in users})
     homes = {name: users[0] for name, users in stages.items()}
-    gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, len(blocks), flow)
+    gaps_of = _gaps_by_tensor(model.named_buffers(remove_duplicate=False), indices, num_blocks, flow)
     first_names: dict[int, str] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):  # under each of its names
         first = first_names.setdefault(id(buffer), name)
         index = indices[name.rpartition(".")[0]]  # a block's buffers belong to its stage
-        gap = index if 0 <= index < len(blocks) else min(gaps_of[first])
+        gap = index if 0 <= index < num_blocks else min(gaps_of[first])
         homes[name] = stage_of_gap(ranges, gap)
     shared = {name: tuple(users) for name, users in stages.items() if len(users) > 1}
     # A loss may refer to the engine, which exists in the first step: it is traced again then.
@@ -71,23 +95,40 @@ def _check(model: nn.Module, num_blocks: int, num_stages: int, given: tuple[int,
             expected="blocks that are called in sequence",
             hint="blocks=BlockClass, or blocks=[module, ...] in forward order",
         )
-    if given is not None and (len(given) != num_stages or sum(given) != num_blocks or min(given) < 1):
+    most = num_blocks + 2
+    inner = () if given is None else given[1:-1]
+    if given is not None and (
+        len(given) != num_stages or sum(given) != num_blocks or min(given) < 0 or min(inner, default=1) < 1
+    ):
         listed = ",".join(map(str, given))
-        even = balance_blocks([1.0] * num_blocks, num_stages) if num_stages <= num_blocks else ()
+        even = balance_blocks([1.0] * num_blocks, num_stages, bare_ends=True) if num_stages <= most else ()
         raise PlanError(
             "the stages' blocks do not add up to the model's",
             given=f"stages={listed}: {len(given)} stages with {sum(given)} blocks",
-            expected=f"{num_stages} numbers of at least 1 with the sum {num_blocks}",
+            expected=f"{num_stages} numbers with the sum {num_blocks}, of at least 1; the first and the last "
+            "may be 0",
             hint=f"stages={','.join(map(str, even))}" if even else f"pp={num_blocks}",
         )
-    if num_stages > num_blocks:
+    if num_stages > most:
         fitting = [n for n in range(2, num_blocks + 1) if num_blocks % n == 0]
         raise PlanError(
             f"{num_blocks} blocks cannot fill {num_stages} stages",
             given=f"blocks={num_blocks} stages={num_stages}",
-            expected="at least one block on every stage",
+            expected="at least one block on every stage but the first and the last",
             hint=f"{' or '.join(map(str, fitting))} stages" if fitting else "no pipeline",
         )
+
+
+def _check_bare_ends(counts: Sequence[int], used: Set[int]) -> None:
+    """Raise PlanError for an end without blocks and parameters. `used`: stages that have parameters."""
+    for stage, part in ((0, "before its first block"), (len(counts) - 1, "after its last block")):
+        if not counts[stage] and stage not in used:
+            raise PlanError(
+                f"stage {stage} would have nothing to compute",
+                given=f"stages={','.join(map(str, counts))}, and a model without parameters {part}",
+                expected="a stage with blocks, or with an embedding or a head",
+                hint=f"at least one block on stage {stage}",
+            )
 
 
 def check_flow(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
@@ -101,12 +142,14 @@ def check_flow(flow: Dataflow, ranges: Sequence[tuple[int, int]]) -> None:
             hint="a buffer; or a function of the parameter, such as weight.clamp(min=0)",
         )
     num_blocks = len(flow.read_by_gap) - 1
-    stages = "stages of blocks " + ", ".join(f"{start} to {stop - 1}" for start, stop in ranges)
+    texts = [f"{start} to {stop - 1}" if start < stop else "none" for start, stop in ranges]
+    stages = "stages of blocks " + ", ".join(texts)
     for earlier, later in sorted(flow.gradients):
-        if any(earlier < start <= later for start, _ in ranges):
+        if any(earlier < start <= later for start, _ in ranges[1:]):
+            passed = f"{max(0, earlier)} to {min(later, num_blocks - 1)}"
             raise ModelError(
                 "torch.autograd.grad in the forward or the loss passes through blocks of several stages",
-                given=f"a gradient through blocks {earlier} to {min(later, num_blocks - 1)}; {stages}",
+                given=f"a gradient through blocks {passed}; {stages}",
                 expected="gradients through blocks of one stage: its graph ends at what it receives",
                 hint="no pipeline",
             )
@@ -187,7 +230,7 @@ def _gaps_by_tensor(
         if 0 <= index < num_blocks:
             gaps.add(index)
         else:
-            outside.setdefault(name, set()).add(max(0, index))
+            outside.setdefault(name, set()).add(index)
     for name, gaps in gaps_of.items():
         if not gaps or flow.error is not None:
             gaps |= outside.get(name, set())
@@ -224,6 +267,8 @@ def _balance(
     gaps_of: Mapping[str, set[int]],
     num_stages: int,
     ranks: Sequence[int] | None,
+    *,
+    bare_ends: bool,
 ) -> tuple[int, ...]:
     """Balance the blocks by the number of parameters that each token is multiplied with."""
     config = getattr(model, "config", None)
@@ -231,17 +276,18 @@ def _balance(
     total = config_int(config, "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
     fraction = min(1.0, used / total) if used and total else 1.0  # of a block's experts, for a token
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}  # tied to a head or not
-    costs = [0.0] * (num_blocks + 1)
+    costs = [0.0] * (num_blocks + 2)  # before the blocks, of each, and after them
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             continue
         gaps = gaps_of[name]
         if id(parameter) in tables:
             gaps = gaps & {num_blocks}  # a lookup costs nothing; a tied head does
-        for gap in gaps:
-            costs[gap] += parameter.numel() * (fraction if ".experts." in name else 1.0)
+        for gap in gaps - ({-1} if 0 in gaps else set()):
+            costs[gap + 1] += parameter.numel() * (fraction if ".experts." in name else 1.0)
     loss = LOSS_AS_HIDDEN_UNITS * config_int(config, "vocab_size")
-    return balance_blocks(costs[:-1], num_stages, last=costs[-1] + loss, ranks=ranks)
+    ends = {"first": costs[0], "last": costs[-1] + loss}
+    return balance_blocks(costs[1:-1], num_stages, **ends, ranks=ranks, bare_ends=bare_ends)
 
 
 # --- batches that the stages are given

@@ -8,6 +8,10 @@ than through a block. These are mostly the ones used in its own gaps. But an emb
 before the first block and passed to all blocks is needed by all stages: each looks it up itself, and the
 gradients are summed.
 
+If the first stage has no blocks, it computes the first block's first argument, which it sends: gap -1. The
+stage of the first block computes the other arguments itself. So a parameter that flows into both is of both
+stages.
+
 Stages pass on the output of their last block, and outputs of earlier blocks that later ones read (skip
 connections, a decoder's blocks that read the encoder's output). If a block reads what an earlier one has
 computed but not returned (a dict that blocks write into), the model cannot be split between the two.
@@ -46,7 +50,8 @@ class Dataflow:
     """The flow of values between gaps. See [Note: gaps].
 
     read_by_gap   names of the parameters and buffers that flow into each block, by its number; at the end,
-                  those that flow into the result or the loss
+                  those that flow into the result or the loss; apart from `read_by_input`
+    read_by_input those that flow into the first argument of the first block
     skip_reads    (k, g): block g reads the output of block k other than through the output of g - 1
     hidden_reads  (k, g): block g reads what block k has computed, but not returned
     gradients     (k, g): a gradient that block g, or code after it, takes passes through block k
@@ -59,6 +64,7 @@ class Dataflow:
     """
 
     read_by_gap: list[set[str]]
+    read_by_input: set[str] = field(default_factory=set)
     skip_reads: set[tuple[int, int]] = field(default_factory=set)
     hidden_reads: set[tuple[int, int]] = field(default_factory=set)
     gradients: set[tuple[int, int]] = field(default_factory=set)
@@ -70,7 +76,7 @@ class Dataflow:
     loss_error: Exception | None = None
 
     def gaps_of(self, name: str) -> set[int]:
-        return {gap for gap, names in enumerate(self.read_by_gap) if name in names}
+        return {gap for gap, names in enumerate([self.read_by_input, *self.read_by_gap], -1) if name in names}
 
 
 def blocks_of(
@@ -179,6 +185,7 @@ class _DataflowQuery:
         self.flow = flow
         self._numbers = {name: number for number, name in enumerate(blocks)}
         self._inside: int | None = None  # the running block
+        self._input: dict[int, set[_Source]] = {}  # sources of the running first block's first argument
         self._sources: dict[int, set[_Source]] = {}
         first_names: dict[int, str] = {}
         for name, tensor in (*trace.parameters.items(), *trace.buffers.items()):
@@ -191,12 +198,17 @@ class _DataflowQuery:
         match event:
             case Operator():
                 self._follow_operator(event)
-            case Entered(name):
+            case Entered(name, tensors, others):
                 self._inside = self._numbers[name]
                 self.flow.calls.append(self._inside)
+                if self._inside == 0:
+                    self._begin(tensors, others)
             case Left(_, tensors):
                 self._read(self._sources_of(tensors))
                 self._inside = None
+                for key, sources in self._input.items():
+                    self._sources.setdefault(key, set()).update(sources)
+                self._input = {}
             case Received(name, tensors):
                 for tensor in tensors:
                     self._add(tensor, {_Computed(self._numbers[name], is_result=True)})
@@ -207,6 +219,13 @@ class _DataflowQuery:
             case Returned(tensors):
                 self._inside = len(self._numbers)
                 self._read(self._sources_of(tensors))
+
+    def _begin(self, tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """Record what flows into the first argument of the first block, which then reads no more of it."""
+        keys = {storage_key(tensor) for tensor in tensors}
+        self.flow.read_by_input |= {name for name in self._sources_at(keys) if isinstance(name, str)}
+        for key in keys - {storage_key(tensor) for tensor in others}:
+            self._input[key] = self._sources.pop(key, set())
 
     def _add(self, tensor: Tensor, sources: Iterable[_Source]) -> None:
         self._sources.setdefault(storage_key(tensor), set()).update(sources)
@@ -237,7 +256,7 @@ class _DataflowQuery:
             sources = self._sources_of([tensor])
             computed = [source.block + 1 for source in sources if isinstance(source, _Computed)]
             readers = {gap for name in sources if isinstance(name, str) for gap in self.flow.gaps_of(name)}
-            first = max(computed, default=min(readers, default=here if sources else 0))
+            first = max(computed, default=min(readers, default=here if sources else -1))
             if first < here:
                 self.flow.gradients.add((first, here))
 

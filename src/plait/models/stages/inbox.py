@@ -30,7 +30,8 @@ class StageInbox:
         """`sends`: the blocks whose outputs are sent with that of the last one; `blocks`: start and stop of
         the stage's own."""
         self.stage = stage
-        self.fed = blocks[0] - 1  # the block whose output is received
+        self.fed = blocks[0] - 1  # the block whose output is received; -1: the input of the first one
+        self.ends_before = blocks[1] if blocks == (0, 0) else None  # the block whose input is sent
         self._last = blocks[1] - 1
         self.ran: set[str] = set()  # modules with placeholders, in any forward so far
         self.is_taken = False
@@ -53,6 +54,11 @@ class StageInbox:
         self.is_filled = True
         for number, output in {**message[_CARRIED], self.fed: self._received}.items():
             self._keep(number, output)
+
+    def take(self) -> Any:
+        """Return the received input of the first block, which is the stage's own."""
+        self.is_taken = True
+        return self._received
 
     def output_of(self, number: int) -> Any:
         """The output of another stage's block, or NaN in its shapes."""

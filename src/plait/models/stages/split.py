@@ -10,6 +10,9 @@ structure, which reveals a use that the run on meta did not show. When the last 
 forward ends: an exception carries the output to the shell's forward, which returns it. Hooks of the block
 have run by then, and hooks of the shell see an ordinary return.
 
+A last stage without blocks receives the last block's output like any other. A first one without blocks sends
+the first argument of the first block's call, and the next stage calls that block with it in place of its own.
+
 Parameters outside of blocks that the stage does not use are placeholders (shell.py [Note: placeholders]).
 """
 
@@ -28,7 +31,7 @@ from plait.errors import ModelError
 from plait.models.stages.assign import out_of_order
 from plait.models.stages.inbox import StageInbox, message_of
 from plait.models.stages.shell import Shell, StageModules, placeholder_like, placeholders, placeholders_of
-from plait.models.tensors import tensors_in
+from plait.models.tensors import first_argument, tensors_in, with_first_argument
 from plait.models.transformers_types import is_pretrained_config
 from plait.plan.sharding import TPPlan
 from plait.plan.stages import StageAssignment
@@ -41,7 +44,8 @@ class StageModule:
     module          called with a micro-batch's inputs, runs the stage and returns the next stage's input; on
                     the last stage, the model's output
     blocks          the stage's own, under their names in the model
-    earlier         the names of the blocks of earlier stages, by number: it receives the output of the last
+    earlier         the names of the blocks of earlier stages, by number: it receives the output of the last.
+                    If there are none, -1 and the name of the first block, whose input it receives
     carried         the numbers of others whose outputs it receives
     modules         its modules by the model's; None if it is the model
     """
@@ -56,6 +60,11 @@ class StageModule:
     def received_from(self, output_of: Callable[[str], Any]) -> Any:
         """Return what the stage receives, out of the outputs of the model's blocks by name."""
         return message_of(output_of, self.earlier, self.carried)
+
+    @property
+    def begins_with_input(self) -> bool:
+        """The stage receives the input of the first block, which is its own."""
+        return -1 in self.earlier
 
     def has(self, name: str, *, include_placeholders: bool = False) -> bool:
         """Return whether the stage has the model's module of that name, with its values or placeholders."""
@@ -150,8 +159,9 @@ def split_stage(
         if start <= number < stop:
             unshared = _unshare_modules(block, earlier, memo)
             is_end = number == stop - 1 and not is_last
-            if is_end or number in sends:
-                unshared = _observed(unshared, inbox, None if is_end else number)
+            begins = number == 0 < stage
+            if is_end or begins or number in sends:
+                unshared = _observed(unshared, inbox, None if is_end else number, begins=begins)
             elif not is_last:
                 unshared.register_forward_hook(partial(_add_output, inbox, number))
             own.append((name, unshared))
@@ -169,6 +179,8 @@ def split_stage(
     if not is_last and isinstance(shell, Shell):
         shell.drop_output_hooks()
     names = {number: blocks[number][0] for number in range(start)}
+    if stage and not start:
+        names[-1] = blocks[0][0]
     return StageModule(stage, shell, own, names, assignment.carried_into(stage), of_stage)
 
 
@@ -291,8 +303,10 @@ class PassThrough(nn.Module):
             f"{self.__dict__['_stage_block']}.{name}", self.__dict__["_stage_inbox"].stage
         )
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         inbox: StageInbox = self.__dict__["_stage_inbox"]
+        if inbox.ends_before == self.__dict__["_stage_number"]:
+            raise _EndOfStage(first_argument(args, kwargs))
         if inbox.is_taken or not inbox.is_filled:
             raise out_of_order(f"stage {inbox.stage} called {self.__dict__['_stage_block']} out of order")
         number: int = self.__dict__["_stage_number"]
@@ -310,16 +324,17 @@ _PLAIN_TYPES = (bool, int, float, str, tuple, type(None), torch.dtype)
 
 
 class _EndOfStage(Exception):
-    """Not an error: carries the output of a stage's last block."""
+    """Not an error: carries the output of a stage's last block, or the input of the first stage's next."""
 
     def __init__(self, output: Any) -> None:
         super().__init__("a stage's last block was called outside of its stage")
         self.output = output
 
 
-def _observed(block: nn.Module, inbox: StageInbox, number: int | None) -> nn.Module:
+def _observed(block: nn.Module, inbox: StageInbox, number: int | None, *, begins: bool) -> nn.Module:
     """Return the block, including its hooks, such that the inbox keeps the output of its calls under this
-    number. None: the stage ends when a call returns.
+    number. None: the stage ends when a call returns. `begins`: a call takes what the stage has received as
+    its first argument.
 
     It is a second object, of a class of its own, that shares the block's attributes: a hook cannot do it, as
     the hooks after it would not run.
@@ -327,10 +342,15 @@ def _observed(block: nn.Module, inbox: StageInbox, number: int | None) -> nn.Mod
     cls = type(block)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inbox: StageInbox = self.__dict__["_stage_inbox"]
+        if begins:
+            if inbox.is_taken:
+                raise out_of_order(f"stage {inbox.stage} called its first block twice")
+            args, kwargs = with_first_argument(inbox.take(), args, kwargs)
         output = cls.__call__(self, *args, **kwargs)
         if number is None:
             raise _EndOfStage(output)
-        self.__dict__["_stage_inbox"].add(number, output)
+        inbox.add(number, output)
         return output
 
     observed_class = type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})

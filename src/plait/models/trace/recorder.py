@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from plait.models.attention import AttentionCall
-from plait.models.tensors import direct_tensors, tensors_in
+from plait.models.tensors import direct_tensors, first_argument, tensors_in, with_first_argument
 from plait.models.trace.modes import Functions, Operators, on_mixed
 
 
@@ -31,10 +31,12 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """A call of a watched module begins. `tensors`: those in a layer's arguments."""
+    """A call of a watched module begins. `tensors`: those in a layer's arguments; in a block's first one, and
+    `others` in its others."""
 
     name: str
-    tensors: Sequence[Tensor] = ()
+    tensors: Sequence[Tensor]
+    others: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,9 @@ class ModelTrace:
 
     def _separate_class(self, name: str, cls: Any) -> Any:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.events.append(Entered(name))
+            others = with_first_argument(None, args, kwargs) if args or kwargs else ()
+            first = tensors_in(first_argument(args, kwargs))
+            self.events.append(Entered(name, list(first), list(tensors_in(others))))
             output = cls.__call__(module, *args, **kwargs)
             self._leave(name, output)
             return self._receive(name, output)

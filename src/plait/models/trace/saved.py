@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from plait.models.tensors import storage_key
+from plait.models.tensors import first_argument, storage_key
 from plait.models.trace.prepare import running_on_meta
 
 
@@ -74,25 +74,26 @@ def activation_bytes(meta_model: nn.Module, run: Callable[[], object], device: t
 
 
 class BlockOutputs:
-    """Outputs of the blocks of a full model on meta, from one forward, which the first call runs."""
+    """Outputs and first arguments of the blocks of a full model on meta, from one forward, which the first
+    call runs."""
 
     def __init__(self, meta_model: nn.Module, device: torch.device) -> None:
         self._meta_model = meta_model
         self._device = device
-        self._outputs: dict[str, Any] = {}  # of a forward that has completed
+        self._calls: dict[str, tuple[Any, Any]] = {}  # of a forward that has completed
 
-    def output_of(self, block: str, inputs: dict[str, Any]) -> Any:
-        """Return the block's output, with `requires_grad` set. `inputs`: the same at each call."""
-        if not self._outputs:
-            self._outputs = self._run(inputs)
-        return tree_map_only(
-            Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), self._outputs[block]
-        )
+    def output_of(self, block: str, inputs: dict[str, Any], *, of_input: bool = False) -> Any:
+        """Return the block's output, or its first argument, with `requires_grad` set. `inputs`: the same at
+        each call."""
+        if not self._calls:
+            self._calls = self._run(inputs)
+        found = self._calls[block][not of_input]
+        return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), found)
 
-    def _run(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        outputs: dict[str, Any] = {}
+    def _run(self, inputs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        calls: dict[str, tuple[Any, Any]] = {}
         handles = [
-            module.register_forward_hook(functools.partial(_record_output, outputs, name))
+            module.register_forward_hook(functools.partial(_record_call, calls, name), with_kwargs=True)
             for name, module in self._meta_model.named_modules()
         ]
         try:
@@ -101,8 +102,8 @@ class BlockOutputs:
         finally:
             for handle in handles:
                 handle.remove()
-        return outputs
+        return calls
 
 
-def _record_output(outputs: dict[str, Any], name: str, *call: Any) -> None:
-    outputs[name] = call[-1]
+def _record_call(calls: dict[str, Any], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    calls[name] = first_argument(args, kwargs), output

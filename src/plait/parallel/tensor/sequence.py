@@ -28,7 +28,8 @@ of the output's description, which is sent once for each shape of a micro-batch.
 The gradient that returns is exact: between blocks a column's gradient of its own tokens is complete, and it
 has no others. A stage's other received tensors are what blocks of earlier stages returned, as if these were
 its own: they depend on a block's input, and are not side inputs from outside of the blocks. So outputs of
-earlier blocks that are sent along (skip connections) hold this rank's tokens too.
+earlier blocks that are sent along (skip connections) hold this rank's tokens too. A first stage without
+blocks splits the first block's input before it sends it, and a last one gathers what it has received.
 """
 
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class SequenceShard:
     group: Group
     earlier: tuple[str, ...] = ()  # blocks of earlier stages, which return what the stage receives
     is_sent: bool = False  # the last block's output goes to another stage
+    has_blocks: bool = True
+    begins_with_input: bool = False  # receives the input of `earlier`, which is its own first block
     full_length: int = 0  # T; this and the next three are set by the running block
     begin_seq_nr: int = 0  # autograd's sequence number when the first block began
     num_sequences: int = 1  # in the tokens that a block flattens
@@ -66,6 +69,8 @@ class SequenceShard:
 
     def message(self, output: Any) -> Any:
         """Return what a stage sends. See [Note: token shards between stages]."""
+        if self.is_sent and not self.has_blocks:
+            output = self.shard(output)
         return (self.full_length, output) if self.is_sent else output
 
     def receive(self, message: Any) -> Any:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.tensors import WeakTensorMap
+from plait.models.tensors import WeakTensorMap, first_argument
 from plait.parallel.linear_products import NOT_TRACED, Float8Input
 from plait.parallel.tensor.functional import copy_to_group, gather, split
 from plait.parallel.tensor.sequence import SequenceShard, depends_on_block_input
@@ -63,10 +63,25 @@ def check_outer_modules(model: nn.Module, blocks: Sequence[str], sequence_shard:
 
 
 def begin_with_received(model: nn.Module, sequence_shard: SequenceShard) -> None:
-    """Register hooks that begin the blocks of a stage where the blocks of earlier ones would have ended."""
-    for name in sequence_shard.earlier:
-        block = model.get_submodule(name)
+    """Register hooks that begin the blocks of a stage where the blocks of earlier ones would have ended, or
+    with the received input of its first block. If it has no blocks, its tokens are gathered there."""
+    earlier = [model.get_submodule(name) for name in sequence_shard.earlier]
+    if sequence_shard.begins_with_input:
+        earlier.pop().register_forward_pre_hook(
+            lambda _, *call: sequence_shard.begin_received(first_argument(*call)), with_kwargs=True
+        )
+    for block in earlier:
         block.register_forward_hook(lambda *call: sequence_shard.begin_received(call[-1]))
+    if earlier and not sequence_shard.has_blocks:
+        earlier[-1].register_forward_hook(lambda *call: _gathered(sequence_shard, call[-1]))
+
+
+def _gathered(sequence_shard: SequenceShard, output: Any) -> Any:
+    """Return a block's received output with all tokens, after which no block follows."""
+    name = sequence_shard.earlier[-1]
+    full = map_hidden_output(lambda x: gather(x, sequence_shard.shards_of_own(x)), name, output)
+    sequence_shard.exit()
+    return full
 
 
 def _check_not_sharded(name: str, module: nn.Module, sequence_shard: SequenceShard) -> None:
