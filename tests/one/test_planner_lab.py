@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from planner_lab.commands import bill, figures, score, walls
+from planner_lab.programs import recompute, software
 
 APP = typer.Typer()
 for command in (walls, bill, figures, score):
@@ -120,6 +121,17 @@ def test_runs_with_cp_ep_float8_and_wide_data_groups_are_scored_apart(tmp_path: 
     }
     for name in kinds:
         assert name in text
+
+
+def test_a_report_may_say_what_its_rows_leave_open(tmp_path: Path) -> None:
+    """By GPU and model; a row's own column counts first."""
+    source = "NVIDIA-NeMo/Megatron-Bridge@067f987 docs/performance-summary(-archive).md release 26.06"
+    kimi, qwen = ({"gpu": "GB300", "model_name": name} for name in ("Kimi_K2", "Qwen3_30B_a3B"))
+    assert recompute(kimi, source) == "none"
+    assert recompute(kimi | {"recompute": "full"}, source) == "full"
+    assert recompute({"gpu": "GB300", "model_name": "Llama-3.1-405B"}, source) == ""
+    graphs = [software(row, source, "fp8", 1).graphs for row in (kimi, qwen)]
+    assert graphs == [False, True]
 
 
 def test_a_pipe_is_no_file_of_runs(tmp_path: Path) -> None:
