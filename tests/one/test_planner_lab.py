@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from planner_lab.commands import bill, figures, score, walls
+from planner_lab.programs import recompute, software
 
 APP = typer.Typer()
 for command in (walls, bill, figures, score):
@@ -96,6 +97,41 @@ def test_a_run_with_unusable_values_is_refused_and_others_are_scored(
     assert code == 0, text
     assert "refused 1 rows" in text
     assert reason in text
+
+
+def test_runs_with_cp_ep_float8_and_wide_data_groups_are_scored_apart(tmp_path: Path) -> None:
+    head = "model_name,layers,hidden,heads,ffn_hidden,seq_len,gpu,n_gpus,global_batch,step_time_s,precision"
+    head += ",cp,ep,zero_stage"
+    rows = [
+        "dense,4,1024,8,4096,4096,H100,8,8,1,bf16,1,1,0",
+        "dense,4,1024,8,4096,4096,H100,8,8,1,bf16,2,1,1",
+        "dense,4,1024,8,4096,4096,H100,256,256,1,fp8,1,1,1",
+        "mixtral-8x7b,4,,,,4096,H100,8,8,1,bf16,1,8,1",
+    ]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([head, *rows]))
+    code, text = run("score", str(path), "--json", str(tmp_path / "score.json"))
+    assert code == 0, text
+    kinds = json.loads((tmp_path / "score.json").read_text())["kinds"]
+    assert {name: each["rows"] for name, each in kinds.items()} == {
+        "cp > 1": 1,
+        "ep > 1": 1,
+        "fp8": 1,
+        "256 data ranks and more": 1,
+    }
+    for name in kinds:
+        assert name in text
+
+
+def test_a_report_may_say_what_its_rows_leave_open(tmp_path: Path) -> None:
+    """By GPU and model; a row's own column counts first."""
+    source = "NVIDIA-NeMo/Megatron-Bridge@067f987 docs/performance-summary(-archive).md release 26.06"
+    kimi, qwen = ({"gpu": "GB300", "model_name": name} for name in ("Kimi_K2", "Qwen3_30B_a3B"))
+    assert recompute(kimi, source) == "none"
+    assert recompute(kimi | {"recompute": "full"}, source) == "full"
+    assert recompute({"gpu": "GB300", "model_name": "Llama-3.1-405B"}, source) == ""
+    graphs = [software(row, source, "fp8", 1).graphs for row in (kimi, qwen)]
+    assert graphs == [False, True]
 
 
 def test_a_pipe_is_no_file_of_runs(tmp_path: Path) -> None:

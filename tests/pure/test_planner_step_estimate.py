@@ -19,11 +19,11 @@ from plait.planner.calibrate import Run, fit
 from plait.planner.cluster import cluster
 from plait.planner.communication import Group, Links, collective_s
 from plait.planner.constants import DEFAULT, PRIOR, Constants
-from plait.planner.memory import rank_memory, tokens_of_rank
+from plait.planner.memory import rank_layouts, rank_memory, tokens_of_rank
 from plait.planner.model_shape import ModelShape
 from plait.planner.step_estimate import Software, StepEstimate, Workload, estimate_step, stage_seconds
 from plait.planner.workload import PLAIT
-from planner_lab.programs import report_says
+from planner_lab.programs import recompute, report_says
 from planner_lab.runs import Refused, read_runs
 from planner_lab.score import ScoredRun, estimate_all, fit_without, score_runs
 
@@ -219,6 +219,19 @@ def test_messages_of_tensors_take_more_calls_than_those_of_units() -> None:
     assert by_tensor > by_unit
 
 
+def test_a_gather_into_a_list_takes_the_host_a_start_for_each_rank() -> None:
+    """DeepSpeed's of 2021; every tensor is gathered before the forward and before the backward."""
+    plan, hosts = Plan.parse("dp=512 zero=3 micro=1 precision=bf16"), cluster("dgx-a100:64")
+    work, program = Workload(2048, 512), Software(sends_tensors=True, overlaps_data=False)
+    whole, listed = (
+        estimate_step(MODEL, plan, hosts, work, replace(program, fills_lists=lists))
+        for lists in (False, True)
+    )
+    tensors = sum(len(unit.params) for unit in rank_layouts(MODEL, plan, program)[0].units)
+    starts = 512 * hosts.constants.launch_s * tensors
+    assert (listed.step_s - whole.step_s) / starts == pytest.approx(2)  # before forward and backward
+
+
 @pytest.mark.parametrize("schedule", ["zbv", "zb-h1"])
 def test_neither_half_of_a_split_backward_is_faster_than_the_host(schedule: str) -> None:
     """A faster device is never slower."""
@@ -277,7 +290,8 @@ def test_no_row_is_a_special_case(tmp_path: Path, name: str) -> None:
     with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))[:60]
     for row in rows:
-        row["program"] = report_says(row["source"], "program", row["gpu"]) or ""
+        row["program"] = report_says(row["source"], "program", row["gpu"], row["model_name"]) or ""
+        row["recompute"] = recompute(row, row["source"])
         row |= {"id": "x", "source": "anonymous", "confidence": ""}
     with (tmp_path / "anonymous.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))

@@ -253,8 +253,8 @@ def score(
 def _show(result: dict[str, Any], *, leaves_out: bool) -> None:
     columns = ("error", "bias", "p90", "inside", "constant_efficiency")
     rows = [
-        (name, *(_percent(each[key]) for key in columns), str(each["rows"]))
-        for name, each in sorted(result["publishers"].items())
+        (name, *(_percent(each.get(key)) for key in columns), str(each["rows"]))
+        for name, each in [*sorted(result["publishers"].items()), *result["kinds"].items()]
     ]
     means = {**result, "p90": result["p90_error"]}
     rows.append(("all", *(_percent(means[key]) for key in columns), str(result["rows_priced"])))

@@ -21,7 +21,7 @@ from plait.planner.calibrate import Run
 from plait.planner.cluster import Cluster, cluster
 from plait.planner.model_shape import ModelShape
 from plait.planner.workload import Workload
-from planner_lab.programs import publisher, report_says, software
+from planner_lab.programs import publisher, recompute, report_says, software
 
 _MODELS = Path(planner.__file__).parent / "data" / "models.toml"
 _MOST_BYTES = 1 << 24  # of a file of runs: a row takes some 200, and some milliseconds
@@ -193,9 +193,9 @@ def _plans(
     schedules, each = _schedules(row, notes, layers, pp), work.batch // dp
     given = _int(row, "micro_batch", 0)
     sizes = [given] if given else [b for b in (1, 2, 4, 8, 16) if each % b == 0]
-    recompute = row.get("recompute", "").lower()
-    is_known = recompute in _RECOMPUTED or re.fullmatch(r"every=\d+", recompute)
-    policies = [recompute] if is_known else _RECOMPUTED
+    policy = recompute(row, row.get("source", ""))
+    is_known = policy in _RECOMPUTED or re.fullmatch(r"every=\d+", policy)
+    policies = [policy] if is_known else _RECOMPUTED
     says = row.get("seq_parallel", "").lower()
     is_open = tp > 1 and not says and precision != "fp16"  # older than sequence parallelism
     shards_tokens = [False, True] if is_open else [tp > 1 and says.startswith(("y", "true", "1"))]

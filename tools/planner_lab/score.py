@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import PlanError
+from plait.plan import Plan
 from plait.planner.calibrate import Run, fit
 from plait.planner.constants import DEFAULT, Constants
 from plait.planner.step_estimate import StepEstimate
@@ -66,16 +67,10 @@ def score_runs(priced: Sequence[ScoredRun], refused: Sequence[Refused]) -> dict[
         by_publisher[one.run.publisher].append(one)
     constant = _constant_efficiency(by_publisher)
     publishers = {
-        name: {
-            "error": statistics.fmean(abs(one.error) for one in members),
-            "bias": statistics.fmean(one.error for one in members),
-            "p90": _quantile([abs(one.error) for one in members], 0.9),
-            "inside": statistics.fmean(one.is_inside for one in members),
-            "constant_efficiency": constant[name],
-            "rows": len(members),
-        }
+        name: _errors(members) | {"constant_efficiency": constant[name]}
         for name, members in by_publisher.items()
     }
+    kinds = {name: [one for one in timed if has(one.estimate.plan)] for name, has in _KINDS.items()}
     measured = [one.memory_error for one in priced if one.run.memory_bytes]
     ran, ran_out = ([one for one in priced if one.run.ran_out is out] for out in (False, True))
     means = {key: _mean(each[key] for each in publishers.values()) for key in _MEANS}
@@ -84,6 +79,7 @@ def score_runs(priced: Sequence[ScoredRun], refused: Sequence[Refused]) -> dict[
         "p90_error": _quantile([abs(one.error) for one in timed], 0.9),
         "rows_inside": _mean(float(one.is_inside) for one in timed),
         "publishers": publishers,
+        "kinds": {name: _errors(members) for name, members in kinds.items() if members},
         "groups": _groups(timed),
         "memory": {
             "error_mean": _mean(map(abs, measured)),
@@ -99,6 +95,22 @@ def score_runs(priced: Sequence[ScoredRun], refused: Sequence[Refused]) -> dict[
     }
 
 
+def _errors(members: Sequence[ScoredRun]) -> dict[str, float | None]:
+    return {
+        "error": statistics.fmean(abs(one.error) for one in members),
+        "bias": statistics.fmean(one.error for one in members),
+        "p90": _quantile([abs(one.error) for one in members], 0.9),
+        "inside": statistics.fmean(one.is_inside for one in members),
+        "rows": len(members),
+    }
+
+
+_KINDS: dict[str, Callable[[Plan], bool]] = {  # of plans, scored apart
+    "cp > 1": lambda plan: plan.cp > 1,
+    "ep > 1": lambda plan: plan.ep > 1,
+    "fp8": lambda plan: plan.is_float8,
+    "256 data ranks and more": lambda plan: plan.data_ranks >= 256,
+}
 _MEANS = ("error", "bias", "inside", "constant_efficiency")  # over publishers
 
 

@@ -281,7 +281,11 @@ def block_seconds(model: ModelShape, part: BlockWork, rates: Rates, constants: C
     *first, last = (linear(m, *each) for each in model.attention_products(h, heads, kv_heads))
     products = [([sum(times) for times in zip(*first, strict=True)], 1), (last, 1)]
     # This product's experts are no linear layers.
-    grouped = partial(linear, narrow=not (model.experts and part.eager))
+    grouped = partial(
+        linear,
+        narrow=not (model.experts and part.eager),
+        fuses_casts=part.device_kernels and (part.graphs or not model.experts),
+    )
     products += [(grouped(rows, expert_ffn, h, experts), ups), (grouped(rows, h, expert_ffn, experts), 1)]
     if model.shared_ffn:
         shared = -(-model.shared_ffn // part.cols)

@@ -417,7 +417,9 @@ def block_activation_bytes(
     # Inputs of products, which norms, attention and activations computed: not kept, or in float8.
     repeats = recompute == "selective" and software.selective == "elementwise"
     size = 0.0 if repeats else 1.0 if plan.is_float8 and software.device_kernels else 2.0
-    residual = (4 + 2 * size if software.fused_attention else 10) * h / across + 4 * rows * h / own + gathered
+    # Of rows, inputs; and results, unless their weights are multiplied before the last product.
+    routed = (size if software.device_kernels else 4.0) * rows * h / own + gathered
+    residual = (4 + 2 * size if software.fused_attention else 10) * h / across + routed
     kept = 1.0 if plan.is_float8 and software.device_kernels else 2.0  # of attention
     inside = (2.0 + kept) * model.attention_width + kv + (2.0 * (model.mlp_matrices - 1) + size) * width
     inside += _exchanged_bytes(model, plan)

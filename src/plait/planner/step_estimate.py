@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from plait.errors import PlanError
 from plait.plan import MemoryUse, Plan
 from plait.plan.context import AttentionMessages, heads_degree
-from plait.plan.events import During
-from plait.plan.layout import Layout
+from plait.plan.events import Collective, During
+from plait.plan.layout import Layout, UnitLayout
 from plait.plan.memory import COMPUTE_BYTES
 from plait.plan.schedule.load import stages_by_rank, stages_of
 from plait.plan.schedule.simulate import Durations, PipelineEnds, pipeline_s
@@ -42,7 +42,7 @@ from plait.planner.memory import (
 from plait.planner.model_shape import ModelShape
 from plait.planner.space import adapter_error, experts_error
 from plait.planner.stages import StageKind, block_counts, stage_kinds
-from plait.planner.unit_prices import unit_prices
+from plait.planner.unit_prices import UnitPrices, unit_prices
 from plait.planner.workload import PLAIT, Software, Workload
 
 __all__ = ["Software", "StageSeconds", "StepEstimate", "Workload", "estimate_step", "stage_seconds"]
@@ -478,13 +478,14 @@ def stage_gathers(
         return [Overlapped(0.0, 0.0)] * len(stages)
     counts = block_counts(model, plan, software)
     overlap = partial(_overlap, constants=constants, overlaps=software.overlaps_data)
+    once_s = _calls(price, software, constants)
     result: dict[StageKind, Overlapped] = {}
     for seconds, kind in zip(stages, stage_kinds(model, counts), strict=True):
         if kind not in result:
             units = stage_units(model, unit_sizes(plan), kind)
             forward = backward = 0.0
             for event in price.of_micros:
-                once = price.seconds(event.collective, units, sends_tensors=software.sends_tensors)
+                once = once_s(event.collective, units)
                 calls = event.calls / plan.micro
                 in_forward = min(1.0, calls) if event.during is During.PASSES else 0.0
                 forward += in_forward * once
@@ -493,6 +494,14 @@ def stage_gathers(
             back = overlap(seconds.backward + seconds.weight, backward)
             result[kind] = Overlapped(ahead[0] + back[0], ahead[1] + back[1], ahead[0], back[0], ahead[1])
     return [result[kind] for kind in stage_kinds(model, counts)]
+
+
+def _calls(
+    price: UnitPrices, software: Software, constants: Constants
+) -> Callable[[Collective, Sequence[UnitLayout]], float]:
+    """Seconds of the calls of a collective for each of some units."""
+    rank_s = constants.launch_s if software.fills_lists else 0.0
+    return partial(price.seconds, sends_tensors=software.sends_tensors, rank_s=rank_s)
 
 
 def step_reductions(
@@ -512,6 +521,7 @@ def step_reductions(
     if plan.token_ranks == 1:
         return [Overlapped(0.0, 0.0)] * plan.pp
     of_ranks, price = stages_by_rank(plan.schedule, plan.pp, plan.num_chunks), unit_prices(plan, links)
+    once_s = _calls(price, software, constants)
     seconds: dict[tuple[int, int], tuple[float, float]] = {}  # of many ranks with as many parameters
     for layout in layouts:
         if (layout.numel, layout.expert_numel) in seconds:
@@ -519,9 +529,9 @@ def step_reductions(
         scatter = gather = 0.0
         for collective, _, during in price.events:
             if during is During.LAST_BACKWARD:
-                scatter += price.seconds(collective, layout.units, sends_tensors=software.sends_tensors)
+                scatter += once_s(collective, layout.units)
             elif during is During.NEXT_FORWARD:
-                gather += price.seconds(collective, layout.units, sends_tensors=software.sends_tensors)
+                gather += once_s(collective, layout.units)
         seconds[layout.numel, layout.expert_numel] = scatter, gather
     result = []
     for layout, own in zip(layouts, of_ranks, strict=True):

@@ -51,24 +51,28 @@ class UnitPrices:
         self.of_micros = tuple(event for event in self.events if event.during in of_micros)
 
     def seconds(
-        self, collective: Collective, units: Sequence[UnitLayout], *, sends_tensors: bool = False
+        self,
+        collective: Collective,
+        units: Sequence[UnitLayout],
+        *,
+        sends_tensors: bool = False,
+        rank_s: float = 0.0,
     ) -> float:
-        """Seconds of a call for each of these units, or for each of their tensors."""
+        """Seconds of a call for each of these units, or for each of their tensors. `rank_s`: of the host, for
+        each rank in the list that a gather fills."""
         if self._plan.ep == 1 and units[-1].trains:  # of a stage with frozen units, the last one is
-            return self._seconds_of_kind(collective, units, sends_tensors=sends_tensors)
+            return self._seconds_of_kind(collective, units, sends_tensors, rank_s)
         by_kind: dict[tuple[UnitKind, str], list[UnitLayout]] = {}
         for unit in units:
             if unit.trains or self._moves_frozen(collective):
                 by_kind.setdefault((unit.kind, unit.format), []).append(unit)
-        return sum(
-            [self._seconds_of_kind(collective, of, sends_tensors=sends_tensors) for of in by_kind.values()]
-        )
+        return sum([self._seconds_of_kind(collective, of, sends_tensors, rank_s) for of in by_kind.values()])
 
     def _moves_frozen(self, collective: Collective) -> bool:
         return self._plan.zero == 3 and collective is Collective.GATHER
 
     def _seconds_of_kind(
-        self, collective: Collective, units: Sequence[UnitLayout], *, sends_tensors: bool
+        self, collective: Collective, units: Sequence[UnitLayout], sends_tensors: bool, rank_s: float
     ) -> float:
         rank, kind, number = self._rank, units[0].kind, len(units)
         if sends_tensors:
@@ -84,7 +88,8 @@ class UnitPrices:
             codes = FORMATS[form].num_bytes(int(each)) if form else 0
             sizes = UnitSizes(each, each // self._shards[kind], (), factors, codes)
             self._seconds[key] = self._once(collective, kind, sizes)
-        return number * self._seconds[key]
+        listed_s = rank_s * self._shards[kind] if collective is Collective.GATHER else 0.0
+        return number * (self._seconds[key] + listed_s)
 
     def _once(self, collective: Collective, of_kind: UnitKind, sizes: UnitSizes) -> float:
         total = 0.0

@@ -44,6 +44,7 @@ class Software:
     gathers_rows       columns have parts of every expert, and with sp they send shares of the rows and gather
                        them where the experts are (Megatron-LM)
     sends_tensors      every tensor is gathered and reduced by calls of its own, else every unit is
+    fills_lists        a gather fills a list of tensors, one for each rank, which the host makes and copies
     expert_rows        tokens of the experts of the fullest rank of ep, by those of even routing: up to ep,
                        and to ep x tp where columns have experts of their own
     optimizer          AdamW, or AdamW8bit, whose moments are stored in codes of 8 bits
@@ -66,6 +67,7 @@ class Software:
     bucket_bytes: int = 0
     gathers_rows: bool = False
     sends_tensors: bool = False
+    fills_lists: bool = False
     expert_rows: float = 1
     optimizer: Literal["AdamW", "AdamW8bit"] = "AdamW"
 
