@@ -55,7 +55,7 @@ BUDGETS = {
     "models": 10960,
     "optim": 1625,
     "pages": 275,
-    "parallel": 15632,
+    "parallel": 15802,
     "plan": 7370,
     "planner": 5235,
     "server": 2250,
